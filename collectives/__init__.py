@@ -1,0 +1,57 @@
+"""Moves flat tensors between ranks: reduce-scatter and all-gather with uneven splits, and buckets in order.
+
+It has never heard of an optimizer. An algorithm is a class that is built on a transport; `ALGORITHMS` names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .bucketing import BucketQueue
+from .loopback import Loopback, on_threads, solo
+from .pairwise import Pairwise
+from .ring import Ring
+from .transport import (
+    Chain,
+    Collective,
+    CollectiveError,
+    Kind,
+    MismatchError,
+    PeerError,
+    Tag,
+    Traffic,
+    Transport,
+    Work,
+)
+
+Algorithm = Callable[[Transport], Collective]
+
+
+def _native(transport: Transport) -> Collective:
+    from .native import Native  # the one module that needs torch.distributed
+
+    return Native(transport)
+
+
+ALGORITHMS: dict[str, Algorithm] = {"auto": Pairwise, "pairwise": Pairwise, "ring": Ring, "native": _native}
+
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "BucketQueue",
+    "Chain",
+    "Collective",
+    "CollectiveError",
+    "Kind",
+    "Loopback",
+    "MismatchError",
+    "Pairwise",
+    "PeerError",
+    "Ring",
+    "Tag",
+    "Traffic",
+    "Transport",
+    "Work",
+    "on_threads",
+    "solo",
+]

@@ -1,0 +1,64 @@
+"""Launches buckets strictly in layout order, however they become ready, and bounds how many are in flight.
+
+    ready:     2   0       1          end
+    launched:      0       1 2        3 ...        never 2 before 0 and 1
+    in flight:     at most `limit`; launching one more waits for the oldest
+
+Every rank launches the same buckets in the same order, so that collectives match; which of them are ready first is
+each rank's own affair. Knows nothing of what a launch does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from .transport import Work
+
+
+class BucketQueue:
+    """One round of launches after another. ``launch(bucket)`` starts a bucket's collective."""
+
+    def __init__(self, launch: Callable[[int], Work], limit: int) -> None:
+        if limit < 1:
+            raise ValueError(f"at least one bucket must be allowed in flight, not {limit}")
+        self._launch, self._limit = launch, limit
+        self._order: tuple[int, ...] = ()
+        self._next = 0
+        self._ready: set[int] = set()
+        self._flying: deque[Work] = deque()
+
+    @property
+    def done(self) -> bool:
+        """True when every bucket of the round was launched."""
+        return self._next == len(self._order)
+
+    def begin(self, order: Sequence[int]) -> None:
+        """Begin a round over the buckets of ``order``; the last round must be complete."""
+        if not self.done:
+            raise RuntimeError("a round of buckets was begun before the last one was complete")
+        self._order, self._next, self._ready = tuple(order), 0, set()
+
+    def ready(self, bucket: int) -> None:
+        """Say that a bucket may be launched; it is as soon as its predecessors were."""
+        self._ready.add(bucket)
+        while not self.done and self._order[self._next] in self._ready:
+            self._start()
+
+    def finish(self) -> None:
+        """Launch what is left of the round, ready or not, and wait for everything."""
+        while not self.done:
+            self._start()
+        self.drain()
+
+    def drain(self) -> None:
+        """Wait for everything that was launched."""
+        while self._flying:
+            self._flying.popleft().wait()
+
+    def _start(self) -> None:
+        while len(self._flying) >= self._limit:
+            self._flying.popleft().wait()
+        bucket = self._order[self._next]
+        self._next += 1
+        self._flying.append(self._launch(bucket))

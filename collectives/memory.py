@@ -1,0 +1,74 @@
+"""Scratch memory that comes back by itself.
+
+Knows: byte blocks, who still holds one (by the reference count of its storage), and how much was held at most.
+Does not know: what the bytes mean, ranks, or when a transfer ends. A transfer that is still under way holds its
+tensor, so a block cannot be handed out again too early, also not after an exception.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SLACK = 1.25  # a block may be this much larger than what is asked of it
+SPARE = 1.5  # the pool keeps at most this times what was ever asked for at once
+
+
+@dataclass(eq=False)
+class _Block:
+    storage: torch.UntypedStorage
+    asked: int
+
+    @property
+    def free(self) -> bool:
+        return int(torch._C._storage_Use_Count(self.storage._cdata)) == 1
+
+
+class Pool:
+    """Blocks of scratch memory, reused as soon as nobody but the pool holds their storage.
+
+    A warm block is several times cheaper than a fresh one, whose pages the kernel has to fault in.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[_Block] = []
+        self._most_asked = 0
+        self.peak_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all blocks, in use or waiting for their next use."""
+        return sum(block.storage.nbytes() for block in self._blocks)
+
+    def storages(self) -> frozenset[int]:
+        """Addresses of the blocks."""
+        return frozenset(block.storage.data_ptr() for block in self._blocks)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A 1-D tensor of ``numel`` elements with undefined content; it returns when its last holder lets go."""
+        need = numel * dtype.itemsize
+        result = torch.empty(0, dtype=dtype, device=device)
+        if need == 0:
+            return result
+        free = [block for block in self._blocks if block.free]
+        in_use = sum(block.asked for block in self._blocks) - sum(block.asked for block in free)
+        self._most_asked = max(self._most_asked, in_use + need)
+        fitting = [b for b in free if need <= b.storage.nbytes() <= SLACK * need and b.storage.device == device]
+        if fitting:
+            block = min(fitting, key=lambda b: b.storage.nbytes())
+            block.asked = need
+        else:
+            self._drop(free, need)
+            block = _Block(torch.empty(need, dtype=torch.uint8, device=device).untyped_storage(), need)
+            self._blocks.append(block)
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        return result.set_(block.storage, 0, (numel,), (1,))  # type: ignore[call-overload, no-any-return]
+
+    def _drop(self, free: list[_Block], need: int) -> None:
+        """Make room for ``need`` more bytes: the smallest free blocks go first."""
+        for block in sorted(free, key=lambda b: b.storage.nbytes()):
+            if self.held_bytes + need <= SPARE * self._most_asked:
+                return
+            self._blocks.remove(block)

@@ -1,0 +1,73 @@
+"""The plain loop, with nothing of ours but `zero.clip_grad_norm_`: what every test of exactness compares with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero import clip_grad_norm_
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+def plain_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: LossFunction,
+    batches: Iterable[Any],
+    divisor: float,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+) -> Tensor | None:
+    """Micro-batches in turn, one division, clip, step. Returns the norm; gradients stay."""
+    for batch in batches:
+        loss = loss_of(model, batch)
+        if loss.requires_grad:
+            loss.backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(divisor)
+    norm = None
+    if max_norm is not None:
+        norm = clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    optimizer.step()
+    return norm
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """A tensor as bytes, so that -0.0 and NaN count."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def assert_same_bits(ours: Tensor, theirs: Tensor, what: str = "tensor") -> None:
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, f"{what}: {ours.shape} {ours.dtype}"
+    if not torch.equal(bits(ours), bits(theirs)):
+        different = (ours.detach() != theirs.detach()).nonzero()
+        raise AssertionError(f"{what} differs in {len(different)} of {ours.numel()} elements, first {different[:1]}")
+
+
+def assert_same_model(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert_same_bits(a, b, name)
+
+
+def assert_same_states(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Two torch.optim dicts hold the same states, bit for bit."""
+    assert set(ours["state"]) == set(theirs["state"]), (sorted(ours["state"]), sorted(theirs["state"]))
+    for index, state in theirs["state"].items():
+        mine = {k: v for k, v in ours["state"][index].items() if v is not None}
+        other = {k: v for k, v in state.items() if v is not None}
+        assert set(mine) == set(other), (index, sorted(mine), sorted(other))
+        for name, value in other.items():
+            if isinstance(value, Tensor):
+                assert_same_bits(mine[name], value, f"state {name} of parameter {index}")
+            else:
+                assert mine[name] == value, (index, name)
+
+
+def share(batches: Sequence[Any], rank: int, world_size: int) -> Sequence[Any]:
+    """The micro-batches of a rank: j goes to rank j mod world_size."""
+    return batches[rank::world_size]

@@ -1,0 +1,211 @@
+"""Optimizer states as plain torch.optim dicts, whatever the stage and the number of ranks, and back.
+
+Knows: what torch.optim's dicts look like, and which piece of them is whose. Nothing that comes from a peer is
+unpickled: names and scalars travel as JSON, tensors as bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from collectives import Kind, Tag, Transport, Work
+from torch import Tensor
+
+from .inner import InnerOptimizer, Options, PieceState
+from .layout import Layout
+from .stages import flattened, strided
+
+_DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)}
+
+
+def _encoded(state: PieceState) -> dict[str, Any]:
+    scalars = {
+        name: {"dtype": str(value.dtype), "value": value.item()} if isinstance(value, Tensor) else {"value": value}
+        for name, value in state.scalars.items()
+    }
+    return {"elementwise": list(state.elementwise), "scalars": scalars}
+
+
+def _decoded(entry: Mapping[str, Any]) -> PieceState:
+    scalars = {
+        name: torch.tensor(value["value"], dtype=_DTYPES[value["dtype"]]) if "dtype" in value else value["value"]
+        for name, value in entry["scalars"].items()
+    }
+    return PieceState(tuple(entry["elementwise"]), scalars)
+
+
+def gather(layout: Layout, inner: InnerOptimizer, transport: Transport, to: int, whole_here: bool, tag: Tag) -> dict[int, Any] | None:
+    """The whole states by torch.optim's index, on rank ``to``; None elsewhere. Collective.
+
+    ``whole_here``: every rank holds whole states, so nothing needs to travel.
+    """
+    told = _tell(layout, inner)
+    lists = [told] if whole_here else [json.loads(d) for d in transport.exchange(json.dumps(told).encode(), tag)]
+    if whole_here and transport.rank != to:
+        return None
+    result: dict[int, Any] = {}
+    for bucket, states in zip(layout.buckets, inner.states, strict=True):
+        slots: dict[int, PieceState] = {}
+        for entries in lists:
+            for number, entry in entries[bucket.index]["pieces"]:
+                slots.setdefault(number, _decoded(entry))
+        names: dict[str, str] = {}
+        for entries in lists:
+            names |= entries[bucket.index]["flat"]
+        flats: dict[str, Tensor] = {}
+        for number, (name, dtype) in enumerate(sorted(names.items())):
+            if whole_here:
+                flats[name] = states.flat[name].cpu()
+                continue
+            part = states.flat.get(name)
+            if part is None:
+                part = torch.zeros(states.end - states.begin, dtype=_DTYPES[dtype], device=bucket.device)
+            one = Tag(Kind.GATHER, f"{tag.label}, {name}"[:70], tag.round, bucket.index * 1000 + number)
+            whole = _gather_one(part, bucket.bounds, transport, to, one)
+            if whole is not None:
+                flats[name] = whole.cpu()
+        if transport.rank == to:
+            for number, state in slots.items():
+                slot = bucket.slots[number]
+                spec = layout.parameters[slot.parameter]
+                values: dict[str, Any] = dict(state.scalars)
+                for name in state.elementwise:
+                    values[name] = strided(flats[name], slot.offset, spec.shape, spec.stride).clone()
+                result[spec.index] = values
+    return result if transport.rank == to else None
+
+
+def _tell(layout: Layout, inner: InnerOptimizer) -> list[dict[str, Any]]:
+    """What this rank holds, without the tensors."""
+    told = []
+    for bucket, states in zip(layout.buckets, inner.states, strict=True):
+        pieces = []
+        for number, piece in enumerate(states.pieces):
+            state = inner.state_of(bucket.index, number)
+            if state is not None:
+                pieces.append((piece.slot, _encoded(state)))
+        told.append({"pieces": pieces, "flat": {name: str(flat.dtype) for name, flat in states.flat.items()}})
+    return told
+
+
+def _gather_one(part: Tensor, bounds: Sequence[int], transport: Transport, to: int, tag: Tag) -> Tensor | None:
+    if transport.rank != to:
+        if part.numel():
+            transport.isend(part, to, tag, control=True).wait()
+        return None
+    whole = torch.empty(bounds[-1], dtype=part.dtype, device=part.device)
+    whole[bounds[to] : bounds[to + 1]].copy_(part)
+    works: list[Work] = []
+    for source in transport.peers():
+        if bounds[source + 1] > bounds[source]:
+            works.append(transport.irecv(whole[bounds[source] : bounds[source + 1]], source, tag, control=True))
+    for work in works:
+        work.wait()
+    return whole
+
+
+def packed_groups(groups: Sequence[Options], layout: Layout) -> list[Options]:
+    """The param groups as torch.optim packs them: indices for parameters, and names beside them where known."""
+    by_group: dict[int, list[Any]] = {}
+    for spec in sorted(layout.parameters, key=lambda spec: spec.index):
+        by_group.setdefault(spec.group, []).append(spec)
+    result = []
+    for number, group in enumerate(groups):
+        members = by_group.get(number, [])
+        packed = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+        if members and all(spec.names for spec in members):
+            packed["param_names"] = [spec.name for spec in members]
+        packed["params"] = [spec.index for spec in members]
+        result.append(packed)
+    return result
+
+
+def check(state_dict: Mapping[str, Any], groups: Sequence[Options], layout: Layout, elementwise: frozenset[str]) -> dict[int, int]:
+    """Compare a plain dict with this optimizer before anything changes; returns our index -> the dict's index.
+
+    Raises `ValueError` that names the first thing that differs.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise ValueError("a torch.optim state dict is needed, with 'state' and 'param_groups'")
+    ours, theirs = packed_groups(groups, layout), state_dict["param_groups"]
+    if len(ours) != len(theirs):
+        raise ValueError(f"the state dict has {len(theirs)} param groups, this optimizer {len(ours)}")
+    mapping: dict[int, int] = {}
+    by_index = {spec.index: spec for spec in layout.parameters}
+    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        if len(mine["params"]) != len(other["params"]):
+            raise ValueError(
+                f"param group {number}: the state dict has {len(other['params'])} parameters, this optimizer "
+                f"{len(mine['params'])}: it belongs to another model"
+            )
+        missing = sorted(set(mine) - set(other) - {"param_names"})
+        if missing:
+            raise ValueError(f"param group {number}: the state dict has no {missing[0]!r}: it belongs to another class")
+        for position, index in enumerate(mine["params"]):
+            names = [group.get("param_names") for group in (mine, other)]
+            if all(names) and names[0][position] != names[1][position]:
+                raise ValueError(
+                    f"param group {number}, parameter {position}: the state dict has {names[1][position]!r}, this "
+                    f"optimizer {names[0][position]!r}: it belongs to another model"
+                )
+            mapping[index] = other["params"][position]
+            for name, value in state_dict["state"].get(mapping[index], {}).items():
+                shape = by_index[index].shape
+                if name in elementwise and tuple(value.shape) != shape:
+                    raise ValueError(
+                        f"state {name!r} of {by_index[index].name!r} has shape {tuple(value.shape)} in the state dict, "
+                        f"but the parameter has {shape}: it belongs to another model"
+                    )
+                if name not in elementwise and isinstance(value, Tensor) and value.numel() != 1:
+                    raise ValueError(f"state {name!r} of {by_index[index].name!r} belongs to another optimizer class")
+    return mapping
+
+
+def scatter(
+    state: Mapping[int, Mapping[str, Any]],
+    mapping: Mapping[int, int],
+    groups: Sequence[Options],
+    layout: Layout,
+    inner: InnerOptimizer,
+    elementwise: frozenset[str],
+) -> None:
+    """Take this rank's pieces out of whole states. Not collective; the dict was checked."""
+    inner.collect()
+    for bucket, states in zip(layout.buckets, inner.states, strict=True):
+        states.flat.clear()
+        flat_values: dict[tuple[int, str], Tensor] = {}
+        for number, piece in enumerate(states.pieces):
+            slot = bucket.slots[piece.slot]
+            spec = layout.parameters[slot.parameter]
+            values = state.get(mapping[spec.index])
+            if not values:
+                states.set_state(number, None)
+                continue
+            fused = bool(groups[spec.group].get("fused") or groups[spec.group].get("capturable"))
+            scalars: dict[str, Any] = {}
+            names = []
+            for name, value in values.items():
+                if name not in elementwise:
+                    scalars[name] = _scalar(name, value, fused, bucket.device)
+                    continue
+                names.append(name)
+                key = (piece.slot, name)
+                if key not in flat_values:
+                    flat_values[key] = flattened(value.detach().to(bucket.device, bucket.dtypes.master), spec.stride)
+                target = states.allocate(name, bucket.dtypes.master)
+                source = flat_values[key][piece.begin - slot.offset : piece.end - slot.offset]
+                target[piece.begin - states.begin : piece.end - states.begin].copy_(source)
+            states.set_state(number, PieceState(tuple(names), scalars))
+
+
+def _scalar(name: str, value: Any, on_device: bool, device: str) -> Any:
+    """A scalar state as torch.optim's own load would leave it."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if name == "step" and on_device:
+        return value.detach().clone().to(device=device, dtype=torch.float32)
+    return value.detach().clone()

@@ -1,0 +1,145 @@
+"""The flags of `zero train`, in one place.
+
+Knows: every flag's name, type, default and help text, as the fields of one frozen dataclass; which values make
+sense on their own; how to read a configuration from a command line and write it back. The argparse and the
+typer command lines are both made from these fields. Does not know: what a flag does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+__all__ = ["TrainConfig", "parse_arguments", "typer_signature"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What `zero train` was asked to do. A field is a flag; the text in its type is the flag's help."""
+
+    stage: Annotated[int, "what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too"] = 2
+    ranks: Annotated[int | None, "processes; 2 when omitted (under torchrun: as many as it started)"] = None
+    steps: Annotated[int, "optimizer steps"] = 800
+    micro_batches: Annotated[int, "micro-batches of a step, over all ranks; its gradient is divided by this"] = 4
+    batch: Annotated[int, "sequences in a micro-batch"] = 2
+    sequence: Annotated[int, "bytes in a sequence"] = 128
+    preset: Annotated[Literal["tiny", "small", "medium"], "size of the model"] = "small"
+    optimizer: Annotated[str, "an element-wise class of torch.optim in lower case: adamw, adam, sgd, adagrad"] = "adamw"
+    fused: Annotated[bool, "use the optimizer's fused kernel"] = False
+    clip: Annotated[float | None, "bound of the global gradient norm; no clipping when omitted"] = None
+    lr: Annotated[float, "learning rate"] = 1e-3
+    weight_decay: Annotated[float | None, "weight decay; the optimizer's own default when omitted"] = None
+    seed: Annotated[int, "seed of the weights, of the choice of data and of the sample"] = 0
+    threads: Annotated[int, "threads that a rank computes with (their number changes bits)"] = 1
+    bucket_cap_mb: Annotated[float, "size of a bucket in MB"] = 25.0
+    collective: Annotated[str, "algorithm that moves the buckets"] = "auto"
+    data: Annotated[Path | None, "file or folder of text; the source of Python's standard library when omitted"] = None
+    out: Annotated[Path, "folder for run.json, loss.png and memory.png"] = Path("zero-train")
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "micro_batches", "batch", "sequence", "threads"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(self.ranks is None or self.ranks >= 1, "ranks", self.ranks, "at least 1")
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 2**32 - 1")
+        _require(0 <= self.lr < math.inf, "lr", self.lr, "finite and not negative")
+        _require(0 < self.bucket_cap_mb < math.inf, "bucket_cap_mb", self.bucket_cap_mb, "above 0 and finite")
+        _require(self.clip is None or self.clip > 0, "clip", self.clip, "above 0")
+        _require(self.preset in _choices("preset"), "preset", self.preset, f"one of {', '.join(_choices('preset'))}")
+
+    def to_arguments(self) -> list[str]:
+        """The command line that `parse_arguments` reads this configuration from."""
+        return [text for item in fields(self) for text in _argument(item.name, getattr(self, item.name))]
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as values that JSON knows."""
+        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+
+
+def _require(holds: bool, name: str, value: object, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"{_option(name)} is {value}: it must be {expected}")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _argument(name: str, value: object) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [_option(name if value else "no_" + name)]
+    return [f"{_option(name)}={value}"]
+
+
+@dataclass(frozen=True)
+class _Flag:
+    """One field, as the two command lines need it."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+
+
+@cache
+def _flags() -> tuple[_Flag, ...]:
+    hints = get_type_hints(TrainConfig, include_extras=True)
+    parts = {item.name: get_args(hints[item.name]) for item in fields(TrainConfig)}
+    return tuple(
+        _Flag(item.name, parts[item.name][0], item.default, parts[item.name][1]) for item in fields(TrainConfig)
+    )
+
+
+def _choices(name: str) -> tuple[str, ...]:
+    return next(get_args(flag.type) for flag in _flags() if flag.name == name)
+
+
+def _argparse_options(flag: _Flag) -> dict[str, Any]:
+    if flag.type is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(flag.type) is Literal:
+        return {"choices": get_args(flag.type)}
+    (scalar,) = [part for part in get_args(flag.type) or (flag.type,) if part is not NoneType]
+    return {"type": scalar, "metavar": scalar.__name__.upper()}
+
+
+def _help_with_default(flag: _Flag) -> str:
+    return flag.help if flag.default is None or flag.type is bool else f"{flag.help} (default: {flag.default})"
+
+
+def parse_arguments(arguments: Sequence[str], program: str) -> TrainConfig:
+    """Read a configuration with argparse; exits with code 2 and a usage line where a flag is unknown or malformed.
+
+    Raises ValueError where a value makes no sense.
+    """
+    parser = argparse.ArgumentParser(
+        prog=program, description="Train a byte-level GPT with ZeroOptimizer.", allow_abbrev=False
+    )
+    for flag in _flags():
+        parser.add_argument(
+            _option(flag.name), default=flag.default, help=_help_with_default(flag), **_argparse_options(flag)
+        )
+    return TrainConfig(**vars(parser.parse_args(arguments)))
+
+
+def typer_signature(option: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a typer command with one option per field; `option` is `typer.Option`."""
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                flag.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=flag.default,
+                annotation=Annotated[flag.type, option(help=flag.help)],
+            )
+            for flag in _flags()
+        ]
+    )

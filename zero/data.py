@@ -1,0 +1,115 @@
+"""The text that `zero train` learns: bytes from disk, cut into training and validation.
+
+Knows: where the text comes from, and which bytes micro-batch j of step s holds. Does not know: ranks. A
+micro-batch is a pure function of (text, seed, s, j, batch, sequence), so it is the same data on whichever rank
+it lands.
+
+    |<------------- train: 9/10 ------------->|<- validation ->|
+    file a . file b . file c . ...   (bytes of the files, in order of their paths)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Batch", "Corpus", "load_corpus"]
+
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`inputs` and `targets`, int64 (batch, sequence); the target of a byte is the byte after it."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One text, cut in two. `train` and `validation` are uint8 (bytes,); `sha256` is that of the whole text."""
+
+    source: str
+    train: Tensor
+    validation: Tensor
+    sha256: str
+
+    def summary(self) -> dict[str, str | int]:
+        """Where the text came from and what it is, for the record."""
+        return {"source": self.source, "bytes": len(self.train) + len(self.validation), "sha256": self.sha256}
+
+    def micro_batch(self, seed: int, step: int, index: int, batch: int, sequence: int) -> Batch:
+        """Micro-batch `index` of global step `step`: `batch` windows from random places of the training text."""
+        last = len(self.train) - sequence
+        starts = np.random.default_rng((seed, step, index)).integers(0, last, size=batch)
+        return _windows(self.train, starts.tolist(), sequence)
+
+    def validation_batches(self, batch: int, sequence: int, windows: int) -> list[Batch]:
+        """At most `windows` windows spread evenly over the validation text, `batch` at a time."""
+        last = len(self.validation) - sequence - 1
+        count = max(1, min(windows, last // sequence))
+        starts = [last * i // max(1, count - 1) for i in range(count)]
+        return [_windows(self.validation, starts[i : i + batch], sequence) for i in range(0, count, batch)]
+
+
+def _windows(text: Tensor, starts: list[int], sequence: int) -> Batch:
+    rows = torch.stack([text[start : start + sequence + 1] for start in starts]).long()
+    return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+
+def load_corpus(path: Path | None, sequence: int) -> Corpus:
+    """Read `path` (a file, or every file below a folder), or the standard library of this Python when None.
+
+    Raises FileNotFoundError where there is nothing, and ValueError where there is too little text for one
+    sequence of `sequence` bytes (and the byte after it) in the training part and in the validation part.
+    """
+    source = f"the standard library of Python in {_stdlib()}" if path is None else str(path)
+    files = _library_files() if path is None else _files_of(path)
+    text = b"".join(file.read_bytes() for file in files)
+    if not text:
+        raise ValueError(f"no text in {source}: it is empty. Give --data a file or a folder that holds text")
+    cut = len(text) * 9 // 10
+    if min(cut, len(text) - cut) <= sequence:
+        raise ValueError(
+            f"{source} has {len(text)} bytes, of which {len(text) - cut} are for validation: less than one sequence "
+            f"of {sequence} bytes and its last target. Give more text with --data, or a smaller --sequence"
+        )
+    whole = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return Corpus(source, whole[:cut], whole[cut:], hashlib.sha256(text).hexdigest())
+
+
+def _stdlib() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _library_files() -> list[Path]:
+    root = _stdlib()
+    files = [file for file in root.rglob("*.py") if SKIPPED_FOLDERS.isdisjoint(file.relative_to(root).parts)]
+    if not files:
+        raise FileNotFoundError(f"no Python source in {root}: name a file or a folder of text with --data")
+    return list(_sorted(files, root))
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_dir():
+        visible = (file for file in path.rglob("*") if not _hidden(file.relative_to(path)))
+        return list(_sorted((file for file in visible if file.is_file()), path))
+    if not path.exists():
+        raise FileNotFoundError(f"--data {path}: there is no such file or folder")
+    return [path]
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+
+
+def _sorted(files: Iterable[Path], root: Path) -> Iterator[Path]:
+    yield from sorted(files, key=lambda file: file.relative_to(root).as_posix())

@@ -1,0 +1,126 @@
+"""What a rank holds, read from the tensors themselves, beside what the formulas say.
+
+Knows: every part's tensors. Changes none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from collectives import Collective, Transport
+from torch import Tensor
+
+from .inner import InnerOptimizer
+from .layout import Layout
+from .reducer import Reducer
+from .stages import Stage, formula_bytes, formula_traffic
+
+
+@dataclass(frozen=True)
+class BucketDescription:
+    """A bucket on this rank. Bytes are of the buffers that exist now."""
+
+    names: tuple[str, ...]
+    dtype: str
+    trainable: bool
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    bounds: tuple[int, ...]
+    collective: str
+
+    def owners(self) -> str:
+        """Which elements each rank owns."""
+        cuts = zip(self.bounds, self.bounds[1:], strict=False)
+        return " ".join(f"{rank}:[{low},{high})" for rank, (low, high) in enumerate(cuts))
+
+
+@dataclass(frozen=True)
+class Description:
+    """See `describe`."""
+
+    stage: int
+    rank: int
+    world_size: int
+    collective: str
+    buckets: tuple[BucketDescription, ...]
+    storages: dict[str, frozenset[int]]
+    bytes: dict[str, int]
+    formula_bytes: dict[str, int]
+    formula_traffic_bytes: Callable[[int, int], int]
+    """(backwards, synchronised) of each rank -> payload bytes that a step sends, summed over the ranks."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"stage {self.stage}, rank {self.rank} of {self.world_size}, collective {self.collective}",
+            f"{'':>4} {'bytes':>14} {'formula':>14}",
+        ]
+        lines += [f"{kind:<14} {self.bytes[kind]:>14,} {self.formula_bytes[kind]:>14,}" for kind in self.bytes]
+        for number, bucket in enumerate(self.buckets):
+            names = bucket.names if len(bucket.names) < 5 else (*bucket.names[:2], "...", bucket.names[-1])
+            state = "" if bucket.trainable else ", frozen"
+            lines.append(
+                f"bucket {number}: {bucket.dtype}{state}, parameters {bucket.parameter_bytes:,} B, gradients "
+                f"{bucket.gradient_bytes:,} B, states {bucket.optimizer_bytes:,} B, {bucket.collective}, owners "
+                f"{bucket.owners()}: {', '.join(names)}"
+            )
+        return "\n".join(lines)
+
+
+def describe(
+    layout: Layout,
+    stage: Stage,
+    transport: Transport,
+    collective: Collective,
+    flats: Sequence[Tensor],
+    reducer: Reducer,
+    inner: InnerOptimizer,
+) -> Description:
+    """Describe one rank. Local, and changes nothing."""
+    parameters = list(flats)
+    gradients = [tensor for store in reducer.stores for tensor in store.tensors()]
+    states = [tensor for held in inner.states for tensor in inner.tensors_of(held)]
+    tensors_of_state = max((len(held.flat) for held in inner.states), default=0)
+    buckets = tuple(
+        BucketDescription(
+            tuple(layout.parameters[slot.parameter].name for slot in bucket.slots),
+            str(flats[bucket.index].dtype),
+            any(reducer.parameters[slot.parameter].requires_grad for slot in bucket.slots),
+            _bytes([flats[bucket.index]]),
+            _bytes(reducer.stores[bucket.index].tensors()),
+            _bytes(inner.tensors_of(inner.states[bucket.index])),
+            bucket.bounds,
+            collective.name,
+        )
+        for bucket in layout.buckets
+    )
+    return Description(
+        stage.number,
+        transport.rank,
+        transport.world_size,
+        collective.name,
+        buckets,
+        {
+            "parameters": _storages(parameters),
+            "gradients": _storages(gradients),
+            "optimizer": _storages(states),
+            "scratch": transport.pool.storages(),
+        },
+        {
+            "parameters": _bytes(parameters),
+            "gradients": _bytes(gradients),
+            "optimizer": _bytes(states),
+            "scratch_peak": transport.pool.peak_bytes,
+        },
+        formula_bytes(layout, stage, tensors_of_state),
+        lambda backwards, synchronised: formula_traffic(layout, stage, backwards, synchronised),
+    )
+
+
+def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
+    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

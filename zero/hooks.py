@@ -1,0 +1,240 @@
+"""Turns autograd's events into "a backward began", "gradient i is there", "the backward is over".
+
+Knows: autograd's hooks, graph tasks, and the placeholder that stands in for a gradient that this rank does not hold.
+Does not know: buckets, ranks, stages.
+
+    backward()    AccumulateGrad of p       p.grad was None: takes the new gradient as it is
+                                            p.grad is a placeholder: calls its add_, which keeps the new gradient
+                  post-accumulate hook      takes it, and puts the placeholder (or None) in its place
+                  callback of the task      "the backward is over"; an exception skips it, so a later event must ask
+
+A placeholder has shape, strides and dtype, and no memory. Everything that would read it raises: a rank that does not
+hold a gradient must neither show a part of it nor None, which would look like "nothing to clip".
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+_NO_TASK = -1
+
+
+class Listener(Protocol):
+    """Who is told."""
+
+    def backward_began(self) -> None: ...
+
+    def gradient_ready(self, index: int, gradient: Tensor) -> None: ...
+
+    def backward_ended(self) -> None: ...
+
+    def gradient_zeroed(self, index: int) -> None: ...
+
+    def outside_backward(self) -> None:
+        """A gradient task ended in which no parameter's gradient arrived (`torch.autograd.grad`)."""
+
+
+class ShardedGradient(torch.Tensor):
+    """What ``p.grad`` is while no rank holds the whole gradient: it can be added to by autograd, zeroed, and dropped.
+
+    ``capture`` holds what autograd added last, until the parameter's hook takes it.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    owner: str
+    index: int
+    capture: Tensor | None
+    listener: weakref.ref[Listener]
+
+    @staticmethod
+    def __new__(cls, like: Tensor, name: str, index: int, listener: weakref.ref[Listener]) -> ShardedGradient:
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
+        )
+        made.owner, made.index, made.capture, made.listener = name, index, None, listener
+        return made
+
+    def __init__(self, like: Tensor, name: str, index: int, listener: weakref.ref[Listener]) -> None:
+        super().__init__()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<gradient of {self.owner!r}, {tuple(self.shape)}, not held by this rank; see optimizer.full_grad(p)>"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        aten = torch.ops.aten
+        first = args[0] if args else None
+        if func is aten.detach.default:
+            return first
+        if func in (aten.add_.Tensor, aten.add.Tensor) and isinstance(first, cls):
+            if torch._C._current_graph_task_id() != _NO_TASK and not kwargs:
+                first.capture = args[1].detach()
+                return first
+        elif func is aten.zero_.default and isinstance(first, cls):
+            first._zero()
+            return first
+        elif func is aten._foreach_zero_.default:
+            for gradient in args[0]:
+                gradient._zero() if isinstance(gradient, cls) else gradient.zero_()
+            return None
+        found = [a for a in _flat(args) if isinstance(a, cls)]
+        found[0]._refuse(str(func))
+
+    def _zero(self) -> None:
+        listener = self.listener()
+        if listener is not None:
+            listener.gradient_zeroed(self.index)
+
+    def _refuse(self, action: str) -> NoReturn:
+        raise RuntimeError(
+            f"{action}: this rank does not hold the gradient of {self.owner!r}, which is sharded or not reduced yet; "
+            "use optimizer.clip_grad_norm_(max_norm) to clip and optimizer.full_grad(p) to read"
+        )
+
+    def take(self) -> Tensor | None:
+        """What autograd added, once."""
+        captured, self.capture = self.capture, None
+        return captured
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: ShardedGradient, *_: Any, **__: Any) -> NoReturn:
+        self._refuse(f"{name}()")
+
+    return refuse
+
+
+for _name in ("numpy", "tolist", "data_ptr", "storage", "untyped_storage", "__array__", "__reduce_ex__", "__deepcopy__"):
+    setattr(ShardedGradient, _name, _refusal(_name))
+
+
+def _flat(args: Any) -> list[Any]:
+    if isinstance(args, (list, tuple)):
+        return [a for arg in args for a in _flat(arg)]
+    return [args]
+
+
+class GradientHooks:
+    """Hooks on parameters, until `remove`. They hold the listener weakly."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = weakref.ref(listener)
+        self._handles: list[Any] = []
+        self._task = _NO_TASK  # of the backward that began and is not over
+        self._seen = _NO_TASK  # of the last task that a pre-hook saw
+
+    @property
+    def inside_backward(self) -> bool:
+        """True inside a backward that this object was told of."""
+        return self._task != _NO_TASK and torch._C._current_graph_task_id() == self._task
+
+    @property
+    def interrupted(self) -> bool:
+        """True when a backward began and never ended: an exception left it."""
+        return self._task != _NO_TASK and not self.inside_backward
+
+    def forget(self) -> None:
+        """Take note that an interrupted backward was dealt with."""
+        self._task = _NO_TASK
+
+    def watch(self, parameter: Tensor, index: int, before: Callable[[], None] | None) -> None:
+        """Hook ``parameter``. ``before`` is called before the first gradient of a task arrives anywhere.
+
+        A frozen parameter is hooked too: it may be unfrozen later.
+        """
+        reference = weakref.ref(self)
+
+        def arrived(p: Tensor) -> None:
+            hooks = reference()
+            if hooks is not None:
+                hooks._arrived(p, index)
+
+        def about(_: Tensor) -> None:
+            hooks = reference()
+            if hooks is not None and before is not None:
+                hooks._about(before)
+
+        trainable = parameter.requires_grad
+        parameter.requires_grad_(True)
+        try:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+            if before is not None:
+                self._handles.append(parameter.register_hook(about))
+        finally:
+            parameter.requires_grad_(trainable)
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _arrived(self, parameter: Tensor, index: int) -> None:
+        listener = self._listener()
+        if listener is None:
+            return
+        gradient = parameter.grad
+        if isinstance(gradient, ShardedGradient):
+            gradient = gradient.take()
+        assert gradient is not None
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            try:
+                _refuse_reentrant()
+                listener.backward_began()
+            except BaseException:
+                if parameter.grad is gradient:
+                    parameter.grad = None
+                raise
+            self._task = task
+            _at_end(self._ended)
+        listener.gradient_ready(index, gradient.detach())
+
+    def _about(self, before: Callable[[], None]) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._seen:
+            self._seen = task
+            before()
+            _at_end(self._left)
+
+    def _ended(self) -> None:
+        self._task = _NO_TASK
+        listener = self._listener()
+        if listener is not None:
+            listener.backward_ended()
+
+    def _left(self) -> None:
+        listener = self._listener()
+        if listener is not None and self._task == _NO_TASK:
+            listener.outside_backward()
+
+
+def _at_end(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the current graph task is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
+
+def _refuse_reentrant() -> None:
+    """A backward inside a backward ends before the outer one does, and nothing tells when that is over."""
+    depth, frame = 0, sys._getframe()
+    current: FrameType | None = frame
+    while current is not None:
+        depth += current.f_code is _RUN_BACKWARD
+        current = current.f_back
+    if depth > 1:
+        raise RuntimeError(
+            "a backward inside a backward reached a parameter of this optimizer, as with "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=True): use use_reentrant=False"
+        )

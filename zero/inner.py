@@ -1,0 +1,303 @@
+"""The user's optimizer class, run over the flat pieces of parameters that this rank steps.
+
+Knows: runs, and that the class keeps two kinds of state for a parameter: tensors as large as the parameter, which are
+views of flat tensors here, and scalars (the step count). Does not know: ranks, gradients' origin, communication.
+
+    interval of a bucket   | a a a b b b b . . c c |       . is padding, b ends ragged
+    present, equal state     x x x x x x x     x x
+    runs                   [ a a a b b b b ]   [ c c ]     1-D views; the class sees each as a parameter
+
+A run merges neighbouring pieces of one group whose scalars are equal, and ends where padding follows, so that the last
+elements of a parameter stay the last ones of a tensor: the class then does the same arithmetic as on the parameters
+themselves. For paths that loop over tensors a run is cut every `CUT` elements, which keeps it in the cache.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layout import Bucket, Layout, Piece
+
+CUT = 1 << 16
+Options = dict[str, Any]
+
+
+@dataclass
+class _Run:
+    """A 1-D view that the class steps as one parameter. ``pieces`` index the interval's pieces, first and last + 1;
+    a cut run shares its piece with its neighbours."""
+
+    parameter: Tensor
+    begin: int
+    end: int
+    first: int
+    last: int
+    views: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PieceState:
+    """What the class keeps for a piece: the names of its flat tensors, and its scalars."""
+
+    elementwise: tuple[str, ...]
+    scalars: Mapping[str, Any]
+
+    def same(self, other: PieceState | None) -> bool:
+        return other is not None and self.elementwise == other.elementwise and _plain(self) == _plain(other)
+
+
+def _plain(state: PieceState) -> dict[str, Any]:
+    return {key: value.item() if isinstance(value, Tensor) else value for key, value in state.scalars.items()}
+
+
+class BucketStates:
+    """The optimizer states of one bucket's interval on this rank, and the runs over it."""
+
+    def __init__(self, bucket: Bucket, begin: int, end: int, master: Tensor, groups: Sequence[int]) -> None:
+        """``master``: the interval's parameters, 1-D; ``groups``: of each slot."""
+        self.bucket, self.begin, self.end, self.master = bucket, begin, end, master
+        self.pieces: tuple[Piece, ...] = bucket.pieces(begin, end)
+        self.groups = [groups[piece.slot] for piece in self.pieces]
+        self.flat: dict[str, Tensor] = {}
+        self._states: list[PieceState | None] = [None] * len(self.pieces)
+        self.runs: list[_Run] = []
+        self._key: tuple[Any, ...] | None = None
+
+    def plan(self, inner: torch.optim.Optimizer, present: tuple[bool, ...], cut: tuple[bool, ...]) -> None:
+        """Make the runs over the pieces that are ``present``; ``cut``: of each group, whether long runs are cut."""
+        key = (present, cut)
+        if key == self._key:
+            return
+        self.collect(inner)
+        self._key = key
+        index = 0
+        while index < len(self.pieces):
+            last = index + 1
+            if present[index]:
+                while last < len(self.pieces) and present[last] and self._joins(last):
+                    last += 1
+                self._make_runs(inner, index, last, cut[self.groups[index]])
+            index = last
+
+    def _joins(self, index: int) -> bool:
+        """True when the piece continues the one before it."""
+        before, state = self._states[index - 1], self._states[index]
+        equal = state is None if before is None else before.same(state)
+        touching = self.pieces[index - 1].end == self.pieces[index].begin
+        return touching and self.groups[index - 1] == self.groups[index] and equal
+
+    def _make_runs(self, inner: torch.optim.Optimizer, first: int, last: int, cut: bool) -> None:
+        begin, end = self.pieces[first].begin - self.begin, self.pieces[last - 1].end - self.begin
+        step = CUT if cut else max(1, end - begin)
+        state = self._states[first]
+        for low in range(begin, max(end, begin + 1), step):
+            high = min(low + step, end)
+            parameter = self.master[low:high].detach().requires_grad_()
+            run = _Run(parameter, low, high, first, last)
+            if state is not None:
+                run.views = {name: self.flat[name][low:high] for name in state.elementwise}
+                inner.state[parameter] = {**copy.deepcopy(dict(state.scalars)), **run.views}
+            self.runs.append(run)
+
+    def harvest(self, inner: torch.optim.Optimizer) -> None:
+        """Take states that the class made or replaced into the flat tensors."""
+        for run in self.runs:
+            state = inner.state.get(run.parameter)
+            for name, value in (state or {}).items():
+                if value is run.views.get(name) or not _is_elementwise(value, run.parameter):
+                    continue
+                if name not in self.flat:
+                    self.flat[name] = torch.zeros(self.master.numel(), dtype=value.dtype, device=value.device)
+                view = self.flat[name][run.begin : run.end]
+                view.copy_(value)
+                state[name] = run.views[name] = view
+
+    def collect(self, inner: torch.optim.Optimizer) -> None:
+        """Note each piece's state and forget the runs."""
+        for run in self.runs:
+            state = inner.state.pop(run.parameter, None)
+            if state:
+                scalars = {name: value for name, value in state.items() if name not in run.views}
+                noted = PieceState(tuple(run.views), scalars)
+                self._states[run.first : run.last] = [noted] * (run.last - run.first)
+        self.runs, self._key = [], None
+
+    def state_of(self, piece: int, inner: torch.optim.Optimizer) -> PieceState | None:
+        """The state of a piece, live."""
+        for run in self.runs:
+            if run.first <= piece < run.last:
+                state = inner.state.get(run.parameter)
+                if not state:
+                    return None
+                scalars = {name: value for name, value in state.items() if name not in run.views}
+                return PieceState(tuple(run.views), scalars)
+        return self._states[piece]
+
+    def set_state(self, piece: int, state: PieceState | None) -> None:
+        """Replace the state of a piece; `collect` must have been called."""
+        self._states[piece] = state
+
+    def allocate(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The flat tensor of a state, made where there is none yet or it is of another dtype."""
+        if name not in self.flat or self.flat[name].dtype != dtype:
+            self.flat[name] = torch.zeros(self.master.numel(), dtype=dtype, device=self.master.device)
+        return self.flat[name]
+
+
+def _is_elementwise(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1 and value.shape == parameter.shape
+
+
+class InnerOptimizer:
+    """An instance of the user's class whose parameters are runs.
+
+    ``groups`` given to its methods are the user's live param groups: their options count, their parameters do not.
+    """
+
+    def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: Options) -> None:
+        plain = optimizer_class([torch.zeros(1, 1)], **defaults)  # torch's own errors about the arguments
+        self.defaults: Options = dict(plain.defaults)
+        self._class, self._arguments = optimizer_class, defaults
+        try:
+            self._inner = optimizer_class([torch.zeros(1)], **defaults)
+        except Exception as error:
+            raise _not_elementwise(optimizer_class, f"it refuses a flat parameter ({error})") from error
+        self._inner.param_groups.clear()
+        self._inner.state.clear()
+        self.states: list[BucketStates] = []
+
+    def add(self, states: BucketStates, groups: Sequence[Options]) -> None:
+        """Take up a bucket. A class that makes its state when it is built (Adagrad) makes it here."""
+        self.states.append(states)
+        states.plan(self._inner, (True,) * len(states.pieces), (False,) * len(groups))
+        param_groups = self._param_groups(states, groups)
+        if param_groups:
+            built = self._class(param_groups, **self._arguments)
+            self._inner.state.update(built.state)
+        states.harvest(self._inner)
+
+    def step(self, index: int, gradient: Tensor, present: tuple[bool, ...], groups: Sequence[Options]) -> Options | None:
+        """Step the pieces of bucket ``index`` that are ``present`` with the interval's ``gradient``, 1-D.
+
+        Returns what the class changed in each group's options, by group, or None where it changed nothing.
+        """
+        states = self.states[index]
+        states.plan(self._inner, present, tuple(not group.get("fused") for group in groups))
+        if not states.runs:
+            return None
+        for run in states.runs:
+            run.parameter.grad = gradient[run.begin : run.end]
+        param_groups = self._param_groups(states, groups)
+        self._inner.param_groups = list(param_groups)
+        try:
+            unhooked_step(self._inner)()
+        finally:
+            for run in states.runs:
+                run.parameter.grad = None
+            self._inner.param_groups = []
+        states.harvest(self._inner)
+        changed: Options = {}
+        for group in param_groups:
+            number = group.pop("_number")
+            options = {
+                key: value for key, value in group.items() if key != "params" and value is not groups[number].get(key)
+            }
+            if options:
+                changed[number] = options
+        return changed or None
+
+    def _param_groups(self, states: BucketStates, groups: Sequence[Options]) -> list[Options]:
+        runs: dict[int, list[Tensor]] = {}
+        for run in states.runs:
+            runs.setdefault(states.groups[run.first], []).append(run.parameter)
+        return [
+            {**{key: value for key, value in groups[number].items() if key not in ("params", "param_names")},
+             "params": parameters, "_number": number}
+            for number, parameters in sorted(runs.items())
+        ]
+
+    def state_of(self, index: int, piece: int) -> PieceState | None:
+        return self.states[index].state_of(piece, self._inner)
+
+    def tensors_of(self, states: BucketStates) -> list[Tensor]:
+        """The tensors of a bucket's states: the flat ones, and the scalars of its runs."""
+        scalars = [
+            value
+            for run in states.runs
+            for name, value in self._inner.state.get(run.parameter, {}).items()
+            if isinstance(value, Tensor) and name not in run.views
+        ]
+        return [*states.flat.values(), *scalars]
+
+    def collect(self) -> None:
+        """Forget the runs, before states are replaced."""
+        for states in self.states:
+            states.collect(self._inner)
+
+
+def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """The class's own ``step``, without the hooks that torch wraps around it: these belong to the user's object."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return lambda: step(optimizer)  # type: ignore[call-arg]
+
+
+def check_elementwise(
+    optimizer_class: type[torch.optim.Optimizer], options: Options, dtype: torch.dtype, device: torch.device
+) -> frozenset[str]:
+    """Raise `ValueError` unless two steps over 96 elements as one tensor give the bits of two pieces stepped by two
+    instances. Costs two small steps; leaves the random generator alone. Returns the names of the states that are as
+    large as the parameter."""
+    cut, size = 32, 96
+    with torch.random.fork_rng(devices=[]):
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randn(size, generator=generator).to(dtype=dtype, device=device)
+        gradients = [torch.randn(size, generator=generator).to(dtype=dtype, device=device) for _ in range(2)]
+        try:
+            whole, names = _two_steps(optimizer_class, options, values, gradients, 0, size)
+            parts = [
+                _two_steps(optimizer_class, options, values, gradients, low, high)[0]
+                for low, high in ((0, cut), (cut, size))
+            ]
+        except Exception as error:
+            raise _not_elementwise(optimizer_class, f"two steps on a flat tensor failed ({error})") from error
+    if not torch.equal(whole.view(torch.uint8), torch.cat(parts).view(torch.uint8)):
+        raise _not_elementwise(optimizer_class, "a tensor stepped in two pieces gave other values than stepped whole")
+    return names
+
+
+def _two_steps(
+    optimizer_class: type[torch.optim.Optimizer],
+    options: Options,
+    values: Tensor,
+    gradients: Sequence[Tensor],
+    low: int,
+    high: int,
+) -> tuple[Tensor, frozenset[str]]:
+    parameter = values[low:high].clone().requires_grad_()
+    optimizer = optimizer_class([{**copy.deepcopy(options), "params": [parameter]}])
+    for gradient in gradients:
+        parameter.grad = gradient[low:high].clone()
+        unhooked_step(optimizer)()
+    names = set()
+    for name, value in optimizer.state[parameter].items():
+        if _is_elementwise(value, parameter):
+            names.add(name)
+        elif isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"its state {name!r} has shape {tuple(value.shape)}, not the parameter's")
+    return parameter.detach(), frozenset(names)
+
+
+def _not_elementwise(optimizer_class: type, why: str) -> ValueError:
+    return ValueError(
+        f"{optimizer_class.__name__} is not element-wise: {why}. A rank steps flat pieces of parameters, so only "
+        "classes whose update of an element depends on nothing but that element's gradient and state can be sharded "
+        "(SGD, Adam, AdamW, Adagrad, RMSprop, ...)"
+    )

@@ -1,0 +1,245 @@
+"""Pure geometry: parameters -> buckets -> slots -> the interval of each rank.
+
+Knows: names, shapes, strides, dtypes, groups and the number of ranks. Does not know: tensors' contents, ranks that
+really exist, stages' code, torch.distributed. Everything here is frozen, counts elements (never bytes, unless the name
+says so) and uses Python's integers, so that nothing ends at 2^31.
+
+    registration order     a  b  c  d  e
+    layout (reversed)      e  d  c  b  a           the order in which a backward finishes them
+    bucket 0               | e ....| d ..| c ....|      each slot starts on a 64-byte boundary; dots are padding
+    bounds, 3 ranks        0         ^         ^      n   cuts at 64-byte multiples, through slots where they fall
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every vector register: cuts there leave the bits alone
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What a bucket is computed in, travels in, is accumulated in, and is kept in by its owner."""
+
+    compute: torch.dtype
+    travel: torch.dtype
+    accumulate: torch.dtype
+    master: torch.dtype
+
+    @classmethod
+    def all(cls, dtype: torch.dtype) -> Dtypes:
+        return cls(dtype, dtype, dtype, dtype)
+
+    @property
+    def alignment(self) -> int:
+        """Elements in `ALIGNMENT_BYTES` of the narrowest of them."""
+        return ALIGNMENT_BYTES // min(d.itemsize for d in (self.compute, self.travel, self.accumulate, self.master))
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A parameter as the layout sees it. ``stride`` is that of dense memory; ``index`` is torch.optim's."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtypes: Dtypes
+    device: str
+    trainable: bool
+    group: int
+    index: int
+
+    @property
+    def name(self) -> str:
+        return self.names[0] if self.names else f"parameter {self.index}"
+
+    @property
+    def numel(self) -> int:
+        product = 1
+        for size in self.shape:
+            product *= size
+        return product
+
+    def line(self) -> str:
+        """What the ranks must agree on, as text."""
+        dtypes = self.dtypes
+        described = ",".join(str(d) for d in (dtypes.compute, dtypes.travel, dtypes.accumulate, dtypes.master))
+        state = "trainable" if self.trainable else "frozen"
+        names = "=".join(self.names) or self.name
+        device = self.device.split(":")[0]
+        return f"{names} {list(self.shape)} stride {list(self.stride)} {described} {device} {state} group {self.group}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter lies in its bucket: elements ``[offset, offset + numel)``."""
+
+    parameter: int
+    offset: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part ``[begin, end)`` of a bucket that belongs to one slot and one rank."""
+
+    slot: int
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Slots side by side in one flat tensor of ``numel`` elements, padding included; rank r owns
+    ``[bounds[r], bounds[r + 1])``."""
+
+    index: int
+    dtypes: Dtypes
+    device: str
+    slots: tuple[Slot, ...]
+    numel: int
+    bounds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        align = self.dtypes.alignment
+        ends = [0, *(slot.end for slot in self.slots)]
+        for slot, end in zip(self.slots, ends, strict=False):
+            if slot.offset % align or slot.offset < end or slot.offset - end >= align:
+                raise ValueError(f"bucket {self.index}: slot of parameter {slot.parameter} is misplaced")
+        if self.bounds[0] != 0 or self.bounds[-1] != self.numel or list(self.bounds) != sorted(self.bounds):
+            raise ValueError(f"bucket {self.index}: bounds {self.bounds} do not cut {self.numel} elements")
+        if any(bound % align for bound in self.bounds) or ends[-1] > self.numel:
+            raise ValueError(f"bucket {self.index}: cuts must be multiples of {align} elements")
+
+    @property
+    def world_size(self) -> int:
+        return len(self.bounds) - 1
+
+    def owned(self, rank: int) -> tuple[int, int]:
+        return self.bounds[rank], self.bounds[rank + 1]
+
+    def pieces(self, begin: int, end: int) -> tuple[Piece, ...]:
+        """The pieces in ``[begin, end)``, in order. A slot without elements belongs to where it would begin; one at
+        the very end of the bucket to whoever owns the end."""
+        found = []
+        for number, slot in enumerate(self.slots):
+            low, high = max(begin, slot.offset), min(end, slot.end)
+            inside = begin <= slot.offset < end or slot.offset == end == self.numel
+            if low < high or (slot.numel == 0 and inside):
+                found.append(Piece(number, low, max(low, high)))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The geometry of all listed parameters. ``parameters`` are in order of registration."""
+
+    parameters: tuple[ParameterSpec, ...]
+    buckets: tuple[Bucket, ...]
+    world_size: int
+
+    def __post_init__(self) -> None:
+        placed = sorted(slot.parameter for bucket in self.buckets for slot in bucket.slots)
+        if placed != list(range(len(self.parameters))):
+            raise ValueError("every parameter must have exactly one slot")
+
+    def slots(self) -> Iterator[tuple[Bucket, int, Slot]]:
+        """(bucket, number of the slot in it, slot), in layout order."""
+        for bucket in self.buckets:
+            for number, slot in enumerate(bucket.slots):
+                yield bucket, number, slot
+
+    @property
+    def numel(self) -> int:
+        """Psi: elements of all parameters."""
+        return sum(spec.numel for spec in self.parameters)
+
+    def lines(self) -> list[str]:
+        """The layout as text, a line a parameter and a line a bucket."""
+        buckets = [
+            f"bucket {b.index}: slots {[(s.parameter, s.offset) for s in b.slots]} bounds {list(b.bounds)}"
+            for b in self.buckets
+        ]
+        return [*(spec.line() for spec in self.parameters), *buckets]
+
+    def digest(self, *agreed: Any) -> str:
+        """SHA-256 over the layout and whatever else the ranks must agree on."""
+        text = json.dumps([self.lines(), self.world_size, [str(a) for a in agreed]])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def extended(self, more: Sequence[ParameterSpec], bucket_bytes: int) -> Layout:
+        """This layout with further parameters in buckets of their own; no slot moves."""
+        first = len(self.parameters)
+        added = _buckets(more, self.world_size, bucket_bytes, first, len(self.buckets))
+        return Layout((*self.parameters, *more), (*self.buckets, *added), self.world_size)
+
+
+def build(parameters: Sequence[ParameterSpec], world_size: int, bucket_bytes: int) -> Layout:
+    """Lay out ``parameters`` (in order of registration) in buckets of at most ``bucket_bytes`` each.
+
+    A bucket is homogeneous in dtypes, device and trainability and holds at least one whole parameter, however large.
+    Buckets are in the order in which a backward completes them.
+    """
+    if world_size < 1:
+        raise ValueError(f"world size must be at least 1, not {world_size}")
+    return Layout(tuple(parameters), tuple(_buckets(parameters, world_size, bucket_bytes, 0, 0)), world_size)
+
+
+def _buckets(
+    parameters: Sequence[ParameterSpec], world_size: int, bucket_bytes: int, first: int, first_bucket: int
+) -> list[Bucket]:
+    keys: dict[tuple[Dtypes, str, bool], list[int]] = {}
+    used: dict[tuple[Dtypes, str, bool], int] = {}
+    complete: list[list[int]] = []
+    for position in reversed(range(len(parameters))):
+        spec = parameters[position]
+        key = (spec.dtypes, spec.device, spec.trainable)
+        filling, nbytes = keys.setdefault(key, []), _padded(spec) * spec.dtypes.compute.itemsize
+        if filling and used[key] + nbytes > bucket_bytes:
+            complete.append(filling)
+            filling, used[key] = [], 0
+            keys[key] = filling
+        filling.append(position)
+        used[key] = used.get(key, 0) + nbytes
+    complete += [filling for filling in keys.values() if filling]
+    complete.sort(key=lambda filling: -filling[-1])
+    return [
+        _bucket([(first + p, parameters[p]) for p in filling], world_size, first_bucket + number)
+        for number, filling in enumerate(complete)
+    ]
+
+
+def _padded(spec: ParameterSpec) -> int:
+    align = spec.dtypes.alignment
+    return -(-spec.numel // align) * align
+
+
+def _bucket(members: Sequence[tuple[int, ParameterSpec]], world_size: int, index: int) -> Bucket:
+    offsets = list(itertools.accumulate((_padded(spec) for _, spec in members), initial=0))
+    slots = tuple(
+        Slot(position, offset, spec.numel) for (position, spec), offset in zip(members, offsets, strict=False)
+    )
+    spec = members[0][1]
+    align, numel = spec.dtypes.alignment, offsets[-1]
+    bounds = tuple(align * (numel // align * rank // world_size) for rank in range(world_size + 1))
+    return Bucket(index, spec.dtypes, spec.device, slots, numel, bounds)
+
+
+def sharded_bytes(nbytes: int, world_size: int) -> int:
+    """1/W of ``nbytes``, rounded: what a formula says of a shard."""
+    return round(nbytes / world_size)

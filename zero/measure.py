@@ -1,0 +1,76 @@
+"""What this process really holds, found by looking and not by asking.
+
+Knows: how to find the distinct live storages behind every tensor that Python can reach, the share of physical
+memory that the kernel charges to the process, and the hash of a model. Does not know: ZeRO. The kinds that a
+storage may be of (parameters, gradients ...) are told to it as sets of addresses, and only name what was found
+without them.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["bytes_by_kind", "live_storages", "parameters_sha256", "proportional_set_size"]
+
+OTHER = "other"
+
+
+def live_storages() -> dict[int, int]:
+    """Address -> bytes of each distinct CPU or GPU storage behind a live tensor, its `grad` included.
+
+    Storages without memory are left out. A gradient has to be asked for: it has no Python object of its own
+    before somebody reads `p.grad`.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return dict(entry for tensor in _tensors() if (entry := _storage(tensor)) is not None)
+
+
+def _tensors() -> Iterator[Tensor]:
+    for found in gc.get_objects():
+        if issubclass(type(found), Tensor):
+            yield found
+            if found.is_leaf and found.grad is not None:
+                yield found.grad
+
+
+def _storage(tensor: Tensor) -> tuple[int, int] | None:
+    """Address and size of the memory behind a tensor; None for sparse, meta and placeholder tensors."""
+    try:
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        return (storage.data_ptr(), size) if size and tensor.device.type != "meta" else None
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def bytes_by_kind(live: Mapping[int, int], kinds: Mapping[str, frozenset[int]]) -> dict[str, int]:
+    """Bytes of the live storages of each kind, and of those of no kind under "other". No storage counts twice."""
+    kind_of = {address: kind for kind in reversed(list(kinds)) for address in kinds[kind]}
+    sizes = dict.fromkeys([*kinds, OTHER], 0)
+    for address, size in live.items():
+        sizes[kind_of.get(address, OTHER)] += size
+    return sizes
+
+
+def proportional_set_size() -> int | None:
+    """Bytes of physical memory of this process, a page shared by n processes counting 1/n; None where unknown."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), None)
+
+
+def parameters_sha256(model: nn.Module) -> str:
+    """SHA-256 of the whole parameters: fp32, little-endian, contiguous, in order of registration, ties once."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        values = parameter.detach().to("cpu", torch.float32).contiguous().numpy()
+        digest.update(values.astype("<f4", copy=False).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,441 @@
+"""The global gradient norm and the clip factor: one number that no partition of the gradients can change.
+
+This file knows tensors, blocks and exact sums. It does not know ranks, parameters' owners or communication: whoever
+holds a piece of the gradients turns it into a `PowerSum`, carries its bytes to where they are merged, and gets the
+same norm to the last bit for every way of cutting and every order of merging.
+
+The p-norm of all gradients is Q ** (1/p), where Q is the sum of |x|**p over all elements. An fp64 sum of all elements
+depends on its order. So a parameter's elements, in memory order, are taken in blocks of 64 bytes of fp32 or fp64
+(16 elements; 8 of fp64), the last one filled up with zeros:
+
+    parameter   |0 ........ 15|16 ........ 31|32 ... 40 0 .. 0|
+    |x|**p       fp64, in each element
+    block sums  |  fixed tree |  fixed tree  |   fixed tree   |        fp64, rounded alike wherever the block lies
+    Q           |    + exact integer addition, in any order   |        an integer multiple of 2**-1074
+
+    the tree    lane j + lane j+8, then j + j+4, then j + j+2, then 0 + 1    (8 lanes: from j + j+4 on)
+
+A cut at a multiple of 16 elements (8 of fp64) from the parameter's start falls between blocks and changes nothing.
+For p = 2 the squares of fp32, bf16 and fp16 are exact in fp64, so all that is ever rounded is a block sum's four
+additions and the final number.
+
+Other ways that lost: `torch.sum` in fp64 (its order is its own business and differs by length, stride and thread
+count; five times slower as well); `math.fsum` over the blocks (the same result, 40 times slower); exact addition of
+every element without blocks (three to four more passes over all elements); integer bins per exponent by `index_add_`
+(half as fast, and `bincount` refuses to run on CUDA under deterministic algorithms).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_UNIT_EXPONENT = 1074  # every finite fp64 number is an integer multiple of 2**-1074
+_TILE = 4096  # elements that are turned from rows of blocks into columns of lanes together: they fit the first cache
+_MAX_BLOCK = 16
+_WIRE = struct.Struct("<dB7x272s")  # norm type, flags, units: room for 2**64 blocks of the largest fp64 number
+
+
+@dataclass(frozen=True)
+class PowerSum:
+    """An exact partial of Q = sum of |x|**p over some elements; for p = inf, their largest magnitude.
+
+    Two partials over disjoint sets of whole blocks merge into the partial over both; `merge` is associative and
+    commutative, and `PowerSum(p)` is its identity. Equality of two partials is equality of their bytes.
+
+    Attributes:
+        norm_type: p, greater than 0; inf included.
+        units: the finite part of Q (or the largest finite magnitude), as a multiple of 2**-1074.
+        has_inf: an element was infinite, or its power or its block's sum exceeds fp64.
+        has_nan: an element was NaN.
+
+    Raises:
+        ValueError: `norm_type` is not greater than 0.
+    """
+
+    norm_type: float
+    units: int = 0
+    has_inf: bool = False
+    has_nan: bool = False
+
+    def __post_init__(self) -> None:
+        check_norm_arguments(0.0, self.norm_type)
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, pieces: Iterable[Tensor], norm_type: float) -> PowerSum:
+        """The partial over `pieces`, in any order; exact zeros for none.
+
+        Args:
+            pieces: 1-D contiguous tensors of fp32, fp64, bf16 or fp16, on any device, each starting at a parameter's
+                start or at a multiple of 16 elements (8 for fp64) from it, and ending likewise or at the parameter's
+                end. Short ones are gathered before they are read, so a piece must keep its values until this returns.
+            norm_type: p.
+
+        Raises:
+            ValueError: a piece is not 1-D and contiguous, or `norm_type` is not greater than 0.
+            TypeError: a piece has another dtype.
+        """
+        total = cls(norm_type)
+        readers: dict[tuple[torch.dtype, torch.device], _Reader] = {}
+        for piece in pieces:
+            key = (piece.dtype, piece.device)
+            reader = readers.get(key)
+            if reader is None:
+                if piece.dtype not in _FLOATS:
+                    raise TypeError(f"a norm needs fp32, fp64, bf16 or fp16 gradients, not {piece.dtype}")
+                reader = readers[key] = _Reader(piece.dtype, piece.device, norm_type)
+            if piece.dim() != 1 or not piece.is_contiguous():
+                raise ValueError(
+                    "a norm is taken over 1-D contiguous pieces, not over one of shape "
+                    f"{tuple(piece.shape)} and stride {piece.stride()}; flatten it in memory order first"
+                )
+            reader.read(piece)
+        for reader in readers.values():
+            units, has_inf, has_nan = reader.finish()
+            total = total.merge(cls(norm_type, units, has_inf, has_nan))
+        return total
+
+    def merge(self, other: PowerSum) -> PowerSum:
+        """The partial over the elements of both.
+
+        Raises:
+            ValueError: the two are partials of different norms.
+        """
+        if self.norm_type != other.norm_type:
+            raise ValueError(f"partials of a {self.norm_type}-norm and a {other.norm_type}-norm do not merge")
+        units = max(self.units, other.units) if self.norm_type == math.inf else self.units + other.units
+        return type(self)(self.norm_type, units, self.has_inf or other.has_inf, self.has_nan or other.has_nan)
+
+    def to_bytes(self) -> bytes:
+        """The partial as 288 bytes, whatever it holds: p (fp64), flags (1 byte, 7 unused), units (272 bytes).
+
+        All little-endian. Equal partials give equal bytes.
+        """
+        flags = self.has_inf | self.has_nan << 1
+        return _WIRE.pack(self.norm_type, flags, self.units.to_bytes(272, "little"))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PowerSum:
+        """The partial that `to_bytes` wrote.
+
+        Raises:
+            ValueError: `data` is nothing that `to_bytes` writes.
+        """
+        if len(data) != _WIRE.size:
+            raise ValueError(f"a partial of a norm has {_WIRE.size} bytes, not {len(data)}")
+        norm_type, flags, units = _WIRE.unpack(data)
+        partial = cls(norm_type, int.from_bytes(units, "little"), bool(flags & 1), bool(flags & 2))
+        if partial.to_bytes() != data:
+            raise ValueError("these bytes are no partial of a norm: flags or padding have bits that are never set")
+        return partial
+
+    def norm(self, dtype: torch.dtype) -> Tensor:
+        """Q ** (1/p) as a 0-dim CPU tensor of `dtype`: NaN if any element was, otherwise inf if any was or Q is.
+
+        Q is rounded to fp64 once (half to even), its root is taken in fp64, and that is rounded to `dtype`.
+        """
+        return torch.tensor(self._root(), dtype=torch.float64, device="cpu").to(dtype)
+
+    def _root(self) -> float:
+        if self.has_nan:
+            return math.nan
+        if self.has_inf:
+            return math.inf
+        try:
+            power_sum = self.units / (1 << _UNIT_EXPONENT)  # Python rounds the quotient of two integers correctly
+            if self.norm_type in (1.0, math.inf):
+                return power_sum
+            return math.sqrt(power_sum) if self.norm_type == 2.0 else power_sum ** (1.0 / self.norm_type)
+        except OverflowError:
+            return math.inf
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    """fp64 scratch for some tiles and its views, made once: a view costs as much as the work of a tile.
+
+    Attributes:
+        whole: contiguous, (tile, lane, block): lane j of block b is the block's element j.
+        halvings: pairs of views of `whole`; adding the second to the first halves the lanes that are left.
+        last: the two lanes that are left after these, each (tile, block).
+    """
+
+    whole: Tensor
+    halvings: tuple[tuple[Tensor, Tensor], ...]
+    last: tuple[Tensor, Tensor]
+
+    @classmethod
+    def over(cls, whole: Tensor) -> _Lanes:
+        halvings = []
+        half = whole.shape[1] // 2
+        while half > 1:
+            halvings.append((whole[:, :half], whole[:, half : 2 * half]))
+            half //= 2
+        return cls(whole, tuple(halvings), (whole[:, 0], whole[:, 1]))
+
+
+class _Reader:
+    """Adds up the blocks of pieces of one dtype on one device, a cache-sized chunk at a time.
+
+    Its memory is about 2 MB for fp32 on the CPU, whatever it reads; on an accelerator, where launches and not caches
+    decide, it is 64 times as much.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, norm_type: float) -> None:
+        self._norm_type = norm_type
+        self._block = 8 if dtype == torch.float64 else _MAX_BLOCK
+        self._tiles = 16 if device.type == "cpu" else 1024  # in a chunk
+        self._chunk = self._tiles * _TILE
+        self._stage = torch.empty(self._chunk, dtype=dtype, device=device)
+        shape = (self._tiles, self._block, _TILE // self._block)
+        self._lanes = {self._tiles: _Lanes.over(torch.empty(shape, dtype=torch.float64, device=device))}
+        zeros = torch.zeros(_MAX_BLOCK, dtype=dtype, device=device)
+        self._zeros = [zeros[:length] for length in range(_MAX_BLOCK)]
+        self._gathered: list[Tensor] = []
+        self._gathered_numel = 0
+        self._sums: list[Tensor] = []
+        self._units = 0
+        self._has_inf = False
+        self._has_nan = False
+
+    def read(self, piece: Tensor) -> None:
+        """Takes one piece; may look at the values of a short one only later."""
+        numel = piece.numel()
+        if numel >= self._chunk // 2:
+            in_chunks, in_tiles = numel - numel % self._chunk, numel - numel % _TILE
+            self._fold(piece[:in_chunks], self._tiles)
+            self._fold(piece[in_chunks:in_tiles], (in_tiles - in_chunks) // _TILE)
+            self._gather(piece[in_tiles:].clone())  # a view would keep all of the piece alive
+        else:
+            self._gather(piece)
+
+    def finish(self) -> tuple[int, bool, bool]:
+        """Units, has_inf and has_nan of all that was read."""
+        self._fold_gathered()
+        self._drain()
+        return self._units, self._has_inf, self._has_nan
+
+    def _gather(self, piece: Tensor) -> None:
+        numel = piece.numel()
+        padding = -numel % _MAX_BLOCK
+        if self._gathered_numel + numel + padding > self._chunk:
+            self._fold_gathered()
+        self._gathered.append(piece)
+        if padding:
+            self._gathered.append(self._zeros[padding])
+        self._gathered_numel += numel + padding
+
+    def _fold_gathered(self) -> None:
+        tiles = -(-self._gathered_numel // _TILE)
+        staged = self._stage[: tiles * _TILE]
+        if tiles:
+            torch.cat(self._gathered, out=staged[: self._gathered_numel])
+            staged[self._gathered_numel :].zero_()
+            self._fold(staged, tiles)
+        self._gathered = []
+        self._gathered_numel = 0
+
+    def _fold(self, values: Tensor, tiles: int) -> None:
+        """Adds whole tiles, so many at a time as `tiles` says; none, too."""
+        if not values.numel():
+            return
+        if self._norm_type == math.inf:
+            self._fold_maximum(values)
+            return
+        for columns in values.view(-1, tiles, _TILE // self._block, self._block).transpose(2, 3).unbind(0):
+            self._add_blocks(columns)
+
+    def _add_blocks(self, columns: Tensor) -> None:
+        tiles = columns.shape[0]
+        lanes = self._lanes.get(tiles)
+        if lanes is None:
+            lanes = self._lanes[tiles] = _Lanes.over(self._lanes[self._tiles].whole[:tiles])
+        lanes.whole.copy_(columns)
+        self._raise_to_power(lanes.whole)
+        for kept, added in lanes.halvings:
+            kept.add_(added)
+        self._sums.append(torch.add(*lanes.last))
+        if len(self._sums) == 8:
+            self._drain()
+
+    def _raise_to_power(self, lanes: Tensor) -> None:
+        if self._norm_type == 2.0:
+            lanes.mul_(lanes)
+            return
+        lanes.abs_()
+        if self._norm_type == 1.0:
+            return
+        # Tile by tile on the CPU: vector and scalar code may round pow differently, and where torch splits a long
+        # tensor among its threads, a part's ragged end is scalar.
+        for part in lanes if lanes.device.type == "cpu" else (lanes,):
+            if self._norm_type == 3.0:
+                part.mul_(part * part)
+            else:
+                part.pow_(self._norm_type)
+
+    def _fold_maximum(self, values: Tensor) -> None:
+        low, high = torch.aminmax(values)
+        largest = torch.maximum(-low, high).item()
+        if math.isfinite(largest):
+            self._units = max(self._units, _in_units(largest))
+        else:
+            self._note_nonfinite(values)
+
+    def _drain(self) -> None:
+        if not self._sums:
+            return
+        sums = torch.cat(self._sums).flatten()
+        self._sums = []
+        if not math.isfinite(sums.sum().item()):
+            self._note_nonfinite(sums)
+            sums = sums.where(sums.isfinite(), 0.0)
+        self._units += _exact_sum(sums)
+
+    def _note_nonfinite(self, values: Tensor) -> None:
+        self._has_inf = self._has_inf or bool(values.isinf().any())
+        self._has_nan = self._has_nan or bool(values.isnan().any())
+
+
+def _in_units(value: float) -> int:
+    """A finite `value` as a multiple of 2**-1074."""
+    numerator, denominator = value.as_integer_ratio()
+    return numerator << (_UNIT_EXPONENT + 1 - denominator.bit_length())
+
+
+def _exact_sum(values: Tensor) -> int:
+    """The sum of finite, non-negative fp64 `values` (1-D, at least one), exactly, in units of 2**-1074.
+
+    Each round splits off the leading bits of all values at one common grid (Rump, Ogita and Oishi, "Accurate
+    floating-point summation I", 2008, section 3): with n < 2**k values below 2**e, adding and subtracting
+    1.5 * 2**(e+k) rounds each to a multiple of u = 2**(e+k-52). The rounded parts are multiples of u and at most 2**e,
+    so any sum of them is a multiple of u below 2**(e+k) < 2**53 u: exact in whatever order it is formed. What is left
+    of each value is exact as well, at most u/2, and goes to the next round: 52 - k bits further down.
+    Ordinary gradients take two or three rounds.
+    """
+    bits = values.numel().bit_length()
+    total = 0
+    rest = values
+    leading = torch.empty_like(values)
+    largest = torch.aminmax(values)[1].item()
+    if largest >= 2.0**900:  # 1.5 * 2**(e+k) might not exist
+        large = values.where(values >= 2.0**900, 0.0)
+        total = _exact_sum(large * 2.0**-512) << 512
+        rest = values - large
+        largest = rest.max().item()
+    while largest > 0.0:
+        exponent = max(math.frexp(largest)[1] + bits, -1022)
+        shift = math.ldexp(1.5, exponent)
+        torch.add(rest, shift, out=leading).sub_(shift)
+        total += _in_units(leading.sum().item())
+        rest.sub_(leading)
+        low, high = torch.aminmax(rest)
+        largest = max(-low.item(), high.item())
+    return total
+
+
+def check_norm_arguments(max_norm: float, norm_type: float) -> tuple[float, float]:
+    """Both as floats, after refusing what no clipping can mean.
+
+    Raises:
+        ValueError: `norm_type` is not greater than 0 (inf is), or `max_norm` is NaN or negative.
+    """
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if not norm_type > 0.0:
+        raise ValueError(f"norm_type must be greater than 0 (math.inf for the largest magnitude), not {norm_type}")
+    if not max_norm >= 0.0:
+        raise ValueError(f"max_norm must be at least 0 (math.inf to measure without clipping), not {max_norm}")
+    return max_norm, norm_type
+
+
+def check_finite(norm: Tensor, norm_type: float) -> None:
+    """What `error_if_nonfinite` asks for.
+
+    Raises:
+        RuntimeError: `norm` (0-dim) is inf or NaN.
+    """
+    if not math.isfinite(norm.item()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
+        )
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What the gradients are multiplied by: min(1, max_norm / (norm + 1e-6)), in `norm`'s dtype, 0-dim.
+
+    The expression is that of `torch.nn.utils.clip_grads_with_norm_`, so the bits are as well (its quotient is a
+    reciprocal and a product). NaN stays NaN, and an infinite norm with an infinite `max_norm` gives NaN, as there.
+    """
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def in_memory_order(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """`gradient`, of `parameter`'s shape, as a 1-D contiguous tensor in the parameter's memory order.
+
+    That is the order of `torch.empty_like(parameter)`, which keeps the strides of dense memory. It is a view where
+    the gradient lies in that order itself, as autograd makes it, and a copy otherwise.
+    """
+    if parameter.is_contiguous():
+        return gradient.reshape(-1)
+    strides = torch.empty_like(parameter, device="meta").stride()
+    order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
+    return gradient.permute(order).reshape(-1)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clips the gradients of a plain loop by their global norm, as `torch.nn.utils.clip_grad_norm_` does.
+
+    The one difference is the norm, which is `PowerSum`'s: the same bits for any order of `parameters`, and the same as
+    for gradients that lie cut up on several ranks. Every gradient is multiplied in place by `clip_factor`, in its own
+    dtype, also where the factor is 1 or NaN.
+
+    Args:
+        parameters: one or several; those without a gradient are left out, one that appears twice counts once.
+        max_norm: the largest norm that stays as it is, at least 0; inf measures only.
+        norm_type: p, greater than 0; inf for the largest magnitude.
+        error_if_nonfinite: raise instead of scaling by a norm that is inf or NaN.
+
+    Returns:
+        The norm before clipping, 0-dim, on the first gradient's device: fp64 if any gradient is fp64, else fp32.
+
+    Raises:
+        ValueError: `norm_type` is not greater than 0, or `max_norm` is NaN or negative.
+        TypeError: a gradient is not fp32, fp64, bf16 or fp16.
+        RuntimeError: a gradient is sparse, or `error_if_nonfinite` and the norm is. Nothing has been scaled then.
+    """
+    max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
+    listed = [parameters] if isinstance(parameters, Tensor) else dict.fromkeys(parameters)
+    held: list[tuple[Tensor, Tensor]] = []
+    for index, parameter in enumerate(listed):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of parameter {index}, of shape {tuple(parameter.shape)}, is sparse, and clipping needs "
+                "dense gradients: construct the embedding with sparse=False"
+            )
+        held.append((parameter, gradient))
+    any_double = any(gradient.dtype == torch.float64 for _, gradient in held)
+    pieces = (in_memory_order(parameter, gradient) for parameter, gradient in held)
+    norm = PowerSum.of(pieces, norm_type).norm(torch.float64 if any_double else torch.float32)
+    if error_if_nonfinite:
+        check_finite(norm, norm_type)
+    factor = clip_factor(norm, max_norm)
+    for _, gradient in held:
+        gradient.mul_(factor)
+    return norm.to(held[0][1].device) if held else norm

@@ -1,0 +1,576 @@
+"""`ZeroOptimizer`: the public face.
+
+Knows: the order of a step. Its parts do the work: `parameters` (what the user gave), `layout` (where it lies),
+`reducer` (gradients to means), `norm` (clip), `inner` (the user's optimizer class), `checkpoint` (plain dicts).
+
+    settle:  wait for the reductions, agree, divide          all ranks
+    clip:    norm of all slices, one factor                  all ranks
+    update:  the inner optimizer on this rank's interval     each rank alone
+    gather:  everybody's slices, where parameters are whole  all ranks
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from collectives import (
+    ALGORITHMS,
+    Algorithm,
+    Chain,
+    Collective,
+    CollectiveError,
+    Kind,
+    Pairwise,
+    Tag,
+    Traffic,
+    Transport,
+    Work,
+)
+from torch import Tensor, nn
+
+from . import checkpoint
+from .describe import Description, describe
+from .inner import BucketStates, InnerOptimizer, Options, check_elementwise
+from .layout import Layout, ParameterSpec, build
+from .norm import PowerSum, check_norm_arguments, clip_factor
+from .parameters import as_groups, bindings, misplaced, specs
+from .reducer import Reducer
+from .stages import Placement, stage_of, strided
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """A `torch.optim` class whose states, gradients and parameters are sharded over the ranks of a group.
+
+    Called by all ranks alike, like every method here that is not said to be local. After construction every rank has
+    group rank 0's parameters and buffers.
+
+    Args:
+        params: an ``nn.Module``, parameters, (name, parameter) pairs, or torch.optim param groups.
+        optimizer_class: any element-wise `torch.optim` class; the path that it takes (for-loop, ``foreach``,
+            ``fused``) is the one that it would take alone.
+        stage: 0 replicates (as DDP does); 1 shards optimizer states; 2 also gradients.
+        module: the module that the parameters belong to, where ``params`` is not one: it gives names, the order of
+            registration, and buffers.
+        process_group: a torch process group or a `collectives.Transport`; default: the world, or one rank alone where
+            no group is initialised.
+        divisor: what a summed gradient is divided by; None: the number of ranks, as in DDP.
+        bucket_cap_mb: size of a bucket in MiB, as in DistributedDataParallel.
+        collective: an algorithm of `collectives`, by name or as a class.
+        defaults: arguments of ``optimizer_class``.
+
+    Raises:
+        ValueError, TypeError: an argument or a parameter that cannot be; the message names it. Ranks that built
+            different models get the first difference, on every rank.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        *,
+        stage: int = 2,
+        module: nn.Module | None = None,
+        process_group: ProcessGroup | Transport | None = None,
+        divisor: float | None = None,
+        bucket_cap_mb: float = 25.0,
+        collective: str | Algorithm = "auto",
+        **defaults: Any,
+    ) -> None:
+        self._built = self._closed = False
+        self._stage = stage_of(stage)
+        if self._stage.parameters is Placement.SHARD:
+            raise NotImplementedError(f"stage {stage} shards the parameters too, which this version cannot do yet: use 0, 1 or 2")
+        self._bucket_bytes = _bucket_bytes(bucket_cap_mb)
+        algorithm = _algorithm(collective)
+        given = params if isinstance(params, nn.Module) else None
+        if module is not None and given is not None and module is not given:
+            raise ValueError("params and module are two different modules")
+        self._module = given or module
+        self._class = optimizer_class
+        self._inner = InnerOptimizer(optimizer_class, defaults)
+        self._transport = _transport(process_group).fork()
+        self._direct = Pairwise(self._transport)
+        self._collective: Collective = algorithm(self._transport)
+        self._elementwise: frozenset[str] = frozenset()
+        self._layout = Layout((), (), self._transport.world_size)
+        self._flats: list[Tensor] = []
+        self._parameters: list[Tensor] = []
+        self._consolidated: dict[str, Any] | None = None
+        self._reducer = Reducer([], self._layout, self._stage, self._transport, self._collective)
+        super().__init__(as_groups(params), self._inner.defaults)
+        self.state: Any = _States(self)
+        self._adopt(self.param_groups, 0)
+        self._bindings = bindings(self._module)
+        self._built = True
+        self.divisor = self._transport.world_size if divisor is None else divisor
+        self._copy_from_rank_0()
+
+    # -- construction -------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of further parameters, in buckets of their own. All ranks."""
+        if not getattr(self, "_built", False):
+            super().add_param_group(param_group)
+            return
+        self._check()
+        if self._reducer.hooks.inside_backward:
+            raise RuntimeError("add_param_group() inside a backward")
+        group = dict(param_group)
+        group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        known = {id(p): self._name(p) for g in self.param_groups for p in g["params"]}
+        for entry in group["params"]:
+            parameter = entry[1] if isinstance(entry, tuple) else entry
+            if id(parameter) in known:
+                raise ValueError(f"add_param_group: {known[id(parameter)]!r} is in a param group already")
+        super().add_param_group(group)
+        try:
+            first = self._adopt(self.param_groups[-1:], len(self.param_groups) - 1)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._bindings = bindings(self._module)
+        self._broadcast([self._flats[bucket.index] for bucket in self._layout.buckets[first:]])
+
+    def _adopt(self, groups: Sequence[Options], first_group: int) -> int:
+        """Lay out, check and take over the parameters of ``groups``; returns the first new bucket."""
+        problem, found, described = None, [], []
+        try:
+            found, described = specs(groups, self._module, len(self._parameters), first_group)
+            for group in groups:
+                for spec in {(s.dtypes.compute, s.device): s for s in described if self.param_groups[s.group] is group}.values():
+                    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                    device = torch.device(spec.device)
+                    self._elementwise |= check_elementwise(self._class, options, spec.dtypes.compute, device)
+        except (ValueError, TypeError) as error:
+            problem = error
+        self._agree(problem, described)
+        first = len(self._layout.buckets)
+        if first:
+            self._layout = self._layout.extended(described, self._bucket_bytes)
+        else:
+            self._layout = build(described, self._transport.world_size, self._bucket_bytes)
+        self._parameters += found
+        for bucket in self._layout.buckets[first:]:
+            flat = self._transport.empty(bucket.numel, bucket.dtypes.compute, torch.device(bucket.device))
+            for slot in bucket.slots:
+                spec, parameter = self._layout.parameters[slot.parameter], self._parameters[slot.parameter]
+                view = strided(flat, slot.offset, spec.shape, spec.stride)
+                view.copy_(parameter.detach())
+                parameter.data = view
+            self._flats.append(flat)
+            begin, end = self._stage.stepped(bucket, self._transport.rank)
+            slot_groups = [self._layout.parameters[slot.parameter].group for slot in bucket.slots]
+            self._inner.add(BucketStates(bucket, begin, end, flat[begin:end], slot_groups), self.param_groups)
+        self._reducer.extend(found, self._layout)
+        return first
+
+    def _agree(self, problem: Exception | None, described: Sequence[ParameterSpec]) -> None:
+        """Compare what the ranks built. Collective; the first difference is an error on all of them."""
+        buffers = [] if self._module is None else [
+            f"buffer {name} {list(b.shape)} {b.dtype}" for name, b in self._module.named_buffers()
+        ]
+        settings = f"stage {self._stage.number}, collective {self._collective.name}, bucket {self._bucket_bytes} bytes"
+        lines = [settings, f"optimizer {self._class.__name__}", *(spec.line() for spec in described), *buffers]
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        mine = json.dumps({"problem": None if problem is None else str(problem), "digest": digest})
+        told = [json.loads(d) for d in self._transport.exchange(mine.encode(), Tag(Kind.EXCHANGE, "construction"))]
+        if problem is not None:
+            raise problem
+        for rank, theirs in enumerate(told):
+            if theirs["problem"] is not None:
+                raise ValueError(f"rank {rank}: {theirs['problem']}")
+        if all(theirs["digest"] == digest for theirs in told):
+            return
+        all_lines = self._transport.exchange("\n".join(lines).encode(), Tag(Kind.EXCHANGE, "construction, lines"))
+        texts = [text.decode().split("\n") for text in all_lines]
+        rank = next(r for r, theirs in enumerate(told) if theirs["digest"] != told[0]["digest"])
+        length = max(len(texts[0]), len(texts[rank]))
+        first, other = ([*text, *["nothing more"] * (length - len(text))] for text in (texts[0], texts[rank]))
+        position = next(i for i in range(length) if first[i] != other[i])
+        raise ValueError(
+            f"the ranks built different models or optimizers: rank 0 has [{first[position]}] where rank {rank} has "
+            f"[{other[position]}]"
+        )
+
+    def _copy_from_rank_0(self) -> None:
+        listed = {id(p) for p in self._parameters}
+        rest: list[Tensor] = []
+        if self._module is not None:
+            rest = [p.detach() for p in self._module.parameters() if id(p) not in listed]
+            rest += [b.detach() for b in self._module.buffers()]
+        self._broadcast([*self._flats, *rest])
+
+    def _broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Group rank 0's values for all. Collective."""
+        if self.world_size == 1:
+            return
+        for number, tensor in enumerate(tensors):
+            flat = tensor.contiguous().view(-1).view(torch.uint8)
+            tag = Tag(Kind.ALL_GATHER, f"copy {number} of rank 0's values", index=number)
+            self._direct.all_gather(flat, [0] + [flat.numel()] * self.world_size, tag=tag).wait()
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+    # -- facts --------------------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This rank, in the group. Local."""
+        return self._transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the group. Local."""
+        return self._transport.world_size
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent and received since construction. Local."""
+        return self._transport.traffic
+
+    @property
+    def divisor(self) -> float:
+        """What the sum of all ranks' gradients is divided by, once; equal on all ranks. Local.
+
+        Settable before the first clip or step of a step. It is a true division, as ``p.grad.div_(divisor)``.
+        """
+        return self._reducer.divisor
+
+    @divisor.setter
+    def divisor(self, value: float) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value == 0:
+            raise ValueError(f"rank {self.rank}: the divisor must be a finite number other than 0, not {value!r}")
+        self._reducer.set_divisor(value)
+
+    def describe(self) -> Description:
+        """What this rank holds, read from the tensors themselves, beside what the formulas say. Local."""
+        return describe(self._layout, self._stage, self._transport, self._collective, self._flats, self._reducer, self._inner)
+
+    def check_replicas(self) -> str:
+        """SHA-256 over the parameters, after comparing them over the ranks. All ranks.
+
+        Raises `RuntimeError` naming the first parameter that differs and the ranks, on every rank.
+        """
+        self._check()
+        hashes = [hashlib.sha256(_bytes_of(p)).digest() for p in self._parameters]
+        told = self._transport.exchange(b"".join(hashes), Tag(Kind.EXCHANGE, "check_replicas()"))
+        for rank, theirs in enumerate(told):
+            for index in range(len(hashes)):
+                if theirs[32 * index : 32 * index + 32] != told[0][32 * index : 32 * index + 32]:
+                    name = self._layout.parameters[index].name
+                    raise RuntimeError(f"{name!r} differs between rank 0 and rank {rank}: edit parameters on every "
+                                       "rank alike, or inside gathered(write=True)")
+        return hashlib.sha256(told[0]).hexdigest()
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order; lengths may differ. All ranks."""
+        self._check()
+        return self._transport.exchange(data, Tag(Kind.EXCHANGE, "exchange()"))
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside add to this rank's own sum, which travels at the next backward outside, clip or step.
+
+        A rank then holds whole gradients until that reduction, at every stage. Local, but on every rank alike.
+        """
+        self._check()
+        return self._reducer.no_sync()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the mean gradient of all parameters by its global norm, as `zero.clip_grad_norm_` does in a plain loop.
+
+        Returns the norm before clipping, 0-dim, the same bits on every rank, at every stage and number of ranks. All
+        ranks. Raises `RuntimeError` where ``error_if_nonfinite`` and the norm is nan or infinite.
+        """
+        self._check()
+        check_norm_arguments(max_norm, norm_type)
+        self._reducer.settle("clip_grad_norm_()", self._problem())
+        pieces, dtype = self._owned_gradients()
+        mine = PowerSum.of(pieces, norm_type)
+        total = PowerSum.of([], norm_type)
+        for data in self._transport.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):
+            total = total.merge(PowerSum.from_bytes(data))
+        norm = total.norm(dtype)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(f"the gradient norm of order {norm_type} is {norm.item()}; nothing was clipped")
+        factor = clip_factor(norm, max_norm)
+        if not bool(factor == 1.0):
+            for store in self._reducer.stores:
+                gradient = store.settled()
+                if gradient is not None:
+                    gradient.mul_(factor.to(gradient.device))
+        return norm
+
+    def _owned_gradients(self) -> tuple[list[Tensor], torch.dtype]:
+        """The used pieces of this rank's own slices, and the dtype of a norm over all ranks' pieces."""
+        pieces, wide = [], False
+        for store in self._reducer.stores:
+            gradient = store.settled()
+            if gradient is None:
+                continue
+            begin, _ = self._stage.stepped(store.bucket, self.rank)
+            for piece in store.pieces:
+                if self._reducer.used[store.bucket.slots[piece.slot].parameter]:
+                    pieces.append(gradient[piece.begin - begin : piece.end - begin])
+            used = any(self._reducer.used[slot.parameter] for slot in store.bucket.slots)
+            wide = wide or (used and store.bucket.dtypes.accumulate is torch.float64)
+        return pieces, torch.float64 if wide else torch.float32
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that some rank used since ``zero_grad()``. All ranks; returns the closure's loss."""
+        self._check()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._reducer.settle("step()", self._problem())
+        try:
+            self._update()
+        except CollectiveError:
+            raise
+        except Exception as error:
+            self._transport.abort(f"rank {self.rank}, in step(): {type(error).__name__}: {error}")
+            raise
+        self._reducer.stepped()
+        self._consolidated = None
+        return loss
+
+    def _update(self) -> None:
+        """Step this rank's intervals and gather everybody's, bucket by bucket."""
+        works: list[Work] = []
+        changed: dict[int, Options] = {}
+        used = self._reducer.used
+        for bucket, store in zip(self._layout.buckets, self._reducer.stores, strict=True):
+            if not any(used[slot.parameter] for slot in bucket.slots):
+                continue
+            gradient = store.settled()
+            assert gradient is not None
+            pieces = self._inner.states[bucket.index].pieces
+            present = tuple(used[bucket.slots[piece.slot].parameter] for piece in pieces)
+            changed.update(self._inner.step(bucket.index, gradient, present, self.param_groups) or {})
+            if self._stage.parameters_are_gathered:
+                tag = Tag(Kind.ALL_GATHER, f"parameters of bucket {bucket.index}", index=bucket.index)
+                works.append(self._collective.all_gather(self._flats[bucket.index], bucket.bounds, tag=tag))
+        Chain(works).wait()
+        for number, options in changed.items():
+            self.param_groups[number].update(options)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear every gradient: to None, or to zero where one exists. Local, but on every rank alike."""
+        if self._built:
+            self._check()
+            self._reducer.zero_grad(set_to_none)
+
+    def full_grad(self, parameter: Tensor) -> Tensor | None:
+        """The whole mean gradient of ``parameter`` in its shape, a copy; None where no rank used it. All ranks."""
+        self._check()
+        return self._reducer.full_gradient(self._index(parameter))
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(self, params: Tensor | Iterable[Tensor] | None = None, *, write: bool = False) -> Iterator[None]:
+        """Whole parameters inside the block: ``params``, or all. All ranks.
+
+        With ``write=True`` they may be edited, and group rank 0's values are everybody's after it. Where every rank
+        holds whole parameters anyway, reading needs no traffic.
+        """
+        self._check()
+        chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
+        indices = None if chosen is None else [self._index(p) for p in chosen]
+        try:
+            yield
+        finally:
+            if write:
+                problem = self._problem()
+                if problem is not None:
+                    raise RuntimeError(f"rank {self.rank}: {problem}")
+                self._broadcast(self._flats if indices is None else [self._slot_flat(index) for index in indices])
+
+    def _slot_flat(self, index: int) -> Tensor:
+        bucket, slot = next((b, s) for b, _, s in self._layout.slots() if s.parameter == index)
+        return self._flats[bucket.index][slot.offset : slot.end]
+
+    def close(self) -> None:
+        """Make the model plain again: every parameter gets memory of its own, and every hook goes. All ranks."""
+        if self._closed:
+            return
+        self._reducer.close()
+        for parameter in self._parameters:
+            parameter.data = parameter.detach().clone()
+        self._closed = True
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring all states to group rank ``to``, whose ``state_dict()`` then returns them. All ranks."""
+        self._check()
+        if not 0 <= to < self.world_size:
+            raise ValueError(f"consolidate_state_dict: rank {to} is not one of the {self.world_size} ranks")
+        purpose = f"consolidate_state_dict(to={to})"
+        self._reducer.agree(purpose)
+        whole_here = self._stage.states is Placement.WHOLE or self.world_size == 1
+        tag = Tag(Kind.EXCHANGE, purpose)
+        state = checkpoint.gather(self._layout, self._inner, self._transport, to, whole_here, tag)
+        if state is not None:
+            groups = checkpoint.packed_groups(self.param_groups, self._layout)
+            self._consolidated = {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The whole, plain `torch.optim` dict (CPU), on the rank that `consolidate_state_dict` named. Local.
+
+        With one rank nothing needs to be consolidated. Raises `RuntimeError` elsewhere, and after a further step.
+        """
+        self._check()
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        if self.world_size == 1:
+            self.consolidate_state_dict(0)
+        if self._consolidated is None:
+            raise RuntimeError(
+                f"rank {self.rank} holds a shard of the states: call optimizer.consolidate_state_dict(to=rank) on all "
+                "ranks, after the last step, and then state_dict() on that rank"
+            )
+        result = self._consolidated
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            result = post_hook(self, result) or result
+        return result
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Load a plain `torch.optim` dict, saved at any stage and number of ranks or by the class itself.
+
+        Local, but on every rank with the same dict. Nothing changes unless all of it fits; `ValueError` names what
+        does not.
+        """
+        self._check()
+        loaded = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            loaded = pre_hook(self, loaded) or loaded
+        names = self._elementwise
+        for group in loaded.get("param_groups", []):
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            with torch.no_grad():
+                names |= check_elementwise(self._class, options, torch.float32, torch.device("cpu"))
+        mapping = checkpoint.check(loaded, self.param_groups, self._layout, names)
+        for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
+            options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+            group.update(options)
+        checkpoint.scatter(loaded["state"], mapping, self.param_groups, self._layout, self._inner, names)
+        self._elementwise, self._consolidated = names, None
+        for load_hook in self._optimizer_load_state_dict_post_hooks.values():
+            load_hook(self)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a ZeroOptimizer cannot be copied or pickled: it belongs to a group of ranks; save what "
+            "consolidate_state_dict() and state_dict() give"
+        )
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._closed:
+            raise RuntimeError("this optimizer is closed: the model is plain again; build a new optimizer")
+
+    def _index(self, parameter: Tensor) -> int:
+        for index, known in enumerate(self._parameters):
+            if known is parameter:
+                return index
+        raise ValueError(f"a tensor of shape {tuple(parameter.shape)} is not one of this optimizer's parameters")
+
+    def _name(self, parameter: Tensor) -> str:
+        return self._layout.parameters[self._index(parameter)].name
+
+    def _problem(self) -> str | None:
+        """What this rank alone may see: parameters that were moved, cast or replaced."""
+        for bucket, _, slot in self._layout.slots():
+            parameter, spec = self._parameters[slot.parameter], self._layout.parameters[slot.parameter]
+            flat = self._flats[bucket.index]
+            place = flat.data_ptr() + slot.offset * flat.element_size()
+            if parameter.dtype is not flat.dtype or parameter.device != flat.device:
+                return (
+                    f"{spec.name!r} is now {parameter.dtype} on {parameter.device}, but was {flat.dtype} on "
+                    f"{flat.device} when the optimizer was built: move and cast the model before that"
+                )
+            if slot.numel and parameter.data_ptr() != place:
+                return (
+                    f"the memory of {spec.name!r} was replaced after the optimizer was built (by assigning to .data, or "
+                    "by moving the model): edit parameters in place"
+                )
+        return misplaced(self._bindings)
+
+    def __repr__(self) -> str:
+        groups = super().__repr__() if self._built else ""
+        return (
+            f"ZeroOptimizer({self._class.__name__}, stage={self._stage.number}, rank {self.rank} of {self.world_size})\n"
+            f"{groups}"
+        )
+
+
+class _States(Mapping[Tensor, dict[str, Any]]):
+    """``optimizer.state``: for each parameter what this rank holds, live. A piece is 1-D; a whole has the
+    parameter's shape."""
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        optimizer = self._optimizer
+        index = optimizer._index(parameter)
+        spec = optimizer._layout.parameters[index]
+        found: dict[str, Any] = {}
+        for states in optimizer._inner.states:
+            for number, piece in enumerate(states.pieces):
+                slot = states.bucket.slots[piece.slot]
+                state = optimizer._inner.state_of(states.bucket.index, number) if slot.parameter == index else None
+                if state is None:
+                    continue
+                found.update(state.scalars)
+                for name in state.elementwise:
+                    flat = states.flat[name][piece.begin - states.begin : piece.end - states.begin]
+                    whole = piece.numel == slot.numel
+                    found[name] = strided(flat, 0, spec.shape, spec.stride) if whole else flat
+        return found
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (p for p in self._optimizer._parameters if self[p])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _transport(process_group: ProcessGroup | Transport | None) -> Transport:
+    if isinstance(process_group, Transport):
+        return process_group
+    from collectives.native import connect
+
+    return connect(process_group)
+
+
+def _algorithm(collective: str | Algorithm) -> Algorithm:
+    if isinstance(collective, str):
+        if collective not in ALGORITHMS:
+            raise ValueError(f"collective must be one of {', '.join(ALGORITHMS)} or a class, not {collective!r}")
+        return ALGORITHMS[collective]
+    return collective
+
+
+def _bucket_bytes(bucket_cap_mb: float) -> int:
+    if not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0 or math.isinf(bucket_cap_mb):
+        raise ValueError(f"bucket_cap_mb must be a positive number of MiB, not {bucket_cap_mb!r}")
+    return int(bucket_cap_mb * 1024 * 1024)
+
+
+def _bytes_of(parameter: Tensor) -> bytes:
+    return parameter.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()

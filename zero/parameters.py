@@ -1,0 +1,145 @@
+"""From what the user gives (a module, parameters, groups) to the layout's view of it, with every complaint about it.
+
+Knows: modules, parameters, names. Does not know: ranks, gradients, optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .layout import Dtypes, ParameterSpec
+from .stages import dense_stride
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Where a module keeps a parameter: ``registry[key] is parameter`` as long as nobody replaced it."""
+
+    registry: dict[str, Any]
+    key: str
+    name: str
+    parameter: Tensor
+
+
+def as_groups(params: Any) -> list[dict[str, Any]]:
+    """The user's ``params`` as torch.optim's list of groups; a module becomes one group of named parameters."""
+    if isinstance(params, nn.Module):
+        return [{"params": list(params.named_parameters())}]
+    if isinstance(params, Tensor):
+        raise TypeError("params must be a module, an iterable of parameters or of param groups, not one tensor")
+    given = list(params)
+    if given and isinstance(given[0], dict):
+        return [dict(group) for group in given]
+    return [{"params": given}]
+
+
+def bindings(module: nn.Module | None) -> list[Binding]:
+    """Every place in which ``module`` keeps a parameter, in order of registration, ties included."""
+    found = []
+    for prefix, part in () if module is None else module.named_modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                found.append(Binding(part._parameters, key, f"{prefix}.{key}" if prefix else key, parameter))
+    return found
+
+
+def specs(groups: Sequence[dict[str, Any]], module: nn.Module | None, first_index: int = 0, first_group: int = 0) -> tuple[
+    list[Tensor], list[ParameterSpec]
+]:
+    """The listed parameters and their specs in order of registration: the module's where there is one, else as listed.
+
+    Raises `ValueError` or `TypeError`, naming the parameter, for one that is listed twice, is not a leaf, has a dtype
+    or memory that cannot be laid out, or already has a gradient.
+    """
+    names: dict[int, list[str]] = {}
+    order: dict[int, int] = {}
+    for binding in bindings(module):
+        names.setdefault(id(binding.parameter), []).append(binding.name)
+        order.setdefault(id(binding.parameter), len(order))
+    found: list[tuple[int, Tensor, ParameterSpec]] = []
+    seen: dict[int, str] = {}
+    index = first_index
+    for number, group in enumerate(groups):
+        given = group.get("param_names") or [None] * len(group["params"])
+        for name, parameter in zip(given, group["params"], strict=True):
+            aliases = names.get(id(parameter)) or ([name] if name is not None else [])
+            label = aliases[0] if aliases else f"parameter {index}"
+            if id(parameter) in seen:
+                raise ValueError(f"{label!r} is listed twice in the parameters: list each once")
+            seen[id(parameter)] = label
+            _check(parameter, label)
+            spec = ParameterSpec(
+                tuple(aliases),
+                tuple(parameter.shape),
+                dense_stride(parameter),
+                Dtypes.all(parameter.dtype),
+                str(parameter.device),
+                parameter.requires_grad,
+                first_group + number,
+                index,
+            )
+            found.append((order.get(id(parameter), len(order) + index), parameter, spec))
+            index += 1
+    found.sort(key=lambda entry: entry[0])
+    _check_apart([(parameter, spec.name) for _, parameter, spec in found])
+    return [parameter for _, parameter, _ in found], [spec for _, _, spec in found]
+
+
+def _check(parameter: Tensor, name: str) -> None:
+    if not isinstance(parameter, Tensor):
+        raise TypeError(f"{name!r} is a {type(parameter).__name__}, not a tensor")
+    if parameter.dtype not in FLOATS:
+        raise TypeError(f"{name!r} is {parameter.dtype}: a parameter must be one of {', '.join(map(str, FLOATS))}")
+    if not parameter.is_leaf:
+        raise ValueError(f"{name!r} is the result of a computation: only leaf tensors can be optimised")
+    if parameter.layout is not torch.strided or parameter.device.type == "meta":
+        raise ValueError(f"{name!r} has no ordinary memory (layout {parameter.layout}, device {parameter.device})")
+    if parameter.grad is not None:
+        raise ValueError(f"{name!r} already has a gradient: build the optimizer before the first backward, or after "
+                         "model.zero_grad()")
+    if _overlaps_itself(parameter):
+        raise ValueError(
+            f"{name!r} overlaps itself in memory (shape {tuple(parameter.shape)}, strides {parameter.stride()}, as "
+            "expand() makes): give it memory of its own with .contiguous() or .clone()"
+        )
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and tensor.numel():
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
+def _check_apart(parameters: Sequence[tuple[Tensor, str]]) -> None:
+    spans = []
+    for parameter, name in parameters:
+        if parameter.numel():
+            reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            begin = parameter.data_ptr()
+            spans.append((begin, begin + (reach + 1) * parameter.element_size(), name))
+    spans.sort()
+    for (_, end, name), (begin, _, other) in zip(spans, spans[1:], strict=False):
+        if begin < end:
+            raise ValueError(
+                f"{name!r} and {other!r} share memory but are different parameters: tie them by using one parameter in "
+                "both places"
+            )
+
+
+def misplaced(bound: Iterable[Binding]) -> str | None:
+    """What is wrong where a module no longer holds the parameter that it had."""
+    for binding in bound:
+        if binding.registry.get(binding.key) is not binding.parameter:
+            return f"the module's {binding.name!r} was replaced after the optimizer was built: build a new optimizer"
+    return None

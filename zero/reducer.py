@@ -1,0 +1,493 @@
+"""From the gradients of a rank's backwards to mean gradients at their owners.
+
+Knows: rounds. A round is one reduction of every active bucket, in layout order, entered by every rank; a backward
+outside `no_sync` is a round, and so is what `no_sync` left pending when somebody needs it. Does not know: how the
+optimizer uses a gradient, or how bytes travel.
+
+    OPEN ------------ settle (clip, unscale, step) ----------> SETTLED --- step ---> STEPPED
+      ^  backwards add                                            |                     |
+      +----------------- every gradient was cleared <-------------+---------------------+
+
+What no bucket can tell is agreed in `settle`: how many rounds each rank entered (a rank behind catches up), which
+parameters were used, what is pending, the divisor, and errors that one rank alone found.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from collectives import BucketQueue, Chain, Collective, Kind, MismatchError, Tag, Transport, Work
+from torch import Tensor
+
+from .gradients import GradientStore
+from .hooks import GradientHooks, ShardedGradient
+from .layout import Layout
+from .stages import Stage
+
+
+class Phase(Enum):
+    """What may happen to the gradients next."""
+
+    OPEN = "backwards add to them"
+    SETTLED = "they are means, perhaps clipped"
+    STEPPED = "a step has used them"
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What a rank tells the others when gradients are settled."""
+
+    divisor: float
+    pending: bool
+    error: str | None
+    used: bytes
+    trainable: bytes
+
+    def pack(self) -> bytes:
+        head = {"divisor": float(self.divisor).hex(), "pending": self.pending, "error": self.error}
+        return json.dumps(head).encode() + b"\0" + self.used + self.trainable
+
+    @classmethod
+    def unpack(cls, data: bytes) -> _Record:
+        head, _, masks = data.partition(b"\0")
+        fields = json.loads(head)
+        half = len(masks) // 2
+        return cls(
+            float.fromhex(fields["divisor"]), fields["pending"], fields["error"], masks[:half], masks[half:]
+        )
+
+
+class Reducer:
+    """The gradients of all parameters of one optimizer on one rank. ``parameters`` are in the layout's order."""
+
+    def __init__(
+        self, parameters: Sequence[Tensor], layout: Layout, stage: Stage, transport: Transport, collective: Collective
+    ) -> None:
+        self.layout, self._stage, self._transport, self._collective = layout, stage, transport, collective
+        self.parameters: list[Tensor] = []
+        self.stores: list[GradientStore] = []
+        self.used: list[bool] = []
+        self.phase = Phase.OPEN
+        self.divisor: float = transport.world_size
+        self._held: list[Tensor | None] = []  # what this object put into each p.grad
+        self._places: list[tuple[GradientStore, int]] = []
+        self._placeholders: list[ShardedGradient | None] = []
+        self._round = self._meeting = 0
+        self._sync = True
+        self._in_round = False  # the backward under way is a round
+        self._means_divisor: float | None = None
+        self._stale: set[int] = set()  # gradients that a settled phase waits to be cleared
+        self._settled_by = ""
+        self._active: list[GradientStore] = []
+        self._missing: dict[int, int] = {}
+        self._trainable: dict[int, list[bool]] = {}
+        self.hooks = GradientHooks(self)
+        in_flight = 2 if stage.contributions_stay else 1  # at most three buckets of scratch with direct exchange
+        self._queue = BucketQueue(self._launch, in_flight)
+        self.extend(parameters, layout)
+
+    def extend(self, parameters: Sequence[Tensor], layout: Layout) -> None:
+        """Take up further parameters, which ``layout`` has in further buckets."""
+        self.layout = layout
+        new = layout.buckets[len(self.stores) :]
+        self.stores += [GradientStore(bucket, layout, self._stage, self._transport) for bucket in new]
+        first = len(self.parameters)
+        self.parameters += parameters
+        self.used += [False] * len(parameters)
+        self._held += [None] * len(parameters)
+        self._placeholders += [None] * len(parameters)
+        places = {slot.parameter: (self.stores[bucket.index], number) for bucket, number, slot in layout.slots()}
+        self._places = [places[index] for index in range(len(self.parameters))]
+        hide = self._hide if self._stage.means_are_gathered else None
+        for index in range(first, len(self.parameters)):
+            self.hooks.watch(self.parameters[index], index, hide)
+
+    # -- events of autograd (the listener of `GradientHooks`) ---------------------------------------------------------
+
+    def backward_began(self) -> None:
+        self.finish_interrupted()
+        self._notice_cleared()
+        try:
+            self._check_open()
+            self._check_unedited()
+        except RuntimeError:
+            self._show()
+            raise
+        self._hide()
+        self._in_round = self._sync
+        self._activate()
+        if self._in_round:
+            self._begin_round()
+
+    def gradient_ready(self, index: int, gradient: Tensor) -> None:
+        parameter = self.parameters[index]
+        store, slot = self._places[index]
+        if gradient.layout is not torch.strided:
+            parameter.grad = None
+            raise RuntimeError(
+                f"rank {self._transport.rank}: the gradient of {self._name(index)} is {gradient.layout}: sparse "
+                "gradients are not supported; build the Embedding with sparse=False"
+            )
+        if slot in store.arrived:
+            raise RuntimeError(f"{self._name(index)} received two gradients in one backward")
+        store.arrived[slot] = gradient
+        self.used[index] = True
+        self._hold(index, self._placeholder(index))
+        bucket = store.bucket.index
+        self._missing[bucket] = self._missing.get(bucket, 0) - 1
+        if self._missing[bucket] == 0:
+            if self._in_round:
+                self._queue.ready(bucket)
+            else:
+                store.absorb()
+
+    def backward_ended(self) -> None:
+        if self._in_round:
+            self._finish_round()
+        else:
+            for store in self._active:
+                store.absorb()
+        self._show()
+
+    def outside_backward(self) -> None:
+        self._show()
+
+    def gradient_zeroed(self, index: int) -> None:
+        self._zero(index, self._used_is_known())
+        self._renewed(index)
+
+    # -- rounds -------------------------------------------------------------------------------------------------------
+
+    def _activate(self) -> None:
+        """Find the buckets in which a gradient may arrive, as the parameters stand now."""
+        self._active, self._missing, self._trainable = [], {}, {}
+        for store in self.stores:
+            mask = [self.parameters[slot.parameter].requires_grad for slot in store.bucket.slots]
+            if any(mask) or store.touched:
+                self._active.append(store)
+                self._trainable[store.bucket.index] = mask
+                self._missing[store.bucket.index] = sum(mask)
+                store.touched = True
+
+    def _begin_round(self) -> None:
+        self._round += 1
+        self._queue.begin([store.bucket.index for store in self._active])
+
+    def _launch(self, bucket: int) -> Work:
+        return self.stores[bucket].launch(self._collective, self._round, self._trainable[bucket])
+
+    def _finish_round(self) -> None:
+        try:
+            self._queue.finish()
+            if self._stage.means_are_gathered:
+                self._gather_means()
+        except MismatchError as error:
+            mask = {i: m for i, m in self._trainable.items()}
+            frozen = [
+                self._name(slot.parameter)
+                for store in self.stores
+                for slot, trainable in zip(
+                    store.bucket.slots, mask.get(store.bucket.index, [False] * len(store.bucket.slots)), strict=True
+                )
+                if not trainable
+            ]
+            raise MismatchError(
+                f"{error} (frozen on rank {self._transport.rank}: {', '.join(frozen) or 'none'})"
+            ) from error
+        finally:
+            self._in_round = False
+
+    def _gather_means(self) -> None:
+        """Give every rank the means, and agree whose gradient exists at all: the hash of the plain loop sees None."""
+        tag = Tag(Kind.EXCHANGE, "which parameters were used", self._round)
+        self._agree_used([_Record.unpack(r) for r in self._transport.exchange(self._record(None).pack(), tag)])
+        works = [store.gather_means(self._collective, self._round, self.divisor) for store in self.stores if store.has_sum]
+        Chain(works).wait()
+        self._means_divisor = self.divisor
+
+    def _empty_round(self) -> None:
+        """A round of the others', to which this rank has nothing to add but what it still holds."""
+        self._activate()
+        self._begin_round()
+        self._finish_round()
+        self._show()
+
+    def finish_interrupted(self) -> None:
+        """Complete the round of a backward that an exception left, so that collectives stay matched."""
+        if not self.hooks.interrupted:
+            return
+        self.hooks.forget()
+        self.backward_ended()
+
+    # -- agreement ----------------------------------------------------------------------------------------------------
+
+    def settle(self, purpose: str, problem: str | None = None) -> None:
+        """Turn the sums into means, once. Collective; ``purpose`` is what errors call it.
+
+        ``problem``: an error that this rank alone may have found; every rank raises it, and nothing has changed.
+        """
+        if not self._sync:
+            raise RuntimeError(f"{purpose} inside no_sync(): leave the block first, what it left pending is reduced then")
+        if self.phase is not Phase.OPEN:
+            self._notice_cleared()
+            if problem is not None:
+                raise RuntimeError(f"rank {self._transport.rank}: {problem}")
+            if self.phase is not Phase.OPEN:
+                return
+        records = self.agree(purpose, problem)
+        if any(record.pending for record in records):
+            self._empty_round()
+        self._agree_used(records)
+        if self._stage.means_are_gathered:
+            if self._means_divisor != self.divisor:
+                self._gather_means()
+            self._show()
+            self._take_assigned()
+        else:
+            for store in self.stores:
+                store.divide(self.divisor)
+        self._stale = {index for index, used in enumerate(self.used) if used}
+        self.phase, self._settled_by = Phase.SETTLED if self._stale else Phase.OPEN, purpose
+        self._show()
+
+    def agree(self, purpose: str, problem: str | None = None) -> list[_Record]:
+        """Meet all ranks and compare what they hold. Collective; raises the same error on every rank."""
+        self.finish_interrupted()
+        self._notice_cleared()
+        problem = problem or self._assigned()
+        self._meeting += 1
+        self._transport.meet(Tag(Kind.MEET, purpose, self._round, self._meeting), self._empty_round)
+        tag = Tag(Kind.EXCHANGE, purpose, self._round, self._meeting)
+        records = [_Record.unpack(r) for r in self._transport.exchange(self._record(problem).pack(), tag)]
+        for rank, record in enumerate(records):
+            if record.error is not None:
+                raise RuntimeError(f"rank {rank}: {record.error}")
+        for rank, record in enumerate(records):
+            if record.divisor != records[0].divisor:
+                raise ValueError(
+                    f"{purpose}: optimizer.divisor is {records[0].divisor:g} on rank 0, but {record.divisor:g} on rank "
+                    f"{rank}: it must be equal on all ranks"
+                )
+            if record.trainable != records[0].trainable:
+                pairs = zip(record.trainable, records[0].trainable, strict=True)
+                index = next(i for i, (a, b) in enumerate(pairs) if a != b)
+                state = ["frozen", "trainable"]
+                raise RuntimeError(
+                    f"{purpose}: {self._name(index)} is {state[records[0].trainable[index]]} on rank 0, but "
+                    f"{state[record.trainable[index]]} on rank {rank}: freeze and unfreeze on every rank alike"
+                )
+        return records
+
+    def _record(self, problem: str | None) -> _Record:
+        trainable = bytes(p.requires_grad for p in self.parameters)
+        pending = any(store.pending for store in self.stores)
+        return _Record(self.divisor, pending, problem, bytes(self.used), trainable)
+
+    def _agree_used(self, records: Sequence[_Record]) -> None:
+        for index in range(len(self.used)):
+            self.used[index] = any(record.used[index] for record in records)
+
+    # -- p.grad -------------------------------------------------------------------------------------------------------
+
+    def _name(self, index: int) -> str:
+        return repr(self.layout.parameters[index].name)
+
+    def _placeholder(self, index: int) -> ShardedGradient:
+        made = self._placeholders[index]
+        if made is None:
+            name = self.layout.parameters[index].name
+            made = ShardedGradient(self.parameters[index].detach(), name, index, weakref.ref(self))
+            self._placeholders[index] = made
+        return made
+
+    def _hold(self, index: int, gradient: Tensor | None) -> None:
+        if self._held[index] is not gradient or self.parameters[index].grad is not gradient:
+            self.parameters[index].grad = gradient
+            self._held[index] = gradient
+
+    def _show(self) -> None:
+        """Put into every p.grad what is true now: the mean, a placeholder, or None."""
+        means = self._stage.means_are_gathered and not any(store.pending for store in self.stores)
+        means = means and self._means_divisor == self.divisor
+        for index, parameter in enumerate(self.parameters):
+            store, slot = self._places[index]
+            if means and store.has_sum:
+                self._hold(index, store.mean_view(slot) if self.used[index] else None)
+            elif self.used[index] or (parameter.requires_grad and (store.has_sum or store.pending)):
+                self._hold(index, self._placeholder(index))
+
+    def _hide(self) -> None:
+        """Put placeholders where the means are, so that autograd does not add to these."""
+        if not self.hooks.interrupted:
+            self._notice_cleared()
+        for index, held in enumerate(self._held):
+            if held is not None:
+                self._hold(index, self._placeholder(index))
+
+    def _notice_cleared(self) -> None:
+        """Find the gradients that were set to None since they were put in place."""
+        cleared = False
+        for index, held in enumerate(self._held):
+            if held is not None and self.parameters[index].grad is not held:
+                if self._stage.means_are_gathered and self.parameters[index].grad is not None:
+                    continue  # assigned; `_take_assigned` copies it
+                store, slot = self._places[index]
+                store.clear_slot(slot)
+                self.used[index], self._held[index] = False, None
+                self._renewed(index)
+                cleared = True
+        if cleared and not any(self.used):
+            for store in self.stores:
+                store.clear()
+
+    def _renewed(self, index: int) -> None:
+        self._stale.discard(index)
+        if not self._stale:
+            self.phase = Phase.OPEN
+
+    def _assigned(self) -> str | None:
+        """What is wrong with gradients that were put in place from outside."""
+        for index, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is None or gradient is self._held[index]:
+                continue
+            if self._stage.means_are_gathered and isinstance(self._held[index], Tensor):
+                continue
+            return (
+                f"the gradient of {self._name(index)} was assigned from outside: only backward() can say what this "
+                "rank contributes"
+            )
+        return None
+
+    def _take_assigned(self) -> None:
+        """Copy gradients that the user put in place of the means."""
+        for index, parameter in enumerate(self.parameters):
+            held, gradient = self._held[index], parameter.grad
+            if held is not None and gradient is not None and gradient is not held:
+                store, slot = self._places[index]
+                store.mean_view(slot).copy_(gradient)
+
+    def _check_open(self) -> None:
+        if self.phase is Phase.OPEN:
+            return
+        name = self._name(min(self._stale))
+        raise RuntimeError(
+            f"rank {self._transport.rank}: backward() after {self._settled_by} without zero_grad(): the gradient of "
+            f"{name} was already divided; call optimizer.zero_grad() first"
+        )
+
+    def _check_unedited(self) -> None:
+        if not self._stage.means_are_gathered or self._means_divisor is None:
+            return
+        for store in self.stores:
+            for slot in store.edits(self._means_divisor):
+                name = self._name(store.bucket.slots[slot].parameter)
+                raise RuntimeError(
+                    f"rank {self._transport.rank}: the gradient of {name} was edited after a backward, and a further "
+                    "backward would lose the edit; edit gradients after the last backward of a step"
+                )
+
+    # -- for the optimizer --------------------------------------------------------------------------------------------
+
+    def stepped(self) -> None:
+        """A step has used the gradients."""
+        self.phase, self._settled_by = Phase.STEPPED, "step()"
+        if not self._stale:
+            self.phase = Phase.OPEN
+
+    def set_divisor(self, value: float) -> None:
+        """Set the divisor of the next settling."""
+        if self.phase is Phase.SETTLED:
+            raise RuntimeError(
+                f"the divisor was set after {self._settled_by}, which has already divided by {self.divisor:g}: set it "
+                "before the first clip, unscale or step of a step"
+            )
+        self.divisor = value
+        if self._stage.means_are_gathered and self.phase is Phase.OPEN:
+            self._notice_cleared()
+            self._show()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear every gradient, or set those that exist to zero."""
+        if self.hooks.inside_backward:
+            raise RuntimeError("zero_grad() inside a backward")
+        self.finish_interrupted()
+        self._notice_cleared()
+        if set_to_none:
+            for index in range(len(self.parameters)):
+                self.used[index] = False
+                self._hold(index, None)
+            for store in self.stores:
+                store.clear()
+        else:
+            known = self._used_is_known()
+            for index, held in enumerate(self._held):
+                if held is not None:
+                    self._zero(index, known)
+                    if not isinstance(held, ShardedGradient):
+                        held.zero_()
+        self._stale = set()
+        self.phase = Phase.OPEN
+
+    def _used_is_known(self) -> bool:
+        """True when `used` says what all ranks used, rather than this one."""
+        gathered = self._stage.means_are_gathered and not any(store.pending for store in self.stores)
+        return gathered or self.phase is not Phase.OPEN
+
+    def _zero(self, index: int, known: bool) -> None:
+        store, slot = self._places[index]
+        if not self.used[index]:
+            store.clear_slot(slot)
+        elif known:
+            store.zero_slot(slot)
+        else:
+            store.contribute_zero(slot)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add to this rank's own sum, and are not rounds."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def full_gradient(self, index: int) -> Tensor | None:
+        """The whole mean gradient of a parameter; None where no rank used it. Collective."""
+        purpose = f"full_grad of {self._name(index)}"
+        records = self.agree(purpose)
+        store, slot_number = self._places[index]
+        if any(record.pending for record in records):
+            raise RuntimeError(f"{purpose}: what no_sync() left is not reduced yet; run a backward outside it, or clip")
+        if not any(record.used[index] for record in records):
+            return None
+        spec, slot, bounds = self.layout.parameters[index], store.bucket.slots[slot_number], store.bucket.bounds
+        whole = torch.empty(slot.numel, dtype=store.bucket.dtypes.accumulate, device=store.bucket.device)
+        if self._stage.means_are_gathered and self.phase is not Phase.OPEN:
+            whole.copy_(store.mean_view(slot_number).as_strided((slot.numel,), (1,)))
+        else:
+            cuts = [min(max(bound, slot.offset), slot.end) - slot.offset for bound in bounds]
+            low, high = cuts[self._transport.rank], cuts[self._transport.rank + 1]
+            total = store.running_sum()
+            assert total is not None
+            begin = slot.offset + low - store.low
+            whole[low:high].copy_(total[begin : begin + high - low])
+            tag = Tag(Kind.ALL_GATHER, purpose, self._round, store.bucket.index)
+            self._collective.all_gather(whole, cuts, tag=tag).wait()
+            if self.phase is Phase.OPEN:
+                whole.div_(self.divisor)
+        return whole.as_strided(spec.shape, spec.stride)
+
+    def close(self) -> None:
+        """Take the hooks away; gradients that this rank holds whole become the user's own."""
+        self.finish_interrupted()
+        self.hooks.remove()
+        for index, held in enumerate(self._held):
+            if held is not None and self.parameters[index].grad is held:
+                self.parameters[index].grad = None if isinstance(held, ShardedGradient) else held.clone()
