@@ -22,8 +22,7 @@ Interference = Callable[[int, str, int], None]  # (rank, "send" | "recv" | "wait
 
 
 class _Transfer:
-    def __init__(self, world: _World) -> None:
-        self._world = world
+    def __init__(self) -> None:
         self.source: Tensor | None = None
         self.target: Tensor | None = None
         self.done = False
@@ -53,7 +52,7 @@ class _World:
     def post(self, key: tuple[int, int, int], tensor: Tensor, sending: bool) -> _Transfer:
         own, other = (self._sends, self._recvs) if sending else (self._recvs, self._sends)
         with self._changed:
-            transfer = other[key].popleft() if other[key] else _Transfer(self)
+            transfer = other[key].popleft() if other[key] else _Transfer()
             if sending:
                 transfer.source = tensor
             else:
@@ -66,16 +65,16 @@ class _World:
     def complete(self, transfer: _Transfer, peer: int, timeout: float) -> None:
         limit = time.monotonic() + timeout
         with self._changed:
-            while transfer.source is None or transfer.target is None:
+            while not transfer.done and (transfer.source is None or transfer.target is None):
                 if peer in self._gone:
                     raise PeerError(f"rank {peer} left: {self._gone[peer]}")
                 if not self._changed.wait(limit - time.monotonic()) and time.monotonic() >= limit:
                     raise PeerError(f"time limit of {timeout} s passed")
-            if not transfer.done:
+            if transfer.source is not None and transfer.target is not None:
                 if transfer.source.numel() != transfer.target.numel():
                     raise PeerError(f"{transfer.source.numel()} bytes came where {transfer.target.numel()} fit")
                 transfer.target.copy_(transfer.source)
-                transfer.done = True
+                transfer.done, transfer.source, transfer.target = True, None, None
 
     def leave(self, rank: int, why: str) -> None:
         with self._changed:

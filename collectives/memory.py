@@ -64,7 +64,7 @@ class Pool:
             block = _Block(torch.empty(need, dtype=torch.uint8, device=device).untyped_storage(), need)
             self._blocks.append(block)
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return result.set_(block.storage, 0, (numel,), (1,))  # type: ignore[call-overload, no-any-return]
+        return result.set_(block.storage, 0, (numel,), (1,))
 
     def _drop(self, free: list[_Block], need: int) -> None:
         """Make room for ``need`` more bytes: the smallest free blocks go first."""

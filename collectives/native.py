@@ -142,6 +142,7 @@ class Native:
         elif transport.world_size != carrier.world_size:
             raise CollectiveError("collective 'native' needs a process group of exactly these ranks")
         self._transport, self._carrier = transport, carrier
+        self._announced = 0  # the last round that the other ranks were told of
 
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
@@ -150,6 +151,10 @@ class Native:
         t = self._transport
         if t.world_size == 1:
             return _NativeWork(_Done(), [(out, source)], start, t.timeout)
+        works: list[Work] = []
+        if tag.round != self._announced:  # torch's own collectives have no headers
+            self._announced = tag.round
+            works.append(t.announce(tag))
         width = max(high - low for low, high in zip(bounds, bounds[1:], strict=False))
         padded = t.scratch(width * t.world_size, source.dtype, source.device).zero_()
         for rank, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -158,7 +163,7 @@ class Native:
         call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         work = call(received, padded, group=self._group(), async_op=True)
         t.count_payload((t.world_size - 1) * width * source.itemsize, (t.world_size - 1) * width * source.itemsize)
-        return _NativeWork(work, [(out, received[: out.numel()])], start, t.timeout)
+        return Chain([*works, _NativeWork(work, [(out, received[: out.numel()])], start, t.timeout)])
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .transport import Tag, Transport, Work
+from .transport import Chain, Tag, Transport, Work
 
 
 class _Rounds:
@@ -38,13 +38,7 @@ class _Run:
         """Send one slice to the right neighbour while another comes from the left."""
         t = self.ring.transport
         right, left = (t.rank + 1) % t.world_size, (t.rank - 1) % t.world_size
-        works: list[Work] = []
-        if received.numel():
-            works.append(t.irecv(received, left, self.tag))
-        if sent.numel():
-            works.append(t.isend(sent, right, self.tag))
-        for work in works:
-            work.wait()
+        Chain([t.irecv(received, left, self.tag), t.isend(sent, right, self.tag)]).wait()
 
     def __call__(self) -> None:
         raise NotImplementedError
@@ -66,11 +60,13 @@ class _ReduceRun(_Run):
 
     def __call__(self) -> None:
         t = self.ring.transport
+        present = t.announce(self.tag)
         for i in range(t.world_size - 1):
             mine = self.slice(t.rank - i - 2)
             received = t.scratch(mine.numel(), mine.dtype, mine.device)
             self.shift(self.slice(t.rank - i - 1), received)
             mine.add_(received)
+        present.wait()
         own = self.slice(t.rank)
         if self.start is None:
             self.out.copy_(own)

@@ -63,19 +63,19 @@ class Tag:
     digest: int = 0
 
     def pack(self, size: int) -> bytes:
-        label = self.label.encode()[:LABEL_BYTES]
+        label = _cut(self.label)
         packed = _HEADER.pack(int(self.kind), self.round, self.index, self.digest, size, len(label), label)
         return packed.ljust(HEADER_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, header: bytes) -> tuple[Tag, int]:
         kind, round_, index, digest, size, length, label = _HEADER.unpack_from(header)
-        text = label[:length].decode(errors="ignore")
-        return cls(Kind(kind), text, round_, index, digest), size
+        return cls(Kind(kind), label[:length].decode(), round_, index, digest), size
 
     def same(self, other: Tag) -> bool:
-        mine = (self.kind, self.round, self.index, self.digest, self.label.encode()[:LABEL_BYTES])
-        return mine == (other.kind, other.round, other.index, other.digest, other.label.encode()[:LABEL_BYTES])
+        """True when both are one collective, as far as a header can tell."""
+        mine = (self.kind, self.round, self.index, self.digest, _cut(self.label))
+        return mine == (other.kind, other.round, other.index, other.digest, _cut(other.label))
 
 
 class CollectiveError(RuntimeError):
@@ -145,10 +145,14 @@ class Collective(Protocol):
     ) -> Work:
         """Add all ranks' contributions to this rank's slice of ``source`` onto ``start`` and put the sum in ``out``.
 
-        ``source``: this rank's contribution to every slice, 1-D; scratch to the algorithm until ``wait`` returns.
+        ``source``: this rank's contribution to every slice, 1-D; scratch to the algorithm until ``wait`` returns, as
+        is ``start``.
         ``out``: as long as this rank's slice, in the accumulator's dtype; may share memory with this rank's own slice
         of ``source``, or be ``start``. ``start``: the sum so far, in ``out``'s dtype, or None where there is none.
         Where `exact` is true, the sum is formed in rank order: ((start + x_0) + x_1) + ...
+
+        The first of a round sends a header to every other rank before it waits for one, whatever the bounds: that is
+        how a rank in `Transport.meet` learns of the round.
         """
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
@@ -286,6 +290,12 @@ class Transport:
         Chain(sends).wait()
         return result
 
+    def announce(self, tag: Tag) -> Work:
+        """Say to every other rank that this one entered ``tag``, and expect the same of them, without any bytes."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        recvs = [self.irecv(nothing, source, tag) for source in self.peers()]
+        return Chain([*recvs, *(self.isend(nothing, to, tag) for to in self.peers())])
+
     def meet(self, tag: Tag, catch_up: Callable[[], None]) -> Tag:
         """Return when all ranks are here, at the same ``tag.round``. Collective; the agreed tag is returned.
 
@@ -308,6 +318,7 @@ class Transport:
 
     def _arrived(self, source: int, tag: Tag) -> bool:
         """True when ``source`` is at ``tag``; False when it has entered a round that this rank has not."""
+        self._confirm_expected(source)
         while True:
             theirs, size = self._next_header(source, tag)
             if theirs.same(tag):
@@ -386,6 +397,12 @@ class Transport:
             raise self._fail(PeerError(f"rank {self.rank}, in {tag.label}: rank {source} failed: {message}"))
         return theirs, size
 
+    def _confirm_expected(self, source: int) -> None:
+        """Read the headers of all that is still under way from ``source``, which come before any other."""
+        expected = self._streams[source].expected
+        if expected:
+            self._confirm(expected[-1])
+
     def _confirm(self, work: _Recv) -> None:
         """Read headers from ``work``'s source up to its own; they come in the order in which they were expected."""
         expected = self._streams[work.source].expected
@@ -400,6 +417,7 @@ class Transport:
             expected.popleft()
 
     def _recv_any_size(self, source: int, tag: Tag) -> bytes:
+        self._confirm_expected(source)
         theirs, size = self._next_header(source, tag)
         while theirs.kind is Kind.MEET and theirs.round < tag.round:
             theirs, size = self._next_header(source, tag)
@@ -433,6 +451,11 @@ class Transport:
     def _fail(self, error: CollectiveError) -> CollectiveError:
         self.abort(str(error))
         return error
+
+
+def _cut(label: str) -> bytes:
+    """What of a label fits into a header, in whole characters."""
+    return label.encode(errors="replace")[:LABEL_BYTES].decode(errors="ignore").encode()
 
 
 def _describe(tag: Tag) -> str:

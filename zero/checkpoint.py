@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from collectives import Kind, Tag, Transport, Work
 from torch import Tensor
+
+from collectives import Kind, Tag, Transport, Work
 
 from .inner import InnerOptimizer, Options, PieceState
 from .layout import Layout
@@ -38,7 +39,9 @@ def _decoded(entry: Mapping[str, Any]) -> PieceState:
     return PieceState(tuple(entry["elementwise"]), scalars)
 
 
-def gather(layout: Layout, inner: InnerOptimizer, transport: Transport, to: int, whole_here: bool, tag: Tag) -> dict[int, Any] | None:
+def gather(
+    layout: Layout, inner: InnerOptimizer, transport: Transport, to: int, whole_here: bool, tag: Tag
+) -> dict[int, Any] | None:
     """The whole states by torch.optim's index, on rank ``to``; None elsewhere. Collective.
 
     ``whole_here``: every rank holds whole states, so nothing needs to travel.
@@ -124,7 +127,9 @@ def packed_groups(groups: Sequence[Options], layout: Layout) -> list[Options]:
     return result
 
 
-def check(state_dict: Mapping[str, Any], groups: Sequence[Options], layout: Layout, elementwise: frozenset[str]) -> dict[int, int]:
+def check(
+    state_dict: Mapping[str, Any], groups: Sequence[Options], layout: Layout, elementwise: frozenset[str]
+) -> dict[int, int]:
     """Compare a plain dict with this optimizer before anything changes; returns our index -> the dict's index.
 
     Raises `ValueError` that names the first thing that differs.
@@ -146,11 +151,11 @@ def check(state_dict: Mapping[str, Any], groups: Sequence[Options], layout: Layo
         if missing:
             raise ValueError(f"param group {number}: the state dict has no {missing[0]!r}: it belongs to another class")
         for position, index in enumerate(mine["params"]):
-            names = [group.get("param_names") for group in (mine, other)]
-            if all(names) and names[0][position] != names[1][position]:
+            known, saved = mine.get("param_names"), other.get("param_names")
+            if known and saved and known[position] != saved[position]:
                 raise ValueError(
-                    f"param group {number}, parameter {position}: the state dict has {names[1][position]!r}, this "
-                    f"optimizer {names[0][position]!r}: it belongs to another model"
+                    f"param group {number}, parameter {position}: the state dict has {saved[position]!r}, this "
+                    f"optimizer {known[position]!r}: it belongs to another model"
                 )
             mapping[index] = other["params"][position]
             for name, value in state_dict["state"].get(mapping[index], {}).items():

@@ -10,8 +10,8 @@ import importlib.util
 import sys
 from typing import Any
 
-from zero.config import TrainConfig, typer_signature
-from zero.view import INSTALL_HINT
+from .config import TrainConfig, typer_signature
+from .view import INSTALL_HINT
 
 __all__ = ["main"]
 
@@ -33,9 +33,7 @@ def main() -> None:
 def _application() -> Any:
     import typer
 
-    application = typer.Typer(
-        name="zero", help="Train with ZeroOptimizer.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
-    )
+    application = typer.Typer(name="zero", help="Train with ZeroOptimizer.", no_args_is_help=True, add_completion=False)
     application.callback()(_root)
     application.command("train", help="Train a byte-level GPT on real text, on any number of ranks.")(_train_command())
     return application
@@ -50,7 +48,7 @@ def _train_command() -> Any:
     import typer
 
     def train(**flags: Any) -> None:
-        from zero.train import run
+        from .train import run
 
         try:
             config = TrainConfig(**flags)

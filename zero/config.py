@@ -26,7 +26,7 @@ class TrainConfig:
 
     stage: Annotated[int, "what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too"] = 2
     ranks: Annotated[int | None, "processes; 2 when omitted (under torchrun: as many as it started)"] = None
-    steps: Annotated[int, "optimizer steps"] = 800
+    steps: Annotated[int, "optimizer steps"] = 600
     micro_batches: Annotated[int, "micro-batches of a step, over all ranks; its gradient is divided by this"] = 4
     batch: Annotated[int, "sequences in a micro-batch"] = 2
     sequence: Annotated[int, "bytes in a sequence"] = 128

@@ -11,8 +11,9 @@ it lands.
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,24 +93,24 @@ def _stdlib() -> Path:
 
 def _library_files() -> list[Path]:
     root = _stdlib()
-    files = [file for file in root.rglob("*.py") if SKIPPED_FOLDERS.isdisjoint(file.relative_to(root).parts)]
+    files = [file for file in _walk(root, lambda name: name in SKIPPED_FOLDERS) if file.suffix == ".py"]
     if not files:
         raise FileNotFoundError(f"no Python source in {root}: name a file or a folder of text with --data")
-    return list(_sorted(files, root))
+    return files
 
 
 def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
-        visible = (file for file in path.rglob("*") if not _hidden(file.relative_to(path)))
-        return list(_sorted((file for file in visible if file.is_file()), path))
+        return _walk(path, lambda name: name.startswith(".") or name == "__pycache__")
     if not path.exists():
         raise FileNotFoundError(f"--data {path}: there is no such file or folder")
     return [path]
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
-
-
-def _sorted(files: Iterable[Path], root: Path) -> Iterator[Path]:
-    yield from sorted(files, key=lambda file: file.relative_to(root).as_posix())
+def _walk(root: Path, skip: Callable[[str], bool]) -> list[Path]:
+    """The files below `root`, sorted by their path relative to it, without the files and folders that `skip` names."""
+    found: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not skip(name)]
+        found += [Path(folder, name) for name in files if not skip(name)]
+    return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix())

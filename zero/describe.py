@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from collectives import Collective, Transport
 from torch import Tensor
+
+from collectives import Collective, Transport
 
 from .inner import InnerOptimizer
 from .layout import Layout

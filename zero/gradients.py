@@ -17,8 +17,9 @@ import zlib
 from collections.abc import Sequence
 
 import torch
-from collectives import Collective, Kind, Tag, Transport, Work
 from torch import Tensor
+
+from collectives import Collective, Kind, Tag, Transport, Work
 
 from .layout import Bucket, Layout
 from .stages import Stage, strided
@@ -47,7 +48,7 @@ class GradientStore:
         self.low, self.high = bucket.owned(transport.rank)
         self.pieces = bucket.pieces(self.low, self.high)
         names = [layout.parameters[slot.parameter].name for slot in bucket.slots]
-        self._label = f"bucket {bucket.index} ({names[0]}{' ... ' + names[-1] if len(names) > 1 else ''})"
+        self.label = f"bucket {bucket.index} ({names[0]}{' ... ' + names[-1] if len(names) > 1 else ''})"
         self._whole: Tensor | None = None
         self._views: list[Tensor] = []
         self._kept_sum: Tensor | None = None
@@ -98,7 +99,7 @@ class GradientStore:
 
     # -- to the owners --------------------------------------------------------------------------------------------
 
-    def launch(self, collective: Collective, round_: int, trainable: Sequence[bool]) -> Work:
+    def launch(self, collective: Collective, label: str, round_: int, trainable: Sequence[bool]) -> Work:
         """Start to reduce this rank's contribution. Collective; ``trainable``: of each slot, equal on all ranks."""
         self.absorb()
         self._open()
@@ -106,7 +107,7 @@ class GradientStore:
         for slot in self._fresh:
             self._views[slot].fill_(-0.0)
         source = self._local
-        tag = Tag(Kind.REDUCE_SCATTER, self._label, round_, self.bucket.index, zlib.crc32(bytes(trainable)))
+        tag = Tag(Kind.REDUCE_SCATTER, label, round_, self.bucket.index, zlib.crc32(bytes(trainable)))
         start = (self._aside if self._aside is not None else self._sum()) if self.has_sum else None
         work = collective.reduce_scatter(source, self.bucket.bounds, self._sum(), start=start, tag=tag)
         return _Reduction(self, work)
@@ -157,7 +158,7 @@ class GradientStore:
         assert self._whole is not None
         own = self._whole[self.low : self.high]
         torch.div(self._sum(), divisor, out=own) if divisor != 1 else own.copy_(self._sum())
-        tag = Tag(Kind.ALL_GATHER, f"means of {self._label}", round_, self.bucket.index)
+        tag = Tag(Kind.ALL_GATHER, f"means of {self.label}", round_, self.bucket.index)
         return collective.all_gather(self._whole, self.bucket.bounds, tag=tag)
 
     def mean_view(self, slot: int) -> Tensor:

@@ -55,7 +55,7 @@ class ShardedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, name: str, index: int, listener: weakref.ref[Listener]) -> ShardedGradient:
-        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
         )
         made.owner, made.index, made.capture, made.listener = name, index, None, listener
@@ -68,7 +68,7 @@ class ShardedGradient(torch.Tensor):
         return f"<gradient of {self.owner!r}, {tuple(self.shape)}, not held by this rank; see optimizer.full_grad(p)>"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         aten = torch.ops.aten
@@ -100,7 +100,7 @@ class ShardedGradient(torch.Tensor):
             "use optimizer.clip_grad_norm_(max_norm) to clip and optimizer.full_grad(p) to read"
         )
 
-    def take(self) -> Tensor | None:
+    def taken(self) -> Tensor | None:
         """What autograd added, once."""
         captured, self.capture = self.capture, None
         return captured
@@ -113,7 +113,16 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-for _name in ("numpy", "tolist", "data_ptr", "storage", "untyped_storage", "__array__", "__reduce_ex__", "__deepcopy__"):
+for _name in (
+    "numpy",
+    "tolist",
+    "data_ptr",
+    "storage",
+    "untyped_storage",
+    "__array__",
+    "__reduce_ex__",
+    "__deepcopy__",
+):
     setattr(ShardedGradient, _name, _refusal(_name))
 
 
@@ -166,9 +175,9 @@ class GradientHooks:
         trainable = parameter.requires_grad
         parameter.requires_grad_(True)
         try:
-            self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+            self._handles.append(_untyped(parameter).register_post_accumulate_grad_hook(arrived))
             if before is not None:
-                self._handles.append(parameter.register_hook(about))
+                self._handles.append(_untyped(parameter).register_hook(about))
         finally:
             parameter.requires_grad_(trainable)
 
@@ -184,7 +193,7 @@ class GradientHooks:
             return
         gradient = parameter.grad
         if isinstance(gradient, ShardedGradient):
-            gradient = gradient.take()
+            gradient = gradient.taken()
         assert gradient is not None
         task = torch._C._current_graph_task_id()
         if task != self._task:
@@ -218,9 +227,14 @@ class GradientHooks:
             listener.outside_backward()
 
 
+def _untyped(parameter: Tensor) -> Any:
+    """torch leaves the methods that register hooks without annotations."""
+    return parameter
+
+
 def _at_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the current graph task is over."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import Bucket, Layout, Piece
+from .layout import Bucket, Piece
 
 CUT = 1 << 16
 Options = dict[str, Any]
@@ -108,8 +108,8 @@ class BucketStates:
     def harvest(self, inner: torch.optim.Optimizer) -> None:
         """Take states that the class made or replaced into the flat tensors."""
         for run in self.runs:
-            state = inner.state.get(run.parameter)
-            for name, value in (state or {}).items():
+            state: dict[str, Any] = inner.state.get(run.parameter, {})
+            for name, value in state.items():
                 if value is run.views.get(name) or not _is_elementwise(value, run.parameter):
                     continue
                 if name not in self.flat:
@@ -182,15 +182,17 @@ class InnerOptimizer:
             self._inner.state.update(built.state)
         states.harvest(self._inner)
 
-    def step(self, index: int, gradient: Tensor, present: tuple[bool, ...], groups: Sequence[Options]) -> Options | None:
+    def step(
+        self, index: int, gradient: Tensor, present: tuple[bool, ...], groups: Sequence[Options]
+    ) -> dict[int, Options]:
         """Step the pieces of bucket ``index`` that are ``present`` with the interval's ``gradient``, 1-D.
 
-        Returns what the class changed in each group's options, by group, or None where it changed nothing.
+        Returns what the class changed in each group's options, by group.
         """
         states = self.states[index]
         states.plan(self._inner, present, tuple(not group.get("fused") for group in groups))
         if not states.runs:
-            return None
+            return {}
         for run in states.runs:
             run.parameter.grad = gradient[run.begin : run.end]
         param_groups = self._param_groups(states, groups)
@@ -202,7 +204,7 @@ class InnerOptimizer:
                 run.parameter.grad = None
             self._inner.param_groups = []
         states.harvest(self._inner)
-        changed: Options = {}
+        changed: dict[int, Options] = {}
         for group in param_groups:
             number = group.pop("_number")
             options = {
@@ -210,15 +212,18 @@ class InnerOptimizer:
             }
             if options:
                 changed[number] = options
-        return changed or None
+        return changed
 
     def _param_groups(self, states: BucketStates, groups: Sequence[Options]) -> list[Options]:
         runs: dict[int, list[Tensor]] = {}
         for run in states.runs:
             runs.setdefault(states.groups[run.first], []).append(run.parameter)
         return [
-            {**{key: value for key, value in groups[number].items() if key not in ("params", "param_names")},
-             "params": parameters, "_number": number}
+            {
+                **{key: value for key, value in groups[number].items() if key not in ("params", "param_names")},
+                "params": parameters,
+                "_number": number,
+            }
             for number, parameters in sorted(runs.items())
         ]
 
@@ -245,7 +250,7 @@ def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     """The class's own ``step``, without the hooks that torch wraps around it: these belong to the user's object."""
     step = type(optimizer).step
     if getattr(step, "hooked", False):
-        step = step.__wrapped__  # type: ignore[attr-defined]
+        step = step.__wrapped__
     return lambda: step(optimizer)  # type: ignore[call-arg]
 
 
@@ -282,7 +287,8 @@ def _two_steps(
     high: int,
 ) -> tuple[Tensor, frozenset[str]]:
     parameter = values[low:high].clone().requires_grad_()
-    optimizer = optimizer_class([{**copy.deepcopy(options), "params": [parameter]}])
+    build: Any = optimizer_class  # the options are all in the group
+    optimizer: torch.optim.Optimizer = build([{**copy.deepcopy(options), "params": [parameter]}])
     for gradient in gradients:
         parameter.grad = gradient[low:high].clone()
         unhooked_step(optimizer)()

@@ -121,7 +121,8 @@ class Bucket:
         for slot, end in zip(self.slots, ends, strict=False):
             if slot.offset % align or slot.offset < end or slot.offset - end >= align:
                 raise ValueError(f"bucket {self.index}: slot of parameter {slot.parameter} is misplaced")
-        if self.bounds[0] != 0 or self.bounds[-1] != self.numel or list(self.bounds) != sorted(self.bounds):
+        whole = len(self.bounds) > 1 and self.bounds[0] == 0 and self.bounds[-1] == self.numel > 0
+        if not whole or list(self.bounds) != sorted(self.bounds):
             raise ValueError(f"bucket {self.index}: bounds {self.bounds} do not cut {self.numel} elements")
         if any(bound % align for bound in self.bounds) or ends[-1] > self.numel:
             raise ValueError(f"bucket {self.index}: cuts must be multiples of {align} elements")
@@ -135,11 +136,11 @@ class Bucket:
 
     def pieces(self, begin: int, end: int) -> tuple[Piece, ...]:
         """The pieces in ``[begin, end)``, in order. A slot without elements belongs to where it would begin; one at
-        the very end of the bucket to whoever owns the end."""
+        the very end of the bucket to whoever owns the last element."""
         found = []
         for number, slot in enumerate(self.slots):
             low, high = max(begin, slot.offset), min(end, slot.end)
-            inside = begin <= slot.offset < end or slot.offset == end == self.numel
+            inside = begin <= slot.offset < end or begin < slot.offset == end == self.numel
             if low < high or (slot.numel == 0 and inside):
                 found.append(Piece(number, low, max(low, high)))
         return tuple(found)
@@ -157,6 +158,12 @@ class Layout:
         placed = sorted(slot.parameter for bucket in self.buckets for slot in bucket.slots)
         if placed != list(range(len(self.parameters))):
             raise ValueError("every parameter must have exactly one slot")
+        for bucket, _, slot in self.slots():
+            if bucket.world_size != self.world_size:
+                raise ValueError(f"bucket {bucket.index} is cut for {bucket.world_size} ranks, not {self.world_size}")
+            spec = self.parameters[slot.parameter]
+            if (slot.numel, bucket.dtypes, bucket.device) != (spec.numel, spec.dtypes, spec.device):
+                raise ValueError(f"bucket {bucket.index}: the slot of {spec.name} is not that of its parameter")
 
     def slots(self) -> Iterator[tuple[Bucket, int, Slot]]:
         """(bucket, number of the slot in it, slot), in layout order."""
@@ -235,7 +242,8 @@ def _bucket(members: Sequence[tuple[int, ParameterSpec]], world_size: int, index
         Slot(position, offset, spec.numel) for (position, spec), offset in zip(members, offsets, strict=False)
     )
     spec = members[0][1]
-    align, numel = spec.dtypes.alignment, offsets[-1]
+    align = spec.dtypes.alignment
+    numel = offsets[-1] or align  # a bucket of slots without elements has padding, so that they have one owner, too
     bounds = tuple(align * (numel // align * rank // world_size) for rank in range(world_size + 1))
     return Bucket(index, spec.dtypes, spec.device, slots, numel, bounds)
 

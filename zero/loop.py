@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from zero import ZeroOptimizer
-from zero.config import TrainConfig
-from zero.data import Batch, Corpus
-from zero.measure import bytes_by_kind, live_storages, proportional_set_size
-from zero.model import loss_fn
-from zero.report import RankFacts
-from zero.view import Progress, View
+from . import ZeroOptimizer
+from .config import TrainConfig
+from .data import Batch, Corpus
+from .measure import bytes_by_kind, live_storages, proportional_set_size
+from .model import loss_fn
+from .report import RankFacts
+from .view import Progress, View
 
 __all__ = ["Loop", "validate"]
 

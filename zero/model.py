@@ -141,7 +141,7 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def generate(model: GPT, prompt: bytes, length: int, seed: int, temperature: float = 0.7) -> bytes:
+def generate(model: GPT, prompt: bytes, length: int, seed: int, temperature: float = 0.8) -> bytes:
     """`length` bytes that the model continues `prompt` (at least one byte) with; a pure function of its arguments."""
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)

@@ -208,13 +208,16 @@ class _Reader:
     def read(self, piece: Tensor) -> None:
         """Takes one piece; may look at the values of a short one only later."""
         numel = piece.numel()
-        if numel >= self._chunk // 2:
-            in_chunks, in_tiles = numel - numel % self._chunk, numel - numel % _TILE
-            self._fold(piece[:in_chunks], self._tiles)
-            self._fold(piece[in_chunks:in_tiles], (in_tiles - in_chunks) // _TILE)
-            self._gather(piece[in_tiles:].clone())  # a view would keep all of the piece alive
-        else:
+        if numel < self._chunk // 2:
             self._gather(piece)
+            return
+        in_chunks, in_tiles = numel - numel % self._chunk, numel - numel % _TILE
+        if in_chunks:
+            self._fold(piece[:in_chunks], self._tiles)
+        if in_tiles > in_chunks:
+            self._fold(piece[in_chunks:in_tiles], (in_tiles - in_chunks) // _TILE)
+        if numel > in_tiles:
+            self._gather(piece[in_tiles:].clone())  # a view would keep all of the piece alive
 
     def finish(self) -> tuple[int, bool, bool]:
         """Units, has_inf and has_nan of all that was read."""
@@ -243,9 +246,7 @@ class _Reader:
         self._gathered_numel = 0
 
     def _fold(self, values: Tensor, tiles: int) -> None:
-        """Adds whole tiles, so many at a time as `tiles` says; none, too."""
-        if not values.numel():
-            return
+        """Adds whole tiles, as many at a time as `tiles` says."""
         if self._norm_type == math.inf:
             self._fold_maximum(values)
             return
@@ -330,8 +331,7 @@ def _exact_sum(values: Tensor) -> int:
         rest = values - large
         largest = rest.max().item()
     while largest > 0.0:
-        exponent = max(math.frexp(largest)[1] + bits, -1022)
-        shift = math.ldexp(1.5, exponent)
+        shift = math.ldexp(1.5, math.frexp(largest)[1] + bits)
         torch.add(rest, shift, out=leading).sub_(shift)
         total += _in_units(leading.sum().item())
         rest.sub_(leading)

@@ -19,6 +19,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import Tensor, nn
+
 from collectives import (
     ALGORITHMS,
     Algorithm,
@@ -32,7 +34,6 @@ from collectives import (
     Transport,
     Work,
 )
-from torch import Tensor, nn
 
 from . import checkpoint
 from .describe import Description, describe
@@ -88,7 +89,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._built = self._closed = False
         self._stage = stage_of(stage)
         if self._stage.parameters is Placement.SHARD:
-            raise NotImplementedError(f"stage {stage} shards the parameters too, which this version cannot do yet: use 0, 1 or 2")
+            raise NotImplementedError(
+                f"stage {stage} shards the parameters too, which this version cannot do yet: use 0, 1 or 2"
+            )
         self._bucket_bytes = _bucket_bytes(bucket_cap_mb)
         algorithm = _algorithm(collective)
         given = params if isinstance(params, nn.Module) else None
@@ -142,11 +145,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _adopt(self, groups: Sequence[Options], first_group: int) -> int:
         """Lay out, check and take over the parameters of ``groups``; returns the first new bucket."""
-        problem, found, described = None, [], []
+        problem: Exception | None = None
+        found: list[Tensor] = []
+        described: list[ParameterSpec] = []
         try:
             found, described = specs(groups, self._module, len(self._parameters), first_group)
             for group in groups:
-                for spec in {(s.dtypes.compute, s.device): s for s in described if self.param_groups[s.group] is group}.values():
+                for spec in {
+                    (s.dtypes.compute, s.device): s for s in described if self.param_groups[s.group] is group
+                }.values():
                     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
                     device = torch.device(spec.device)
                     self._elementwise |= check_elementwise(self._class, options, spec.dtypes.compute, device)
@@ -175,9 +182,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _agree(self, problem: Exception | None, described: Sequence[ParameterSpec]) -> None:
         """Compare what the ranks built. Collective; the first difference is an error on all of them."""
-        buffers = [] if self._module is None else [
-            f"buffer {name} {list(b.shape)} {b.dtype}" for name, b in self._module.named_buffers()
-        ]
+        buffers = (
+            []
+            if self._module is None
+            else [f"buffer {name} {list(b.shape)} {b.dtype}" for name, b in self._module.named_buffers()]
+        )
         settings = f"stage {self._stage.number}, collective {self._collective.name}, bucket {self._bucket_bytes} bytes"
         lines = [settings, f"optimizer {self._class.__name__}", *(spec.line() for spec in described), *buffers]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -253,7 +262,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def describe(self) -> Description:
         """What this rank holds, read from the tensors themselves, beside what the formulas say. Local."""
-        return describe(self._layout, self._stage, self._transport, self._collective, self._flats, self._reducer, self._inner)
+        return describe(
+            self._layout, self._stage, self._transport, self._collective, self._flats, self._reducer, self._inner
+        )
 
     def check_replicas(self) -> str:
         """SHA-256 over the parameters, after comparing them over the ranks. All ranks.
@@ -267,8 +278,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for index in range(len(hashes)):
                 if theirs[32 * index : 32 * index + 32] != told[0][32 * index : 32 * index + 32]:
                     name = self._layout.parameters[index].name
-                    raise RuntimeError(f"{name!r} differs between rank 0 and rank {rank}: edit parameters on every "
-                                       "rank alike, or inside gathered(write=True)")
+                    raise RuntimeError(
+                        f"{name!r} differs between rank 0 and rank {rank}: edit parameters on every "
+                        "rank alike, or inside gathered(write=True)"
+                    )
         return hashlib.sha256(told[0]).hexdigest()
 
     def exchange(self, data: bytes) -> list[bytes]:
@@ -327,7 +340,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return pieces, torch.float64 if wide else torch.float32
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that some rank used since ``zero_grad()``. All ranks; returns the closure's loss."""
         self._check()
         loss = None
@@ -358,7 +371,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             assert gradient is not None
             pieces = self._inner.states[bucket.index].pieces
             present = tuple(used[bucket.slots[piece.slot].parameter] for piece in pieces)
-            changed.update(self._inner.step(bucket.index, gradient, present, self.param_groups) or {})
+            changed.update(self._inner.step(bucket.index, gradient, present, self.param_groups))
             if self._stage.parameters_are_gathered:
                 tag = Tag(Kind.ALL_GATHER, f"parameters of bucket {bucket.index}", index=bucket.index)
                 works.append(self._collective.all_gather(self._flats[bucket.index], bucket.bounds, tag=tag))
@@ -427,7 +440,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             groups = checkpoint.packed_groups(self.param_groups, self._layout)
             self._consolidated = {"state": dict(sorted(state.items())), "param_groups": groups}
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """The whole, plain `torch.optim` dict (CPU), on the rank that `consolidate_state_dict` named. Local.
 
         With one rank nothing needs to be consolidated. Raises `RuntimeError` elsewhere, and after a further step.
@@ -447,7 +460,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             result = post_hook(self, result) or result
         return result
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a plain `torch.optim` dict, saved at any stage and number of ranks or by the class itself.
 
         Local, but on every rank with the same dict. Nothing changes unless all of it fits; `ValueError` names what

@@ -50,9 +50,9 @@ def bindings(module: nn.Module | None) -> list[Binding]:
     return found
 
 
-def specs(groups: Sequence[dict[str, Any]], module: nn.Module | None, first_index: int = 0, first_group: int = 0) -> tuple[
-    list[Tensor], list[ParameterSpec]
-]:
+def specs(
+    groups: Sequence[dict[str, Any]], module: nn.Module | None, first_index: int = 0, first_group: int = 0
+) -> tuple[list[Tensor], list[ParameterSpec]]:
     """The listed parameters and their specs in order of registration: the module's where there is one, else as listed.
 
     Raises `ValueError` or `TypeError`, naming the parameter, for one that is listed twice, is not a leaf, has a dtype
@@ -102,8 +102,10 @@ def _check(parameter: Tensor, name: str) -> None:
     if parameter.layout is not torch.strided or parameter.device.type == "meta":
         raise ValueError(f"{name!r} has no ordinary memory (layout {parameter.layout}, device {parameter.device})")
     if parameter.grad is not None:
-        raise ValueError(f"{name!r} already has a gradient: build the optimizer before the first backward, or after "
-                         "model.zero_grad()")
+        raise ValueError(
+            f"{name!r} already has a gradient: build the optimizer before the first backward, or after "
+            "model.zero_grad()"
+        )
     if _overlaps_itself(parameter):
         raise ValueError(
             f"{name!r} overlaps itself in memory (shape {tuple(parameter.shape)}, strides {parameter.stride()}, as "

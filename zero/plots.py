@@ -64,9 +64,10 @@ def draw_memory(path: Path, title: str, measured: Mapping[str, int], formula: Ma
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of the last `window` values at each place; of fewer at the start."""
-    recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-    return [sum(part) / len(part) for part in recent]
+    """The mean of the values around each place, about `window` of them; of those that there are at the ends."""
+    reach = window // 2
+    around = [values[max(0, place - reach) : place + reach + 1] for place in range(len(values))]
+    return [sum(part) / len(part) for part in around]
 
 
 def _figure(title: str) -> tuple[Figure, Axes]:

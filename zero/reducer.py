@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from collectives import BucketQueue, Chain, Collective, Kind, MismatchError, Tag, Transport, Work
 from torch import Tensor
+
+from collectives import BucketQueue, Chain, Collective, Kind, MismatchError, Tag, Transport, Work
 
 from .gradients import GradientStore
 from .hooks import GradientHooks, ShardedGradient
@@ -58,9 +59,7 @@ class _Record:
         head, _, masks = data.partition(b"\0")
         fields = json.loads(head)
         half = len(masks) // 2
-        return cls(
-            float.fromhex(fields["divisor"]), fields["pending"], fields["error"], masks[:half], masks[half:]
-        )
+        return cls(float.fromhex(fields["divisor"]), fields["pending"], fields["error"], masks[:half], masks[half:])
 
 
 class Reducer:
@@ -79,6 +78,7 @@ class Reducer:
         self._places: list[tuple[GradientStore, int]] = []
         self._placeholders: list[ShardedGradient | None] = []
         self._round = self._meeting = 0
+        self._position = 0  # of the round since gradients were last cleared: ranks that skip a step alone are found
         self._sync = True
         self._in_round = False  # the backward under way is a round
         self._means_divisor: float | None = None
@@ -177,10 +177,13 @@ class Reducer:
 
     def _begin_round(self) -> None:
         self._round += 1
+        self._position += 1
         self._queue.begin([store.bucket.index for store in self._active])
 
     def _launch(self, bucket: int) -> Work:
-        return self.stores[bucket].launch(self._collective, self._round, self._trainable[bucket])
+        store = self.stores[bucket]
+        label = f"backward {self._position} since zero_grad(), {store.label}"
+        return store.launch(self._collective, label, self._round, self._trainable[bucket])
 
     def _finish_round(self) -> None:
         try:
@@ -207,7 +210,9 @@ class Reducer:
         """Give every rank the means, and agree whose gradient exists at all: the hash of the plain loop sees None."""
         tag = Tag(Kind.EXCHANGE, "which parameters were used", self._round)
         self._agree_used([_Record.unpack(r) for r in self._transport.exchange(self._record(None).pack(), tag)])
-        works = [store.gather_means(self._collective, self._round, self.divisor) for store in self.stores if store.has_sum]
+        works = [
+            store.gather_means(self._collective, self._round, self.divisor) for store in self.stores if store.has_sum
+        ]
         Chain(works).wait()
         self._means_divisor = self.divisor
 
@@ -233,12 +238,14 @@ class Reducer:
         ``problem``: an error that this rank alone may have found; every rank raises it, and nothing has changed.
         """
         if not self._sync:
-            raise RuntimeError(f"{purpose} inside no_sync(): leave the block first, what it left pending is reduced then")
+            raise RuntimeError(
+                f"{purpose} inside no_sync(): leave the block first, what it left pending is reduced then"
+            )
         if self.phase is not Phase.OPEN:
             self._notice_cleared()
             if problem is not None:
                 raise RuntimeError(f"rank {self._transport.rank}: {problem}")
-            if self.phase is not Phase.OPEN:
+            if self.phase != Phase.OPEN:
                 return
         records = self.agree(purpose, problem)
         if any(record.pending for record in records):
@@ -343,6 +350,7 @@ class Reducer:
                 self._renewed(index)
                 cleared = True
         if cleared and not any(self.used):
+            self._position = 0
             for store in self.stores:
                 store.clear()
 
@@ -374,6 +382,12 @@ class Reducer:
                 store.mean_view(slot).copy_(gradient)
 
     def _check_open(self) -> None:
+        if self._stage.means_are_gathered:  # real tensors, which the user may have zeroed in place
+            for index in sorted(self._stale):
+                store, slot = self._places[index]
+                if not torch.count_nonzero(store.mean_view(slot)):
+                    self._zero(index, known=True)
+                    self._renewed(index)
         if self.phase is Phase.OPEN:
             return
         name = self._name(min(self._stale))
@@ -423,6 +437,7 @@ class Reducer:
             for index in range(len(self.parameters)):
                 self.used[index] = False
                 self._hold(index, None)
+            self._position = 0
             for store in self.stores:
                 store.clear()
         else:

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from zero.config import TrainConfig
-from zero.plots import can_draw, draw_loss, draw_memory
-from zero.view import INSTALL_HINT, View, megabytes
+from .config import TrainConfig
+from .plots import can_draw, draw_loss, draw_memory
+from .view import INSTALL_HINT, View, megabytes
 
 __all__ = ["KINDS", "RankFacts", "RunRecord", "write_report"]
 

@@ -67,7 +67,8 @@ class Stage:
 
 _W, _S = Placement.WHOLE, Placement.SHARD
 STAGES: dict[int, Stage] = {
-    stage.number: stage for stage in (Stage(0, _W, _W, _W), Stage(1, _W, _W, _S), Stage(2, _W, _S, _S), Stage(3, _S, _S, _S))
+    stage.number: stage
+    for stage in (Stage(0, _W, _W, _W), Stage(1, _W, _W, _S), Stage(2, _W, _S, _S), Stage(3, _S, _S, _S))
 }
 
 
@@ -124,7 +125,9 @@ def strided(flat: Tensor, offset: int, shape: Sequence[int], stride: Sequence[in
 def flattened(tensor: Tensor, stride: Sequence[int]) -> Tensor:
     """``tensor`` as 1-D in the order of ``stride`` (dense); a copy only where its own strides are others."""
     if tuple(tensor.stride()) != tuple(stride) and tensor.numel() > 1:
-        tensor = torch.empty_strided(tensor.shape, tuple(stride), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        tensor = torch.empty_strided(tensor.shape, tuple(stride), dtype=tensor.dtype, device=tensor.device).copy_(
+            tensor
+        )
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

@@ -23,14 +23,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero import ZeroOptimizer
-from zero.config import TrainConfig, parse_arguments
-from zero.data import Corpus, load_corpus
-from zero.loop import Loop, validate
-from zero.measure import parameters_sha256
-from zero.model import GPT, build_model, generate
-from zero.report import RankFacts, RunRecord, write_report
-from zero.view import View, make_view
+from . import ZeroOptimizer
+from .config import TrainConfig, parse_arguments
+from .data import Corpus, load_corpus
+from .loop import Loop, validate
+from .measure import parameters_sha256
+from .model import GPT, build_model, generate
+from .report import RankFacts, RunRecord, write_report
+from .view import View, make_view
 
 __all__ = ["main", "run"]
 
@@ -152,7 +152,7 @@ def _optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
 
 
 def _launch(config: TrainConfig, ranks: int) -> None:
-    from zero.launch import launch_ranks
+    from .launch import launch_ranks
 
     launch_ranks("zero.train", config.to_arguments(), ranks)
 
@@ -174,7 +174,7 @@ def _work(config: TrainConfig, world: int) -> None:
 def _group(world: int) -> AbstractContextManager[None]:
     if world == 1:
         return nullcontext()
-    from zero.launch import process_group
+    from .launch import process_group
 
     return process_group()
 
@@ -230,7 +230,7 @@ def _fail(error: Exception, out: Path | None = None) -> int:
     """Tell the error in one line, once (a rank that we launched leaves it to its launcher); the traceback in a file."""
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     if launched:
-        from zero.launch import record_error, started_by_us
+        from .launch import record_error, started_by_us
 
         record_error(error)
         if started_by_us():

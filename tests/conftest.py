@@ -1,0 +1,31 @@
+"""Profiles and fixtures of the whole suite."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from .pool import GlooPool
+
+_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile("default", deadline=None, max_examples=40, derandomize=True, suppress_health_check=_SLOW)
+settings.register_profile("thorough", deadline=None, max_examples=400, suppress_health_check=_SLOW)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """The number of intra-op threads changes bits; the ranks of a test and its plain loop use one."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def gloo() -> Iterator[GlooPool]:
+    """Four gloo processes for the session."""
+    pool = GlooPool()
+    yield pool
+    pool.stop()

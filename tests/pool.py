@@ -1,0 +1,113 @@
+"""A pool of real gloo processes, started once for the whole test session.
+
+Starting processes costs about twenty seconds, running a program on the pool a few milliseconds. A program is an
+importable function ``program(group, rank, *arguments)``; it runs on the ranks of ``ranks`` (of the pool's four), with
+a process group of exactly these, and returns something picklable. After a time limit or a lost process the pool is
+thrown away and the next program gets a new one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIZE = 4
+GROUPS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3))
+GROUP_TIMEOUT = 20.0
+
+
+class ProgramError(Exception):
+    """What the ranks raised: ``errors`` by global rank, as (name of the class, message)."""
+
+    def __init__(self, errors: dict[int, tuple[str, str]], text: str) -> None:
+        super().__init__(text)
+        self.errors = errors
+
+
+def _serve(rank: int, port: int, pipe: Connection) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(SIZE), OMP_NUM_THREADS="1"
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT))
+    groups = {ranks: dist.new_group(ranks, timeout=timedelta(seconds=GROUP_TIMEOUT)) for ranks in GROUPS}
+    pipe.send("ready")
+    while True:
+        try:
+            module, name, ranks, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            program = getattr(importlib.import_module(module), name)
+            group = groups[ranks]
+            pipe.send(("result", program(group, dist.get_rank(group), *arguments)))
+        except BaseException as error:
+            pipe.send(("error", (type(error).__name__, str(error), traceback.format_exc())))
+
+
+class GlooPool:
+    """Runs programs on processes that stay."""
+
+    def __init__(self) -> None:
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def run(self, program: Callable[..., Any], *arguments: Any, ranks: Sequence[int] = (0, 1), limit: float = 60) -> Any:
+        """What ``program`` returned on each of ``ranks``, in group order; `ProgramError` if any raised."""
+        if not self._processes:
+            self._start()
+        chosen = tuple(ranks)
+        for rank in chosen:
+            self._pipes[rank].send((program.__module__, program.__name__, chosen, arguments))
+        results: dict[int, Any] = {}
+        errors: dict[int, tuple[str, str, str]] = {}
+        end = time.monotonic() + limit
+        for rank in chosen:
+            if not self._pipes[rank].poll(max(0.0, end - time.monotonic())):
+                self.stop()
+                raise TimeoutError(f"rank {rank} did not answer within {limit} s")
+            try:
+                kind, value = self._pipes[rank].recv()
+            except EOFError:
+                self.stop()
+                raise RuntimeError(f"the process of rank {rank} died") from None
+            (results if kind == "result" else errors)[rank] = value
+        if errors:
+            text = "\n".join(f"rank {rank}:\n{trace}" for rank, (_, _, trace) in errors.items())
+            raise ProgramError({rank: (name, message) for rank, (name, message, _) in errors.items()}, text)
+        return [results[rank] for rank in chosen]
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._pipes, self._processes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(SIZE):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        for pipe in self._pipes:
+            if not pipe.poll(120):
+                raise TimeoutError("the pool of processes did not start")
+            pipe.recv()

@@ -1,0 +1,221 @@
+"""Training programs as data, run by the plain loop and by W ranks side by side.
+
+A program is a list of steps; a step is a list of rounds (each rank runs one backward, or none where it has run out of
+micro-batches), then clips, then perhaps a step, then one of the ways to clear gradients. The oracle adds gradients up
+by hand, in the order of the contract: rank after rank, round after round, a rank's own `no_sync` sums first.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from collectives import Transport
+from zero import ZeroOptimizer, clip_grad_norm_
+
+from .models import build, odd_batches, odd_loss
+from .plain import assert_same_bits, assert_same_model
+
+CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
+    "adamw fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "adamw foreach": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
+    "adam amsgrad": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True, "weight_decay": 0.1}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "sgd momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "sgd fused": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.5, "centered": True}),
+    "nadam": (torch.optim.NAdam, {}),
+    "radam": (torch.optim.RAdam, {}),
+    "adamax": (torch.optim.Adamax, {}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "asgd": (torch.optim.ASGD, {}),
+    "rprop": (torch.optim.Rprop, {}),
+}
+
+
+@dataclass(frozen=True)
+class Round:
+    """``sync``: outside `no_sync`. ``ranks``: how many ranks, from 0 up, run a backward; the others have nothing."""
+
+    sync: bool = True
+    ranks: int | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    rounds: tuple[Round, ...] = (Round(), Round())
+    clips: tuple[tuple[float, float], ...] = ()
+    divisor: float | None = None
+    lr: float | None = None
+    toggle: tuple[str, ...] = ()
+    step: bool = True
+    clear: str = "zero_grad"  # "zeros", "module", "module zeros", "none"
+
+
+@dataclass(frozen=True)
+class Program:
+    world_size: int
+    stage: int
+    optimizer: str = "adamw"
+    bucket_cap_mb: float = 0.0005
+    collective: str = "auto"
+    dtype: torch.dtype = torch.float32
+    steps: tuple[Step, ...] = field(default_factory=lambda: (Step(), Step(), Step()))
+    seed: int = 0
+
+
+def batch_of(program: Program, step: int, round_: int, rank: int) -> tuple[Tensor, bool]:
+    return odd_batches(1, program.seed + 1000 * step + 10 * round_ + rank)[0][0], (step + round_ + rank) % 3 == 1
+
+
+class Plain:
+    """One process; its gradients are sums that it forms by hand."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        cls, arguments = CLASSES[program.optimizer]
+        self.model = build(program.seed, program.dtype)
+        self.optimizer = cls(self.model.parameters(), **arguments)
+        self.norms: list[Tensor] = []
+        self.trace: list[list[Tensor]] = []
+        self._local: list[dict[int, Tensor]] = [{} for _ in range(program.world_size)]
+        self._sum: dict[int, Tensor] = {}
+
+    def run(self) -> None:
+        for number, step in enumerate(self.program.steps):
+            prepare(self.model, self.optimizer, step)
+            for count, round_ in enumerate(step.rounds):
+                self._round(number, count, round_)
+            self._reduce()
+            self._show(step)
+            for max_norm, norm_type in step.clips:
+                self.norms.append(clip_grad_norm_(self.model.parameters(), max_norm, norm_type))
+            if step.step:
+                self.optimizer.step()
+            self._clear(step)
+            self.trace.append([p.detach().clone() for p in self.model.parameters()])
+
+    def _round(self, number: int, count: int, round_: Round) -> None:
+        parameters = list(self.model.parameters())
+        ranks = self.program.world_size if round_.ranks is None else round_.ranks
+        kept = [p.grad for p in parameters]
+        for rank in range(ranks):
+            for p in parameters:
+                p.grad = None
+            odd_loss(self.model, batch_of(self.program, number, count, rank)).backward()
+            for index, p in enumerate(parameters):
+                if p.grad is not None:
+                    local = self._local[rank]
+                    local[index] = local[index] + p.grad if index in local else p.grad
+        for p, gradient in zip(parameters, kept, strict=True):
+            p.grad = gradient
+        if round_.sync:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        for local in self._local:
+            for index, gradient in local.items():
+                self._sum[index] = self._sum[index] + gradient if index in self._sum else gradient.clone()
+            local.clear()
+
+    def _show(self, step: Step) -> None:
+        divisor = step.divisor if step.divisor is not None else self.program.world_size
+        for index, p in enumerate(self.model.parameters()):
+            p.grad = self._sum[index] / divisor if index in self._sum else None
+
+    def _clear(self, step: Step) -> None:
+        if step.clear in ("zeros", "module zeros"):
+            self._sum = {index: torch.zeros_like(total) for index, total in self._sum.items()}
+            self.model.zero_grad(set_to_none=False)
+        else:
+            self._sum = {}
+            self.model.zero_grad()
+
+
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step) -> None:
+    for name in step.toggle:
+        parameter = model.get_parameter(name)
+        parameter.requires_grad_(not parameter.requires_grad)
+    if step.lr is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = step.lr
+
+
+_BUILDING = threading.Lock()  # torch's generator is one for all threads
+
+
+def run_rank(program: Program, transport: Any) -> tuple[nn.Module, list[Tensor], list[list[Tensor]], dict[str, Any] | None]:
+    """One rank of the program: the model, norms, parameters after each step, and on rank 0 the states."""
+    cls, arguments = CLASSES[program.optimizer]
+    rank = transport.rank if isinstance(transport, Transport) else torch.distributed.get_rank(transport)
+    with _BUILDING:
+        model = build(program.seed + rank, program.dtype)
+    optimizer = ZeroOptimizer(
+        model,
+        cls,
+        stage=program.stage,
+        process_group=transport,
+        bucket_cap_mb=program.bucket_cap_mb,
+        collective=program.collective,
+        **arguments,
+    )
+    norms: list[Tensor] = []
+    trace = []
+    for number, step in enumerate(program.steps):
+        prepare(model, optimizer, step)
+        optimizer.divisor = step.divisor if step.divisor is not None else program.world_size
+        for count, round_ in enumerate(step.rounds):
+            if round_.ranks is not None and rank >= round_.ranks:
+                continue
+            loss = odd_loss(model, batch_of(program, number, count, rank))
+            if round_.sync:
+                loss.backward()
+            else:
+                with optimizer.no_sync():
+                    loss.backward()
+        norms += [optimizer.clip_grad_norm_(max_norm, norm_type) for max_norm, norm_type in step.clips]
+        if step.step:
+            optimizer.step()
+        clear(model, optimizer, step)
+        trace.append([p.detach().clone() for p in model.parameters()])
+    optimizer.check_replicas()
+    optimizer.consolidate_state_dict(0)
+    states = optimizer.state_dict() if rank == 0 else None
+    optimizer.close()
+    return model, norms, trace, states
+
+
+def clear(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step) -> None:
+    match step.clear:
+        case "zero_grad":
+            optimizer.zero_grad()
+        case "zeros":
+            optimizer.zero_grad(set_to_none=False)
+        case "module":
+            model.zero_grad()
+        case "module zeros":
+            model.zero_grad(set_to_none=False)
+        case "none":
+            for parameter in model.parameters():
+                parameter.grad = None
+
+
+def compare(program: Program, results: list[tuple[nn.Module, list[Tensor], list[list[Tensor]], Any]]) -> Plain:
+    """Every rank has the plain loop's bits after every step, in every norm, and rank 0 in the states."""
+    plain = Plain(program)
+    plain.run()
+    names = [name for name, _ in plain.model.named_parameters()]
+    for rank, (model, norms, trace, _) in enumerate(results):
+        for number, (ours, theirs) in enumerate(zip(trace, plain.trace, strict=True)):
+            for name, a, b in zip(names, ours, theirs, strict=True):
+                assert_same_bits(a, b, f"rank {rank}, step {number}, {name}")
+        for number, (a, b) in enumerate(zip(norms, plain.norms, strict=True)):
+            assert_same_bits(a, b, f"rank {rank}, norm {number}")
+        assert_same_model(model, plain.model)
+    return plain

@@ -1,0 +1,157 @@
+"""The plain loop, bit for bit: every stage, number of ranks, bucket size, optimizer and program."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives import on_threads
+
+from .models import build, odd_batches, odd_loss
+from .plain import assert_same_model, assert_same_states, plain_step, share
+from .programs import CLASSES, Program, Round, Step, compare, run_rank
+from zero import ZeroOptimizer
+
+CAPS = (1e-6, 0.0005, 25.0)
+
+
+def check(program: Program) -> None:
+    results = on_threads(program.world_size, lambda transport: run_rank(program, transport), timeout=5)
+    plain = compare(program, results)
+    states = results[0][3]
+    assert states is not None
+    assert_same_states(states, plain.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("optimizer", CLASSES)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_every_class_and_path_gives_the_bits_of_the_plain_loop(stage: int, optimizer: str) -> None:
+    for world_size, cap in ((1, 25.0), (2, 1e-6), (3, 0.0005)):
+        check(Program(world_size, stage, optimizer, cap, steps=(Step(clips=((0.1, 2.0),)), Step(), Step())))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_number_of_ranks_and_the_bucket_size_do_not_matter(stage: int, world_size: int) -> None:
+    """Also against a loop that lets autograd add up 24 micro-batches itself."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        plain_step(model, optimizer, odd_loss, odd_batches(24 if 24 % world_size == 0 else 2 * world_size, step), 24, 0.5)
+        optimizer.zero_grad()
+    count = 24 if 24 % world_size == 0 else 2 * world_size
+    for cap in CAPS:
+
+        def program(transport, cap=cap):  # type: ignore[no-untyped-def]
+            ours = build_locked(transport.rank)
+            zero = ZeroOptimizer(ours, torch.optim.AdamW, stage=stage, process_group=transport, bucket_cap_mb=cap, lr=1e-2)
+            zero.divisor = 24
+            for step in range(2):
+                for batch in share(odd_batches(count, step), transport.rank, world_size):
+                    odd_loss(ours, batch).backward()
+                zero.clip_grad_norm_(0.5)
+                zero.step()
+                zero.zero_grad()
+            return ours
+
+        for ours in on_threads(world_size, program):
+            assert_same_model(ours, model)
+
+
+def build_locked(seed: int):  # type: ignore[no-untyped-def]
+    from .programs import _BUILDING
+
+    with _BUILDING:
+        return build(seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_other_dtypes_are_exact_too(stage: int, dtype: torch.dtype) -> None:
+    for optimizer in ("adamw", "sgd momentum"):
+        for world_size in (2, 3):
+            check(Program(world_size, stage, optimizer, 0.0005, dtype=dtype, steps=(Step(clips=((0.1, 2.0),)), Step())))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_clipping_is_that_of_the_plain_loop_for_every_norm(stage: int, norm_type: float) -> None:
+    clips = ((0.3, norm_type), (0.2, norm_type), (float("inf"), norm_type))
+    check(Program(3, stage, steps=(Step(clips=clips), Step(clips=clips[:1]), Step())))
+
+
+@pytest.mark.parametrize("clear", ["zero_grad", "zeros", "module", "module zeros", "none"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_every_way_to_clear_a_gradient_works_after_steps_and_skipped_steps(stage: int, clear: str) -> None:
+    steps = (Step(clear=clear), Step(clear=clear, step=False), Step(clear=clear, clips=((0.1, 2.0),)), Step(clear=clear))
+    for world_size in (1, 3):
+        check(Program(world_size, stage, "sgd momentum", steps=steps))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_no_sync_changes_when_bytes_travel_never_what_they_sum_to(stage: int) -> None:
+    off, on = Round(sync=False), Round()
+    steps = (Step((off, off, on)), Step((off, off)), Step((on, off)), Step((on, off, on, off), clips=((0.1, 2.0),)))
+    for world_size in (1, 2, 3):
+        check(Program(world_size, stage, steps=steps))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_that_have_fewer_micro_batches_contribute_nothing(stage: int) -> None:
+    """Down to a rank that runs no backward at all, in the middle of the others' waits."""
+    steps = (Step((Round(), Round(ranks=1))), Step((Round(ranks=2), Round(ranks=1))), Step((Round(ranks=1),) * 3), Step())
+    for world_size in (2, 3, 4):
+        check(Program(world_size, stage, steps=steps))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_freezing_and_unfreezing_is_honoured_at_the_next_backward(stage: int) -> None:
+    steps = (
+        Step(),
+        Step(toggle=("frozen", "first.weight")),
+        Step(toggle=("last.bias", "frozen")),
+        Step(toggle=("first.weight", "last.bias")),
+    )
+    for cap in CAPS:
+        check(Program(3, stage, bucket_cap_mb=cap, steps=steps))
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    world_size = draw(st.integers(1, 5))
+    steps = []
+    for _ in range(draw(st.integers(1, 4))):
+        count = draw(st.integers(1, 3))
+        stepped = draw(st.sampled_from([True, True, True, False]))
+        if not stepped or draw(st.booleans()):  # a rank that is behind catches up at the step
+            rounds = tuple(Round(sync=draw(st.booleans())) for _ in range(count))
+        else:
+            left = sorted((draw(st.integers(0, world_size)) for _ in range(count)), reverse=True)
+            rounds = tuple(Round(ranks=ranks) for ranks in left)
+        norms = st.tuples(st.sampled_from([0.01, 0.5, 100.0, float("inf")]), st.sampled_from([1.0, 2.0, 3.0, float("inf")]))
+        steps.append(
+            Step(
+                rounds,
+                tuple(draw(st.lists(norms, max_size=2))),
+                draw(st.sampled_from([None, 3, 7.5, 12])),
+                draw(st.sampled_from([None, 1e-3, 5e-2])),
+                tuple(draw(st.lists(st.sampled_from(["frozen", "one", "last.weight", "first.bias"]), unique=True, max_size=2))),
+                stepped,
+                draw(st.sampled_from(["zero_grad", "zeros", "module", "module zeros", "none"])),
+            )
+        )
+    return Program(
+        world_size,
+        draw(st.integers(0, 2)),
+        draw(st.sampled_from(sorted(CLASSES))),
+        draw(st.sampled_from(CAPS)),
+        steps=tuple(steps),
+        seed=draw(st.integers(0, 5)),
+    )
+
+
+@given(programs())
+def test_random_programs_give_the_bits_of_the_plain_loop(program: Program) -> None:
+    check(program)

@@ -1,0 +1,389 @@
+"""`zero train` from the outside: the parameters of a plain loop, one-line errors, files."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+import zero
+from zero import cli, measure, train, view
+from zero.config import TrainConfig, parse_arguments, typer_signature
+from zero.data import load_corpus
+from zero.loop import Loop
+from zero.model import build_model, loss_fn
+
+ROOT = Path(__file__).parents[1]
+STEPS, MICRO_BATCHES, BATCH, SEQUENCE = 5, 4, 2, 24
+LIMIT = 100  # seconds for a command; it takes about ten
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(300)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher around us, and the number of threads as it was."""
+    for name in ("WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def flags(text: Path, out: Path, *more: str) -> list[str]:
+    sizes = {"steps": STEPS, "micro-batches": MICRO_BATCHES, "batch": BATCH, "sequence": SEQUENCE}
+    return [
+        *(f"--{name}={size}" for name, size in sizes.items()),
+        "--preset=tiny",
+        f"--data={text}",
+        f"--out={out}",
+        *more,
+    ]
+
+
+def plain_sha256(text: Path, clip: float | None = None, **arguments: Any) -> str:
+    """The loop that a person has without us: model and data of `zero train`, the optimizer of torch."""
+    torch.set_num_threads(1)
+    corpus, model = load_corpus(text, SEQUENCE), build_model("tiny", SEQUENCE, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, **arguments})
+    for step in range(STEPS):
+        for index in range(MICRO_BATCHES):
+            batch = corpus.micro_batch(0, step, index, BATCH, SEQUENCE)
+            loss_fn(model(batch.inputs), batch.targets).backward()
+        for parameter in model.parameters():
+            cast(torch.Tensor, parameter.grad).div_(MICRO_BATCHES)
+        if clip is not None:
+            zero.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return hashlib.sha256(b"".join(p.detach().numpy().astype("<f4").tobytes() for p in model.parameters())).hexdigest()
+
+
+def run_json(out: Path) -> dict[str, Any]:
+    return cast(dict[str, Any], json.loads((out / "run.json").read_text()))
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- the same bits
+
+
+@pytest.mark.parametrize(
+    ("more", "plain"),
+    [
+        ((), {}),
+        (("--stage=0", "--bucket-cap-mb=0.01"), {}),
+        (("--stage=1", "--fused"), {"fused": True}),
+        (("--clip=0.5", "--weight-decay=0.3", "--lr=0.003"), {"clip": 0.5, "weight_decay": 0.3, "lr": 0.003}),
+    ],
+)
+def test_one_rank_gives_the_parameters_of_the_plain_loop(
+    text: Path, tmp_path: Path, more: tuple[str, ...], plain: dict[str, Any]
+) -> None:
+    out = tmp_path / "out"
+    assert train.main(flags(text, out, "--ranks=1", *more)) == 0
+    assert run_json(out)["params_sha256"] == plain_sha256(text, **plain)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """The record of a run on two ranks at each stage: through `zero train`, torchrun and `python -m zero.train`."""
+    starts = {
+        0: ("-m", "zero.cli", "train", "--ranks=2"),
+        1: ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "zero.train"),
+        2: ("-m", "zero.train", "--bucket-cap-mb=0.05"),
+    }
+    records = {}
+    for stage, start in starts.items():
+        out = tmp_path_factory.mktemp(f"stage{stage}")
+        ended = command(*start, *flags(text, out, f"--stage={stage}"))
+        assert ended.returncode == 0, ended.stderr
+        assert stage == 1 or ended.stderr == ""  # torchrun talks about OMP_NUM_THREADS
+        records[stage] = run_json(out)
+    return records
+
+
+@pytest.mark.timeout(3 * LIMIT)
+def test_every_way_to_start_two_ranks_gives_the_parameters_and_losses_of_one(
+    text: Path, tmp_path: Path, two_ranks: dict[int, dict[str, Any]]
+) -> None:
+    assert train.main(flags(text, tmp_path, "--ranks=1")) == 0
+    one = run_json(tmp_path)
+    assert one["params_sha256"] == plain_sha256(text)
+    for stage, record in two_ranks.items():
+        assert (record["world_size"], record["stage"]) == (2, stage)
+        for key in ("params_sha256", "losses", "validation_bits_per_byte", "sample"):
+            assert record[key] == one[key]
+
+
+# ------------------------------------------------------------------------------------------------ what a run tells
+
+
+def test_a_run_leaves_its_record_and_its_pictures(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "deep" / "out"
+    assert train.main(flags(text, out, "--ranks=1", "--stage=2", "--seed=9")) == 0
+    record, shown = run_json(out), capsys.readouterr().out
+    model = build_model("tiny", SEQUENCE, 9)
+    whole = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert record["parameters"] * 4 == whole
+    assert (record["world_size"], record["stage"], record["steps"], record["micro_batches"]) == (1, 2, 5, 4)
+    assert len(record["losses"]) == STEPS
+    assert record["losses"][0] == pytest.approx(math.log(256), abs=0.2)
+    assert record["losses"][-1] < record["losses"][0]
+    assert 0 < record["validation_bits_per_byte"] < 8.5
+    assert record["step_ms_median"] > 0
+    assert set(record["bytes_per_rank"]) == {"parameters", "gradients", "optimizer", "scratch_peak"}
+    assert set(record["formula_bytes_per_rank"]) == set(record["bytes_per_rank"])
+    slack = 64 * len(list(model.parameters()))
+    for kind, size in (("parameters", whole), ("gradients", whole), ("optimizer", 2 * whole)):
+        assert size <= record["bytes_per_rank"][kind] <= size + slack
+    assert record["traffic_bytes_per_step"] == record["formula_traffic_bytes_per_step"] == 0
+    assert record["config"]["seed"] == 9
+    assert record["versions"]["torch"] == torch.__version__
+    for name in ("loss.png", "memory.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    assert "measured" in shown
+    assert "formula" in shown
+    assert record["params_sha256"] in shown
+
+
+@pytest.mark.timeout(3 * LIMIT)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_two_ranks_hold_and_send_what_the_formulas_say(two_ranks: dict[int, dict[str, Any]], stage: int) -> None:
+    record = two_ranks[stage]
+    assert record["traffic_bytes_per_step"] == record["formula_traffic_bytes_per_step"] > 0
+    assert 0 < record["control_bytes_per_step"] < record["traffic_bytes_per_step"]
+    slack = 64 * (len(list(build_model("tiny", SEQUENCE, 0).parameters())) + 1)
+    for facts in record["ranks"]:
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert abs(facts["measured"][kind] - facts["formula"][kind]) <= slack
+        assert facts["measured"]["scratch_peak"] <= facts["formula"]["scratch_peak"]
+    assert [facts["rank"] for facts in record["ranks"]] == [0, 1]
+
+
+def test_without_rich_and_matplotlib_it_trains_and_says_what_to_install(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("rich", "matplotlib", "typer"):
+        monkeypatch.setitem(sys.modules, name, None)
+    out = tmp_path / "out"
+    assert train.main(flags(text, out, "--ranks=1")) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("pip install 'zero-optimizer[cli]'") == 2
+    assert f"step {STEPS}/{STEPS}" in shown
+    assert sorted(path.name for path in out.iterdir()) == ["run.json"]
+
+
+def test_the_zero_command_without_its_extra_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 1
+    assert "needs typer: pip install 'zero-optimizer[cli]'" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--micro-batches=5"], "--micro-batches 5 is not divisible by 2 ranks: "),
+        (["--micro-batches=2", "--ranks=3"], "Use 3, or another number of ranks"),
+        (["--stage=9"], "9"),
+        (["--optimizer=adamu"], "--optimizer adamu: torch.optim has no such class. It has adadelta"),
+        (["--optimizer=lbfgs"], "LBFGS"),
+        (["--optimizer=rprop", "--fused"], "--optimizer rprop takes no --fused"),
+        (["--collective=telepathy"], "telepathy"),
+        (["--data=/no/such/text"], "--data /no/such/text: there is no such file or folder"),
+        (["--sequence=100000"], "less than one sequence of 100000 bytes"),
+        (["--steps=0"], "--steps is 0: it must be at least 1"),
+        (["--lr=nan"], "--lr is nan: it must be finite"),
+        (["--seed=-1"], "--seed is -1"),
+        (["--clip=0"], "--clip is 0.0: it must be above 0"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_started(
+    text: Path,
+    tmp_path: Path,
+    more: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(train, "_launch", lambda *_: pytest.fail("ranks were started"))
+    assert train.main(flags(text, tmp_path / "out", *more)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_an_output_folder_that_cannot_be_written_is_an_error(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert train.main(flags(text, out)) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: --out {out}: cannot write there (")
+        assert error.endswith("Name a folder that can be written\n")
+
+
+def test_ranks_that_contradict_the_launcher_are_an_error(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert train.main(flags(text, tmp_path / "out", "--ranks=2")) == 1
+    assert "--ranks 2, but the launcher started 4 (WORLD_SIZE)" in capsys.readouterr().err
+
+
+def test_an_error_in_the_middle_is_one_line_and_its_traceback_a_file(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: Loop, step: int, **_: object) -> None:
+        raise RuntimeError("the loss is\nnot what it was")
+
+    monkeypatch.setattr(Loop, "_step", fail)
+    assert train.main(flags(text, tmp_path, "--ranks=1")) == 1
+    assert capsys.readouterr().err == f"error: the loss is not what it was (traceback in {tmp_path}/error.txt)\n"
+    assert "in _train" in (tmp_path / "error.txt").read_text()
+    monkeypatch.undo()
+    assert train.main(flags(text, tmp_path, "--ranks=1")) == 0
+    assert not (tmp_path / "error.txt").exists()
+
+
+def test_the_error_of_a_rank_that_was_launched_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "rank_one_fails.py").write_text(
+        "import os, time\n"
+        "from zero.launch import record_error, started_by_us\n"
+        "assert started_by_us()\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    record_error(ValueError('the first\\nerror'))\n"
+        "    record_error(ValueError('what came of it'))\n"
+        "    raise SystemExit(1)\n"
+        "time.sleep(600)\n"
+    )
+    (tmp_path / "parent.py").write_text(
+        "from zero.launch import RankError, launch_ranks\n"
+        "try:\n"
+        "    launch_ranks('rank_one_fails', [], 3)\n"
+        "except RankError as error:\n"
+        "    print(error)\n"
+        "    assert 'ValueError' in error.trace\n"
+    )
+    os.environ["PYTHONPATH"], before = os.pathsep.join([str(tmp_path), str(ROOT)]), os.environ.get("PYTHONPATH")
+    try:
+        ended = command(str(tmp_path / "parent.py"))
+    finally:
+        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "rank 1: the first error\n", "")
+
+
+# ------------------------------------------------------------------------------------------------------ the parts
+
+
+def test_both_command_lines_have_the_flags_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    config = TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), preset="tiny", lr=1e-7)
+    assert parse_arguments(config.to_arguments(), "test") == config
+    assert parse_arguments([], "test") == TrainConfig()
+    parameters = typer_signature(lambda help: help).parameters
+    assert {name: parameter.default for name, parameter in parameters.items()} == vars(TrainConfig())
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"], "test")
+    shown = capsys.readouterr().out
+    assert all(f"--{name.replace('_', '-')}" in shown for name in inspect.signature(TrainConfig).parameters)
+
+
+def test_a_gradient_that_nobody_looked_at_is_found() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1000))
+    before = measure.live_storages()
+    (parameter * 2).sum().backward()
+    found = measure.live_storages()
+    assert sum(found.values()) - sum(before.values()) == 4000
+    view_of_it = parameter.detach()[10:]
+    assert measure.live_storages() == found
+    del view_of_it
+    parameter.grad = None
+    assert measure.live_storages() == before
+
+
+def test_a_storage_of_two_kinds_counts_once() -> None:
+    kinds = {"parameters": frozenset({1, 2}), "gradients": frozenset({2, 3, 9})}
+    sizes = measure.bytes_by_kind({1: 10, 2: 20, 3: 30, 4: 40}, kinds)
+    assert sizes == {"parameters": 30, "gradients": 30, "other": 40}
+
+
+def test_the_proportional_set_size_follows_what_is_allocated() -> None:
+    before = measure.proportional_set_size()
+    if before is None:
+        pytest.skip("this system does not tell the proportional set size")
+    held = torch.ones(16 * 2**20 // 4)
+    after = measure.proportional_set_size()
+    assert after is not None
+    assert after - before > 0.9 * held.numel() * 4
+
+
+def test_the_hash_is_of_whole_float32_parameters_in_order_with_ties_once() -> None:
+    model = torch.nn.Module()
+    model.a = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, -0.0]]).T)
+    model.b = torch.nn.Parameter(torch.tensor([0.5], dtype=torch.bfloat16))
+    model.c = model.a
+    expected = hashlib.sha256(torch.tensor([1.0, 3.0, 2.0, -0.0, 0.5]).numpy().astype("<f4").tobytes())
+    assert measure.parameters_sha256(model) == expected.hexdigest()
+
+
+def test_plain_progress_is_about_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = view.PlainView(steps=250)
+    for step in range(1, 251):
+        plain.advance(view.Progress(step, loss=1.0, tokens_per_second=10.0, rank_bytes=1_500_000))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10
+    assert lines[-1] == "step 250/250  loss 1.000  10 tokens/s  1.5 MB held by a rank"
+
+
+def test_the_rich_view_shows_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        sys, "stdout", SimpleNamespace(isatty=lambda: True, write=sys.stdout.write, flush=sys.stdout.flush)
+    )
+    shown = view.make_view(steps=2)
+    shown.advance(view.Progress(2, loss=1.0, tokens_per_second=10.0, rank_bytes=1_500_000))
+    shown.finish()
+    shown.table("title", ["bytes", "measured"], [["parameters", "1,234"]])
+    shown.line("[not markup]")
+    output = capsys.readouterr().out
+    assert isinstance(shown, view.RichView)
+    assert all(
+        part in output for part in ("2/2", "loss 1.000", "1.5 MB held by a rank", "title", "1,234", "[not markup]")
+    )
