@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import time
 import zlib
 from collections import deque
@@ -34,6 +35,7 @@ from .memory import Pool
 LABEL_BYTES = 76
 _HEADER = struct.Struct(f"<iqiqqH{LABEL_BYTES}s")
 HEADER_BYTES = 128
+LAST_WORDS = 60.0  # seconds for which a failed rank's messages are kept for their receivers
 _HEADER_LANE, _PAYLOAD_LANE, _TEXT_LANE, _LANES = 0, 1, 2, 4
 
 
@@ -171,13 +173,19 @@ class Chain:
 
 
 class _Send:
+    """A message under way. The transport holds it until it was waited for: a carrier may drop what nobody holds."""
+
     def __init__(self, transport: Transport, pendings: Sequence[Pending], to: int, tag: Tag) -> None:
         self._transport, self._pendings, self._to, self._tag = transport, list(pendings), to, tag
+        transport._sends += 1
+        self._number = transport._sends
+        transport._unsent[self._number] = self
 
     def wait(self) -> None:
         while self._pendings:
             self._transport._wait(self._pendings[0], self._to, self._tag)
             self._pendings.pop(0)
+        self._transport._unsent.pop(self._number, None)
 
 
 class _Recv:
@@ -220,6 +228,8 @@ class Transport:
         self.traffic = Traffic()
         self.pool = Pool()
         self._broken: str | None = None
+        self._unsent: dict[int, _Send] = {}  # sends that nobody has waited for yet, by their own number
+        self._sends = 0
         self._streams = [_Stream() for _ in self._ranks]
 
     # -- memory ---------------------------------------------------------------------------------------------------
@@ -338,10 +348,14 @@ class Transport:
         tag = Tag(Kind.ABORT, "abort")
         for to in self.peers():
             try:
-                self._send_header(tag, text.numel(), to)
-                self.carrier.send(text, self._ranks[to], self._slot(_TEXT_LANE))
+                header = self._send_header(tag, text.numel(), to)
+                _Send(self, [header, self.carrier.send(text, self._ranks[to], self._slot(_TEXT_LANE))], to, tag)
             except Exception:  # a peer that is gone cannot be told; the others still are
                 continue
+        # What was sent must outlive this object until its receivers ask for it.
+        keeper = threading.Timer(min(self.timeout, LAST_WORDS), lambda kept: None, [list(self._unsent.values())])
+        keeper.daemon = True
+        keeper.start()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

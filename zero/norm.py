@@ -19,10 +19,10 @@ A cut at a multiple of 16 elements (8 of fp64) from the parameter's start falls 
 For p = 2 the squares of fp32, bf16 and fp16 are exact in fp64, so all that is ever rounded is a block sum's four
 additions and the final number.
 
-Other ways that lost: `torch.sum` in fp64 (its order is its own business and differs by length, stride and thread
-count; five times slower as well); `math.fsum` over the blocks (the same result, 40 times slower); exact addition of
-every element without blocks (three to four more passes over all elements); integer bins per exponent by `index_add_`
-(half as fast, and `bincount` refuses to run on CUDA under deterministic algorithms).
+Other ways that lost: `torch.sum` in fp64 (half the time, but its order is its own business and differs by length,
+stride and thread count); `math.fsum` over the block sums (this step takes over ten times as long, and rounded results
+do not merge); exact addition of every element, without blocks (three to four more passes over all elements); a bin
+for each exponent (`torch.bincount` takes twice as long, and refuses to run on CUDA under deterministic algorithms).
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class _Lanes:
 class _Reader:
     """Adds up the blocks of pieces of one dtype on one device, a cache-sized chunk at a time.
 
-    Its memory is about 2 MB for fp32 on the CPU, whatever it reads; on an accelerator, where launches and not caches
+    Its memory is about 1.5 MB for fp32 on the CPU, whatever it reads; on an accelerator, where launches and not caches
     decide, it is 64 times as much.
     """
 

@@ -35,7 +35,7 @@ from .view import View, make_view
 __all__ = ["main", "run"]
 
 DEFAULT_RANKS = 2
-SAMPLE_PROMPT, SAMPLE_LENGTH = 48, 400
+SAMPLE_PROMPT, SAMPLE_LENGTH = 48, 300
 VALIDATION_WINDOWS = 256
 TRACEBACK = "error.txt"
 

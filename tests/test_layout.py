@@ -1,0 +1,473 @@
+"""The geometry: where every parameter lies, who owns which part of it, and what that costs. No tensor is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero.layout import ALIGNMENT_BYTES, Bucket, Dtypes, Layout, ParameterSpec, Slot, build, sharded_bytes
+from zero.stages import STAGES, formula_bytes, formula_traffic, stage_of
+
+FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+PLAIN = [Dtypes.all(dtype) for dtype in (FP64, FP32, BF16)]
+MIXED = [Dtypes(BF16, BF16, FP32, FP32), Dtypes(FP16, FP32, FP32, FP32)]
+SHAPES = [(), (1,), (0, 3), (16,), (17,), (7, 13), (4, 4, 4), (127,), (8191,), (2**31 + 5,), (3, 2**31 + 11)]
+UNLIMITED = 2**80
+
+
+def spec(
+    name: str = "weight",
+    shape: tuple[int, ...] = (5,),
+    dtypes: Dtypes = PLAIN[1],
+    trainable: bool = True,
+    **fields: Any,
+) -> ParameterSpec:
+    """A parameter in contiguous memory."""
+    stride = tuple(math.prod([max(1, size) for size in shape[i + 1 :]]) for i in range(len(shape)))
+    given_ = {"names": (name,), "stride": stride, "device": "cpu", "group": 0, "index": 0, **fields}
+    return ParameterSpec(shape=shape, dtypes=dtypes, trainable=trainable, **given_)
+
+
+def _spec(number: int, drawn: tuple[tuple[int, ...], Dtypes, bool, int]) -> ParameterSpec:
+    shape, dtypes, trainable, group = drawn
+    return spec(f"p{number}", shape, dtypes, trainable, group=group, index=number)
+
+
+one_parameter = st.tuples(
+    st.sampled_from(SHAPES) | st.lists(st.integers(0, 40), max_size=3).map(tuple),
+    st.sampled_from(PLAIN + MIXED),
+    st.booleans(),
+    st.integers(0, 2),
+)
+parameter_lists = st.lists(one_parameter, max_size=12).map(lambda drawn: [_spec(*pair) for pair in enumerate(drawn)])
+world_sizes = st.integers(1, 8)
+bucket_sizes = st.sampled_from([1, 63, 64, 65, 1000, 4096, 2**20, 2**33, UNLIMITED]) | st.integers(1, 3000)
+
+
+def padded(parameter: ParameterSpec) -> int:
+    """Elements of a parameter's slot and the padding behind it, from the definition."""
+    count = parameter.numel
+    while count < parameter.numel + ALIGNMENT_BYTES:
+        if all(count * d.itemsize % ALIGNMENT_BYTES == 0 for d in dataclasses.astuple(parameter.dtypes)):
+            return count
+        count += 1
+    raise AssertionError("no multiple within 64 bytes")
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+
+@given(parameter_lists, world_sizes, bucket_sizes)
+def test_every_parameter_has_exactly_one_slot_of_its_size(
+    parameters: list[ParameterSpec], world_size: int, nbytes: int
+) -> None:
+    layout = build(parameters, world_size, nbytes)
+    placed = [slot for _, _, slot in layout.slots()]
+    assert sorted(slot.parameter for slot in placed) == list(range(len(parameters)))
+    assert all(slot.numel == parameters[slot.parameter].numel for slot in placed)
+    assert layout.parameters == tuple(parameters)
+    assert layout.numel == sum(math.prod(parameter.shape) for parameter in parameters)
+    assert [bucket.index for bucket in layout.buckets] == list(range(len(layout.buckets)))
+
+
+@given(parameter_lists, world_sizes, bucket_sizes)
+def test_slots_start_on_64_byte_boundaries_of_every_dtype_and_lie_side_by_side(
+    parameters: list[ParameterSpec], world_size: int, nbytes: int
+) -> None:
+    for bucket in build(parameters, world_size, nbytes).buckets:
+        place = 0
+        for slot in bucket.slots:
+            assert slot.offset == place
+            for dtype in dataclasses.astuple(bucket.dtypes):
+                assert slot.offset * dtype.itemsize % ALIGNMENT_BYTES == 0
+            place += padded(parameters[slot.parameter])
+        no_elements = all(slot.numel == 0 for slot in bucket.slots)
+        assert bucket.numel == (bucket.dtypes.alignment if no_elements else place)
+
+
+@given(parameter_lists, world_sizes, bucket_sizes)
+def test_a_bucket_is_homogeneous(parameters: list[ParameterSpec], world_size: int, nbytes: int) -> None:
+    for bucket in build(parameters, world_size, nbytes).buckets:
+        members = [parameters[slot.parameter] for slot in bucket.slots]
+        assert {(m.dtypes, m.device, m.trainable) for m in members} == {
+            (bucket.dtypes, bucket.device, members[0].trainable)
+        }
+
+
+@given(parameter_lists, world_sizes, bucket_sizes)
+def test_a_bucket_keeps_to_its_cap_unless_one_parameter_alone_exceeds_it(
+    parameters: list[ParameterSpec], world_size: int, nbytes: int
+) -> None:
+    for bucket in build(parameters, world_size, nbytes).buckets:
+        if sum(slot.numel > 0 for slot in bucket.slots) > 1:
+            assert bucket.numel * bucket.dtypes.compute.itemsize <= nbytes
+
+
+@given(parameter_lists, world_sizes, bucket_sizes)
+def test_a_bucket_is_as_full_as_the_cap_allows(
+    parameters: list[ParameterSpec], world_size: int, nbytes: int
+) -> None:
+    """The first parameter of the next bucket of its kind would not have fitted into the one before."""
+    kinds: dict[Any, Bucket] = {}
+    for bucket in build(parameters, world_size, nbytes).buckets:
+        first = parameters[bucket.slots[0].parameter]
+        kind = (first.dtypes, first.device, first.trainable)
+        if kind in kinds:
+            before = sum(padded(parameters[slot.parameter]) for slot in kinds[kind].slots)
+            assert (before + padded(first)) * first.dtypes.compute.itemsize > nbytes
+        kinds[kind] = bucket
+
+
+@given(st.integers(1, 200), st.integers(1, 200), st.sampled_from(PLAIN + MIXED))
+def test_an_exact_fit_is_accepted_and_one_byte_less_is_not(a: int, b: int, dtypes: Dtypes) -> None:
+    two = [spec("a", (a,), dtypes), spec("b", (b,), dtypes)]
+    fit = sum(padded(parameter) for parameter in two) * dtypes.compute.itemsize
+    assert len(build(two, 2, fit).buckets) == 1
+    assert len(build(two, 2, fit - 1).buckets) == 2
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+@given(parameter_lists, world_sizes, bucket_sizes)
+def test_layout_order_is_the_reverse_of_registration_and_buckets_are_in_order_of_completion(
+    parameters: list[ParameterSpec], world_size: int, nbytes: int
+) -> None:
+    layout = build(parameters, world_size, nbytes)
+    members = [[slot.parameter for slot in bucket.slots] for bucket in layout.buckets]
+    assert all(inside == sorted(inside, reverse=True) for inside in members)
+    arrived: set[int] = set()
+    completed = []
+    for position in reversed(range(len(parameters))):  # a backward finishes the last parameter first
+        arrived.add(position)
+        completed += [inside for inside in members if arrived >= set(inside) and inside not in completed]
+    assert members == completed
+
+
+def test_the_drawing_of_the_module_is_what_is_built() -> None:
+    layout = build([spec(name, (20,)) for name in "abcde"], 3, 3 * 32 * 4)
+    assert [[layout.parameters[s.parameter].name for s in b.slots] for b in layout.buckets] == [list("edc"), list("ba")]
+    assert [slot.offset for slot in layout.buckets[0].slots] == [0, 32, 64]
+    assert layout.buckets[0].bounds == (0, 32, 64, 96)
+    assert layout.buckets[1].bounds == (0, 16, 32, 64)
+
+
+# -- who owns what -----------------------------------------------------------------------------------------------------
+
+
+@given(parameter_lists, world_sizes, bucket_sizes)
+def test_bounds_cut_at_64_bytes_of_the_narrowest_dtype_and_as_evenly_as_that_allows(
+    parameters: list[ParameterSpec], world_size: int, nbytes: int
+) -> None:
+    for bucket in build(parameters, world_size, nbytes).buckets:
+        assert bucket.world_size == world_size
+        assert bucket.bounds[0] == 0
+        assert bucket.bounds[-1] == bucket.numel
+        narrowest = min(dtype.itemsize for dtype in dataclasses.astuple(bucket.dtypes))
+        assert all(bound * narrowest % ALIGNMENT_BYTES == 0 for bound in bucket.bounds)
+        sizes = [high - low for low, high in map(bucket.owned, range(world_size))]
+        assert sum(sizes) == bucket.numel
+        assert min(sizes) >= 0
+        assert (max(sizes) - min(sizes)) * narrowest <= ALIGNMENT_BYTES
+
+
+@given(parameter_lists, world_sizes, bucket_sizes)
+def test_the_pieces_of_all_ranks_tile_every_slot_exactly_once(
+    parameters: list[ParameterSpec], world_size: int, nbytes: int
+) -> None:
+    for bucket in build(parameters, world_size, nbytes).buckets:
+        owners: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(bucket.slots))}
+        for rank in range(world_size):
+            low, high = bucket.owned(rank)
+            pieces = bucket.pieces(low, high)
+            assert list(pieces) == sorted(pieces, key=lambda piece: piece.slot)
+            for piece in pieces:
+                assert low <= piece.begin <= piece.end <= high
+                assert piece.numel == piece.end - piece.begin
+                owners[piece.slot].append((piece.begin, piece.end))
+        for number, slot in enumerate(bucket.slots):
+            if slot.numel == 0:
+                assert owners[number] == [(slot.offset, slot.offset)], "a slot without elements has one owner"
+                continue
+            place = slot.offset
+            for begin, end in owners[number]:
+                assert begin == place
+                assert end > begin
+                place = end
+            assert place == slot.end
+        assert [(p.begin, p.end) for p in bucket.pieces(0, bucket.numel)] == [(s.offset, s.end) for s in bucket.slots]
+
+
+def test_a_slot_without_elements_at_the_end_belongs_to_the_owner_of_the_last_element() -> None:
+    dtypes = PLAIN[1]
+    bucket = Bucket(0, dtypes, "cpu", (Slot(0, 0, 16), Slot(1, 16, 0)), 16, (0, 0, 16, 16))
+    assert [[piece.slot for piece in bucket.pieces(*bucket.owned(rank))] for rank in range(3)] == [[], [0, 1], []]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 7])
+def test_parameters_without_elements_alone_have_one_owner_too(world_size: int) -> None:
+    layout = build([spec("a", (0, 3)), spec("b", (0,))], world_size, 1000)
+    (bucket,) = layout.buckets
+    found = [[piece.slot for piece in bucket.pieces(*bucket.owned(rank))] for rank in range(world_size)]
+    assert sorted(found) == [[]] * (world_size - 1) + [[0, 1]]
+
+
+def test_nothing_ends_at_two_to_the_31() -> None:
+    large = 5 * 2**31 + 7
+    layout = build([spec("small", (3,)), spec("large", (5, large // 5), Dtypes.all(BF16)), spec("wide", (large,))], 8, 1)
+    wide, narrow = layout.buckets[0], layout.buckets[1]
+    assert wide.numel == -(-large // 16) * 16
+    assert narrow.numel == -(-(large // 5 * 5) // 32) * 32
+    assert wide.bounds[7] > 2**33
+    begin, end = wide.owned(7)
+    (piece,) = wide.pieces(begin, end)
+    assert (piece.begin, piece.end) == (begin, large)
+
+
+# -- growing -----------------------------------------------------------------------------------------------------------
+
+
+@given(parameter_lists, parameter_lists, world_sizes, bucket_sizes, bucket_sizes)
+def test_extending_moves_no_slot(
+    before: list[ParameterSpec], more: list[ParameterSpec], world_size: int, nbytes: int, later: int
+) -> None:
+    layout = build(before, world_size, nbytes)
+    longer = layout.extended(more, later)
+    assert longer.parameters == (*before, *more)
+    assert longer.buckets[: len(layout.buckets)] == layout.buckets
+    alone = build(more, world_size, later)
+    added = longer.buckets[len(layout.buckets) :]
+    assert [b.bounds for b in added] == [b.bounds for b in alone.buckets]
+    assert [[s.parameter - len(before) for s in b.slots] for b in added] == [
+        [s.parameter for s in b.slots] for b in alone.buckets
+    ]
+    assert [bucket.index for bucket in longer.buckets] == list(range(len(longer.buckets)))
+
+
+# -- what the ranks compare --------------------------------------------------------------------------------------------
+
+CHANGES: dict[str, Callable[[ParameterSpec], ParameterSpec]] = {
+    "name": lambda s: dataclasses.replace(s, names=(s.names[0] + "x",)),
+    "a further name": lambda s: dataclasses.replace(s, names=(*s.names, "tied")),
+    "shape": lambda s: dataclasses.replace(s, shape=(*s.shape, 1), stride=(*s.stride, 1)),
+    "strides": lambda s: dataclasses.replace(s, stride=(*s.stride, 77)),
+    "compute dtype": lambda s: dataclasses.replace(s, dtypes=dataclasses.replace(s.dtypes, compute=torch.int64)),
+    "travel dtype": lambda s: dataclasses.replace(s, dtypes=dataclasses.replace(s.dtypes, travel=torch.int64)),
+    "accumulator": lambda s: dataclasses.replace(s, dtypes=dataclasses.replace(s.dtypes, accumulate=torch.int64)),
+    "master dtype": lambda s: dataclasses.replace(s, dtypes=dataclasses.replace(s.dtypes, master=torch.int64)),
+    "group": lambda s: dataclasses.replace(s, group=s.group + 1),
+    "trainable": lambda s: dataclasses.replace(s, trainable=not s.trainable),
+    "kind of device": lambda s: dataclasses.replace(s, device="cuda:0"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@given(
+    parameters=parameter_lists.filter(len), world_size=world_sizes, nbytes=bucket_sizes, which=st.integers(0, 11)
+)
+def test_the_digest_changes_with_every_property_of_every_parameter(
+    what: str, parameters: list[ParameterSpec], world_size: int, nbytes: int, which: int
+) -> None:
+    which %= len(parameters)
+    changed = [CHANGES[what](p) if position == which else p for position, p in enumerate(parameters)]
+    layout, other = build(parameters, world_size, nbytes), build(changed, world_size, nbytes)
+    assert layout.digest() != other.digest()
+    differing = [i for i, lines in enumerate(zip(layout.lines(), other.lines(), strict=False)) if len(set(lines)) > 1]
+    assert differing[0] == which, "the first line that differs is that of the parameter"
+
+
+@given(parameter_lists, world_sizes, bucket_sizes)
+def test_the_digest_is_a_function_of_the_geometry_alone(
+    parameters: list[ParameterSpec], world_size: int, nbytes: int
+) -> None:
+    layout = build(parameters, world_size, nbytes)
+    again = build([dataclasses.replace(p) for p in parameters], world_size, nbytes)
+    renumbered = [dataclasses.replace(p, index=p.index + 5) for p in parameters]
+    assert layout.digest() == again.digest()
+    assert layout.digest() == build(renumbered, world_size, nbytes).digest()
+    cards = [[dataclasses.replace(p, device=f"cuda:{card}") for p in parameters] for card in (0, 1)]
+    digests = {build(on_card, world_size, nbytes).digest() for on_card in cards}
+    assert len(digests) == 1, "the number of a device is each rank's own affair"
+
+
+@given(parameter_lists, world_sizes, bucket_sizes)
+def test_the_digest_changes_with_any_bound(
+    parameters: list[ParameterSpec], world_size: int, nbytes: int
+) -> None:
+    layout = build(parameters, world_size, nbytes)
+    for bucket in layout.buckets:
+        for rank in range(1, world_size):
+            moved = list(bucket.bounds)
+            moved[rank] += bucket.dtypes.alignment
+            if moved[rank] <= moved[rank + 1]:
+                others = [dataclasses.replace(bucket, bounds=tuple(moved)) if b is bucket else b for b in layout.buckets]
+                assert Layout(layout.parameters, tuple(others), world_size).digest() != layout.digest()
+
+
+def test_the_digest_changes_with_the_number_of_ranks_the_order_and_what_else_was_agreed() -> None:
+    parameters = [spec("a", (64,)), spec("b", (64,))]
+    layout = build(parameters, 2, 1000)
+    others = [build(parameters, 3, 1000), build(parameters[::-1], 2, 1000), build(parameters, 2, 1)]
+    digests = [layout.digest(), *(other.digest() for other in others), layout.digest("stage 2"), layout.digest(1, 2)]
+    assert len({*digests, layout.digest("1", "2")}) == len(digests), "every one differs; agreed values count as text"
+
+
+# -- what cannot be built ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bounds": (0, 16, 48)},
+        {"bounds": (16, 16, 32)},
+        {"bounds": (0, 32, 16, 32)},
+        {"bounds": (0, 8, 32)},
+        {"bounds": (0,)},
+        {"bounds": ()},
+        {"bounds": (0, 16, 16), "numel": 16},
+        {"bounds": (0, 0, 0), "numel": 0, "slots": (Slot(0, 0, 0),)},
+        {"slots": (Slot(0, 0, 5), Slot(1, 0, 7))},
+        {"slots": (Slot(0, 0, 5), Slot(1, 8, 7))},
+        {"slots": (Slot(0, 16, 5),)},
+        {"slots": (Slot(0, 0, 17), Slot(1, 16, 7))},
+        {"slots": (Slot(0, 0, 5), Slot(1, 16, 17))},
+    ],
+)
+def test_an_invalid_bucket_cannot_be_built(change: dict[str, Any]) -> None:
+    good = Bucket(0, PLAIN[1], "cpu", (Slot(0, 0, 5), Slot(1, 16, 7)), 32, (0, 16, 32))
+    with pytest.raises(ValueError, match="bucket 0"):
+        dataclasses.replace(good, **change)
+
+
+def test_an_invalid_layout_cannot_be_built() -> None:
+    layout = build([spec("a", (20,)), spec("b", (5,))], 2, 1)
+    first, second = layout.buckets
+    with pytest.raises(ValueError, match="exactly one slot"):
+        dataclasses.replace(layout, buckets=(first,))
+    with pytest.raises(ValueError, match="exactly one slot"):
+        dataclasses.replace(layout, buckets=(first, second, second))
+    with pytest.raises(ValueError, match="exactly one slot"):
+        dataclasses.replace(layout, parameters=layout.parameters[:1])
+    with pytest.raises(ValueError, match="cut for 2 ranks, not 3"):
+        dataclasses.replace(layout, world_size=3)
+    with pytest.raises(ValueError, match="slot of a"):
+        dataclasses.replace(layout, parameters=(spec("a", (21,)), spec("b", (5,))))
+    with pytest.raises(ValueError, match="slot of b"):
+        dataclasses.replace(layout, parameters=(spec("a", (20,)), spec("b", (5,), PLAIN[0])))
+    with pytest.raises(ValueError, match="world size"):
+        build([], 0, 1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layout.world_size = 3  # type: ignore[misc]
+
+
+# -- the stage table ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "parameters", "gradients", "states"),
+    [
+        (0, "whole", "whole", "whole"),
+        (1, "whole", "whole", "shard"),
+        (2, "whole", "shard", "shard"),
+        (3, "shard", "shard", "shard"),
+    ],
+)
+def test_the_stage_table_is_that_of_the_paper(number: int, parameters: str, gradients: str, states: str) -> None:
+    stage = stage_of(number)
+    assert stage.number == number
+    assert (stage.parameters.value, stage.gradients.value, stage.states.value) == (parameters, gradients, states)
+    assert stage.contributions_stay == (gradients == "whole")
+    assert stage.means_are_gathered == (number == 0)
+    assert stage.parameters_are_gathered == (number in (1, 2))
+    bucket = build([spec("a", (100,))], 2, 1000).buckets[0]
+    assert stage.stepped(bucket, 1) == ((0, 112) if number == 0 else (48, 112))
+
+
+@pytest.mark.parametrize(
+    ("number", "passes"),
+    [  # backwards and synchronised ones: (1, 1), (3, 3), (3, 1), (4, 2)
+        (0, [2, 6, 2, 4]),
+        (1, [2, 4, 2, 3]),
+        (2, [2, 4, 2, 3]),
+        (3, [3, 9, 7, 10]),
+    ],
+)
+def test_passes_follow_the_stage_table(number: int, passes: list[int]) -> None:
+    cases = [(1, 1), (3, 3), (3, 1), (4, 2)]
+    assert [stage_of(number).passes(backwards, synchronised) for backwards, synchronised in cases] == passes
+
+
+def test_there_are_four_stages_and_nothing_else_is_one() -> None:
+    assert sorted(STAGES) == [0, 1, 2, 3]
+    wrong: list[Any] = [4, -1, True, False, "2", None, 1.5]
+    for number in wrong:
+        with pytest.raises(ValueError, match=r"stage must be one of \[0, 1, 2, 3\]"):
+            stage_of(number)
+
+
+# -- the formulas ------------------------------------------------------------------------------------------------------
+
+
+def worked_example(world_size: int = 4) -> Layout:
+    """fp32: 20 + 100 trainable elements in one bucket of 32 + 112; 10 frozen ones in a bucket of 16."""
+    return build([spec("a", (100,)), spec("frozen", (10,), trainable=False), spec("b", (4, 5))], world_size, 10**6)
+
+
+@pytest.mark.parametrize(
+    ("number", "parameters", "gradients", "optimizer"),
+    [
+        (0, 130 * 4, 120 * 4 + 120 * 4 // 4, 2 * 120 * 4),
+        (1, 130 * 4, 120 * 4, 2 * 120 * 4 // 4),
+        (2, 130 * 4, 120 * 4 // 4, 2 * 120 * 4 // 4),
+        (3, 130 * 4 // 4, 120 * 4 // 4, 2 * 120 * 4 // 4),
+    ],
+)
+def test_bytes_of_a_rank_by_hand(number: int, parameters: int, gradients: int, optimizer: int) -> None:
+    assert formula_bytes(worked_example(), stage_of(number), state_tensors=2) == {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "scratch_peak": 3 * 144 * 4,
+    }
+
+
+def test_bytes_count_each_thing_in_its_own_dtype() -> None:
+    layout = build([spec("a", (100,), Dtypes(BF16, FP16, FP32, FP64))], 2, 10**6)
+    found = formula_bytes(layout, stage_of(2), state_tensors=3)
+    assert found == {
+        "parameters": 100 * 2,
+        "gradients": 100 * 4 // 2,
+        "optimizer": 3 * 100 * 8 // 2,
+        "scratch_peak": 3 * 128 * 4,
+    }
+    assert formula_traffic(layout, stage_of(2), 1, 1) == 2 * 1 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("number", "backwards", "synchronised", "passes"), [(0, 1, 1, 2), (1, 3, 3, 4), (2, 3, 1, 2), (3, 2, 2, 6)]
+)
+def test_traffic_of_a_step_by_hand(number: int, backwards: int, synchronised: int, passes: int) -> None:
+    """Frozen parameters do not travel; padding does."""
+    found = formula_traffic(worked_example(), stage_of(number), backwards, synchronised)
+    assert found == passes * 3 * (32 + 112) * 4
+
+
+@given(parameter_lists, bucket_sizes, st.sampled_from([0, 1, 2, 3]))
+def test_one_rank_sends_nothing_and_holds_everything(
+    parameters: list[ParameterSpec], nbytes: int, number: int
+) -> None:
+    layout = build(parameters, 1, nbytes)
+    assert formula_traffic(layout, stage_of(number), 1, 1) == 0
+    whole = sum(p.numel * p.dtypes.compute.itemsize for p in parameters)
+    assert formula_bytes(layout, stage_of(number), 2)["parameters"] == whole
+
+
+def test_a_shard_is_a_rank_s_part_to_the_nearest_byte() -> None:
+    assert [sharded_bytes(10, world_size) for world_size in (1, 3, 4, 6)] == [10, 3, 2, 2]
