@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from collectives import Transport
 from zero import ZeroOptimizer, clip_grad_norm_
 
-from .models import build, odd_batches, odd_loss
+from .models import Odd, build, odd_batches, odd_loss
 from .plain import assert_same_bits, assert_same_model
 
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -150,12 +150,16 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step) -> N
 _BUILDING = threading.Lock()  # torch's generator is one for all threads
 
 
+def locked_build(seed: int, dtype: torch.dtype = torch.float32) -> Odd:
+    with _BUILDING:
+        return build(seed, dtype)
+
+
 def run_rank(program: Program, transport: Any) -> tuple[nn.Module, list[Tensor], list[list[Tensor]], dict[str, Any] | None]:
     """One rank of the program: the model, norms, parameters after each step, and on rank 0 the states."""
     cls, arguments = CLASSES[program.optimizer]
     rank = transport.rank if isinstance(transport, Transport) else torch.distributed.get_rank(transport)
-    with _BUILDING:
-        model = build(program.seed + rank, program.dtype)
+    model = locked_build(program.seed + rank, program.dtype)
     optimizer = ZeroOptimizer(
         model,
         cls,

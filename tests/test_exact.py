@@ -11,7 +11,7 @@ from collectives import on_threads
 
 from .models import build, odd_batches, odd_loss
 from .plain import assert_same_model, assert_same_states, plain_step, share
-from .programs import CLASSES, Program, Round, Step, compare, run_rank
+from .programs import CLASSES, Program, Round, Step, compare, locked_build, run_rank
 from zero import ZeroOptimizer
 
 CAPS = (1e-6, 0.0005, 25.0)
@@ -45,7 +45,7 @@ def test_the_number_of_ranks_and_the_bucket_size_do_not_matter(stage: int, world
     for cap in CAPS:
 
         def program(transport, cap=cap):  # type: ignore[no-untyped-def]
-            ours = build_locked(transport.rank)
+            ours = locked_build(transport.rank)
             zero = ZeroOptimizer(ours, torch.optim.AdamW, stage=stage, process_group=transport, bucket_cap_mb=cap, lr=1e-2)
             zero.divisor = 24
             for step in range(2):
@@ -58,13 +58,6 @@ def test_the_number_of_ranks_and_the_bucket_size_do_not_matter(stage: int, world
 
         for ours in on_threads(world_size, program):
             assert_same_model(ours, model)
-
-
-def build_locked(seed: int):  # type: ignore[no-untyped-def]
-    from .programs import _BUILDING
-
-    with _BUILDING:
-        return build(seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

@@ -111,9 +111,7 @@ def test_a_bucket_keeps_to_its_cap_unless_one_parameter_alone_exceeds_it(
 
 
 @given(parameter_lists, world_sizes, bucket_sizes)
-def test_a_bucket_is_as_full_as_the_cap_allows(
-    parameters: list[ParameterSpec], world_size: int, nbytes: int
-) -> None:
+def test_a_bucket_is_as_full_as_the_cap_allows(parameters: list[ParameterSpec], world_size: int, nbytes: int) -> None:
     """The first parameter of the next bucket of its kind would not have fitted into the one before."""
     kinds: dict[Any, Bucket] = {}
     for bucket in build(parameters, world_size, nbytes).buckets:
@@ -221,7 +219,9 @@ def test_parameters_without_elements_alone_have_one_owner_too(world_size: int) -
 
 def test_nothing_ends_at_two_to_the_31() -> None:
     large = 5 * 2**31 + 7
-    layout = build([spec("small", (3,)), spec("large", (5, large // 5), Dtypes.all(BF16)), spec("wide", (large,))], 8, 1)
+    layout = build(
+        [spec("small", (3,)), spec("large", (5, large // 5), Dtypes.all(BF16)), spec("wide", (large,))], 8, 1
+    )
     wide, narrow = layout.buckets[0], layout.buckets[1]
     assert wide.numel == -(-large // 16) * 16
     assert narrow.numel == -(-(large // 5 * 5) // 32) * 32
@@ -269,9 +269,7 @@ CHANGES: dict[str, Callable[[ParameterSpec], ParameterSpec]] = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-@given(
-    parameters=parameter_lists.filter(len), world_size=world_sizes, nbytes=bucket_sizes, which=st.integers(0, 11)
-)
+@given(parameters=parameter_lists.filter(len), world_size=world_sizes, nbytes=bucket_sizes, which=st.integers(0, 11))
 def test_the_digest_changes_with_every_property_of_every_parameter(
     what: str, parameters: list[ParameterSpec], world_size: int, nbytes: int, which: int
 ) -> None:
@@ -298,16 +296,16 @@ def test_the_digest_is_a_function_of_the_geometry_alone(
 
 
 @given(parameter_lists, world_sizes, bucket_sizes)
-def test_the_digest_changes_with_any_bound(
-    parameters: list[ParameterSpec], world_size: int, nbytes: int
-) -> None:
+def test_the_digest_changes_with_any_bound(parameters: list[ParameterSpec], world_size: int, nbytes: int) -> None:
     layout = build(parameters, world_size, nbytes)
     for bucket in layout.buckets:
         for rank in range(1, world_size):
             moved = list(bucket.bounds)
             moved[rank] += bucket.dtypes.alignment
             if moved[rank] <= moved[rank + 1]:
-                others = [dataclasses.replace(bucket, bounds=tuple(moved)) if b is bucket else b for b in layout.buckets]
+                others = [
+                    dataclasses.replace(bucket, bounds=tuple(moved)) if b is bucket else b for b in layout.buckets
+                ]
                 assert Layout(layout.parameters, tuple(others), world_size).digest() != layout.digest()
 
 
@@ -460,9 +458,7 @@ def test_traffic_of_a_step_by_hand(number: int, backwards: int, synchronised: in
 
 
 @given(parameter_lists, bucket_sizes, st.sampled_from([0, 1, 2, 3]))
-def test_one_rank_sends_nothing_and_holds_everything(
-    parameters: list[ParameterSpec], nbytes: int, number: int
-) -> None:
+def test_one_rank_sends_nothing_and_holds_everything(parameters: list[ParameterSpec], nbytes: int, number: int) -> None:
     layout = build(parameters, 1, nbytes)
     assert formula_traffic(layout, stage_of(number), 1, 1) == 0
     whole = sum(p.numel * p.dtypes.compute.itemsize for p in parameters)

@@ -115,7 +115,9 @@ def _algorithms() -> set[str]:
     found = set()
     for name, tree in TREES.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and not any(isinstance(b, ast.Name) and b.id == "Protocol" for b in node.bases):
+            if isinstance(node, ast.ClassDef) and not any(
+                isinstance(b, ast.Name) and b.id == "Protocol" for b in node.bases
+            ):
                 defined = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
                 if methods <= defined:
                     found.add(name.rpartition(".")[2])

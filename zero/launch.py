@@ -7,14 +7,16 @@ what the ranks do. Two ways lead here, and a rank cannot tell them apart but by 
     torchrun -m zero.train  -> torchrun's own agent       -> N x `python -m zero.train`
 
 An error travels as elastic's error file: the rank that fails writes one line and the traceback into it, the
-parent prints the line of whichever rank failed first, once.
+parent prints the line of the rank that failed first, once.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import signal
 import sys
 import time
 import traceback
@@ -75,12 +77,24 @@ def _silence_agent() -> None:
 
 
 def _first_failure(failures: dict[int, ProcessFailure]) -> RankError:
-    """The root cause: the earliest recorded error; a rank that was killed and recorded none comes after those."""
-    rank = min(failures, key=lambda rank: (_details(failures[rank]).get("time", float("inf")), rank))
+    rank = min(failures, key=lambda rank: (_when(failures[rank]), rank))
     failure = failures[rank]
+    how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with code {failure.exitcode}"
+    memory = ": often a lack of memory" if failure.exitcode == -signal.SIGKILL else ""
     details = _details(failure)
-    silent = f"the process ended with exit code {failure.exitcode} ({failure.signal_name()}) and left no message"
-    return RankError(rank, details.get("line", silent), details.get("py_callstack", ""))
+    return RankError(
+        rank,
+        details.get("line", f"the process {how} and left no message{memory}"),
+        details.get("py_callstack", ""),
+    )
+
+
+def _when(failure: ProcessFailure) -> float:
+    """Sorts failures by what caused what. A crash leaves no time, but the others fail because of it; then come recorded
+    errors by their time; a process that the agent itself ended (SIGTERM) is never the cause."""
+    if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+        return -math.inf
+    return float(_details(failure).get("time", math.inf))
 
 
 def _details(failure: ProcessFailure) -> dict[str, Any]:

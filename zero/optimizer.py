@@ -40,7 +40,7 @@ from .describe import Description, describe
 from .inner import BucketStates, InnerOptimizer, Options, check_elementwise
 from .layout import Layout, ParameterSpec, build
 from .norm import PowerSum, check_norm_arguments, clip_factor
-from .parameters import as_groups, bindings, misplaced, specs
+from .parameters import as_groups, bindings, check_listed_once, misplaced, specs
 from .reducer import Reducer
 from .stages import Placement, stage_of, strided
 
@@ -109,7 +109,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._parameters: list[Tensor] = []
         self._consolidated: dict[str, Any] | None = None
         self._reducer = Reducer([], self._layout, self._stage, self._transport, self._collective)
-        super().__init__(as_groups(params), self._inner.defaults)
+        groups = as_groups(params)
+        check_listed_once(groups, self._module)
+        super().__init__(groups, self._inner.defaults)
         self.state: Any = _States(self)
         self._adopt(self.param_groups, 0)
         self._bindings = bindings(self._module)
@@ -134,6 +136,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             parameter = entry[1] if isinstance(entry, tuple) else entry
             if id(parameter) in known:
                 raise ValueError(f"add_param_group: {known[id(parameter)]!r} is in a param group already")
+        check_listed_once([group], self._module)
         super().add_param_group(group)
         try:
             first = self._adopt(self.param_groups[-1:], len(self.param_groups) - 1)

@@ -30,14 +30,33 @@ class Binding:
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
     """The user's ``params`` as torch.optim's list of groups; a module becomes one group of named parameters."""
-    if isinstance(params, nn.Module):
-        return [{"params": list(params.named_parameters())}]
     if isinstance(params, Tensor):
         raise TypeError("params must be a module, an iterable of parameters or of param groups, not one tensor")
-    given = list(params)
-    if given and isinstance(given[0], dict):
-        return [dict(group) for group in given]
-    return [{"params": given}]
+    given = list(params.named_parameters() if isinstance(params, nn.Module) else params)
+    if not given:
+        raise ValueError("the parameter list is empty: there is nothing to optimise")
+    if not isinstance(given[0], dict):
+        return [{"params": given}]
+    groups = []
+    for group in given:
+        members = group["params"]
+        groups.append({**group, "params": [members] if isinstance(members, Tensor) else list(members)})
+    return groups
+
+
+def check_listed_once(groups: Sequence[dict[str, Any]], module: nn.Module | None) -> None:
+    """Raise `ValueError` naming a parameter that is listed twice, before torch has its own word for it."""
+    names = {id(binding.parameter): binding.name for binding in reversed(bindings(module))}
+    seen: set[int] = set()
+    index = 0
+    for group in groups:
+        for entry in group["params"]:
+            given, parameter = entry if isinstance(entry, tuple) else (None, entry)
+            if id(parameter) in seen:
+                name = names.get(id(parameter)) or given or f"parameter {index}"
+                raise ValueError(f"{name!r} is listed twice in the parameters: list each once")
+            seen.add(id(parameter))
+            index += 1
 
 
 def bindings(module: nn.Module | None) -> list[Binding]:
@@ -64,16 +83,12 @@ def specs(
         names.setdefault(id(binding.parameter), []).append(binding.name)
         order.setdefault(id(binding.parameter), len(order))
     found: list[tuple[int, Tensor, ParameterSpec]] = []
-    seen: dict[int, str] = {}
     index = first_index
     for number, group in enumerate(groups):
         given = group.get("param_names") or [None] * len(group["params"])
         for name, parameter in zip(given, group["params"], strict=True):
             aliases = names.get(id(parameter)) or ([name] if name is not None else [])
             label = aliases[0] if aliases else f"parameter {index}"
-            if id(parameter) in seen:
-                raise ValueError(f"{label!r} is listed twice in the parameters: list each once")
-            seen[id(parameter)] = label
             _check(parameter, label)
             spec = ParameterSpec(
                 tuple(aliases),

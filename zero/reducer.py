@@ -209,11 +209,13 @@ class Reducer:
     def _gather_means(self) -> None:
         """Give every rank the means, and agree whose gradient exists at all: the hash of the plain loop sees None."""
         tag = Tag(Kind.EXCHANGE, "which parameters were used", self._round)
-        self._agree_used([_Record.unpack(r) for r in self._transport.exchange(self._record(None).pack(), tag)])
-        works = [
-            store.gather_means(self._collective, self._round, self.divisor) for store in self.stores if store.has_sum
-        ]
-        Chain(works).wait()
+        records = [_Record.unpack(r) for r in self._transport.exchange(self._record(None).pack(), tag)]
+        self._agree_used(records)
+        if any(record.divisor != self.divisor for record in records):
+            self._means_divisor = None  # nobody's p.grad would be right; `settle` agrees and comes back
+            return
+        stores = [store for store in self.stores if store.has_sum]
+        Chain(store.gather_means(self._collective, self._round, self.divisor) for store in stores).wait()
         self._means_divisor = self.divisor
 
     def _empty_round(self) -> None:

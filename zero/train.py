@@ -61,7 +61,8 @@ def run(config: TrainConfig) -> int:
         else:
             _launch(config, world)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
         return _fail(error, config.out)
@@ -243,10 +244,13 @@ def _fail(error: Exception, out: Path | None = None) -> int:
 
 
 def _leave_traceback(error: Exception, out: Path) -> str:
+    """Write the traceback (of the rank that failed, where there is one) below `out`; returns words that say so."""
     path = out / TRACEBACK
-    trace = getattr(error, "trace", "") or "".join(traceback.format_exception(error))
+    trace = getattr(error, "trace", None)
+    if trace == "":
+        return ""
     try:
-        path.write_text(trace)
+        path.write_text("".join(traceback.format_exception(error)) if trace is None else trace)
     except OSError:
         return ""
     return f" (traceback in {path})"
