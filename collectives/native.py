@@ -6,6 +6,7 @@ every call is made with ranks of the group. Does not know: buckets, optimizers.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -155,9 +156,9 @@ class Native:
         if tag.round != self._announced:  # torch's own collectives have no headers
             self._announced = tag.round
             works.append(t.announce(tag))
-        width = max(high - low for low, high in zip(bounds, bounds[1:], strict=False))
+        width = max(high - low for low, high in itertools.pairwise(bounds))
         padded = t.scratch(width * t.world_size, source.dtype, source.device).zero_()
-        for rank, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for rank, (low, high) in enumerate(itertools.pairwise(bounds)):
             padded[rank * width : rank * width + high - low].copy_(source[low:high])
         received = t.scratch(width, source.dtype, source.device)
         call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -170,7 +171,7 @@ class Native:
         t = self._transport
         if t.world_size == 1:
             return Chain(())
-        width = max(high - low for low, high in zip(bounds, bounds[1:], strict=False))
+        width = max(high - low for low, high in itertools.pairwise(bounds))
         own = buffer[bounds[t.rank] : bounds[t.rank + 1]]
         sent = t.scratch(width, buffer.dtype, buffer.device).zero_()
         sent[: own.numel()].copy_(own)
@@ -180,7 +181,7 @@ class Native:
         t.count_payload((t.world_size - 1) * width * buffer.itemsize, (t.world_size - 1) * width * buffer.itemsize)
         copies = [
             (buffer[low:high], padded[rank * width : rank * width + high - low])
-            for rank, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False))
+            for rank, (low, high) in enumerate(itertools.pairwise(bounds))
             if rank != t.rank
         ]
         return _NativeWork(work, copies, None, t.timeout)

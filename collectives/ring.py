@@ -2,6 +2,9 @@
 
 A slice's sum travels around the ring and is formed in the order of the ring, which begins behind the owner: another
 order, and so other bits, than the fold in rank order. It is exact where sums are (integer-valued gradients).
+
+A rank sends to one neighbour and hears only from the other. So that it need not wait for one that failed and cannot
+say so, all ranks announce themselves to each other before the first round.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ class _Rounds:
     def wait(self) -> None:
         run, self._run = self._run, None
         if run is not None:
+            run.ring.transport.announce(run.tag).wait()
             run()
 
 
@@ -60,13 +64,11 @@ class _ReduceRun(_Run):
 
     def __call__(self) -> None:
         t = self.ring.transport
-        present = t.announce(self.tag)
         for i in range(t.world_size - 1):
             mine = self.slice(t.rank - i - 2)
             received = t.scratch(mine.numel(), mine.dtype, mine.device)
             self.shift(self.slice(t.rank - i - 1), received)
             mine.add_(received)
-        present.wait()
         own = self.slice(t.rank)
         if self.start is None:
             self.out.copy_(own)

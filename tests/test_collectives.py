@@ -1015,39 +1015,38 @@ def test_at_least_one_bucket_is_in_flight() -> None:
 
 
 @given(
-    st.lists(
+    events=st.lists(
         st.tuples(st.sampled_from([0, 1, 7, 64, 80, 100, 1000, 1200, 5000]), st.sampled_from([FP32, BF16]))
         | st.integers(0, 20),
         max_size=40,
     ),
-    st.booleans(),
+    views_only=st.booleans(),
 )
 def test_the_pool_hands_out_no_block_twice_and_holds_a_bounded_surplus(
     events: list[tuple[int, torch.dtype] | int], views_only: bool
 ) -> None:
     """An event takes a tensor, or lets go of the one of that number. What is held keeps its content."""
     pool = Pool()
-    live: list[tuple[Tensor, int]] = []
+    live: list[tuple[Tensor, int, int]] = []  # what is held, what was written there, bytes asked for
     most_asked = peak = 0
+
+    def take(number: int, numel: int, dtype: torch.dtype) -> Tensor:
+        taken = pool.take(numel, dtype, CPU)
+        assert (taken.shape, taken.dtype) == ((numel,), dtype)
+        assert taken.data_ptr() % 64 == 0
+        taken.fill_(number)
+        return taken[numel // 2 :] if views_only else taken
+
     for number, event in enumerate(events):
         if isinstance(event, tuple):
-            taken = pool.take(*event, CPU)
-            assert (taken.numel(), taken.dtype, taken.dim()) == (event[0], event[1], 1)
-            assert taken.data_ptr() % 64 == 0
-            taken.fill_(number)
-            live.append(
-                (taken.view(torch.uint8)[: taken.nbytes // 2].view(taken.dtype) if views_only else taken, number)
-            )
-            live[-1] = (taken[taken.numel() // 2 :], number) if views_only else (taken, number)
-            del taken
+            live.append((take(number, *event), number, event[0] * event[1].itemsize))
         elif live:
             del live[event % len(live)]
-        asked = sum(tensor.untyped_storage().nbytes() for tensor, _ in live)
+        asked = sum(nbytes for _, _, nbytes in live)
         most_asked, peak = max(most_asked, asked), max(peak, pool.held_bytes)
         assert asked <= pool.held_bytes <= SPARE * most_asked
         assert pool.peak_bytes == peak
-        for tensor, written in live:
-            assert (tensor == written).all()
+        assert all((held == written).all() for held, written, _ in live)
 
 
 def test_a_block_is_reused_as_soon_as_nobody_holds_it_also_through_a_view() -> None:

@@ -237,9 +237,8 @@ def test_importing_the_library_needs_nothing_but_torch() -> None:
 def _uses_of_distributed(module: str) -> Iterator[int]:
     yield from (found.line for found in _at_run_time(module) if found.target.startswith("torch.distributed"))
     for node in ast.walk(TREES[module]):
-        if isinstance(node, ast.Attribute) and node.attr == "distributed":
-            if isinstance(node.value, ast.Name) and node.value.id == "torch":
-                yield node.lineno
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield node.lineno
 
 
 def test_torch_distributed_is_touched_in_two_modules_only() -> None:
@@ -288,14 +287,15 @@ def _mutations(tree: ast.Module) -> list[tuple[int, str]]:
         arguments = {a.arg for a in ast.walk(function) if isinstance(a, ast.arg)}
         shared = outer - {n.id for n in names} - arguments
         for node in ast.walk(function):
+            changed = None
+            if isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
+                changed = root(node)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+                changed = root(node.func.value)
             if isinstance(node, ast.Global):
                 found.append((node.lineno, ", ".join(node.names)))
-            elif isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
-                if (name := root(node)) in shared:
-                    found.append((node.lineno, str(name)))
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
-                if (name := root(node.func.value)) in shared:
-                    found.append((node.lineno, str(name)))
+            elif changed in shared:
+                found.append((node.lineno, str(changed)))
     return found
 
 

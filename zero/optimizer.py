@@ -39,7 +39,7 @@ from . import checkpoint
 from .describe import Description, describe
 from .inner import BucketStates, InnerOptimizer, Options, check_elementwise
 from .layout import Layout, ParameterSpec, build
-from .norm import PowerSum, check_norm_arguments, clip_factor
+from .norm import PowerSum, check_finite, check_norm_arguments, clip_factor
 from .parameters import as_groups, bindings, check_listed_once, misplaced, specs
 from .reducer import Reducer
 from .stages import Placement, stage_of, strided
@@ -309,7 +309,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ranks. Raises `RuntimeError` where ``error_if_nonfinite`` and the norm is nan or infinite.
         """
         self._check()
-        check_norm_arguments(max_norm, norm_type)
+        max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
         self._reducer.settle("clip_grad_norm_()", self._problem())
         pieces, dtype = self._owned_gradients()
         mine = PowerSum.of(pieces, norm_type)
@@ -317,8 +317,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for data in self._transport.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):
             total = total.merge(PowerSum.from_bytes(data))
         norm = total.norm(dtype)
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(f"the gradient norm of order {norm_type} is {norm.item()}; nothing was clipped")
+        if error_if_nonfinite:
+            check_finite(norm, norm_type)
         factor = clip_factor(norm, max_norm)
         if not bool(factor == 1.0):
             for store in self._reducer.stores:

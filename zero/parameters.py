@@ -75,7 +75,7 @@ def specs(
     """The listed parameters and their specs in order of registration: the module's where there is one, else as listed.
 
     Raises `ValueError` or `TypeError`, naming the parameter, for one that is listed twice, is not a leaf, has a dtype
-    or memory that cannot be laid out, or already has a gradient.
+    or memory that cannot be laid out.
     """
     names: dict[int, list[str]] = {}
     order: dict[int, int] = {}
@@ -116,11 +116,6 @@ def _check(parameter: Tensor, name: str) -> None:
         raise ValueError(f"{name!r} is the result of a computation: only leaf tensors can be optimised")
     if parameter.layout is not torch.strided or parameter.device.type == "meta":
         raise ValueError(f"{name!r} has no ordinary memory (layout {parameter.layout}, device {parameter.device})")
-    if parameter.grad is not None:
-        raise ValueError(
-            f"{name!r} already has a gradient: build the optimizer before the first backward, or after "
-            "model.zero_grad()"
-        )
     if _overlaps_itself(parameter):
         raise ValueError(
             f"{name!r} overlaps itself in memory (shape {tuple(parameter.shape)}, strides {parameter.stride()}, as "

@@ -335,16 +335,22 @@ class Reducer:
         """Put placeholders where the means are, so that autograd does not add to these."""
         if not self.hooks.interrupted:
             self._notice_cleared()
+            self._take_assigned()
         for index, held in enumerate(self._held):
             if held is not None:
                 self._hold(index, self._placeholder(index))
+
+    def _shows_mean(self, index: int) -> bool:
+        """True when the mean itself was put into p.grad, and the user may edit or replace it."""
+        held = self._held[index]
+        return held is not None and not isinstance(held, ShardedGradient)
 
     def _notice_cleared(self) -> None:
         """Find the gradients that were set to None since they were put in place."""
         cleared = False
         for index, held in enumerate(self._held):
             if held is not None and self.parameters[index].grad is not held:
-                if self._stage.means_are_gathered and self.parameters[index].grad is not None:
+                if self._shows_mean(index) and self.parameters[index].grad is not None:
                     continue  # assigned; `_take_assigned` copies it
                 store, slot = self._places[index]
                 store.clear_slot(slot)
@@ -367,7 +373,7 @@ class Reducer:
             gradient = parameter.grad
             if gradient is None or gradient is self._held[index]:
                 continue
-            if self._stage.means_are_gathered and isinstance(self._held[index], Tensor):
+            if self._shows_mean(index):
                 continue
             return (
                 f"the gradient of {self._name(index)} was assigned from outside: only backward() can say what this "
@@ -378,8 +384,8 @@ class Reducer:
     def _take_assigned(self) -> None:
         """Copy gradients that the user put in place of the means."""
         for index, parameter in enumerate(self.parameters):
-            held, gradient = self._held[index], parameter.grad
-            if held is not None and gradient is not None and gradient is not held:
+            gradient = parameter.grad
+            if self._shows_mean(index) and gradient is not None and gradient is not self._held[index]:
                 store, slot = self._places[index]
                 store.mean_view(slot).copy_(gradient)
 
@@ -438,7 +444,7 @@ class Reducer:
         if set_to_none:
             for index in range(len(self.parameters)):
                 self.used[index] = False
-                self._hold(index, None)
+                self._hold(index, None)  # also what was there before this object
             self._position = 0
             for store in self.stores:
                 store.clear()
