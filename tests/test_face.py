@@ -787,7 +787,7 @@ def test_padding_and_scratch_cannot_be_observed(stage: int) -> None:
     """Everything that no slot owns is filled with NaN between the phases; the bits stay."""
 
     def poison(optimizer: ZeroOptimizer) -> None:
-        for bucket, flat in zip(optimizer._layout.buckets, optimizer._flats, strict=True):
+        for bucket, flat in zip(optimizer._storage.layout.buckets, optimizer._storage.flats, strict=True):
             for slot, end in zip(bucket.slots, [*(s.offset for s in bucket.slots[1:]), bucket.numel], strict=True):
                 flat[slot.end : end] = float("nan")
         for store in optimizer._reducer.stores:

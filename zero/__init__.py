@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .norm import clip_grad_norm_
+from .clip import clip_grad_norm_
 from .optimizer import ZeroOptimizer
 
 __all__ = ["ZeroOptimizer", "clip_grad_norm_"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from collectives import Kind, Tag, Transport, Work
 from .inner import InnerOptimizer, Options, PieceState
 from .layout import Layout
 from .stages import flattened, strided
+from .storage import ParameterStorage
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)}
 
@@ -214,3 +215,34 @@ def _scalar(name: str, value: Any, on_device: bool, device: str) -> Any:
     if name == "step" and on_device:
         return value.detach().clone().to(device=device, dtype=torch.float32)
     return value.detach().clone()
+
+
+class States(Mapping[Tensor, dict[str, Any]]):
+    """``optimizer.state``: for each parameter what this rank holds, live. A piece is 1-D; a whole has the
+    parameter's shape."""
+
+    def __init__(self, storage: ParameterStorage, inner: InnerOptimizer) -> None:
+        self._storage, self._inner = storage, inner
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        index = self._storage.index(parameter)
+        spec = self._storage.layout.parameters[index]
+        found: dict[str, Any] = {}
+        for states in self._inner.states:
+            for number, piece in enumerate(states.pieces):
+                slot = states.bucket.slots[piece.slot]
+                state = self._inner.state_of(states.bucket.index, number) if slot.parameter == index else None
+                if state is None:
+                    continue
+                found.update(state.scalars)
+                for name in state.elementwise:
+                    flat = states.flat[name][piece.begin - states.begin : piece.end - states.begin]
+                    whole = piece.numel == slot.numel
+                    found[name] = strided(flat, 0, spec.shape, spec.stride) if whole else flat
+        return found
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (p for p in self._storage.parameters if self[p])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -49,7 +49,7 @@ class ShardedGradient(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     owner: str
-    index: int
+    number: int
     capture: Tensor | None
     listener: weakref.ref[Listener]
 
@@ -58,7 +58,7 @@ class ShardedGradient(torch.Tensor):
         made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
         )
-        made.owner, made.index, made.capture, made.listener = name, index, None, listener
+        made.owner, made.number, made.capture, made.listener = name, index, None, listener
         return made
 
     def __init__(self, like: Tensor, name: str, index: int, listener: weakref.ref[Listener]) -> None:
@@ -86,13 +86,12 @@ class ShardedGradient(torch.Tensor):
             for gradient in args[0]:
                 gradient._zero() if isinstance(gradient, cls) else gradient.zero_()
             return None
-        found = [a for a in _flat(args) if isinstance(a, cls)]
-        found[0]._refuse(str(func))
+        return next(a for a in _flat(args) if isinstance(a, cls))._refuse(str(func))
 
     def _zero(self) -> None:
         listener = self.listener()
         if listener is not None:
-            listener.gradient_zeroed(self.index)
+            listener.gradient_zeroed(self.number)
 
     def _refuse(self, action: str) -> NoReturn:
         raise RuntimeError(

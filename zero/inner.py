@@ -248,10 +248,10 @@ class InnerOptimizer:
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     """The class's own ``step``, without the hooks that torch wraps around it: these belong to the user's object."""
-    step = type(optimizer).step
+    step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
-    return lambda: step(optimizer)  # type: ignore[call-arg]
+    return lambda: step(optimizer)
 
 
 def check_elementwise(

@@ -11,8 +11,6 @@ Knows: the order of a step. Its parts do the work: `parameters` (what the user g
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -36,13 +34,16 @@ from collectives import (
 )
 
 from . import checkpoint
+from .clip import check_finite, check_norm_arguments, clip_factor
 from .describe import Description, describe
 from .inner import BucketStates, InnerOptimizer, Options, check_elementwise
-from .layout import Layout, ParameterSpec, build
-from .norm import PowerSum, check_finite, check_norm_arguments, clip_factor
-from .parameters import as_groups, bindings, check_listed_once, misplaced, specs
+from .layout import ParameterSpec, build
+from .norm import PowerSum
+from .parameters import as_groups, check_listed_once, specs
 from .reducer import Reducer
-from .stages import Placement, stage_of, strided
+from .replicas import agree_on_construction, broadcast, compare
+from .stages import Placement, stage_of
+from .storage import ParameterStorage
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -104,20 +105,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._direct = Pairwise(self._transport)
         self._collective: Collective = algorithm(self._transport)
         self._elementwise: frozenset[str] = frozenset()
-        self._layout = Layout((), (), self._transport.world_size)
-        self._flats: list[Tensor] = []
-        self._parameters: list[Tensor] = []
+        self._storage = ParameterStorage(self._transport, self._module)
         self._consolidated: dict[str, Any] | None = None
-        self._reducer = Reducer([], self._layout, self._stage, self._transport, self._collective)
+        self._reducer = Reducer([], self._storage.layout, self._stage, self._transport, self._collective)
         groups = as_groups(params)
         check_listed_once(groups, self._module)
         super().__init__(groups, self._inner.defaults)
-        self.state: Any = _States(self)
+        self.state: Any = checkpoint.States(self._storage, self._inner)
         self._adopt(self.param_groups, 0)
-        self._bindings = bindings(self._module)
         self._built = True
         self.divisor = self._transport.world_size if divisor is None else divisor
-        self._copy_from_rank_0()
+        broadcast(self._direct, self._transport, [*self._storage.flats, *self._storage.elsewhere()])
 
     # -- construction -------------------------------------------------------------------------------------------------
 
@@ -131,7 +129,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("add_param_group() inside a backward")
         group = dict(param_group)
         group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        known = {id(p): self._name(p) for g in self.param_groups for p in g["params"]}
+        known = {id(p): self._storage.name(p) for g in self.param_groups for p in g["params"]}
         for entry in group["params"]:
             parameter = entry[1] if isinstance(entry, tuple) else entry
             if id(parameter) in known:
@@ -143,8 +141,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        self._bindings = bindings(self._module)
-        self._broadcast([self._flats[bucket.index] for bucket in self._layout.buckets[first:]])
+        broadcast(self._direct, self._transport, self._storage.flats[first:])
 
     def _adopt(self, groups: Sequence[Options], first_group: int) -> int:
         """Lay out, check and take over the parameters of ``groups``; returns the first new bucket."""
@@ -152,7 +149,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         found: list[Tensor] = []
         described: list[ParameterSpec] = []
         try:
-            found, described = specs(groups, self._module, len(self._parameters), first_group)
+            found, described = specs(groups, self._module, len(self._storage.parameters), first_group)
             for group in groups:
                 for spec in {
                     (s.dtypes.compute, s.device): s for s in described if self.param_groups[s.group] is group
@@ -162,75 +159,31 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     self._elementwise |= check_elementwise(self._class, options, spec.dtypes.compute, device)
         except (ValueError, TypeError) as error:
             problem = error
-        self._agree(problem, described)
-        first = len(self._layout.buckets)
+        agree_on_construction(self._transport, self._lines(described), problem)
+        first = len(self._storage.flats)
         if first:
-            self._layout = self._layout.extended(described, self._bucket_bytes)
+            layout = self._storage.layout.extended(described, self._bucket_bytes)
         else:
-            self._layout = build(described, self._transport.world_size, self._bucket_bytes)
-        self._parameters += found
-        for bucket in self._layout.buckets[first:]:
-            flat = self._transport.empty(bucket.numel, bucket.dtypes.compute, torch.device(bucket.device))
-            for slot in bucket.slots:
-                spec, parameter = self._layout.parameters[slot.parameter], self._parameters[slot.parameter]
-                view = strided(flat, slot.offset, spec.shape, spec.stride)
-                view.copy_(parameter.detach())
-                parameter.data = view
-            self._flats.append(flat)
+            layout = build(described, self._transport.world_size, self._bucket_bytes)
+        self._storage.adopt(found, layout)
+        for bucket in layout.buckets[first:]:
             begin, end = self._stage.stepped(bucket, self._transport.rank)
-            slot_groups = [self._layout.parameters[slot.parameter].group for slot in bucket.slots]
-            self._inner.add(BucketStates(bucket, begin, end, flat[begin:end], slot_groups), self.param_groups)
-        self._reducer.extend(found, self._layout)
+            slot_groups = [layout.parameters[slot.parameter].group for slot in bucket.slots]
+            master = self._storage.flats[bucket.index][begin:end]
+            self._inner.add(BucketStates(bucket, begin, end, master, slot_groups), self.param_groups)
+        self._reducer.extend(found, layout)
         return first
 
-    def _agree(self, problem: Exception | None, described: Sequence[ParameterSpec]) -> None:
-        """Compare what the ranks built. Collective; the first difference is an error on all of them."""
-        buffers = (
-            []
-            if self._module is None
-            else [f"buffer {name} {list(b.shape)} {b.dtype}" for name, b in self._module.named_buffers()]
-        )
+    def _lines(self, described: Sequence[ParameterSpec]) -> list[str]:
+        """What the ranks must have built alike, as text."""
         settings = f"stage {self._stage.number}, collective {self._collective.name}, bucket {self._bucket_bytes} bytes"
-        lines = [settings, f"optimizer {self._class.__name__}", *(spec.line() for spec in described), *buffers]
-        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        mine = json.dumps({"problem": None if problem is None else str(problem), "digest": digest})
-        told = [json.loads(d) for d in self._transport.exchange(mine.encode(), Tag(Kind.EXCHANGE, "construction"))]
-        if problem is not None:
-            raise problem
-        for rank, theirs in enumerate(told):
-            if theirs["problem"] is not None:
-                raise ValueError(f"rank {rank}: {theirs['problem']}")
-        if all(theirs["digest"] == digest for theirs in told):
-            return
-        all_lines = self._transport.exchange("\n".join(lines).encode(), Tag(Kind.EXCHANGE, "construction, lines"))
-        texts = [text.decode().split("\n") for text in all_lines]
-        rank = next(r for r, theirs in enumerate(told) if theirs["digest"] != told[0]["digest"])
-        length = max(len(texts[0]), len(texts[rank]))
-        first, other = ([*text, *["nothing more"] * (length - len(text))] for text in (texts[0], texts[rank]))
-        position = next(i for i in range(length) if first[i] != other[i])
-        raise ValueError(
-            f"the ranks built different models or optimizers: rank 0 has [{first[position]}] where rank {rank} has "
-            f"[{other[position]}]"
-        )
-
-    def _copy_from_rank_0(self) -> None:
-        listed = {id(p) for p in self._parameters}
-        rest: list[Tensor] = []
-        if self._module is not None:
-            rest = [p.detach() for p in self._module.parameters() if id(p) not in listed]
-            rest += [b.detach() for b in self._module.buffers()]
-        self._broadcast([*self._flats, *rest])
-
-    def _broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Group rank 0's values for all. Collective."""
-        if self.world_size == 1:
-            return
-        for number, tensor in enumerate(tensors):
-            flat = tensor.contiguous().view(-1).view(torch.uint8)
-            tag = Tag(Kind.ALL_GATHER, f"copy {number} of rank 0's values", index=number)
-            self._direct.all_gather(flat, [0] + [flat.numel()] * self.world_size, tag=tag).wait()
-            if flat.data_ptr() != tensor.data_ptr():
-                tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+        buffers = [] if self._module is None else self._module.named_buffers()
+        return [
+            settings,
+            f"optimizer {self._class.__name__}",
+            *(spec.line() for spec in described),
+            *(f"buffer {name} {list(buffer.shape)} {buffer.dtype}" for name, buffer in buffers),
+        ]
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
@@ -266,7 +219,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def describe(self) -> Description:
         """What this rank holds, read from the tensors themselves, beside what the formulas say. Local."""
         return describe(
-            self._layout, self._stage, self._transport, self._collective, self._flats, self._reducer, self._inner
+            self._storage.layout,
+            self._stage,
+            self._transport,
+            self._collective,
+            self._storage.flats,
+            self._reducer,
+            self._inner,
         )
 
     def check_replicas(self) -> str:
@@ -275,17 +234,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises `RuntimeError` naming the first parameter that differs and the ranks, on every rank.
         """
         self._check()
-        hashes = [hashlib.sha256(_bytes_of(p)).digest() for p in self._parameters]
-        told = self._transport.exchange(b"".join(hashes), Tag(Kind.EXCHANGE, "check_replicas()"))
-        for rank, theirs in enumerate(told):
-            for index in range(len(hashes)):
-                if theirs[32 * index : 32 * index + 32] != told[0][32 * index : 32 * index + 32]:
-                    name = self._layout.parameters[index].name
-                    raise RuntimeError(
-                        f"{name!r} differs between rank 0 and rank {rank}: edit parameters on every "
-                        "rank alike, or inside gathered(write=True)"
-                    )
-        return hashlib.sha256(told[0]).hexdigest()
+        layout = self._storage.layout
+        named = [(spec.name, p) for spec, p in zip(layout.parameters, self._storage.parameters, strict=True)]
+        return compare(self._transport, named, "check_replicas()")
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order; lengths may differ. All ranks."""
@@ -310,7 +261,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._check()
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
-        self._reducer.settle("clip_grad_norm_()", self._problem())
+        self._reducer.settle("clip_grad_norm_()", self._storage.problem())
         pieces, dtype = self._owned_gradients()
         mine = PowerSum.of(pieces, norm_type)
         total = PowerSum.of([], norm_type)
@@ -350,7 +301,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._reducer.settle("step()", self._problem())
+        self._reducer.settle("step()", self._storage.problem())
         try:
             self._update()
         except CollectiveError:
@@ -367,7 +318,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         works: list[Work] = []
         changed: dict[int, Options] = {}
         used = self._reducer.used
-        for bucket, store in zip(self._layout.buckets, self._reducer.stores, strict=True):
+        for bucket, store in zip(self._storage.layout.buckets, self._reducer.stores, strict=True):
             if not any(used[slot.parameter] for slot in bucket.slots):
                 continue
             gradient = store.settled()
@@ -377,7 +328,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             changed.update(self._inner.step(bucket.index, gradient, present, self.param_groups))
             if self._stage.parameters_are_gathered:
                 tag = Tag(Kind.ALL_GATHER, f"parameters of bucket {bucket.index}", index=bucket.index)
-                works.append(self._collective.all_gather(self._flats[bucket.index], bucket.bounds, tag=tag))
+                works.append(self._collective.all_gather(self._storage.flats[bucket.index], bucket.bounds, tag=tag))
         Chain(works).wait()
         for number, options in changed.items():
             self.param_groups[number].update(options)
@@ -391,7 +342,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def full_grad(self, parameter: Tensor) -> Tensor | None:
         """The whole mean gradient of ``parameter`` in its shape, a copy; None where no rank used it. All ranks."""
         self._check()
-        return self._reducer.full_gradient(self._index(parameter))
+        return self._reducer.full_gradient(self._storage.index(parameter))
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -404,27 +355,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._check()
         chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
-        indices = None if chosen is None else [self._index(p) for p in chosen]
+        storage = self._storage
+        flats = storage.flats if chosen is None else [storage.flat_of(storage.index(p)) for p in chosen]
         try:
             yield
         finally:
             if write:
-                problem = self._problem()
+                problem = self._storage.problem()
                 if problem is not None:
                     raise RuntimeError(f"rank {self.rank}: {problem}")
-                self._broadcast(self._flats if indices is None else [self._slot_flat(index) for index in indices])
-
-    def _slot_flat(self, index: int) -> Tensor:
-        bucket, slot = next((b, s) for b, _, s in self._layout.slots() if s.parameter == index)
-        return self._flats[bucket.index][slot.offset : slot.end]
+                broadcast(self._direct, self._transport, flats)
 
     def close(self) -> None:
         """Make the model plain again: every parameter gets memory of its own, and every hook goes. All ranks."""
         if self._closed:
             return
         self._reducer.close()
-        for parameter in self._parameters:
-            parameter.data = parameter.detach().clone()
+        self._storage.release()
         self._closed = True
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -438,9 +385,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reducer.agree(purpose)
         whole_here = self._stage.states is Placement.WHOLE or self.world_size == 1
         tag = Tag(Kind.EXCHANGE, purpose)
-        state = checkpoint.gather(self._layout, self._inner, self._transport, to, whole_here, tag)
+        state = checkpoint.gather(self._storage.layout, self._inner, self._transport, to, whole_here, tag)
         if state is not None:
-            groups = checkpoint.packed_groups(self.param_groups, self._layout)
+            groups = checkpoint.packed_groups(self.param_groups, self._storage.layout)
             self._consolidated = {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def state_dict(self) -> dict[str, Any]:
@@ -478,11 +425,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             with torch.no_grad():
                 names |= check_elementwise(self._class, options, torch.float32, torch.device("cpu"))
-        mapping = checkpoint.check(loaded, self.param_groups, self._layout, names)
+        mapping = checkpoint.check(loaded, self.param_groups, self._storage.layout, names)
         for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
             options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
             group.update(options)
-        checkpoint.scatter(loaded["state"], mapping, self.param_groups, self._layout, self._inner, names)
+        checkpoint.scatter(loaded["state"], mapping, self.param_groups, self._storage.layout, self._inner, names)
         self._elementwise, self._consolidated = names, None
         for load_hook in self._optimizer_load_state_dict_post_hooks.values():
             load_hook(self)
@@ -499,71 +446,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._closed:
             raise RuntimeError("this optimizer is closed: the model is plain again; build a new optimizer")
 
-    def _index(self, parameter: Tensor) -> int:
-        for index, known in enumerate(self._parameters):
-            if known is parameter:
-                return index
-        raise ValueError(f"a tensor of shape {tuple(parameter.shape)} is not one of this optimizer's parameters")
-
-    def _name(self, parameter: Tensor) -> str:
-        return self._layout.parameters[self._index(parameter)].name
-
-    def _problem(self) -> str | None:
-        """What this rank alone may see: parameters that were moved, cast or replaced."""
-        for bucket, _, slot in self._layout.slots():
-            parameter, spec = self._parameters[slot.parameter], self._layout.parameters[slot.parameter]
-            flat = self._flats[bucket.index]
-            place = flat.data_ptr() + slot.offset * flat.element_size()
-            if parameter.dtype is not flat.dtype or parameter.device != flat.device:
-                return (
-                    f"{spec.name!r} is now {parameter.dtype} on {parameter.device}, but was {flat.dtype} on "
-                    f"{flat.device} when the optimizer was built: move and cast the model before that"
-                )
-            if slot.numel and parameter.data_ptr() != place:
-                return (
-                    f"the memory of {spec.name!r} was replaced after the optimizer was built (by assigning to .data, or "
-                    "by moving the model): edit parameters in place"
-                )
-        return misplaced(self._bindings)
-
     def __repr__(self) -> str:
-        groups = super().__repr__() if self._built else ""
-        return (
-            f"ZeroOptimizer({self._class.__name__}, stage={self._stage.number}, rank {self.rank} of {self.world_size})\n"
-            f"{groups}"
-        )
-
-
-class _States(Mapping[Tensor, dict[str, Any]]):
-    """``optimizer.state``: for each parameter what this rank holds, live. A piece is 1-D; a whole has the
-    parameter's shape."""
-
-    def __init__(self, optimizer: ZeroOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        optimizer = self._optimizer
-        index = optimizer._index(parameter)
-        spec = optimizer._layout.parameters[index]
-        found: dict[str, Any] = {}
-        for states in optimizer._inner.states:
-            for number, piece in enumerate(states.pieces):
-                slot = states.bucket.slots[piece.slot]
-                state = optimizer._inner.state_of(states.bucket.index, number) if slot.parameter == index else None
-                if state is None:
-                    continue
-                found.update(state.scalars)
-                for name in state.elementwise:
-                    flat = states.flat[name][piece.begin - states.begin : piece.end - states.begin]
-                    whole = piece.numel == slot.numel
-                    found[name] = strided(flat, 0, spec.shape, spec.stride) if whole else flat
-        return found
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (p for p in self._optimizer._parameters if self[p])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+        name = f"{self._class.__name__}, stage={self._stage.number}, rank {self.rank} of {self.world_size}"
+        return f"ZeroOptimizer({name})\n{super().__repr__() if self._built else ''}"
 
 
 def _transport(process_group: ProcessGroup | Transport | None) -> Transport:
@@ -586,7 +471,3 @@ def _bucket_bytes(bucket_cap_mb: float) -> int:
     if not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0 or math.isinf(bucket_cap_mb):
         raise ValueError(f"bucket_cap_mb must be a positive number of MiB, not {bucket_cap_mb!r}")
     return int(bucket_cap_mb * 1024 * 1024)
-
-
-def _bytes_of(parameter: Tensor) -> bytes:
-    return parameter.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()

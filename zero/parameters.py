@@ -5,6 +5,7 @@ Knows: modules, parameters, names. Does not know: ranks, gradients, optimizers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,7 +142,7 @@ def _check_apart(parameters: Sequence[tuple[Tensor, str]]) -> None:
             begin = parameter.data_ptr()
             spans.append((begin, begin + (reach + 1) * parameter.element_size(), name))
     spans.sort()
-    for (_, end, name), (begin, _, other) in zip(spans, spans[1:], strict=False):
+    for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
         if begin < end:
             raise ValueError(
                 f"{name!r} and {other!r} share memory but are different parameters: tie them by using one parameter in "

@@ -14,11 +14,8 @@ parameters were used, what is pending, the divisor, and errors that one rank alo
 
 from __future__ import annotations
 
-import json
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -26,9 +23,11 @@ from torch import Tensor
 
 from collectives import BucketQueue, Chain, Collective, Kind, MismatchError, Tag, Transport, Work
 
+from .agreement import Record, check
+from .faces import Faces
 from .gradients import GradientStore
-from .hooks import GradientHooks, ShardedGradient
-from .layout import Layout
+from .hooks import GradientHooks
+from .layout import Layout, ParameterSpec
 from .stages import Stage
 
 
@@ -38,28 +37,6 @@ class Phase(Enum):
     OPEN = "backwards add to them"
     SETTLED = "they are means, perhaps clipped"
     STEPPED = "a step has used them"
-
-
-@dataclass(frozen=True)
-class _Record:
-    """What a rank tells the others when gradients are settled."""
-
-    divisor: float
-    pending: bool
-    error: str | None
-    used: bytes
-    trainable: bytes
-
-    def pack(self) -> bytes:
-        head = {"divisor": float(self.divisor).hex(), "pending": self.pending, "error": self.error}
-        return json.dumps(head).encode() + b"\0" + self.used + self.trainable
-
-    @classmethod
-    def unpack(cls, data: bytes) -> _Record:
-        head, _, masks = data.partition(b"\0")
-        fields = json.loads(head)
-        half = len(masks) // 2
-        return cls(float.fromhex(fields["divisor"]), fields["pending"], fields["error"], masks[:half], masks[half:])
 
 
 class Reducer:
@@ -74,9 +51,8 @@ class Reducer:
         self.used: list[bool] = []
         self.phase = Phase.OPEN
         self.divisor: float = transport.world_size
-        self._held: list[Tensor | None] = []  # what this object put into each p.grad
+        self._faces = Faces(self)
         self._places: list[tuple[GradientStore, int]] = []
-        self._placeholders: list[ShardedGradient | None] = []
         self._round = self._meeting = 0
         self._position = 0  # of the round since gradients were last cleared: ranks that skip a step alone are found
         self._sync = True
@@ -100,8 +76,7 @@ class Reducer:
         first = len(self.parameters)
         self.parameters += parameters
         self.used += [False] * len(parameters)
-        self._held += [None] * len(parameters)
-        self._placeholders += [None] * len(parameters)
+        self._faces.extend(parameters, layout.parameters[first:])
         places = {slot.parameter: (self.stores[bucket.index], number) for bucket, number, slot in layout.slots()}
         self._places = [places[index] for index in range(len(self.parameters))]
         hide = self._hide if self._stage.means_are_gathered else None
@@ -138,7 +113,7 @@ class Reducer:
             raise RuntimeError(f"{self._name(index)} received two gradients in one backward")
         store.arrived[slot] = gradient
         self.used[index] = True
-        self._hold(index, self._placeholder(index))
+        self._faces.put_placeholder(index)
         bucket = store.bucket.index
         self._missing[bucket] = self._missing.get(bucket, 0) - 1
         if self._missing[bucket] == 0:
@@ -191,25 +166,16 @@ class Reducer:
             if self._stage.means_are_gathered:
                 self._gather_means()
         except MismatchError as error:
-            mask = {i: m for i, m in self._trainable.items()}
-            frozen = [
-                self._name(slot.parameter)
-                for store in self.stores
-                for slot, trainable in zip(
-                    store.bucket.slots, mask.get(store.bucket.index, [False] * len(store.bucket.slots)), strict=True
-                )
-                if not trainable
-            ]
-            raise MismatchError(
-                f"{error} (frozen on rank {self._transport.rank}: {', '.join(frozen) or 'none'})"
-            ) from error
+            frozen = [repr(spec.name) for spec, p in self._specs() if not p.requires_grad]
+            text = f"{error} (frozen on rank {self._transport.rank}: {', '.join(frozen) or 'none'})"
+            raise MismatchError(text) from error
         finally:
             self._in_round = False
 
     def _gather_means(self) -> None:
         """Give every rank the means, and agree whose gradient exists at all: the hash of the plain loop sees None."""
         tag = Tag(Kind.EXCHANGE, "which parameters were used", self._round)
-        records = [_Record.unpack(r) for r in self._transport.exchange(self._record(None).pack(), tag)]
+        records = [Record.unpack(r) for r in self._transport.exchange(self._record(None).pack(), tag)]
         self._agree_used(records)
         if any(record.divisor != self.divisor for record in records):
             self._means_divisor = None  # nobody's p.grad would be right; `settle` agrees and comes back
@@ -247,7 +213,7 @@ class Reducer:
             self._notice_cleared()
             if problem is not None:
                 raise RuntimeError(f"rank {self._transport.rank}: {problem}")
-            if self.phase != Phase.OPEN:
+            if not self._is_open():
                 return
         records = self.agree(purpose, problem)
         if any(record.pending for record in records):
@@ -257,7 +223,7 @@ class Reducer:
             if self._means_divisor != self.divisor:
                 self._gather_means()
             self._show()
-            self._take_assigned()
+            self._take_replaced()
         else:
             for store in self.stores:
                 store.divide(self.divisor)
@@ -265,40 +231,32 @@ class Reducer:
         self.phase, self._settled_by = Phase.SETTLED if self._stale else Phase.OPEN, purpose
         self._show()
 
-    def agree(self, purpose: str, problem: str | None = None) -> list[_Record]:
+    def _is_open(self) -> bool:
+        return self.phase is Phase.OPEN
+
+    def agree(self, purpose: str, problem: str | None = None) -> list[Record]:
         """Meet all ranks and compare what they hold. Collective; raises the same error on every rank."""
         self.finish_interrupted()
         self._notice_cleared()
-        problem = problem or self._assigned()
+        stranger = self._faces.stranger()
+        if stranger is not None:
+            problem = problem or (
+                f"the gradient of {stranger!r} was assigned from outside: only backward() can say what this rank "
+                "contributes"
+            )
         self._meeting += 1
         self._transport.meet(Tag(Kind.MEET, purpose, self._round, self._meeting), self._empty_round)
         tag = Tag(Kind.EXCHANGE, purpose, self._round, self._meeting)
-        records = [_Record.unpack(r) for r in self._transport.exchange(self._record(problem).pack(), tag)]
-        for rank, record in enumerate(records):
-            if record.error is not None:
-                raise RuntimeError(f"rank {rank}: {record.error}")
-        for rank, record in enumerate(records):
-            if record.divisor != records[0].divisor:
-                raise ValueError(
-                    f"{purpose}: optimizer.divisor is {records[0].divisor:g} on rank 0, but {record.divisor:g} on rank "
-                    f"{rank}: it must be equal on all ranks"
-                )
-            if record.trainable != records[0].trainable:
-                pairs = zip(record.trainable, records[0].trainable, strict=True)
-                index = next(i for i, (a, b) in enumerate(pairs) if a != b)
-                state = ["frozen", "trainable"]
-                raise RuntimeError(
-                    f"{purpose}: {self._name(index)} is {state[records[0].trainable[index]]} on rank 0, but "
-                    f"{state[record.trainable[index]]} on rank {rank}: freeze and unfreeze on every rank alike"
-                )
+        records = [Record.unpack(r) for r in self._transport.exchange(self._record(problem).pack(), tag)]
+        check(records, purpose, self._name)
         return records
 
-    def _record(self, problem: str | None) -> _Record:
+    def _record(self, problem: str | None) -> Record:
         trainable = bytes(p.requires_grad for p in self.parameters)
         pending = any(store.pending for store in self.stores)
-        return _Record(self.divisor, pending, problem, bytes(self.used), trainable)
+        return Record(self.divisor, pending, problem, bytes(self.used), trainable)
 
-    def _agree_used(self, records: Sequence[_Record]) -> None:
+    def _agree_used(self, records: Sequence[Record]) -> None:
         for index in range(len(self.used)):
             self.used[index] = any(record.used[index] for record in records)
 
@@ -307,18 +265,8 @@ class Reducer:
     def _name(self, index: int) -> str:
         return repr(self.layout.parameters[index].name)
 
-    def _placeholder(self, index: int) -> ShardedGradient:
-        made = self._placeholders[index]
-        if made is None:
-            name = self.layout.parameters[index].name
-            made = ShardedGradient(self.parameters[index].detach(), name, index, weakref.ref(self))
-            self._placeholders[index] = made
-        return made
-
-    def _hold(self, index: int, gradient: Tensor | None) -> None:
-        if self._held[index] is not gradient or self.parameters[index].grad is not gradient:
-            self.parameters[index].grad = gradient
-            self._held[index] = gradient
+    def _specs(self) -> Iterator[tuple[ParameterSpec, Tensor]]:
+        return zip(self.layout.parameters, self.parameters, strict=True)
 
     def _show(self) -> None:
         """Put into every p.grad what is true now: the mean, a placeholder, or None."""
@@ -327,36 +275,25 @@ class Reducer:
         for index, parameter in enumerate(self.parameters):
             store, slot = self._places[index]
             if means and store.has_sum:
-                self._hold(index, store.mean_view(slot) if self.used[index] else None)
+                self._faces.put(index, store.mean_view(slot) if self.used[index] else None)
             elif self.used[index] or (parameter.requires_grad and (store.has_sum or store.pending)):
-                self._hold(index, self._placeholder(index))
+                self._faces.put_placeholder(index)
 
     def _hide(self) -> None:
-        """Put placeholders where the means are, so that autograd does not add to these."""
+        """Before a backward: no mean may be where autograd would add to it."""
         if not self.hooks.interrupted:
             self._notice_cleared()
-            self._take_assigned()
-        for index, held in enumerate(self._held):
-            if held is not None:
-                self._hold(index, self._placeholder(index))
-
-    def _shows_mean(self, index: int) -> bool:
-        """True when the mean itself was put into p.grad, and the user may edit or replace it."""
-        held = self._held[index]
-        return held is not None and not isinstance(held, ShardedGradient)
+            self._take_replaced()
+        self._faces.hide()
 
     def _notice_cleared(self) -> None:
-        """Find the gradients that were set to None since they were put in place."""
-        cleared = False
-        for index, held in enumerate(self._held):
-            if held is not None and self.parameters[index].grad is not held:
-                if self._shows_mean(index) and self.parameters[index].grad is not None:
-                    continue  # assigned; `_take_assigned` copies it
-                store, slot = self._places[index]
-                store.clear_slot(slot)
-                self.used[index], self._held[index] = False, None
-                self._renewed(index)
-                cleared = True
+        """Forget the gradients that the user set to None."""
+        cleared = self._faces.cleared()
+        for index in cleared:
+            store, slot = self._places[index]
+            store.clear_slot(slot)
+            self.used[index] = False
+            self._renewed(index)
         if cleared and not any(self.used):
             self._position = 0
             for store in self.stores:
@@ -367,27 +304,11 @@ class Reducer:
         if not self._stale:
             self.phase = Phase.OPEN
 
-    def _assigned(self) -> str | None:
-        """What is wrong with gradients that were put in place from outside."""
-        for index, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            if gradient is None or gradient is self._held[index]:
-                continue
-            if self._shows_mean(index):
-                continue
-            return (
-                f"the gradient of {self._name(index)} was assigned from outside: only backward() can say what this "
-                "rank contributes"
-            )
-        return None
-
-    def _take_assigned(self) -> None:
-        """Copy gradients that the user put in place of the means."""
-        for index, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            if self._shows_mean(index) and gradient is not None and gradient is not self._held[index]:
-                store, slot = self._places[index]
-                store.mean_view(slot).copy_(gradient)
+    def _take_replaced(self) -> None:
+        """Copy gradients that the user put in the place of means."""
+        for index, gradient in self._faces.replaced():
+            store, slot = self._places[index]
+            store.mean_view(slot).copy_(gradient)
 
     def _check_open(self) -> None:
         if self._stage.means_are_gathered:  # real tensors, which the user may have zeroed in place
@@ -444,17 +365,17 @@ class Reducer:
         if set_to_none:
             for index in range(len(self.parameters)):
                 self.used[index] = False
-                self._hold(index, None)  # also what was there before this object
+                self._faces.put(index, None)  # also what was there before this object
             self._position = 0
             for store in self.stores:
                 store.clear()
         else:
             known = self._used_is_known()
-            for index, held in enumerate(self._held):
-                if held is not None:
-                    self._zero(index, known)
-                    if not isinstance(held, ShardedGradient):
-                        held.zero_()
+            for index in self._faces.held():
+                self._zero(index, known)
+                mean = self._faces.mean(index)
+                if mean is not None:
+                    mean.zero_()
         self._stale = set()
         self.phase = Phase.OPEN
 
@@ -511,6 +432,4 @@ class Reducer:
         """Take the hooks away; gradients that this rank holds whole become the user's own."""
         self.finish_interrupted()
         self.hooks.remove()
-        for index, held in enumerate(self._held):
-            if held is not None and self.parameters[index].grad is held:
-                self.parameters[index].grad = None if isinstance(held, ShardedGradient) else held.clone()
+        self._faces.release()

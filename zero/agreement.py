@@ -1,0 +1,54 @@
+"""What the ranks tell each other when gradients are settled, and what must be equal in it.
+
+Knows: the fields of a record and how they compare. Does not know: how records travel, or what is done with them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Record:
+    """One rank's word. ``used`` and ``trainable`` have a byte, 0 or 1, for each parameter in the layout's order."""
+
+    divisor: float
+    pending: bool
+    error: str | None
+    used: bytes
+    trainable: bytes
+
+    def pack(self) -> bytes:
+        head = {"divisor": float(self.divisor).hex(), "pending": self.pending, "error": self.error}
+        return json.dumps(head).encode() + b"\0" + self.used + self.trainable
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Record:
+        head, _, masks = data.partition(b"\0")
+        fields = json.loads(head)
+        half = len(masks) // 2
+        return cls(float.fromhex(fields["divisor"]), fields["pending"], fields["error"], masks[:half], masks[half:])
+
+
+def check(records: Sequence[Record], purpose: str, name: Callable[[int], str]) -> None:
+    """Raise, on every rank alike, what one rank found or what differs; ``name``: of a parameter by its index."""
+    for rank, record in enumerate(records):
+        if record.error is not None:
+            raise RuntimeError(f"rank {rank}: {record.error}")
+    first = records[0]
+    for rank, record in enumerate(records):
+        if record.divisor != first.divisor:
+            raise ValueError(
+                f"{purpose}: optimizer.divisor is {first.divisor:g} on rank 0, but {record.divisor:g} on rank {rank}: "
+                "it must be equal on all ranks"
+            )
+        if record.trainable != first.trainable:
+            pairs = enumerate(zip(record.trainable, first.trainable, strict=True))
+            index = next(i for i, (theirs, ours) in pairs if theirs != ours)
+            state = ("frozen", "trainable")
+            raise RuntimeError(
+                f"{purpose}: {name(index)} is {state[first.trainable[index]]} on rank 0, but "
+                f"{state[record.trainable[index]]} on rank {rank}: freeze and unfreeze on every rank alike"
+            )
