@@ -1,0 +1,106 @@
+"""`python -m tests.matrix`: one hash from `zero train` for every stage, number of ranks, bucket size and launcher.
+
+Each line is a run of the command in processes of its own, beside the SHA-256 of a plain single-process loop that
+imports the model and the data of `zero train`, `zero.clip_grad_norm_` where it clips, and nothing else of ours. The
+plain loops come first. Ends with code 1 where a hash differs, or where bytes leave the formulas.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero import clip_grad_norm_
+from zero.data import load_corpus
+from zero.model import build_model, loss_fn
+
+STEPS, MICRO_BATCHES, BATCH, SEQUENCE = 20, 12, 2, 128
+COMMON = ["--preset=tiny", f"--steps={STEPS}", f"--micro-batches={MICRO_BATCHES}"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A change to the optimizer's arguments that both loops make."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    fused: bool = False
+    clip: float | None = None
+
+
+VARIANTS = (Variant("default"), Variant("fused", ("--fused",), fused=True), Variant("clip", ("--clip=0.5",), clip=0.5))
+
+
+def plain_loop(variant: Variant) -> str:
+    """The hash of the plain loop."""
+    torch.set_num_threads(1)
+    corpus, model = load_corpus(None, SEQUENCE), build_model("tiny", SEQUENCE, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **({"fused": True} if variant.fused else {}))
+    for step in range(STEPS):
+        for index in range(MICRO_BATCHES):
+            batch = corpus.micro_batch(0, step, index, BATCH, SEQUENCE)
+            loss_fn(model(batch.inputs), batch.targets).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(MICRO_BATCHES)
+        if variant.clip is not None:
+            clip_grad_norm_(model.parameters(), variant.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return hashlib.sha256(b"".join(p.detach().numpy().astype("<f4").tobytes() for p in model.parameters())).hexdigest()
+
+
+def train(start: list[str], flags: list[str]) -> dict[str, Any]:
+    """The record of one run."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, *start, *COMMON, *flags, f"--out={out}"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        if ended.returncode:
+            raise SystemExit(f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}")
+        record: dict[str, Any] = json.loads((Path(out) / "run.json").read_text())
+        return record
+
+
+def main() -> int:
+    """Run everything and print a line for each run."""
+    zero = ["-m", "zero.cli", "train"]
+    plain = {variant.name: plain_loop(variant) for variant in VARIANTS}
+    for name, sha in plain.items():
+        print(f"plain loop, {name}: {sha}", flush=True)
+    runs = [
+        (VARIANTS[0], stage, ranks, cap, zero) for stage in (0, 1, 2) for ranks in (1, 2, 3, 4, 6) for cap in (0.01, 100)
+    ]
+    runs += [(variant, stage, ranks, 0.01, zero) for variant in VARIANTS[1:] for stage in (0, 1, 2) for ranks in (1, 3)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "zero.train"]
+    runs += [(VARIANTS[0], stage, 4, 0.01, torchrun) for stage in (0, 1, 2)]
+    failures = 0
+    for variant, stage, ranks, cap, start in runs:
+        begin = time.monotonic()
+        flags = [f"--stage={stage}", f"--bucket-cap-mb={cap}", *variant.flags]
+        record = train(start, flags if start is torchrun else [f"--ranks={ranks}", *flags])
+        same = record["params_sha256"] == plain[variant.name]
+        traffic = record["traffic_bytes_per_step"] == record["formula_traffic_bytes_per_step"]
+        scratch = record["bytes_per_rank"]["scratch_peak"] <= record["formula_bytes_per_rank"]["scratch_peak"]
+        failures += not (same and traffic and scratch)
+        print(
+            f"{'torchrun' if start is torchrun else 'zero':8} {variant.name:8} stage {stage} ranks {ranks} "
+            f"cap {cap:<6} {record['params_sha256'][:16]} {'same' if same else 'DIFFERS'}, traffic "
+            f"{'as formula' if traffic else 'DIFFERS'}, scratch {'within bound' if scratch else 'OVER'}, "
+            f"{time.monotonic() - begin:.0f} s",
+            flush=True,
+        )
+    print(f"{len(runs)} runs, {failures} failures")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
