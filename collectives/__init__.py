@@ -9,9 +9,7 @@ from collections.abc import Callable
 
 from .bucketing import BucketQueue
 from .loopback import Loopback, on_threads, solo
-from .pairwise import Pairwise
-from .ring import Ring
-from .transport import (
+from .messages import (
     Chain,
     Collective,
     CollectiveError,
@@ -20,9 +18,11 @@ from .transport import (
     PeerError,
     Tag,
     Traffic,
-    Transport,
     Work,
 )
+from .pairwise import Pairwise
+from .ring import Ring
+from .transport import Transport
 
 Algorithm = Callable[[Transport], Collective]
 

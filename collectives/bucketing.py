@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from .transport import Work
+from .messages import Work
 
 
 class BucketQueue:

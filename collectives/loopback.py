@@ -15,7 +15,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .transport import PeerError, Transport
+from .messages import PeerError
+from .transport import Transport
 
 T = TypeVar("T")
 Interference = Callable[[int, str, int], None]  # (rank, "send" | "recv" | "wait", peer): may sleep, may raise

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .loopback import solo
-from .transport import Chain, CollectiveError, PeerError, Tag, Transport, Work
+from .messages import Chain, CollectiveError, PeerError, Tag, Work
+from .transport import Transport
 
 DEFAULT_TIMEOUT = 1800.0  # seconds; that of torch.distributed's gloo groups
 

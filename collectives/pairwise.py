@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .fold import fold
-from .transport import Chain, Tag, Transport, Work
+from .messages import Chain, Tag, Work
+from .transport import Transport
 
 
 class _ReduceScatter:

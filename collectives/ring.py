@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .transport import Chain, Tag, Transport, Work
+from .messages import Chain, Tag, Work
+from .transport import Transport
 
 
 class _Rounds:

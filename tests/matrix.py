@@ -77,7 +77,10 @@ def main() -> int:
     for name, sha in plain.items():
         print(f"plain loop, {name}: {sha}", flush=True)
     runs = [
-        (VARIANTS[0], stage, ranks, cap, zero) for stage in (0, 1, 2) for ranks in (1, 2, 3, 4, 6) for cap in (0.01, 100)
+        (VARIANTS[0], stage, ranks, cap, zero)
+        for stage in (0, 1, 2)
+        for ranks in (1, 2, 3, 4, 6)
+        for cap in (0.01, 100)
     ]
     runs += [(variant, stage, ranks, 0.01, zero) for variant in VARIANTS[1:] for stage in (0, 1, 2) for ranks in (1, 3)]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "zero.train"]

@@ -63,7 +63,9 @@ class GlooPool:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
-    def run(self, program: Callable[..., Any], *arguments: Any, ranks: Sequence[int] = (0, 1), limit: float = 60) -> Any:
+    def run(
+        self, program: Callable[..., Any], *arguments: Any, ranks: Sequence[int] = (0, 1), limit: float = 60
+    ) -> Any:
         """What ``program`` returned on each of ``ranks``, in group order; `ProgramError` if any raised."""
         if not self._processes:
             self._start()

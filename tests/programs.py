@@ -155,7 +155,9 @@ def locked_build(seed: int, dtype: torch.dtype = torch.float32) -> Odd:
         return build(seed, dtype)
 
 
-def run_rank(program: Program, transport: Any) -> tuple[nn.Module, list[Tensor], list[list[Tensor]], dict[str, Any] | None]:
+def run_rank(
+    program: Program, transport: Any
+) -> tuple[nn.Module, list[Tensor], list[list[Tensor]], dict[str, Any] | None]:
     """One rank of the program: the model, norms, parameters after each step, and on rank 0 the states."""
     cls, arguments = CLASSES[program.optimizer]
     rank = transport.rank if isinstance(transport, Transport) else torch.distributed.get_rank(transport)

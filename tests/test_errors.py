@@ -82,7 +82,7 @@ def test_two_parameters_that_share_memory() -> None:
 
 def test_a_parameter_that_is_not_a_leaf() -> None:
     model = linear()
-    with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor|only leaf tensors"):
+    with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
         ZeroOptimizer([model.weight * 2])
 
 
@@ -142,7 +142,9 @@ def test_ranks_that_built_different_models_learn_the_first_difference() -> None:
         assert "rank 2 has [weight [4, 3]" in message
 
 
-@pytest.mark.parametrize(("argument", "values"), [("stage", (1, 2)), ("bucket_cap_mb", (1, 2)), ("collective", ("ring", "auto"))])
+@pytest.mark.parametrize(
+    ("argument", "values"), [("stage", (1, 2)), ("bucket_cap_mb", (1, 2)), ("collective", ("ring", "auto"))]
+)
 def test_ranks_that_chose_different_settings(argument: str, values: tuple[Any, Any]) -> None:
     def program(transport: Transport) -> None:
         ZeroOptimizer(linear(), process_group=transport, **{argument: values[transport.rank]})
@@ -263,7 +265,7 @@ def test_a_divisor_that_differs_between_ranks(stage: int) -> None:
         optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, process_group=transport, lr=0.1)
         optimizer.divisor = 2 + transport.rank
         model(torch.ones(1, 3)).sum().backward()
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match="divisor") as caught:
             optimizer.step()
         optimizer.divisor = 2
         optimizer.step()  # nothing was lost
@@ -368,7 +370,9 @@ def test_reentrant_checkpointing_is_refused_with_the_reason(stage: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize(("argument", "value"), [("bucket_cap_mb", 0), ("bucket_cap_mb", float("nan")), ("collective", "tree")])
+@pytest.mark.parametrize(
+    ("argument", "value"), [("bucket_cap_mb", 0), ("bucket_cap_mb", float("nan")), ("collective", "tree")]
+)
 def test_arguments_that_cannot_be(argument: str, value: Any) -> None:
     with pytest.raises(ValueError, match=argument):
         ZeroOptimizer(linear(), **{argument: value})

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import on_threads
+from zero import ZeroOptimizer
 
 from .models import build, odd_batches, odd_loss
 from .plain import assert_same_model, assert_same_states, plain_step, share
 from .programs import CLASSES, Program, Round, Step, compare, locked_build, run_rank
-from zero import ZeroOptimizer
 
 CAPS = (1e-6, 0.0005, 25.0)
 
@@ -39,14 +39,18 @@ def test_the_number_of_ranks_and_the_bucket_size_do_not_matter(stage: int, world
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):
-        plain_step(model, optimizer, odd_loss, odd_batches(24 if 24 % world_size == 0 else 2 * world_size, step), 24, 0.5)
+        plain_step(
+            model, optimizer, odd_loss, odd_batches(24 if 24 % world_size == 0 else 2 * world_size, step), 24, 0.5
+        )
         optimizer.zero_grad()
     count = 24 if 24 % world_size == 0 else 2 * world_size
     for cap in CAPS:
 
         def program(transport, cap=cap):  # type: ignore[no-untyped-def]
             ours = locked_build(transport.rank)
-            zero = ZeroOptimizer(ours, torch.optim.AdamW, stage=stage, process_group=transport, bucket_cap_mb=cap, lr=1e-2)
+            zero = ZeroOptimizer(
+                ours, torch.optim.AdamW, stage=stage, process_group=transport, bucket_cap_mb=cap, lr=1e-2
+            )
             zero.divisor = 24
             for step in range(2):
                 for batch in share(odd_batches(count, step), transport.rank, world_size):
@@ -78,7 +82,12 @@ def test_clipping_is_that_of_the_plain_loop_for_every_norm(stage: int, norm_type
 @pytest.mark.parametrize("clear", ["zero_grad", "zeros", "module", "module zeros", "none"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_every_way_to_clear_a_gradient_works_after_steps_and_skipped_steps(stage: int, clear: str) -> None:
-    steps = (Step(clear=clear), Step(clear=clear, step=False), Step(clear=clear, clips=((0.1, 2.0),)), Step(clear=clear))
+    steps = (
+        Step(clear=clear),
+        Step(clear=clear, step=False),
+        Step(clear=clear, clips=((0.1, 2.0),)),
+        Step(clear=clear),
+    )
     for world_size in (1, 3):
         check(Program(world_size, stage, "sgd momentum", steps=steps))
 
@@ -94,7 +103,12 @@ def test_no_sync_changes_when_bytes_travel_never_what_they_sum_to(stage: int) ->
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_ranks_that_have_fewer_micro_batches_contribute_nothing(stage: int) -> None:
     """Down to a rank that runs no backward at all, in the middle of the others' waits."""
-    steps = (Step((Round(), Round(ranks=1))), Step((Round(ranks=2), Round(ranks=1))), Step((Round(ranks=1),) * 3), Step())
+    steps = (
+        Step((Round(), Round(ranks=1))),
+        Step((Round(ranks=2), Round(ranks=1))),
+        Step((Round(ranks=1),) * 3),
+        Step(),
+    )
     for world_size in (2, 3, 4):
         check(Program(world_size, stage, steps=steps))
 
@@ -123,14 +137,22 @@ def programs(draw: st.DrawFn) -> Program:
         else:
             left = sorted((draw(st.integers(0, world_size)) for _ in range(count)), reverse=True)
             rounds = tuple(Round(ranks=ranks) for ranks in left)
-        norms = st.tuples(st.sampled_from([0.01, 0.5, 100.0, float("inf")]), st.sampled_from([1.0, 2.0, 3.0, float("inf")]))
+        norms = st.tuples(
+            st.sampled_from([0.01, 0.5, 100.0, float("inf")]), st.sampled_from([1.0, 2.0, 3.0, float("inf")])
+        )
         steps.append(
             Step(
                 rounds,
                 tuple(draw(st.lists(norms, max_size=2))),
                 draw(st.sampled_from([None, 3, 7.5, 12])),
                 draw(st.sampled_from([None, 1e-3, 5e-2])),
-                tuple(draw(st.lists(st.sampled_from(["frozen", "one", "last.weight", "first.bias"]), unique=True, max_size=2))),
+                tuple(
+                    draw(
+                        st.lists(
+                            st.sampled_from(["frozen", "one", "last.weight", "first.bias"]), unique=True, max_size=2
+                        )
+                    )
+                ),
                 stepped,
                 draw(st.sampled_from(["zero_grad", "zeros", "module", "module zeros", "none"])),
             )

@@ -260,7 +260,9 @@ def test_groups_schedulers_hooks_and_closures_work_as_in_torch(stage: int) -> No
         rest = [p for p in model.parameters() if p.dim() <= 1]
         return [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0, "lr": 3e-3}]
 
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int, divisor: float) -> list[str]:
+    def loop(
+        model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int, divisor: float
+    ) -> list[str]:
         events: list[str] = []
         optimizer.register_step_pre_hook(lambda *_: events.append("pre"))
         optimizer.register_step_post_hook(lambda *_: events.append("post"))
@@ -475,7 +477,10 @@ def test_edits_inside_gathered_become_rank_0s_on_every_rank(stage: int) -> None:
         assert bool((model.last.weight == 1).all())
         assert bool((model.one == 7).all())
         optimizer.check_replicas()
-        with pytest.raises(ValueError, match="is not one of this optimizer's parameters"), optimizer.gathered(torch.ones(1)):
+        with (
+            pytest.raises(ValueError, match="is not one of this optimizer's parameters"),
+            optimizer.gathered(torch.ones(1)),
+        ):
             pass
         return model
 
@@ -626,7 +631,9 @@ def test_training_on_from_a_saved_dict_is_exact_at_another_stage_and_number_of_r
 
     name = data.draw(st.sampled_from(sorted(CLASSES)))
     cls, arguments = CLASSES[name]
-    first, second = (data.draw(st.sampled_from(["plain", *((w, s) for w in (1, 2, 3, 5) for s in (0, 1, 2))])) for _ in "ab")
+    first, second = (
+        data.draw(st.sampled_from(["plain", *((w, s) for w in (1, 2, 3, 5) for s in (0, 1, 2))])) for _ in "ab"
+    )
     caps = [data.draw(st.sampled_from([1e-6, 0.0005, 25.0])) for _ in "ab"]
 
     def run(where: Any, cap: float, steps: range, weights: Any, states: Any) -> tuple[Any, Any]:
@@ -665,9 +672,9 @@ def test_training_on_from_a_saved_dict_is_exact_at_another_stage_and_number_of_r
             plain_step(model, optimizer, odd_loss, odd_batches(30, step), 30)
         return model.state_dict(), optimizer.state_dict()
 
-    weights, states = run(first, caps[0], range(0, 2), None, None)
+    weights, states = run(first, caps[0], range(2), None, None)
     weights, states = run(second, caps[1], range(2, 3), weights, states)
-    plain_weights, plain_states = plain_run(range(0, 3), None, None)
+    plain_weights, plain_states = plain_run(range(3), None, None)
     for key, value in plain_weights.items():
         assert_same_bits(weights[key], value, key)
     assert_same_states(states, plain_states)

@@ -36,7 +36,9 @@ def whole_program(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
     return model, norms, trace, states
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: f"W{p.world_size}-stage{p.stage}-{p.optimizer}-{len(p.steps)}")
+@pytest.mark.parametrize(
+    "program", PROGRAMS, ids=lambda p: f"W{p.world_size}-stage{p.stage}-{p.optimizer}-{len(p.steps)}"
+)
 def test_programs_give_the_bits_of_the_plain_loop(gloo: GlooPool, program: Program) -> None:
     results = gloo.run(whole_program, program, ranks=range(program.world_size))
     plain = compare(program, results)

@@ -26,7 +26,7 @@ KINDS = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer states",
-    "scratch_peak": "scratch (peak)",
+    "scratch_peak": "scratch (peak; bound)",
 }
 
 
