@@ -307,8 +307,6 @@ class Transport:
     def _recv_any_size(self, source: int, tag: Tag) -> bytes:
         self._confirm_expected(source)
         theirs, size = self._next_header(source, tag)
-        while theirs.kind is Kind.MEET and theirs.round < tag.round:
-            theirs, size = self._next_header(source, tag)
         if not theirs.same(tag):
             raise self._mismatch(source, tag, theirs)
         buffer = torch.empty(size, dtype=torch.uint8)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.layout import ALIGNMENT_BYTES, Bucket, Dtypes, Layout, ParameterSpec, Slot, build, sharded_bytes
@@ -18,7 +18,20 @@ from zero.stages import STAGES, formula_bytes, formula_traffic, stage_of
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 PLAIN = [Dtypes.all(dtype) for dtype in (FP64, FP32, BF16)]
 MIXED = [Dtypes(BF16, BF16, FP32, FP32), Dtypes(FP16, FP32, FP32, FP32)]
-SHAPES = [(), (1,), (0, 3), (16,), (17,), (7, 13), (4, 4, 4), (127,), (8191,), (2**31 + 5,), (3, 2**31 + 11)]
+SHAPES = [
+    (),
+    (1,),
+    (0, 3),
+    (16,),
+    (17,),
+    (7, 13),
+    (4, 4, 4),
+    (127,),
+    (8191,),
+    (2**31 + 5,),
+    (3, 2**31 + 11),
+    (2**31, 2**29 + 1),
+]
 UNLIMITED = 2**80
 
 
@@ -270,6 +283,7 @@ CHANGES: dict[str, Callable[[ParameterSpec], ParameterSpec]] = {
 
 @pytest.mark.parametrize("what", CHANGES)
 @given(parameters=parameter_lists.filter(len), world_size=world_sizes, nbytes=bucket_sizes, which=st.integers(0, 11))
+@settings(max_examples=settings().max_examples // 3)
 def test_the_digest_changes_with_every_property_of_every_parameter(
     what: str, parameters: list[ParameterSpec], world_size: int, nbytes: int, which: int
 ) -> None:

@@ -82,10 +82,10 @@ def _imports(module: str, tree: ast.Module, known: set[str]) -> list[Import]:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield from (Import(target, node.lineno, lazy, typing_only) for target in targets(node))
         if isinstance(node, ast.If) and _is_type_checking(node.test):
-            for child in node.body:
-                yield from walk(child, lazy, True)
-            for child in node.orelse:
-                yield from walk(child, lazy, typing_only)
+            for inside in node.body:
+                yield from walk(inside, lazy, True)
+            for inside in node.orelse:
+                yield from walk(inside, lazy, typing_only)
             return
         lazy = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         for child in ast.iter_child_nodes(node):
@@ -295,15 +295,12 @@ def _mutations(tree: ast.Module) -> list[tuple[int, str]]:
         arguments = {a.arg for a in ast.walk(function) if isinstance(a, ast.arg)}
         shared = outer - {n.id for n in names} - arguments
         for node in ast.walk(function):
-            changed = None
-            if isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
-                changed = root(node)
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
-                changed = root(node.func.value)
             if isinstance(node, ast.Global):
-                found.append((node.lineno, ", ".join(node.names)))
-            elif changed in shared:
-                found.append((node.lineno, str(changed)))
+                found += [(node.lineno, name) for name in node.names]
+            elif isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
+                found += [(node.lineno, name) for name in shared & {root(node)}]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+                found += [(node.lineno, name) for name in shared & {root(node.func.value)}]
     return found
 
 
