@@ -54,11 +54,20 @@ class BucketQueue:
     def drain(self) -> None:
         """Wait for everything that was launched."""
         while self._flying:
-            self._flying.popleft().wait()
+            self._land()
+
+    def abandon(self) -> None:
+        """Forget the round, after a failure that no wait can end well."""
+        self._order, self._next = (), 0
+        self._flying.clear()
+
+    def _land(self) -> None:
+        self._flying[0].wait()
+        self._flying.popleft()
 
     def _start(self) -> None:
         while len(self._flying) >= self._limit:
-            self._flying.popleft().wait()
+            self._land()
         bucket = self._order[self._next]
         self._next += 1
         self._flying.append(self._launch(bucket))

@@ -149,7 +149,8 @@ class Chain:
 
     def wait(self) -> None:
         while self._works:
-            self._works.popleft().wait()
+            self._works[0].wait()
+            self._works.popleft()
 
 
 def _cut(label: str) -> bytes:

@@ -21,15 +21,28 @@ from .transport import Transport
 
 
 class _ReduceScatter:
-    def __init__(self, recvs: Sequence[Work], sends: Sequence[Work], parts: Sequence[Tensor], out: Tensor) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        recvs: Sequence[Work],
+        sends: Sequence[Work],
+        parts: Sequence[Tensor],
+        out: Tensor,
+    ) -> None:
+        self._transport = transport
         self._recvs, self._sends, self._parts, self._out = Chain(recvs), Chain(sends), list(parts), out
 
     def wait(self) -> None:
         if not self._parts:
+            self._sends.wait()
             return
         self._recvs.wait()
-        fold(self._parts, self._out)
-        self._parts = []
+        parts, self._parts = self._parts, []
+        try:
+            fold(parts, self._out)
+        except BaseException as error:  # half a sum is no sum
+            self._transport.abort(f"rank {self._transport.rank}, while adding up: {type(error).__name__}: {error}")
+            raise
         self._sends.wait()
         self._sends = Chain(())
 
@@ -58,7 +71,7 @@ class Pairwise:
                 parts.append(t.scratch(high - low, source.dtype, source.device))
                 recvs.append(t.irecv(parts[-1], rank, tag))
         sends = [t.isend(source[bounds[to] : bounds[to + 1]], to, tag) for to in t.peers()]
-        return _ReduceScatter(recvs, sends, parts, out)
+        return _ReduceScatter(t, recvs, sends, parts, out)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. Each slice arrives in its place; no scratch memory."""

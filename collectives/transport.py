@@ -139,7 +139,7 @@ class Transport:
 
     def isend(self, tensor: Tensor, to: int, tag: Tag, *, control: bool = False) -> Work:
         """Start to send a 1-D contiguous tensor to rank ``to``; it must not be written before ``wait`` returns."""
-        self._check()
+        self.check()
         data = _as_bytes(tensor)
         size = data.numel()
         pendings = [self._send_header(tag, size, to)]
@@ -150,7 +150,7 @@ class Transport:
 
     def irecv(self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False) -> Work:
         """Start to receive a 1-D contiguous tensor of exactly this size from rank ``source``."""
-        self._check()
+        self.check()
         data = _as_bytes(tensor)
         size = data.numel()
         self._post_header(source)
@@ -162,7 +162,7 @@ class Transport:
 
     def exchange(self, data: bytes, tag: Tag) -> list[bytes]:
         """Every rank's bytes, in rank order; lengths may differ. Collective."""
-        self._check()
+        self.check()
         sends = []
         buffer = _from_bytes(data)
         for to in self.peers():
@@ -190,7 +190,7 @@ class Transport:
         Messages of a pair are in order, so a rank reads of the others' rounds before it reads that they are here;
         an announcement that is overtaken by a later round is dropped by whoever reads it (`_confirm`).
         """
-        self._check()
+        self.check()
         sends: list[Work] = []
         while True:
             sends += [_Send(self, [self._send_header(tag, 0, to)], to, tag) for to in self.peers()]
@@ -236,7 +236,13 @@ class Transport:
     def _slot(self, lane: int) -> int:
         return self._channel * _LANES + lane
 
-    def _check(self) -> None:
+    @property
+    def broken(self) -> bool:
+        """True after a failure: every further call raises."""
+        return self._broken is not None
+
+    def check(self) -> None:
+        """Raise `CollectiveError`, naming the failure, where there was one."""
         if self._broken is not None:
             raise CollectiveError(
                 f"rank {self.rank}: this communicator is closed since an earlier failure ({self._broken}); "
@@ -316,7 +322,7 @@ class Transport:
         return buffer.numpy().tobytes()
 
     def _wait(self, pending: Pending, peer: int, tag: Tag) -> None:
-        self._check()
+        self.check()
         begin = time.monotonic()
         try:
             pending.wait(self.timeout)

@@ -703,6 +703,26 @@ def test_a_mismatch_of_one_rank_reaches_all() -> None:
     assert all("clip [exchange" in str(error) and "step() [exchange" in str(error) for error in errors)
 
 
+def test_a_mismatch_ends_the_waits_of_ranks_that_had_no_part_in_it() -> None:
+    def program(transport: Transport) -> None:
+        if transport.rank == 2:
+            transport.irecv(torch.empty(1), 0, reduction("for later")).wait()
+        other = 1 - transport.rank
+        tag = reduction(f"bucket {transport.rank}")
+        Chain([transport.irecv(torch.empty(1), other, tag), transport.isend(torch.ones(1), other, tag)]).wait()
+
+    begin = time.monotonic()
+    group = Loopback[None](3, timeout=PATIENT)
+    *two, third = each(group, program)
+    assert time.monotonic() - begin < SOON
+    assert all(isinstance(error, MismatchError) for error in two)
+    assert isinstance(third, PeerError)
+    assert "rank 0 failed: rank 0 is in bucket 0" in str(third)
+    for transport in group.transports:
+        with pytest.raises(CollectiveError, match="this communicator is closed"):
+            transport.fork()
+
+
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
@@ -1033,7 +1053,7 @@ def test_at_least_one_bucket_is_in_flight() -> None:
 
 @given(
     events=st.lists(
-        st.tuples(st.sampled_from([0, 1, 7, 64, 80, 100, 1000, 1200, 5000]), st.sampled_from([FP32, BF16]))
+        st.tuples(st.sampled_from([0, 1, 7, 100, 130, 170, 220, 290, 380, 500]), st.sampled_from([FP32, BF16]))
         | st.integers(0, 20),
         max_size=40,
     ),
@@ -1094,6 +1114,13 @@ def test_a_block_is_reused_for_what_nearly_fills_it() -> None:
     held = pool.take(fitting - 1, FP32, CPU)
     assert held.data_ptr() != address
     assert held.untyped_storage().nbytes() == 4 * (fitting - 1)
+
+
+def test_blocks_that_fit_no_more_are_given_up() -> None:
+    pool = Pool()
+    for numel in (100, 130, 170, 220, 290, 380, 500):
+        pool.take(numel, FP32, CPU)
+        assert 4 * numel <= pool.held_bytes <= SPARE * 4 * numel
 
 
 def test_nothing_takes_no_memory() -> None:

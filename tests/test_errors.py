@@ -90,8 +90,9 @@ def test_a_parameter_that_is_not_a_leaf() -> None:
 def test_sparse_gradients(stage: int) -> None:
     def program(transport: Transport) -> None:
         model = nn.Embedding(5, 3, sparse=True)
-        ZeroOptimizer(model, torch.optim.SGD, stage=stage, process_group=transport, lr=0.1)
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, process_group=transport, lr=0.1)
         model(torch.tensor([1])).sum().backward()
+        optimizer.step()
 
     for message in on_ranks(2, program):
         assert "'weight' is torch.sparse_coo: sparse gradients are not supported" in message

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads
-from zero import ZeroOptimizer
+from collectives import CollectiveError, Loopback, Transport, on_threads
+from zero import ZeroOptimizer, clip_grad_norm_
 from zero.hooks import ShardedGradient
 
 from .models import odd_batches, odd_loss
@@ -152,28 +152,75 @@ def test_stage_0_means_are_loud_while_they_are_not_true() -> None:
     on_threads(2, program)
 
 
-def test_stage_0_honours_edits_of_the_mean_and_refuses_to_lose_them() -> None:
-    def program(transport: Transport) -> nn.Module:
-        model, optimizer = trained(transport, 0, 0)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_stage_0_honours_edits_of_the_mean(world_size: int, clipped: bool) -> None:
+    def edit(model: nn.Module) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         model.one.grad = model.one.grad * 2
-        with pytest.raises(RuntimeError, match="was edited after a backward"):
-            odd_loss(model, odd_batches(1)[0]).backward()
+        model.scale.grad = None
+
+    def program(transport: Transport) -> nn.Module:
+        model, optimizer = trained(transport, 0, 0)
+        if clipped:
+            optimizer.clip_grad_norm_(0.5)
+        edit(model)
         optimizer.step()
         return model
 
     plain = locked_build(0)
     adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for batch in odd_batches(2, 0):
+    for batch in odd_batches(world_size, 0):
         odd_loss(plain, batch).backward()
     for p in plain.parameters():
         if p.grad is not None:
-            p.grad.div_(2)
-    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-    plain.one.grad = plain.one.grad * 2
+            p.grad.div_(world_size)
+    if clipped:
+        clip_grad_norm_(plain.parameters(), 0.5)
+    edit(plain)
     adamw.step()
-    for model in on_threads(2, program):
+    for model in on_threads(world_size, program):
         assert_same_model(model, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("then", ["backward", "divisor"])
+def test_stage_0_refuses_to_lose_an_edit_of_the_mean(world_size: int, then: str) -> None:
+    def program(transport: Transport) -> str:
+        model, optimizer = trained(transport, 0, 0)
+        model.last.weight.grad.mul_(3)
+        model.last.weight.grad = model.last.weight.grad * 2
+        if then == "divisor":
+            optimizer.divisor = 7
+        go_on = odd_loss(model, odd_batches(1)[0]).backward if then == "backward" else optimizer.step
+        with pytest.raises(RuntimeError) as caught:
+            go_on()
+        return str(caught.value)
+
+    for message in on_threads(world_size, program, timeout=5):
+        assert "the gradient of 'last.weight' was edited" in message
+
+
+@ALL_STAGES
+@pytest.mark.parametrize("when", ["before the first backward", "between backwards", "after clip"])
+def test_a_gradient_of_the_users_is_loud_where_it_cannot_count(stage: int, when: str) -> None:
+    if stage == 0 and when != "before the first backward":
+        return  # the mean is there, and may be replaced
+
+    def program(transport: Transport) -> str:
+        model, optimizer = trained(transport, stage, 0)
+        if when == "before the first backward":
+            optimizer.zero_grad()
+        if when == "after clip":
+            optimizer.clip_grad_norm_(1.0)
+        model.last.weight.grad = torch.ones_like(model.last.weight)
+        go_on = optimizer.step if when == "after clip" else odd_loss(model, odd_batches(1)[0]).backward
+        with pytest.raises(RuntimeError) as caught:
+            go_on()
+        return str(caught.value)
+
+    for message in on_threads(2, program, timeout=5):
+        assert "the gradient of 'last.weight' was assigned from outside" in message
 
 
 @ALL_STAGES
@@ -445,8 +492,6 @@ def test_full_grad_is_the_plain_mean_before_and_after_clipping(stage: int) -> No
         optimizer.clip_grad_norm_(0.1)
         return [before, [optimizer.full_grad(p) for p in model.parameters()]]
 
-    from zero import clip_grad_norm_
-
     plain = locked_build(0)
     for batch in odd_batches(3, 0):
         odd_loss(plain, batch).backward()
@@ -619,6 +664,290 @@ def test_edits_from_outside_between_steps_are_honoured(stage: int) -> None:
     adamw.step()
     for model in on_threads(2, program):
         assert_same_model(model, plain)
+
+
+# -- found by reading and by random programs; each was wrong once ------------------------------------------------------
+
+
+class Two(nn.Module):
+    """``a`` is used where the input says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.arange(32.0))
+        self.b = nn.Parameter(torch.arange(40.0) / 7)
+
+    def forward(self, scale: float, use_a: bool = True) -> Tensor:
+        loss = (self.b * scale).square().sum()
+        return loss + (self.a * scale).square().sum() if use_a else loss
+
+
+SGD = torch.optim.SGD
+
+
+@ALL_STAGES
+@pytest.mark.parametrize("clear", ["zeros", "module zeros", "none", "zero_grad"])
+def test_a_gradient_that_one_rank_alone_held_does_not_survive_a_clear(stage: int, clear: str) -> None:
+    from .programs import Step
+    from .programs import clear as clear_as
+
+    def program(transport: Transport) -> nn.Module:
+        model = Two()
+        optimizer = ZeroOptimizer(model, SGD, stage=stage, process_group=transport, bucket_cap_mb=1e-6, lr=0.1)
+        with optimizer.no_sync():
+            model(1.0, transport.rank == 0).backward()
+        optimizer.clip_grad_norm_(float("inf"))
+        model.a.requires_grad_(False)
+        clear_as(model, optimizer, Step(clear=clear))
+        model.a.requires_grad_(True)
+        model(3.0).backward()
+        optimizer.step()
+        return model
+
+    plain = Two()
+    sgd = SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        plain(3.0).backward()
+    for p in plain.parameters():
+        p.grad.div_(2)  # type: ignore[union-attr]
+    sgd.step()
+    for model in on_threads(2, program, timeout=5):
+        assert_same_model(model, plain)
+
+
+@ALL_STAGES
+def test_clearing_one_gradient_of_a_divergent_graph_leaves_the_others(stage: int) -> None:
+    def program(transport: Transport) -> nn.Module:
+        model = Two()
+        optimizer = ZeroOptimizer(model, SGD, stage=stage, process_group=transport, lr=0.1)
+        model(1.0, transport.rank == 0).backward()
+        model.a.grad = None
+        model(2.0).backward()
+        optimizer.step()
+        return model
+
+    plain = Two()
+    plain(1.0, True).backward()
+    plain(1.0, False).backward()
+    plain.a.grad = None
+    for _ in range(2):
+        plain(2.0).backward()
+    for p in plain.parameters():
+        p.grad.div_(2)  # type: ignore[union-attr]
+    SGD(plain.parameters(), lr=0.1).step()
+    for model in on_threads(2, program, timeout=5):
+        assert_same_model(model, plain)
+
+
+class CountingItself(torch.optim.SGD):
+    """A class that counts its steps in itself."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / self.count)
+
+
+@ALL_STAGES
+@pytest.mark.parametrize("cls", [Counting, CountingItself])
+def test_a_class_counts_steps_also_on_ranks_and_in_groups_that_hold_nothing(
+    stage: int, cls: type[torch.optim.Optimizer]
+) -> None:
+    def groups(model: Two) -> list[dict[str, Any]]:
+        return [{"params": [model.a]}, {"params": [model.b]}]
+
+    def program(transport: Transport) -> tuple[nn.Module, list[Any]]:
+        model = Two()
+        optimizer = ZeroOptimizer(
+            groups(model), cls, stage=stage, module=model, process_group=transport, bucket_cap_mb=1e-6, lr=0.1
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            model(1.0 + step, step == 2).backward()
+            optimizer.step()
+        return model, [group.get("k") for group in optimizer.param_groups]
+
+    plain = Two()
+    sgd = cls(groups(plain), lr=0.1)  # type: ignore[call-arg]
+    for step in range(3):
+        sgd.zero_grad()
+        for _ in range(8):
+            plain(1.0 + step, step == 2).backward()
+        for p in plain.parameters():
+            if p.grad is not None:
+                p.grad.div_(8)
+        sgd.step()
+    for model, counts in on_threads(8, program, timeout=10):
+        assert counts == [group.get("k") for group in sgd.param_groups]
+        assert_same_model(model, plain)
+
+
+def test_parameters_without_dimensions_are_promoted_as_torch_promotes_them() -> None:
+    model, plain = nn.ParameterList([torch.tensor(0.3)]), nn.ParameterList([torch.tensor(0.3)])
+    arguments = {"lr": torch.tensor(0.1, dtype=torch.float64)}
+    optimizer, adamw = ZeroOptimizer(model, **arguments), torch.optim.AdamW(plain.parameters(), **arguments)
+    for step in range(20):
+        for parameters, steps in ((model, optimizer), (plain, adamw)):
+            steps.zero_grad()
+            (parameters[0].sin() * (step + 1) / 3).backward()
+            steps.step()
+        assert_same_bits(model[0], plain[0], f"step {step}")
+
+
+def test_a_gradient_that_a_hook_changes_after_it_was_handed_over_is_loud() -> None:
+    """torch's documentation asks hooks not to do so; where autograd gave one tensor to two parameters it would show."""
+    a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = ZeroOptimizer([a, b], SGD, lr=0.1)
+
+    def doubled(gradient: Tensor) -> None:
+        gradient.mul_(2)
+
+    b.register_hook(doubled)
+    (a + b).square().sum().backward()
+    loss = (a + b).square().sum()
+    with pytest.raises(RuntimeError, match="modified in place after autograd had handed it over"):
+        loss.backward()
+    optimizer.zero_grad()
+
+
+def test_an_optimizer_can_be_built_again_over_the_same_model_and_the_old_one_says_so() -> None:
+    model = locked_build(0)
+    old = ZeroOptimizer(model, SGD, lr=0.1)
+    odd_loss(model, odd_batches(1)[0]).backward()
+    new = ZeroOptimizer(model, SGD, lr=0.1)
+    odd_loss(model, odd_batches(1)[0]).backward()
+    new.step()
+    plain = locked_build(0)
+    plain_step(plain, SGD(plain.parameters(), lr=0.1), odd_loss, odd_batches(1), 1)
+    assert_same_model(model, plain)
+    with pytest.raises(RuntimeError, match="a newer ZeroOptimizer took over"):
+        old.step()
+
+
+@ALL_STAGES
+def test_nothing_waits_for_the_garbage_collector(stage: int) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = locked_build(0)
+        optimizer = ZeroOptimizer(model, stage=stage)
+        activations = []
+        for _ in range(3):
+            hidden = model.first(model.embed(torch.tensor([1, 2])))
+            activations.append(weakref.ref(hidden))
+            hidden.square().sum().backward()
+            del hidden
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [reference() for reference in activations] == [None] * 3
+        parts = [weakref.ref(optimizer), weakref.ref(optimizer._reducer), weakref.ref(optimizer._storage.flats[0])]
+        optimizer.close()
+        del optimizer
+        assert [reference() for reference in parts] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_after_a_failure_every_call_names_it_and_close_still_frees_the_model() -> None:
+    def program(transport: Transport) -> list[str]:
+        model = Two()
+        optimizer = ZeroOptimizer(model, SGD, process_group=transport, lr=0.1)
+        model(1.0).backward()
+        messages = []
+        for call in (
+            optimizer.step if transport.rank else optimizer.check_replicas,
+            optimizer.step,
+            model(1.0).backward,
+        ):
+            with pytest.raises(CollectiveError) as caught:
+                call()
+            messages.append(str(caught.value))
+        optimizer.close()
+        model.zero_grad()
+        model(1.0).backward()
+        SGD(model.parameters(), lr=0.1).step()
+        return messages
+
+    for first, *later in on_threads(2, program, timeout=5):
+        assert "step()" in first
+        assert "check_replicas()" in first
+        assert all("closed since an earlier failure" in message for message in later)
+
+
+def test_an_interrupt_inside_a_wait_loses_nothing() -> None:
+    armed = [False]
+
+    def interfere(rank: int, event: str, peer: int) -> None:
+        if armed[0] and rank == 0 and event == "wait":
+            armed[0] = False
+            raise KeyboardInterrupt
+
+    def program(transport: Transport) -> nn.Module:
+        model = Two()
+        optimizer = ZeroOptimizer(model, SGD, process_group=transport, bucket_cap_mb=1e-6, lr=0.1)
+        armed[0] = armed[0] or transport.rank == 0
+        try:
+            model(1.0 + transport.rank).backward()
+        except KeyboardInterrupt:
+            assert transport.rank == 0
+        optimizer.step()
+        return model
+
+    plain = Two()
+    for rank in range(2):
+        plain(1.0 + rank).backward()
+    for p in plain.parameters():
+        p.grad.div_(2)  # type: ignore[union-attr]
+    SGD(plain.parameters(), lr=0.1).step()
+    ours = Loopback[nn.Module](2, timeout=5, interfere=interfere).run(program)[1]
+    assert_same_bits(ours.b, plain.b)
+
+
+def test_loading_shares_nothing_with_the_dict_and_saving_nothing_with_the_optimizer() -> None:
+    model = Two()
+    optimizer = ZeroOptimizer(model, SGD, lr=torch.tensor(0.5), momentum=0.9)
+    model(1.0).backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"].clear()
+    assert optimizer.state_dict()["state"]
+    plain = SGD(Two().parameters(), lr=torch.tensor(0.25), momentum=0.9)
+    theirs = plain.state_dict()
+    theirs["state"] = {0: {"momentum_buffer": None}}
+    optimizer.load_state_dict(theirs)
+    optimizer.param_groups[0]["lr"].fill_(9)
+    assert theirs["param_groups"][0]["lr"] == 0.25
+    model(1.0).backward() if optimizer.zero_grad() is None else None
+    optimizer.step()
+
+
+def test_sets_len_zero_modules_and_required_arguments() -> None:
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def __len__(self) -> int:
+            return 0
+
+    class Required(Counting):
+        def __init__(self, params: Any, *, lr: float) -> None:
+            super().__init__(params, lr=lr)
+
+    module = Empty()
+    assert ZeroOptimizer(module, Required, lr=0.1).describe().buckets[0].names == ("w",)
+    with pytest.raises(TypeError, match="a set has none"):
+        ZeroOptimizer(set(module.parameters()))
+    with pytest.raises(TypeError, match="a set has none"):
+        ZeroOptimizer([{"params": set(module.parameters())}])
+    module.offset = nn.Buffer(torch.zeros(1).expand(4))
+    with pytest.raises(ValueError, match="buffer 'offset' overlaps itself"):
+        ZeroOptimizer(module)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

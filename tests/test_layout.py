@@ -481,3 +481,4 @@ def test_one_rank_sends_nothing_and_holds_everything(parameters: list[ParameterS
 
 def test_a_shard_is_a_rank_s_part_to_the_nearest_byte() -> None:
     assert [sharded_bytes(10, world_size) for world_size in (1, 3, 4, 6)] == [10, 3, 2, 2]
+    assert sharded_bytes(3 * (2**60 + 1), 3) == 2**60 + 1, "no rounding to floating point on the way"

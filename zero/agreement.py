@@ -12,16 +12,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Record:
-    """One rank's word. ``used`` and ``trainable`` have a byte, 0 or 1, for each parameter in the layout's order."""
+    """One rank's word. ``pending``: buckets of which this rank has something that was not reduced. ``used`` and
+    ``trainable`` have a byte, 0 or 1, for each parameter in the layout's order."""
 
     divisor: float
-    pending: bool
+    phase: str
+    pending: tuple[int, ...]
     error: str | None
     used: bytes
     trainable: bytes
 
     def pack(self) -> bytes:
-        head = {"divisor": float(self.divisor).hex(), "pending": self.pending, "error": self.error}
+        head = {"divisor": float(self.divisor).hex(), "phase": self.phase, "pending": self.pending, "error": self.error}
         return json.dumps(head).encode() + b"\0" + self.used + self.trainable
 
     @classmethod
@@ -29,7 +31,14 @@ class Record:
         head, _, masks = data.partition(b"\0")
         fields = json.loads(head)
         half = len(masks) // 2
-        return cls(float.fromhex(fields["divisor"]), fields["pending"], fields["error"], masks[:half], masks[half:])
+        return cls(
+            float.fromhex(fields["divisor"]),
+            fields["phase"],
+            tuple(fields["pending"]),
+            fields["error"],
+            masks[:half],
+            masks[half:],
+        )
 
 
 def check(records: Sequence[Record], purpose: str, name: Callable[[int], str]) -> None:
@@ -43,6 +52,11 @@ def check(records: Sequence[Record], purpose: str, name: Callable[[int], str]) -
             raise ValueError(
                 f"{purpose}: optimizer.divisor is {first.divisor:g} on rank 0, but {record.divisor:g} on rank {rank}: "
                 "it must be equal on all ranks"
+            )
+        if record.phase != first.phase:
+            raise RuntimeError(
+                f"{purpose}: the gradients of rank 0 are {first.phase}, those of rank {rank} {record.phase}: clip, "
+                "step and clear gradients on every rank alike"
             )
         if record.trainable != first.trainable:
             pairs = enumerate(zip(record.trainable, first.trainable, strict=True))

@@ -161,6 +161,8 @@ def check(
             mapping[index] = other["params"][position]
             for name, value in state_dict["state"].get(mapping[index], {}).items():
                 shape = by_index[index].shape
+                if value is None:
+                    continue
                 if name in elementwise and tuple(value.shape) != shape:
                     raise ValueError(
                         f"state {name!r} of {by_index[index].name!r} has shape {tuple(value.shape)} in the state dict, "
@@ -195,7 +197,7 @@ def scatter(
             scalars: dict[str, Any] = {}
             names = []
             for name, value in values.items():
-                if name not in elementwise:
+                if name not in elementwise or value is None:
                     scalars[name] = _scalar(name, value, fused, bucket.device)
                     continue
                 names.append(name)
@@ -209,7 +211,7 @@ def scatter(
 
 
 def _scalar(name: str, value: Any, on_device: bool, device: str) -> Any:
-    """A scalar state as torch.optim's own load would leave it."""
+    """A scalar state, on the device where the class wants it. Its dtype stays, so that nothing depends on a reload."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     if name == "step" and on_device:

@@ -110,5 +110,6 @@ def clip_grad_norm_(
         check_finite(norm, norm_type)
     factor = clip_factor(norm, max_norm)
     for _, gradient in held:
-        gradient.mul_(factor)
+        # With no dimensions it would be promoted to the factor's dtype; as one element it is not.
+        (gradient.unsqueeze(0) if gradient.dim() == 0 else gradient).mul_(factor)
     return norm.to(held[0][1].device) if held else norm

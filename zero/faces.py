@@ -66,15 +66,10 @@ class Faces:
         return (index for index, held in enumerate(self._held) if held is not None)
 
     def cleared(self) -> list[int]:
-        """Indices of the gradients that the user has taken away since they were put; they count as taken from now."""
-        found = []
-        for index, held in enumerate(self._held):
-            if held is None or self._parameters[index].grad is held:
-                continue
-            if self._parameters[index].grad is not None and self.shows_mean(index):
-                continue  # replaced; see `replaced`
+        """Indices of the gradients that the user set to None since they were put; they count as cleared from now."""
+        found = [i for i, held in enumerate(self._held) if held is not None and self._parameters[i].grad is None]
+        for index in found:
             self._held[index] = None
-            found.append(index)
         return found
 
     def replaced(self) -> list[tuple[int, Tensor]]:

@@ -33,9 +33,9 @@ class _Reduction:
         self._work = work
 
     def wait(self) -> None:
-        store, self._store = self._store, None
-        if store is not None:
+        if self._store is not None:
             self._work.wait()
+            store, self._store = self._store, None
             store.reduced()
 
 
@@ -57,6 +57,7 @@ class GradientStore:
         self._fresh: set[int] = set()  # slots of the contribution that hold nothing yet
         self.has_sum = False
         self.arrived: dict[int, Tensor] = {}  # slot -> gradient that autograd gave and that is not copied yet
+        self._versions: dict[int, int] = {}  # of these, when they came
         self.touched = False  # a backward ran with this bucket active, and its contribution has not been reduced
 
     # -- what this rank contributes -----------------------------------------------------------------------------
@@ -66,10 +67,22 @@ class GradientStore:
         """True when this rank has a contribution that was not reduced."""
         return self._local is not None or bool(self.arrived)
 
+    def arrive(self, slot: int, gradient: Tensor) -> None:
+        """Hold a gradient that autograd gave until it is copied."""
+        self.arrived[slot] = gradient
+        self._versions[slot] = gradient._version
+
     def absorb(self) -> None:
         """Add the gradients that arrived to this rank's contribution, as autograd would have: the first is assigned."""
         if not self.arrived:
             return
+        for slot, gradient in self.arrived.items():
+            if gradient._version != self._versions[slot]:
+                name = self._layout.parameters[self.bucket.slots[slot].parameter].name
+                raise RuntimeError(
+                    f"the gradient of {name!r} was modified in place after autograd had handed it over: a hook must "
+                    "return a new tensor instead"
+                )
         self._open()
         first = [(slot, gradient) for slot, gradient in self.arrived.items() if slot in self._fresh]
         later = [(slot, gradient) for slot, gradient in self.arrived.items() if slot not in self._fresh]
@@ -199,15 +212,17 @@ class GradientStore:
             if piece.slot == slot:
                 total[piece.begin - self.low : piece.end - self.low].fill_(value)
 
-    def edits(self, divisor: float) -> list[int]:
+    def edits(self, divisor: float, used: Sequence[bool]) -> list[int]:
         """Slots whose whole mean was edited since it was gathered, as far as this rank's own slice shows it. One that
-        was set to zero counts as zeroed; its sum follows."""
+        was set to zero counts as zeroed; its sum follows. ``used``: of each parameter in the layout."""
         if self._whole is None or not self.has_sum or self._local is not None:
             return []
         expected = self._sum() / divisor if divisor != 1 else self._sum()
         found = []
         for piece in self.pieces:
             mean = self._whole[piece.begin : piece.end]
+            if not used[self.bucket.slots[piece.slot].parameter]:
+                continue
             if _same_bits(mean, expected[piece.begin - self.low : piece.end - self.low]):
                 continue
             if torch.count_nonzero(mean):

@@ -37,6 +37,9 @@ class Listener(Protocol):
 
     def gradient_zeroed(self, index: int) -> None: ...
 
+    def backward_is_near(self) -> None:
+        """A gradient task is about to reach a parameter; none has been added to yet."""
+
     def outside_backward(self) -> None:
         """A gradient task ended in which no parameter's gradient arrived (`torch.autograd.grad`)."""
 
@@ -77,7 +80,7 @@ class ShardedGradient(torch.Tensor):
             return first
         if func in (aten.add_.Tensor, aten.add.Tensor) and isinstance(first, cls):
             if torch._C._current_graph_task_id() != _NO_TASK and not kwargs:
-                first.capture = args[1].detach()
+                first.capture = args[1]
                 return first
         elif func is aten.zero_.default and isinstance(first, cls):
             first._zero()
@@ -119,6 +122,8 @@ for _name in (
     "storage",
     "untyped_storage",
     "__array__",
+    "__dlpack__",
+    "__dlpack_device__",
     "__reduce_ex__",
     "__deepcopy__",
 ):
@@ -131,10 +136,27 @@ def _flat(args: Any) -> list[Any]:
     return [args]
 
 
+class _Arrival:
+    """The hook on one parameter. It holds its owner weakly."""
+
+    def __init__(self, owner: GradientHooks, number: int) -> None:
+        self.owner, self._number = weakref.ref(owner), number
+
+    def __call__(self, parameter: Tensor) -> None:
+        owner = self.owner()
+        if owner is not None:
+            owner._arrived(parameter, self._number)
+
+
 class GradientHooks:
-    """Hooks on parameters, until `remove`. They hold the listener weakly."""
+    """Hooks on parameters, until `remove`. They hold the listener weakly.
+
+    A parameter has one owner: who watches it next takes it over, and the owner before is ``superseded`` and watches
+    nothing any more. So a notebook's cell that builds an optimizer can be run again.
+    """
 
     def __init__(self, listener: Listener) -> None:
+        self.superseded = False
         self._listener = weakref.ref(listener)
         self._handles: list[Any] = []
         self._task = _NO_TASK  # of the backward that began and is not over
@@ -154,29 +176,21 @@ class GradientHooks:
         """Take note that an interrupted backward was dealt with."""
         self._task = _NO_TASK
 
-    def watch(self, parameter: Tensor, index: int, before: Callable[[], None] | None) -> None:
-        """Hook ``parameter``. ``before`` is called before the first gradient of a task arrives anywhere.
-
-        A frozen parameter is hooked too: it may be unfrozen later.
-        """
+    def watch(self, parameter: Tensor, index: int) -> None:
+        """Hook ``parameter``. A frozen parameter is hooked too: it may be unfrozen later."""
+        self._take_over(parameter)
         reference = weakref.ref(self)
-
-        def arrived(p: Tensor) -> None:
-            hooks = reference()
-            if hooks is not None:
-                hooks._arrived(p, index)
 
         def about(_: Tensor) -> None:
             hooks = reference()
-            if hooks is not None and before is not None:
-                hooks._about(before)
+            if hooks is not None:
+                hooks._about()
 
         trainable = parameter.requires_grad
         parameter.requires_grad_(True)
         try:
-            self._handles.append(_untyped(parameter).register_post_accumulate_grad_hook(arrived))
-            if before is not None:
-                self._handles.append(_untyped(parameter).register_hook(about))
+            self._handles.append(_untyped(parameter).register_post_accumulate_grad_hook(_Arrival(self, index)))
+            self._handles.append(_untyped(parameter).register_hook(about))
         finally:
             parameter.requires_grad_(trainable)
 
@@ -185,6 +199,15 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def _take_over(self, parameter: Tensor) -> None:
+        for hook in list((_untyped(parameter)._post_accumulate_grad_hooks or {}).values()):
+            owner = hook.owner() if isinstance(hook, _Arrival) else None
+            if owner is not None and owner is not self:
+                owner.superseded = True
+                owner.remove()
+        if isinstance(parameter.grad, ShardedGradient):
+            parameter.grad = None
 
     def _arrived(self, parameter: Tensor, index: int) -> None:
         listener = self._listener()
@@ -197,7 +220,11 @@ class GradientHooks:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             try:
-                _refuse_reentrant()
+                if _reentrant():
+                    raise RuntimeError(
+                        "a backward inside a backward reached a parameter of this optimizer, as with "
+                        "torch.utils.checkpoint.checkpoint(..., use_reentrant=True): use use_reentrant=False"
+                    )
                 listener.backward_began()
             except BaseException:
                 if parameter.grad is gradient:
@@ -207,18 +234,21 @@ class GradientHooks:
             _at_end(self._ended)
         listener.gradient_ready(index, gradient.detach())
 
-    def _about(self, before: Callable[[], None]) -> None:
+    def _about(self) -> None:
         task = torch._C._current_graph_task_id()
-        if task != self._seen:
+        listener = self._listener()
+        if task != self._seen and listener is not None:
             self._seen = task
-            before()
+            if _reentrant():  # only `autograd.grad` may come here; see `_arrived`
+                return
+            listener.backward_is_near()
             _at_end(self._left)
 
     def _ended(self) -> None:
-        self._task = _NO_TASK
         listener = self._listener()
         if listener is not None:
             listener.backward_ended()
+        self._task = _NO_TASK  # an exception before leaves the backward interrupted
 
     def _left(self) -> None:
         listener = self._listener()
@@ -239,15 +269,11 @@ def _at_end(callback: Callable[[], None]) -> None:
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
-def _refuse_reentrant() -> None:
-    """A backward inside a backward ends before the outer one does, and nothing tells when that is over."""
-    depth, frame = 0, sys._getframe()
-    current: FrameType | None = frame
+def _reentrant() -> bool:
+    """True in a backward inside a backward: it ends before the outer one, and nothing tells when that is over."""
+    depth = 0
+    current: FrameType | None = sys._getframe()
     while current is not None:
         depth += current.f_code is _RUN_BACKWARD
-        current = current.f_back
-    if depth > 1:
-        raise RuntimeError(
-            "a backward inside a backward reached a parameter of this optimizer, as with "
-            "torch.utils.checkpoint.checkpoint(..., use_reentrant=True): use use_reentrant=False"
-        )
+        current = current.f_back  # ends as None: a frame that is kept would keep all that its callers hold
+    return depth > 1

@@ -59,8 +59,11 @@ def _plain(state: PieceState) -> dict[str, Any]:
 class BucketStates:
     """The optimizer states of one bucket's interval on this rank, and the runs over it."""
 
-    def __init__(self, bucket: Bucket, begin: int, end: int, master: Tensor, groups: Sequence[int]) -> None:
-        """``master``: the interval's parameters, 1-D; ``groups``: of each slot."""
+    def __init__(
+        self, bucket: Bucket, begin: int, end: int, master: Tensor, groups: Sequence[int], scalars: Sequence[bool]
+    ) -> None:
+        """``master``: the interval's parameters, 1-D; of each slot ``groups``, and ``scalars``: no dimensions."""
+        self.scalars = scalars
         self.bucket, self.begin, self.end, self.master = bucket, begin, end, master
         self.pieces: tuple[Piece, ...] = bucket.pieces(begin, end)
         self.groups = [groups[piece.slot] for piece in self.pieces]
@@ -89,8 +92,14 @@ class BucketStates:
         """True when the piece continues the one before it."""
         before, state = self._states[index - 1], self._states[index]
         equal = state is None if before is None else before.same(state)
+        if self._is_scalar(index) or self._is_scalar(index - 1):
+            return False
         touching = self.pieces[index - 1].end == self.pieces[index].begin
         return touching and self.groups[index - 1] == self.groups[index] and equal
+
+    def _is_scalar(self, index: int) -> bool:
+        """True for a parameter without dimensions, which torch promotes as it promotes a number: it stays one."""
+        return self.scalars[self.pieces[index].slot]
 
     def _make_runs(self, inner: torch.optim.Optimizer, first: int, last: int, cut: bool) -> None:
         begin, end = self.pieces[first].begin - self.begin, self.pieces[last - 1].end - self.begin
@@ -98,23 +107,26 @@ class BucketStates:
         state = self._states[first]
         for low in range(begin, max(end, begin + 1), step):
             high = min(low + step, end)
-            parameter = self.master[low:high].detach().requires_grad_()
+            shape = () if self._is_scalar(first) else (high - low,)
+            parameter = self.master[low:high].detach().view(shape).requires_grad_()
             run = _Run(parameter, low, high, first, last)
             if state is not None:
-                run.views = {name: self.flat[name][low:high] for name in state.elementwise}
+                run.views = {name: self.flat[name][low:high].view(shape) for name in state.elementwise}
                 inner.state[parameter] = {**copy.deepcopy(dict(state.scalars)), **run.views}
             self.runs.append(run)
 
-    def harvest(self, inner: torch.optim.Optimizer) -> None:
+    def harvest(self, inner: torch.optim.Optimizer, names: frozenset[str]) -> None:
         """Take states that the class made or replaced into the flat tensors."""
         for run in self.runs:
             state: dict[str, Any] = inner.state.get(run.parameter, {})
             for name, value in state.items():
                 if value is run.views.get(name) or not _is_elementwise(value, run.parameter):
                     continue
+                if run.parameter.dim() == 0 and name not in names:
+                    continue  # a scalar of the class, not of the parameter
                 if name not in self.flat:
                     self.flat[name] = torch.zeros(self.master.numel(), dtype=value.dtype, device=value.device)
-                view = self.flat[name][run.begin : run.end]
+                view = self.flat[name][run.begin : run.end].view(run.parameter.shape)
                 view.copy_(value)
                 state[name] = run.views[name] = view
 
@@ -151,7 +163,7 @@ class BucketStates:
 
 
 def _is_elementwise(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 1 and value.shape == parameter.shape
+    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 class InnerOptimizer:
@@ -171,61 +183,61 @@ class InnerOptimizer:
         self._inner.param_groups.clear()
         self._inner.state.clear()
         self.states: list[BucketStates] = []
+        self.elementwise: frozenset[str] = frozenset()  # names of the states that are as large as the parameter
+
+    def check(self, options: Options, dtype: torch.dtype, device: torch.device) -> frozenset[str]:
+        """`check_elementwise` for a group's options; returns and does not keep the names that it found."""
+        return check_elementwise(self._class, self._arguments, options, dtype, device)
 
     def add(self, states: BucketStates, groups: Sequence[Options]) -> None:
         """Take up a bucket. A class that makes its state when it is built (Adagrad) makes it here."""
         self.states.append(states)
         states.plan(self._inner, (True,) * len(states.pieces), (False,) * len(groups))
-        param_groups = self._param_groups(states, groups)
-        if param_groups:
+        param_groups = self._param_groups([states], groups)
+        if states.runs:
             built = self._class(param_groups, **self._arguments)
             self._inner.state.update(built.state)
-        states.harvest(self._inner)
+        states.harvest(self._inner, self.elementwise)
 
     def step(
-        self, index: int, gradient: Tensor, present: tuple[bool, ...], groups: Sequence[Options]
+        self, gradients: Sequence[Tensor | None], present: Sequence[tuple[bool, ...]], groups: Sequence[Options]
     ) -> dict[int, Options]:
-        """Step the pieces of bucket ``index`` that are ``present`` with the interval's ``gradient``, 1-D.
+        """Step every piece that is ``present``, by bucket, with the gradients of the buckets' intervals, 1-D.
 
-        Returns what the class changed in each group's options, by group.
+        The class's own ``step`` is called once, with all groups, also those of which this rank holds nothing: a class
+        may count its steps. Returns what it changed in each group's options, by group.
         """
-        states = self.states[index]
-        states.plan(self._inner, present, tuple(not group.get("fused") for group in groups))
-        if not states.runs:
-            return {}
-        for run in states.runs:
-            run.parameter.grad = gradient[run.begin : run.end]
-        param_groups = self._param_groups(states, groups)
-        self._inner.param_groups = list(param_groups)
+        cut = tuple(not group.get("fused") for group in groups)
+        for states, gradient, which in zip(self.states, gradients, present, strict=True):
+            states.plan(self._inner, which, cut)
+            for run in states.runs:
+                assert gradient is not None
+                run.parameter.grad = gradient[run.begin : run.end].view(run.parameter.shape)
+        param_groups = self._param_groups(self.states, groups)
+        self._inner.param_groups = param_groups
         try:
             unhooked_step(self._inner)()
         finally:
-            for run in states.runs:
-                run.parameter.grad = None
+            for states in self.states:
+                for run in states.runs:
+                    run.parameter.grad = None
             self._inner.param_groups = []
-        states.harvest(self._inner)
+        for states in self.states:
+            states.harvest(self._inner, self.elementwise)
         changed: dict[int, Options] = {}
-        for group in param_groups:
-            number = group.pop("_number")
-            options = {
-                key: value for key, value in group.items() if key != "params" and value is not groups[number].get(key)
-            }
+        for number, (group, given) in enumerate(zip(param_groups, groups, strict=True)):
+            options = {key: value for key, value in group.items() if key != "params" and value is not given.get(key)}
             if options:
                 changed[number] = options
         return changed
 
-    def _param_groups(self, states: BucketStates, groups: Sequence[Options]) -> list[Options]:
-        runs: dict[int, list[Tensor]] = {}
-        for run in states.runs:
-            runs.setdefault(states.groups[run.first], []).append(run.parameter)
-        return [
-            {
-                **{key: value for key, value in groups[number].items() if key not in ("params", "param_names")},
-                "params": parameters,
-                "_number": number,
-            }
-            for number, parameters in sorted(runs.items())
-        ]
+    def _param_groups(self, buckets: Sequence[BucketStates], groups: Sequence[Options]) -> list[Options]:
+        result = []
+        for number, group in enumerate(groups):
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            runs = [r.parameter for states in buckets for r in states.runs if states.groups[r.first] == number]
+            result.append({**options, "params": runs})
+        return result
 
     def state_of(self, index: int, piece: int) -> PieceState | None:
         return self.states[index].state_of(piece, self._inner)
@@ -239,6 +251,11 @@ class InnerOptimizer:
             if isinstance(value, Tensor) and name not in run.views
         ]
         return [*states.flat.values(), *scalars]
+
+    def close(self) -> None:
+        """Let go of all states."""
+        self.states = []
+        self._inner.state.clear()
 
     def collect(self) -> None:
         """Forget the runs, before states are replaced."""
@@ -255,7 +272,11 @@ def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 def check_elementwise(
-    optimizer_class: type[torch.optim.Optimizer], options: Options, dtype: torch.dtype, device: torch.device
+    optimizer_class: type[torch.optim.Optimizer],
+    arguments: Options,
+    options: Options,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> frozenset[str]:
     """Raise `ValueError` unless two steps over 96 elements as one tensor give the bits of two pieces stepped by two
     instances. Costs two small steps; leaves the random generator alone. Returns the names of the states that are as
@@ -266,9 +287,9 @@ def check_elementwise(
         values = torch.randn(size, generator=generator).to(dtype=dtype, device=device)
         gradients = [torch.randn(size, generator=generator).to(dtype=dtype, device=device) for _ in range(2)]
         try:
-            whole, names = _two_steps(optimizer_class, options, values, gradients, 0, size)
+            whole, names = _two_steps(optimizer_class, arguments, options, values, gradients, 0, size)
             parts = [
-                _two_steps(optimizer_class, options, values, gradients, low, high)[0]
+                _two_steps(optimizer_class, arguments, options, values, gradients, low, high)[0]
                 for low, high in ((0, cut), (cut, size))
             ]
         except Exception as error:
@@ -280,6 +301,7 @@ def check_elementwise(
 
 def _two_steps(
     optimizer_class: type[torch.optim.Optimizer],
+    arguments: Options,
     options: Options,
     values: Tensor,
     gradients: Sequence[Tensor],
@@ -287,8 +309,7 @@ def _two_steps(
     high: int,
 ) -> tuple[Tensor, frozenset[str]]:
     parameter = values[low:high].clone().requires_grad_()
-    build: Any = optimizer_class  # the options are all in the group
-    optimizer: torch.optim.Optimizer = build([{**copy.deepcopy(options), "params": [parameter]}])
+    optimizer = optimizer_class([{**copy.deepcopy(options), "params": [parameter]}], **copy.deepcopy(arguments))
     for gradient in gradients:
         parameter.grad = gradient[low:high].clone()
         unhooked_step(optimizer)()

@@ -17,6 +17,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -250,4 +251,4 @@ def _bucket(members: Sequence[tuple[int, ParameterSpec]], world_size: int, index
 
 def sharded_bytes(nbytes: int, world_size: int) -> int:
     """1/W of ``nbytes``, rounded: what a formula says of a shard."""
-    return round(nbytes / world_size)
+    return round(Fraction(nbytes, world_size))

@@ -11,7 +11,9 @@ Knows: the order of a step. Its parts do the work: `parameters` (what the user g
 
 from __future__ import annotations
 
+import copy
 import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -36,10 +38,10 @@ from collectives import (
 from . import checkpoint
 from .clip import check_finite, check_norm_arguments, clip_factor
 from .describe import Description, describe
-from .inner import BucketStates, InnerOptimizer, Options, check_elementwise
+from .inner import BucketStates, InnerOptimizer, Options
 from .layout import ParameterSpec, build
 from .norm import PowerSum
-from .parameters import as_groups, check_listed_once, specs
+from .parameters import as_groups, check_buffers, check_listed_once, specs
 from .reducer import Reducer
 from .replicas import agree_on_construction, broadcast, compare
 from .stages import Placement, stage_of
@@ -98,15 +100,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         given = params if isinstance(params, nn.Module) else None
         if module is not None and given is not None and module is not given:
             raise ValueError("params and module are two different modules")
-        self._module = given or module
+        self._module = given if given is not None else module
         self._class = optimizer_class
         self._inner = InnerOptimizer(optimizer_class, defaults)
         self._transport = _transport(process_group).fork()
         self._direct = Pairwise(self._transport)
         self._collective: Collective = algorithm(self._transport)
-        self._elementwise: frozenset[str] = frozenset()
         self._storage = ParameterStorage(self._transport, self._module)
-        self._consolidated: dict[str, Any] | None = None
+        self._consolidated: dict[int, Any] | None = None
         self._reducer = Reducer([], self._storage.layout, self._stage, self._transport, self._collective)
         groups = as_groups(params)
         check_listed_once(groups, self._module)
@@ -149,6 +150,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         found: list[Tensor] = []
         described: list[ParameterSpec] = []
         try:
+            check_buffers(self._module)
             found, described = specs(groups, self._module, len(self._storage.parameters), first_group)
             for group in groups:
                 for spec in {
@@ -156,7 +158,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 }.values():
                     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
                     device = torch.device(spec.device)
-                    self._elementwise |= check_elementwise(self._class, options, spec.dtypes.compute, device)
+                    self._inner.elementwise |= self._inner.check(options, spec.dtypes.compute, device)
         except (ValueError, TypeError) as error:
             problem = error
         agree_on_construction(self._transport, self._lines(described), problem)
@@ -170,7 +172,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             begin, end = self._stage.stepped(bucket, self._transport.rank)
             slot_groups = [layout.parameters[slot.parameter].group for slot in bucket.slots]
             master = self._storage.flats[bucket.index][begin:end]
-            self._inner.add(BucketStates(bucket, begin, end, master, slot_groups), self.param_groups)
+            scalars = [layout.parameters[slot.parameter].shape == () for slot in bucket.slots]
+            states = BucketStates(bucket, begin, end, master, slot_groups, scalars)
+            self._inner.add(states, self.param_groups)
         self._reducer.extend(found, layout)
         return first
 
@@ -212,12 +216,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @divisor.setter
     def divisor(self, value: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value == 0:
+        given: Any = value  # also numpy's numbers
+        if isinstance(given, bool) or not isinstance(given, numbers.Real) or not math.isfinite(value) or value == 0:
             raise ValueError(f"rank {self.rank}: the divisor must be a finite number other than 0, not {value!r}")
-        self._reducer.set_divisor(value)
+        self._reducer.set_divisor(value if isinstance(value, (int, float)) else float(value))
 
     def describe(self) -> Description:
         """What this rank holds, read from the tensors themselves, beside what the formulas say. Local."""
+        self._check()
         return describe(
             self._storage.layout,
             self._stage,
@@ -229,11 +235,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
 
     def check_replicas(self) -> str:
-        """SHA-256 over the parameters, after comparing them over the ranks. All ranks.
+        """SHA-256 over the parameters' SHA-256s, after comparing these over the ranks. All ranks.
 
         Raises `RuntimeError` naming the first parameter that differs and the ranks, on every rank.
         """
         self._check()
+        self._reducer.agree("check_replicas()")
         layout = self._storage.layout
         named = [(spec.name, p) for spec, p in zip(layout.parameters, self._storage.parameters, strict=True)]
         return compare(self._transport, named, "check_replicas()")
@@ -314,24 +321,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self) -> None:
-        """Step this rank's intervals and gather everybody's, bucket by bucket."""
-        works: list[Work] = []
-        changed: dict[int, Options] = {}
+        """Step this rank's intervals, and gather everybody's."""
         used = self._reducer.used
-        for bucket, store in zip(self._storage.layout.buckets, self._reducer.stores, strict=True):
-            if not any(used[slot.parameter] for slot in bucket.slots):
-                continue
-            gradient = store.settled()
-            assert gradient is not None
-            pieces = self._inner.states[bucket.index].pieces
-            present = tuple(used[bucket.slots[piece.slot].parameter] for piece in pieces)
-            changed.update(self._inner.step(bucket.index, gradient, present, self.param_groups))
-            if self._stage.parameters_are_gathered:
-                tag = Tag(Kind.ALL_GATHER, f"parameters of bucket {bucket.index}", index=bucket.index)
-                works.append(self._collective.all_gather(self._storage.flats[bucket.index], bucket.bounds, tag=tag))
-        Chain(works).wait()
+        buckets = self._storage.layout.buckets
+        gradients = [store.settled() for store in self._reducer.stores]
+        present = [
+            tuple(used[bucket.slots[piece.slot].parameter] for piece in states.pieces)
+            for bucket, states in zip(buckets, self._inner.states, strict=True)
+        ]
+        changed = self._inner.step(gradients, present, self.param_groups)
         for number, options in changed.items():
             self.param_groups[number].update(options)
+        if self._stage.parameters_are_gathered:
+            works: list[Work] = []
+            for bucket, flat in zip(buckets, self._storage.flats, strict=True):
+                if any(used[slot.parameter] for slot in bucket.slots):
+                    tag = Tag(Kind.ALL_GATHER, f"parameters of bucket {bucket.index}", index=bucket.index)
+                    works.append(self._collective.all_gather(flat, bucket.bounds, tag=tag))
+            Chain(works).wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear every gradient: to None, or to zero where one exists. Local, but on every rank alike."""
@@ -361,18 +368,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
             yield
         finally:
             if write:
-                problem = self._storage.problem()
-                if problem is not None:
-                    raise RuntimeError(f"rank {self.rank}: {problem}")
+                self._reducer.agree("gathered(write=True)", self._storage.problem())
                 broadcast(self._direct, self._transport, flats)
 
     def close(self) -> None:
         """Make the model plain again: every parameter gets memory of its own, and every hook goes. All ranks."""
         if self._closed:
             return
-        self._reducer.close()
-        self._storage.release()
-        self._closed = True
+        try:
+            if not self._transport.broken:
+                self._reducer.agree("close()")
+        finally:
+            self._closed = True
+            self._reducer.close()
+            self._storage.release()
+            self._inner.close()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -387,8 +397,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         tag = Tag(Kind.EXCHANGE, purpose)
         state = checkpoint.gather(self._storage.layout, self._inner, self._transport, to, whole_here, tag)
         if state is not None:
-            groups = checkpoint.packed_groups(self.param_groups, self._storage.layout)
-            self._consolidated = {"state": dict(sorted(state.items())), "param_groups": groups}
+            self._consolidated = dict(sorted(state.items()))
 
     def state_dict(self) -> dict[str, Any]:
         """The whole, plain `torch.optim` dict (CPU), on the rank that `consolidate_state_dict` named. Local.
@@ -405,7 +414,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"rank {self.rank} holds a shard of the states: call optimizer.consolidate_state_dict(to=rank) on all "
                 "ranks, after the last step, and then state_dict() on that rank"
             )
-        result = self._consolidated
+        result: dict[str, Any] = {
+            "state": {index: dict(state) for index, state in self._consolidated.items()},
+            "param_groups": checkpoint.packed_groups(self.param_groups, self._storage.layout),
+        }
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             result = post_hook(self, result) or result
         return result
@@ -420,17 +432,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         loaded = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = pre_hook(self, loaded) or loaded
-        names = self._elementwise
+        names = self._inner.elementwise
         for group in loaded.get("param_groups", []):
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             with torch.no_grad():
-                names |= check_elementwise(self._class, options, torch.float32, torch.device("cpu"))
+                names |= self._inner.check(options, torch.float32, torch.device("cpu"))
         mapping = checkpoint.check(loaded, self.param_groups, self._storage.layout, names)
         for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
             options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
-            group.update(options)
+            group.update(copy.deepcopy(options))
         checkpoint.scatter(loaded["state"], mapping, self.param_groups, self._storage.layout, self._inner, names)
-        self._elementwise, self._consolidated = names, None
+        self._inner.elementwise, self._consolidated = names, None
         for load_hook in self._optimizer_load_state_dict_post_hooks.values():
             load_hook(self)
 
@@ -445,6 +457,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _check(self) -> None:
         if self._closed:
             raise RuntimeError("this optimizer is closed: the model is plain again; build a new optimizer")
+        if self._reducer.hooks.superseded:
+            raise RuntimeError("a newer ZeroOptimizer took over parameters of this one: use that, or build a new one")
 
     def __repr__(self) -> str:
         name = f"{self._class.__name__}, stage={self._stage.number}, rank {self.rank} of {self.world_size}"

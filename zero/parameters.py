@@ -33,6 +33,8 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     """The user's ``params`` as torch.optim's list of groups; a module becomes one group of named parameters."""
     if isinstance(params, Tensor):
         raise TypeError("params must be a module, an iterable of parameters or of param groups, not one tensor")
+    if isinstance(params, (set, frozenset)):
+        raise TypeError("params must be in an order that all ranks share; a set has none")
     given = list(params.named_parameters() if isinstance(params, nn.Module) else params)
     if not given:
         raise ValueError("the parameter list is empty: there is nothing to optimise")
@@ -41,8 +43,17 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     groups = []
     for group in given:
         members = group["params"]
+        if isinstance(members, (set, frozenset)):
+            raise TypeError("the params of a group must be in an order that all ranks share; a set has none")
         groups.append({**group, "params": [members] if isinstance(members, Tensor) else list(members)})
     return groups
+
+
+def check_buffers(module: nn.Module | None) -> None:
+    """Raise `ValueError` naming a buffer that cannot be overwritten with rank 0's values."""
+    for name, buffer in () if module is None else module.named_buffers():
+        if _overlaps_itself(buffer):
+            raise ValueError(f"buffer {name!r} overlaps itself in memory, as expand() makes: give it memory of its own")
 
 
 def check_listed_once(groups: Sequence[dict[str, Any]], module: nn.Module | None) -> None:

@@ -14,6 +14,7 @@ parameters were used, what is pending, the divisor, and errors that one rank alo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -60,12 +61,21 @@ class Reducer:
         self._means_divisor: float | None = None
         self._stale: set[int] = set()  # gradients that a settled phase waits to be cleared
         self._settled_by = ""
+        self._seen: list[bool] = []  # trainable in a backward since it was cleared
+        self._stranger: str | None = None  # who had a gradient of the user's before the backward under way
         self._active: list[GradientStore] = []
         self._missing: dict[int, int] = {}
         self._trainable: dict[int, list[bool]] = {}
         self.hooks = GradientHooks(self)
         in_flight = 2 if stage.contributions_stay else 1  # at most three buckets of scratch with direct exchange
-        self._queue = BucketQueue(self._launch, in_flight)
+        this = weakref.ref(self)  # a strong one would be a cycle, and hooks and buffers would wait for the collector
+
+        def launch(bucket: int) -> Work:
+            reducer = this()
+            assert reducer is not None
+            return reducer._launch(bucket)
+
+        self._queue = BucketQueue(launch, in_flight)
         self.extend(parameters, layout)
 
     def extend(self, parameters: Sequence[Tensor], layout: Layout) -> None:
@@ -79,22 +89,29 @@ class Reducer:
         self._faces.extend(parameters, layout.parameters[first:])
         places = {slot.parameter: (self.stores[bucket.index], number) for bucket, number, slot in layout.slots()}
         self._places = [places[index] for index in range(len(self.parameters))]
-        hide = self._hide if self._stage.means_are_gathered else None
+        self._seen += [False] * (len(self.parameters) - first)
         for index in range(first, len(self.parameters)):
-            self.hooks.watch(self.parameters[index], index, hide)
+            self.hooks.watch(self.parameters[index], index)
 
     # -- events of autograd (the listener of `GradientHooks`) ---------------------------------------------------------
 
-    def backward_began(self) -> None:
+    def backward_is_near(self) -> None:
         self.finish_interrupted()
-        self._notice_cleared()
+        self._look()
+        self._stranger = self._faces.stranger()
+        if self._stage.means_are_gathered:
+            self._faces.hide()  # no mean may be where autograd would add to it
+
+    def backward_began(self) -> None:
+        self._transport.check()
         try:
             self._check_open()
-            self._check_unedited()
+            problem = self._assigned(self._stranger) or self._edited()
+            if problem is not None:
+                self._fail(problem)
         except RuntimeError:
             self._show()
             raise
-        self._hide()
         self._in_round = self._sync
         self._activate()
         if self._in_round:
@@ -111,7 +128,7 @@ class Reducer:
             )
         if slot in store.arrived:
             raise RuntimeError(f"{self._name(index)} received two gradients in one backward")
-        store.arrived[slot] = gradient
+        store.arrive(slot, gradient)
         self.used[index] = True
         self._faces.put_placeholder(index)
         bucket = store.bucket.index
@@ -123,11 +140,7 @@ class Reducer:
                 store.absorb()
 
     def backward_ended(self) -> None:
-        if self._in_round:
-            self._finish_round()
-        else:
-            for store in self._active:
-                store.absorb()
+        self._complete()
         self._show()
 
     def outside_backward(self) -> None:
@@ -139,12 +152,14 @@ class Reducer:
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
-    def _activate(self) -> None:
-        """Find the buckets in which a gradient may arrive, as the parameters stand now."""
+    def _activate(self, also: Sequence[int] = ()) -> None:
+        """Find the buckets in which a gradient may arrive, as the parameters stand now, and ``also`` these."""
         self._active, self._missing, self._trainable = [], {}, {}
         for store in self.stores:
             mask = [self.parameters[slot.parameter].requires_grad for slot in store.bucket.slots]
-            if any(mask) or store.touched:
+            if any(mask) or store.touched or store.bucket.index in also:
+                for slot, trainable in zip(store.bucket.slots, mask, strict=True):
+                    self._seen[slot.parameter] |= trainable
                 self._active.append(store)
                 self._trainable[store.bucket.index] = mask
                 self._missing[store.bucket.index] = sum(mask)
@@ -169,8 +184,15 @@ class Reducer:
             frozen = [repr(spec.name) for spec, p in self._specs() if not p.requires_grad]
             text = f"{error} (frozen on rank {self._transport.rank}: {', '.join(frozen) or 'none'})"
             raise MismatchError(text) from error
-        finally:
-            self._in_round = False
+        self._in_round = False
+
+    def _complete(self) -> None:
+        """Do what is left of the backward under way."""
+        if self._in_round:
+            self._finish_round()
+        else:
+            for store in self._active:
+                store.absorb()
 
     def _gather_means(self) -> None:
         """Give every rank the means, and agree whose gradient exists at all: the hash of the plain loop sees None."""
@@ -184,9 +206,10 @@ class Reducer:
         Chain(store.gather_means(self._collective, self._round, self.divisor) for store in stores).wait()
         self._means_divisor = self.divisor
 
-    def _empty_round(self) -> None:
+    def _empty_round(self, also: Sequence[int] = ()) -> None:
         """A round of the others', to which this rank has nothing to add but what it still holds."""
-        self._activate()
+        self._in_round = True
+        self._activate(also)
         self._begin_round()
         self._finish_round()
         self._show()
@@ -195,8 +218,14 @@ class Reducer:
         """Complete the round of a backward that an exception left, so that collectives stay matched."""
         if not self.hooks.interrupted:
             return
+        cleared = self._faces.cleared()  # since then, and so after what is completed here
         self.hooks.forget()
-        self.backward_ended()
+        if self._transport.broken:
+            self._queue.abandon()
+            return
+        self._complete()
+        self._forget(cleared)
+        self._show()
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
@@ -209,21 +238,17 @@ class Reducer:
             raise RuntimeError(
                 f"{purpose} inside no_sync(): leave the block first, what it left pending is reduced then"
             )
-        if self.phase is not Phase.OPEN:
-            self._notice_cleared()
-            if problem is not None:
-                raise RuntimeError(f"rank {self._transport.rank}: {problem}")
-            if not self._is_open():
-                return
         records = self.agree(purpose, problem)
-        if any(record.pending for record in records):
-            self._empty_round()
+        if not self._is_open():
+            self._agree_used(records)
+            return
+        pending = sorted({bucket for record in records for bucket in record.pending})
+        if pending:
+            self._empty_round(pending)
         self._agree_used(records)
         if self._stage.means_are_gathered:
             if self._means_divisor != self.divisor:
                 self._gather_means()
-            self._show()
-            self._take_replaced()
         else:
             for store in self.stores:
                 store.divide(self.divisor)
@@ -237,13 +262,10 @@ class Reducer:
     def agree(self, purpose: str, problem: str | None = None) -> list[Record]:
         """Meet all ranks and compare what they hold. Collective; raises the same error on every rank."""
         self.finish_interrupted()
-        self._notice_cleared()
-        stranger = self._faces.stranger()
-        if stranger is not None:
-            problem = problem or (
-                f"the gradient of {stranger!r} was assigned from outside: only backward() can say what this rank "
-                "contributes"
-            )
+        self._look()
+        if self._is_open() and self._means_divisor != self.divisor:  # the means will be gathered anew
+            problem = problem or self._edited()
+        problem = problem or self._assigned(self._faces.stranger())
         self._meeting += 1
         self._transport.meet(Tag(Kind.MEET, purpose, self._round, self._meeting), self._empty_round)
         tag = Tag(Kind.EXCHANGE, purpose, self._round, self._meeting)
@@ -253,8 +275,9 @@ class Reducer:
 
     def _record(self, problem: str | None) -> Record:
         trainable = bytes(p.requires_grad for p in self.parameters)
-        pending = any(store.pending for store in self.stores)
-        return Record(self.divisor, pending, problem, bytes(self.used), trainable)
+        pending = tuple(store.bucket.index for store in self.stores if store.pending)
+        phase = self.phase.name.lower()
+        return Record(self.divisor, phase, pending, problem, bytes(self.used), trainable)
 
     def _agree_used(self, records: Sequence[Record]) -> None:
         for index in range(len(self.used)):
@@ -268,73 +291,92 @@ class Reducer:
     def _specs(self) -> Iterator[tuple[ParameterSpec, Tensor]]:
         return zip(self.layout.parameters, self.parameters, strict=True)
 
+    def _means_are_true(self) -> bool:
+        """True when every rank holds the means of all that was added, divided by the divisor."""
+        pending = any(store.pending for store in self.stores)
+        return self._stage.means_are_gathered and not pending and self._means_divisor == self.divisor
+
     def _show(self) -> None:
         """Put into every p.grad what is true now: the mean, a placeholder, or None."""
-        means = self._stage.means_are_gathered and not any(store.pending for store in self.stores)
-        means = means and self._means_divisor == self.divisor
-        for index, parameter in enumerate(self.parameters):
+        means = self._means_are_true()
+        for index in range(len(self.parameters)):
             store, slot = self._places[index]
             if means and store.has_sum:
                 self._faces.put(index, store.mean_view(slot) if self.used[index] else None)
-            elif self.used[index] or (parameter.requires_grad and (store.has_sum or store.pending)):
+            elif self.used[index] or self._seen[index]:
                 self._faces.put_placeholder(index)
 
-    def _hide(self) -> None:
-        """Before a backward: no mean may be where autograd would add to it."""
-        if not self.hooks.interrupted:
-            self._notice_cleared()
-            self._take_replaced()
-        self._faces.hide()
+    def _look(self) -> None:
+        """Take note of what the user did to gradients since they were shown."""
+        self._forget(self._faces.cleared())
+        for index, gradient in self._faces.replaced():
+            store, slot = self._places[index]
+            store.mean_view(slot).copy_(gradient)
+        if self._stage.means_are_gathered:  # real tensors, which may have been zeroed in place
+            for index in sorted(self._stale):
+                store, slot = self._places[index]
+                if not torch.count_nonzero(store.mean_view(slot)):
+                    self._zero(index, known=True)
+                    self._renewed(index)
 
-    def _notice_cleared(self) -> None:
-        """Forget the gradients that the user set to None."""
-        cleared = self._faces.cleared()
+    def _forget(self, cleared: Sequence[int]) -> None:
+        """The user set these gradients to None."""
         for index in cleared:
             store, slot = self._places[index]
             store.clear_slot(slot)
-            self.used[index] = False
+            self.used[index] = self._seen[index] = False
             self._renewed(index)
-        if cleared and not any(self.used):
-            self._position = 0
-            for store in self.stores:
-                store.clear()
+        if cleared and not any(True for _ in self._faces.held()):
+            self._clear()
+
+    def _clear(self) -> None:
+        """No parameter has a gradient any more."""
+        count = len(self.parameters)
+        self.used, self._seen = [False] * count, [False] * count
+        self._position = 0
+        for store in self.stores:
+            store.clear()
 
     def _renewed(self, index: int) -> None:
         self._stale.discard(index)
         if not self._stale:
             self.phase = Phase.OPEN
 
-    def _take_replaced(self) -> None:
-        """Copy gradients that the user put in the place of means."""
-        for index, gradient in self._faces.replaced():
-            store, slot = self._places[index]
-            store.mean_view(slot).copy_(gradient)
-
     def _check_open(self) -> None:
-        if self._stage.means_are_gathered:  # real tensors, which the user may have zeroed in place
-            for index in sorted(self._stale):
-                store, slot = self._places[index]
-                if not torch.count_nonzero(store.mean_view(slot)):
-                    self._zero(index, known=True)
-                    self._renewed(index)
-        if self.phase is Phase.OPEN:
-            return
-        name = self._name(min(self._stale))
-        raise RuntimeError(
-            f"rank {self._transport.rank}: backward() after {self._settled_by} without zero_grad(): the gradient of "
-            f"{name} was already divided; call optimizer.zero_grad() first"
+        if not self._is_open():
+            name = self._name(min(self._stale))
+            raise RuntimeError(
+                f"rank {self._transport.rank}: backward() after {self._settled_by} without zero_grad(): the gradient "
+                f"of {name} was already divided; call optimizer.zero_grad() first"
+            )
+
+    def _assigned(self, stranger: str | None) -> str | None:
+        if stranger is None:
+            return None
+        return (
+            f"the gradient of {stranger!r} was assigned from outside: only backward() can say what this rank "
+            "contributes"
         )
 
-    def _check_unedited(self) -> None:
-        if not self._stage.means_are_gathered or self._means_divisor is None:
-            return
+    def _edited(self) -> str | None:
+        """What is wrong where a mean was edited that will not be the last one."""
+        if not self._stage.means_are_gathered or self._means_divisor is None or not self._is_open():
+            return None
         for store in self.stores:
-            for slot in store.edits(self._means_divisor):
+            for slot in store.edits(self._means_divisor, self.used):
                 name = self._name(store.bucket.slots[slot].parameter)
-                raise RuntimeError(
-                    f"rank {self._transport.rank}: the gradient of {name} was edited after a backward, and a further "
-                    "backward would lose the edit; edit gradients after the last backward of a step"
+                return (
+                    f"the gradient of {name} was edited after a backward, and a further backward or another divisor "
+                    "would lose the edit; edit gradients after the last backward of a step"
                 )
+        return None
+
+    def _fail(self, problem: str) -> None:
+        """Raise what this rank alone may have found where the others cannot be asked: they are told."""
+        text = f"rank {self._transport.rank}: {problem}"
+        if self._transport.world_size > 1:
+            self._transport.abort(text)
+        raise RuntimeError(text)
 
     # -- for the optimizer --------------------------------------------------------------------------------------------
 
@@ -346,14 +388,15 @@ class Reducer:
 
     def set_divisor(self, value: float) -> None:
         """Set the divisor of the next settling."""
+        if not self.hooks.interrupted:
+            self._look()
         if self.phase is Phase.SETTLED:
             raise RuntimeError(
                 f"the divisor was set after {self._settled_by}, which has already divided by {self.divisor:g}: set it "
                 "before the first clip, unscale or step of a step"
             )
         self.divisor = value
-        if self._stage.means_are_gathered and self.phase is Phase.OPEN:
-            self._notice_cleared()
+        if self._stage.means_are_gathered and self._is_open():
             self._show()
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -361,18 +404,16 @@ class Reducer:
         if self.hooks.inside_backward:
             raise RuntimeError("zero_grad() inside a backward")
         self.finish_interrupted()
-        self._notice_cleared()
+        self._look()
         if set_to_none:
             for index in range(len(self.parameters)):
-                self.used[index] = False
                 self._faces.put(index, None)  # also what was there before this object
-            self._position = 0
-            for store in self.stores:
-                store.clear()
+            self._clear()
         else:
             known = self._used_is_known()
-            for index in self._faces.held():
-                self._zero(index, known)
+            for index in range(len(self.parameters)):
+                if self.used[index] or self._seen[index]:
+                    self._zero(index, known)
                 mean = self._faces.mean(index)
                 if mean is not None:
                     mean.zero_()
@@ -413,13 +454,13 @@ class Reducer:
             return None
         spec, slot, bounds = self.layout.parameters[index], store.bucket.slots[slot_number], store.bucket.bounds
         whole = torch.empty(slot.numel, dtype=store.bucket.dtypes.accumulate, device=store.bucket.device)
-        if self._stage.means_are_gathered and self.phase is not Phase.OPEN:
+        if self._means_are_true():
             whole.copy_(store.mean_view(slot_number).as_strided((slot.numel,), (1,)))
         else:
             cuts = [min(max(bound, slot.offset), slot.end) - slot.offset for bound in bounds]
             low, high = cuts[self._transport.rank], cuts[self._transport.rank + 1]
             total = store.running_sum()
-            assert total is not None
+            assert total is not None  # used by some rank, and nothing is pending
             begin = slot.offset + low - store.low
             whole[low:high].copy_(total[begin : begin + high - low])
             tag = Tag(Kind.ALL_GATHER, purpose, self._round, store.bucket.index)
@@ -430,6 +471,6 @@ class Reducer:
 
     def close(self) -> None:
         """Take the hooks away; gradients that this rank holds whole become the user's own."""
-        self.finish_interrupted()
         self.hooks.remove()
         self._faces.release()
+        self.stores = []

@@ -85,5 +85,11 @@ class ParameterStorage:
 
     def release(self) -> None:
         """Give every parameter memory of its own."""
-        for parameter in self.parameters:
-            parameter.data = parameter.detach().clone()
+        for index, parameter in enumerate(self.parameters):
+            if self._lies_here(index):
+                parameter.data = parameter.detach().clone()
+        self.flats = []
+
+    def _lies_here(self, index: int) -> bool:
+        flat = self.flat_of(index)
+        return self.parameters[index].untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
