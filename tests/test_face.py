@@ -739,6 +739,29 @@ def test_clearing_one_gradient_of_a_divergent_graph_leaves_the_others(stage: int
         assert_same_model(model, plain)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_stage_0_zeroes_means_that_it_does_not_show(world_size: int) -> None:
+    def program(transport: Transport) -> nn.Module:
+        model = Two()
+        optimizer = ZeroOptimizer(model, SGD, stage=0, process_group=transport, lr=0.1)
+        model(1.0).backward()
+        optimizer.divisor = 5
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.consolidate_state_dict()
+        model(2.0).backward()
+        optimizer.step()
+        return model
+
+    plain = Two()
+    for _ in range(world_size):
+        plain(2.0).backward()
+    for p in plain.parameters():
+        p.grad.div_(5)  # type: ignore[union-attr]
+    SGD(plain.parameters(), lr=0.1).step()
+    for model in on_threads(world_size, program, timeout=5):
+        assert_same_model(model, plain)
+
+
 class CountingItself(torch.optim.SGD):
     """A class that counts its steps in itself."""
 

@@ -52,6 +52,28 @@ def test_the_sub_group_1_3_of_four_trains_alone(gloo: GlooPool, stage: int) -> N
     assert_same_states(results[0][3], compare(program, results).optimizer.state_dict())
 
 
+def uneven_rounds(group: dist.ProcessGroup, rank: int, algorithm: str) -> nn.Module:
+    model = nn.Linear(5, 3)
+    nn.init.constant_(model.weight, 2)
+    nn.init.constant_(model.bias, 1)
+    optimizer = ZeroOptimizer(
+        model, torch.optim.SGD, process_group=group, collective=algorithm, lr=0.5, bucket_cap_mb=1e-6
+    )
+    for _ in range(3 - rank):
+        model(torch.full((1, 5), 1.0 + rank)).sum().backward()
+    optimizer.divisor = 4
+    optimizer.step()
+    optimizer.close()
+    return model
+
+
+@pytest.mark.parametrize("algorithm", ["pairwise", "ring", "native"])
+def test_ranks_with_fewer_backwards_catch_up_with_every_algorithm(gloo: GlooPool, algorithm: str) -> None:
+    for model in gloo.run(uneven_rounds, algorithm, ranks=range(3)):
+        expected = 2 - 0.5 * (3 * 1 + 2 * 2 + 1 * 3) / 4
+        assert bool((model.weight == expected).all())
+
+
 class Recording:
     """`Pairwise` that notes when a bucket's reduction was launched."""
 

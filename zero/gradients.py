@@ -208,6 +208,8 @@ class GradientStore:
         total = self.running_sum()
         if total is None:
             return
+        if self._stage.means_are_gathered and self._local is None:
+            self._views[slot].fill_(value)
         for piece in self.pieces:
             if piece.slot == slot:
                 total[piece.begin - self.low : piece.end - self.low].fill_(value)
