@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from .pool import GlooPool
+from .programs import CLASSES
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("default", deadline=None, max_examples=40, derandomize=True, suppress_health_check=_SLOW)
@@ -19,8 +20,17 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    """The number of intra-op threads changes bits; the ranks of a test and its plain loop use one."""
+    """The number of intra-op threads changes bits; the ranks of a test and its plain loop use one.
+
+    The first step of each optimizer also happens here, on one thread: torch and its math library choose their kernels
+    at their first use, and nothing says that several threads may do that at once.
+    """
     torch.set_num_threads(1)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for cls, arguments in CLASSES.values():
+            parameter = torch.ones(1 << 10, dtype=dtype, requires_grad=True)
+            parameter.square().sum().backward()
+            cls([parameter], **arguments).step()
 
 
 @pytest.fixture(scope="session")
