@@ -103,7 +103,7 @@ def test_a_gradient_is_never_none_after_a_backward_unless_no_rank_used_the_param
         model = locked_build(0)
         optimizer = ZeroOptimizer(model, stage=stage, process_group=transport)
         odd_loss(model, (odd_batches(1)[0][0], transport.rank == 1)).backward()  # rank 1 alone uses `sometimes`
-        optimizer.no_sync()
+        assert optimizer.world_size == 3
         return [model.sometimes.weight.grad is None, model.last.weight.grad is None]
 
     assert on_threads(3, program) == [[False, False]] * 3
@@ -280,7 +280,7 @@ def test_two_losses_retained_graphs_and_created_graphs_count_once_each(stage: in
 
 
 @ALL_STAGES
-def test_checkpointed_and_compiled_free_models_are_exact(stage: int) -> None:
+def test_checkpointed_models_are_exact(stage: int) -> None:
     from torch.utils.checkpoint import checkpoint
 
     def loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -601,7 +601,6 @@ def test_close_makes_the_model_plain_again(stage: int) -> None:
         odd_loss(model, odd_batches(1)[0]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-        ZeroOptimizer(model, module=model, process_group=None) if transport.world_size == 1 else None
 
     on_threads(2, program)
 
@@ -634,7 +633,6 @@ def test_identity_names_ties_shapes_and_strides_stay(stage: int) -> None:
         assert after[name] is p
         assert (p.shape, p.stride()) == (shape, stride)
     assert model.head.weight is model.embed.weight
-    assert optimizer.describe().buckets[-1].names or True
 
 
 @ALL_STAGES
@@ -933,7 +931,7 @@ def test_an_interrupt_inside_a_wait_loses_nothing() -> None:
 
 def test_loading_shares_nothing_with_the_dict_and_saving_nothing_with_the_optimizer() -> None:
     model = Two()
-    optimizer = ZeroOptimizer(model, SGD, lr=torch.tensor(0.5), momentum=0.9)
+    optimizer = ZeroOptimizer(model, SGD, lr=torch.tensor(0.3), momentum=0.9)
     model(1.0).backward()
     optimizer.step()
     saved = optimizer.state_dict()
@@ -945,8 +943,12 @@ def test_loading_shares_nothing_with_the_dict_and_saving_nothing_with_the_optimi
     optimizer.load_state_dict(theirs)
     optimizer.param_groups[0]["lr"].fill_(9)
     assert theirs["param_groups"][0]["lr"] == 0.25
-    model(1.0).backward() if optimizer.zero_grad() is None else None
+    optimizer.zero_grad()
+    model(1.0).backward()
+    expected = 2 * model.a.detach()  # a first buffer is the gradient itself
     optimizer.step()
+    assert_same_bits(optimizer.state_dict()["state"][0]["momentum_buffer"], expected)
+    assert bool(expected.any())
 
 
 def test_sets_len_zero_modules_and_required_arguments() -> None:
