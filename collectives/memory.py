@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SLACK = 1.25  # a block may be this much larger than what is asked of it
-SPARE = 1.5  # the pool keeps at most this times what was ever asked for at once
+SLACK, SPARE = 1.25, 1.5  # see Pool
 
 
 @dataclass(eq=False)
@@ -23,7 +22,16 @@ class _Block:
 
     @property
     def free(self) -> bool:
-        return int(torch._C._storage_Use_Count(self.storage._cdata)) == 1
+        return _uses(self.storage) == 1
+
+
+def _uses(storage: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def holders(tensor: Tensor) -> int:
+    """How many besides the pool and ``tensor`` itself hold the memory of a tensor from a pool."""
+    return _uses(tensor.untyped_storage()) - 2
 
 
 class Pool:
@@ -32,7 +40,10 @@ class Pool:
     A warm block is several times cheaper than a fresh one, whose pages the kernel has to fault in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slack: float = SLACK, spare: float = SPARE) -> None:
+        """``slack``: a block may be this much larger than what is asked of it; ``spare``: the pool keeps at most this
+        times what was ever asked for at once."""
+        self._slack, self._spare = slack, spare
         self._blocks: list[_Block] = []
         self._most_asked = 0
         self.peak_bytes = 0
@@ -55,7 +66,7 @@ class Pool:
         free = [block for block in self._blocks if block.free]
         in_use = sum(block.asked for block in self._blocks) - sum(block.asked for block in free)
         self._most_asked = max(self._most_asked, in_use + need)
-        fitting = [b for b in free if need <= b.storage.nbytes() <= SLACK * need and b.storage.device == device]
+        fitting = [b for b in free if need <= b.storage.nbytes() <= self._slack * need and b.storage.device == device]
         if fitting:
             block = min(fitting, key=lambda b: b.storage.nbytes())
             block.asked = need
@@ -69,6 +80,6 @@ class Pool:
     def _drop(self, free: list[_Block], need: int) -> None:
         """Make room for ``need`` more bytes: the smallest free blocks go first."""
         for block in sorted(free, key=lambda b: b.storage.nbytes()):
-            if self.held_bytes + need <= SPARE * self._most_asked:
+            if self.held_bytes + need <= self._spare * self._most_asked:
                 return
             self._blocks.remove(block)

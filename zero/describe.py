@@ -5,7 +5,7 @@ Knows: every part's tensors. Changes none of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,9 +13,9 @@ from torch import Tensor
 from collectives import Collective, Transport
 
 from .inner import InnerOptimizer
-from .layout import Layout
 from .reducer import Reducer
 from .stages import Stage, formula_bytes, formula_traffic
+from .storage import ParameterStorage
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,17 @@ class Description:
 
 
 def describe(
-    layout: Layout,
     stage: Stage,
     transport: Transport,
     collective: Collective,
-    flats: Sequence[Tensor],
+    storage: ParameterStorage,
     reducer: Reducer,
     inner: InnerOptimizer,
 ) -> Description:
     """Describe one rank. Local, and changes nothing."""
-    parameters = list(flats)
+    layout, flats = storage.layout, storage.flats
+    parameters = [*flats, *storage.rest_flats()]
+    gathered, gathered_peak = storage.transient()
     gradients = [tensor for store in reducer.stores for tensor in store.tensors()]
     states = [tensor for held in inner.states for tensor in inner.tensors_of(held)]
     tensors_of_state = max((len(held.flat) for held in inner.states), default=0)
@@ -106,16 +107,18 @@ def describe(
             "parameters": _storages(parameters),
             "gradients": _storages(gradients),
             "optimizer": _storages(states),
+            "gathered": gathered,
             "scratch": transport.pool.storages(),
         },
         {
             "parameters": _bytes(parameters),
             "gradients": _bytes(gradients),
             "optimizer": _bytes(states),
+            "gathered_peak": gathered_peak,
             "scratch_peak": transport.pool.peak_bytes,
         },
-        formula_bytes(layout, stage, tensors_of_state),
-        lambda backwards, synchronised: formula_traffic(layout, stage, backwards, synchronised),
+        formula_bytes(layout, stage, tensors_of_state, storage.rest),
+        lambda backwards, synchronised: formula_traffic(layout, stage, backwards, synchronised, storage.rest),
     )
 
 

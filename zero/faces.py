@@ -21,14 +21,14 @@ class Faces:
     def __init__(self, listener: Listener) -> None:
         self._listener = weakref.ref(listener)
         self._parameters: list[Tensor] = []
-        self._names: list[str] = []
+        self._specs: list[ParameterSpec] = []
         self._held: list[Tensor | None] = []
         self._placeholders: list[ShardedGradient | None] = []
 
     def extend(self, parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> None:
         """Take up further parameters."""
         self._parameters += parameters
-        self._names += [spec.name for spec in specs]
+        self._specs += specs
         self._held += [None] * len(parameters)
         self._placeholders += [None] * len(parameters)
 
@@ -42,7 +42,7 @@ class Faces:
         """Put the parameter's placeholder into p.grad."""
         made = self._placeholders[index]
         if made is None:
-            made = ShardedGradient(self._parameters[index].detach(), self._names[index], index, self._listener)
+            made = ShardedGradient(self._specs[index], index, self._listener)
             self._placeholders[index] = made
         self.put(index, made)
 
@@ -85,7 +85,7 @@ class Faces:
         for index, parameter in enumerate(self._parameters):
             gradient = parameter.grad
             if gradient is not None and gradient is not self._held[index] and not self.shows_mean(index):
-                return self._names[index]
+                return self._specs[index].name
         return None
 
     def release(self) -> None:

@@ -23,6 +23,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from .layout import ParameterSpec
+
 _NO_TASK = -1
 
 
@@ -57,14 +59,19 @@ class ShardedGradient(torch.Tensor):
     listener: weakref.ref[Listener]
 
     @staticmethod
-    def __new__(cls, like: Tensor, name: str, index: int, listener: weakref.ref[Listener]) -> ShardedGradient:
+    def __new__(cls, like: ParameterSpec, index: int, listener: weakref.ref[Listener]) -> ShardedGradient:
         made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
+            cls,
+            like.shape,
+            strides=like.stride,
+            dtype=like.dtypes.compute,
+            device=torch.device(like.device),
+            requires_grad=False,
         )
-        made.owner, made.number, made.capture, made.listener = name, index, None, listener
+        made.owner, made.number, made.capture, made.listener = like.name, index, None, listener
         return made
 
-    def __init__(self, like: Tensor, name: str, index: int, listener: weakref.ref[Listener]) -> None:
+    def __init__(self, like: ParameterSpec, index: int, listener: weakref.ref[Listener]) -> None:
         super().__init__()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -46,7 +46,8 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter as the layout sees it. ``stride`` is that of dense memory; ``index`` is torch.optim's."""
+    """A parameter as the layout sees it. ``stride`` is that of dense memory; ``index`` is torch.optim's; ``unit``
+    numbers what is gathered together (all are 0 where nothing is)."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -56,6 +57,7 @@ class ParameterSpec:
     trainable: bool
     group: int
     index: int
+    unit: int = 0
 
     @property
     def name(self) -> str:
@@ -75,7 +77,8 @@ class ParameterSpec:
         state = "trainable" if self.trainable else "frozen"
         names = "=".join(self.names) or self.name
         device = self.device.split(":")[0]
-        return f"{names} {list(self.shape)} stride {list(self.stride)} {described} {device} {state} group {self.group}"
+        place = f"group {self.group} unit {self.unit}"
+        return f"{names} {list(self.shape)} stride {list(self.stride)} {described} {device} {state} {place}"
 
 
 @dataclass(frozen=True)
@@ -200,8 +203,8 @@ class Layout:
 def build(parameters: Sequence[ParameterSpec], world_size: int, bucket_bytes: int) -> Layout:
     """Lay out ``parameters`` (in order of registration) in buckets of at most ``bucket_bytes`` each.
 
-    A bucket is homogeneous in dtypes, device and trainability and holds at least one whole parameter, however large.
-    Buckets are in the order in which a backward completes them.
+    A bucket is homogeneous in dtypes, device, trainability and unit, and holds at least one whole parameter, however
+    large. Buckets are in the order in which a backward completes them.
     """
     if world_size < 1:
         raise ValueError(f"world size must be at least 1, not {world_size}")
@@ -211,12 +214,12 @@ def build(parameters: Sequence[ParameterSpec], world_size: int, bucket_bytes: in
 def _buckets(
     parameters: Sequence[ParameterSpec], world_size: int, bucket_bytes: int, first: int, first_bucket: int
 ) -> list[Bucket]:
-    keys: dict[tuple[Dtypes, str, bool], list[int]] = {}
-    used: dict[tuple[Dtypes, str, bool], int] = {}
+    keys: dict[tuple[Dtypes, str, bool, int], list[int]] = {}
+    used: dict[tuple[Dtypes, str, bool, int], int] = {}
     complete: list[list[int]] = []
     for position in reversed(range(len(parameters))):
         spec = parameters[position]
-        key = (spec.dtypes, spec.device, spec.trainable)
+        key = (spec.dtypes, spec.device, spec.trainable, spec.unit)
         filling, nbytes = keys.setdefault(key, []), _padded(spec) * spec.dtypes.compute.itemsize
         if filling and used[key] + nbytes > bucket_bytes:
             complete.append(filling)

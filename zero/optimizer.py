@@ -43,9 +43,12 @@ from .layout import ParameterSpec, build
 from .norm import PowerSum
 from .parameters import as_groups, check_buffers, check_listed_once, specs
 from .reducer import Reducer
-from .replicas import agree_on_construction, broadcast, compare
+from .replicas import agree_on_construction, compare
+from .sharded import ShardedStorage
 from .stages import Placement, stage_of
 from .storage import ParameterStorage
+from .unit_hooks import check_not_in_units
+from .units import Predicate
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,14 +64,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         params: an ``nn.Module``, parameters, (name, parameter) pairs, or torch.optim param groups.
         optimizer_class: any element-wise `torch.optim` class; the path that it takes (for-loop, ``foreach``,
             ``fused``) is the one that it would take alone.
-        stage: 0 replicates (as DDP does); 1 shards optimizer states; 2 also gradients.
+        stage: 0 replicates (as DDP does); 1 shards optimizer states; 2 also gradients; 3 also parameters, those of
+            the module that are not listed included.
         module: the module that the parameters belong to, where ``params`` is not one: it gives names, the order of
-            registration, and buffers.
+            registration, and buffers. Stage 3 needs it.
         process_group: a torch process group or a `collectives.Transport`; default: the world, or one rank alone where
             no group is initialised.
         divisor: what a summed gradient is divided by; None: the number of ranks, as in DDP.
         bucket_cap_mb: size of a bucket in MiB, as in DistributedDataParallel.
         collective: an algorithm of `collectives`, by name or as a class.
+        units: at stage 3, which modules are gathered as a whole, each just before its forward and its backward:
+            module -> bool. Default: the children of the outermost ``ModuleList`` and ``Sequential`` modules.
         defaults: arguments of ``optimizer_class``.
 
     Raises:
@@ -87,14 +93,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         divisor: float | None = None,
         bucket_cap_mb: float = 25.0,
         collective: str | Algorithm = "auto",
+        units: Predicate | None = None,
         **defaults: Any,
     ) -> None:
         self._built = self._closed = False
         self._stage = stage_of(stage)
-        if self._stage.parameters is Placement.SHARD:
-            raise NotImplementedError(
-                f"stage {stage} shards the parameters too, which this version cannot do yet: use 0, 1 or 2"
-            )
         self._bucket_bytes = _bucket_bytes(bucket_cap_mb)
         algorithm = _algorithm(collective)
         given = params if isinstance(params, nn.Module) else None
@@ -106,7 +109,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._transport = _transport(process_group).fork()
         self._direct = Pairwise(self._transport)
         self._collective: Collective = algorithm(self._transport)
-        self._storage = ParameterStorage(self._transport, self._module)
+        self._storage = self._make_storage(units)
         self._consolidated: dict[int, Any] | None = None
         self._reducer = Reducer([], self._storage.layout, self._stage, self._transport, self._collective)
         groups = as_groups(params)
@@ -116,9 +119,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._adopt(self.param_groups, 0)
         self._built = True
         self.divisor = self._transport.world_size if divisor is None else divisor
-        broadcast(self._direct, self._transport, [*self._storage.flats, *self._storage.elsewhere()])
 
     # -- construction -------------------------------------------------------------------------------------------------
+
+    def _make_storage(self, units: Predicate | None) -> ParameterStorage:
+        check_not_in_units(self._module)
+        if self._stage.parameters is Placement.WHOLE:
+            return ParameterStorage(self._transport, self._direct, self._module)
+        if self._module is None:
+            raise ValueError(
+                f"stage {self._stage.number} gathers parameters for the forwards of their modules: pass the module "
+                "itself, or parameters and module=model"
+            )
+        return ShardedStorage(self._transport, self._direct, self._module, self._collective, units, self._bucket_bytes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of further parameters, in buckets of their own. All ranks."""
@@ -138,20 +151,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_listed_once([group], self._module)
         super().add_param_group(group)
         try:
-            first = self._adopt(self.param_groups[-1:], len(self.param_groups) - 1)
+            self._adopt(self.param_groups[-1:], len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
             raise
-        broadcast(self._direct, self._transport, self._storage.flats[first:])
 
-    def _adopt(self, groups: Sequence[Options], first_group: int) -> int:
-        """Lay out, check and take over the parameters of ``groups``; returns the first new bucket."""
+    def _adopt(self, groups: Sequence[Options], first_group: int) -> None:
+        """Lay out, check and take over the parameters of ``groups``."""
+        self._storage.begin()
+        try:
+            self._take_over(groups, first_group)
+        finally:
+            if self._built or self._storage.layout.buckets:
+                self._storage.end()
+
+    def _take_over(self, groups: Sequence[Options], first_group: int) -> None:
         problem: Exception | None = None
         found: list[Tensor] = []
         described: list[ParameterSpec] = []
         try:
             check_buffers(self._module)
-            found, described = specs(groups, self._module, len(self._storage.parameters), first_group)
+            units = self._storage.units()
+            found, described = specs(groups, self._module, len(self._storage.parameters), first_group, units)
+            self._storage.prepare(found)
             for group in groups:
                 for spec in {
                     (s.dtypes.compute, s.device): s for s in described if self.param_groups[s.group] is group
@@ -171,12 +193,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for bucket in layout.buckets[first:]:
             begin, end = self._stage.stepped(bucket, self._transport.rank)
             slot_groups = [layout.parameters[slot.parameter].group for slot in bucket.slots]
-            master = self._storage.flats[bucket.index][begin:end]
+            master = self._storage.interval(bucket, begin, end)
             scalars = [layout.parameters[slot.parameter].shape == () for slot in bucket.slots]
             states = BucketStates(bucket, begin, end, master, slot_groups, scalars)
             self._inner.add(states, self.param_groups)
         self._reducer.extend(found, layout)
-        return first
 
     def _lines(self, described: Sequence[ParameterSpec]) -> list[str]:
         """What the ranks must have built alike, as text."""
@@ -186,6 +207,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             settings,
             f"optimizer {self._class.__name__}",
             *(spec.line() for spec in described),
+            *self._storage.lines(),
             *(f"buffer {name} {list(buffer.shape)} {buffer.dtype}" for name, buffer in buffers),
         ]
 
@@ -225,11 +247,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """What this rank holds, read from the tensors themselves, beside what the formulas say. Local."""
         self._check()
         return describe(
-            self._storage.layout,
             self._stage,
             self._transport,
             self._collective,
-            self._storage.flats,
+            self._storage,
             self._reducer,
             self._inner,
         )
@@ -240,10 +261,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises `RuntimeError` naming the first parameter that differs and the ranks, on every rank.
         """
         self._check()
-        self._reducer.agree("check_replicas()")
-        layout = self._storage.layout
-        named = [(spec.name, p) for spec, p in zip(layout.parameters, self._storage.parameters, strict=True)]
-        return compare(self._transport, named, "check_replicas()")
+        self._reducer.agree("check_replicas()", self._storage.problem())
+        return compare(self._transport, self._storage.fingerprints(), "check_replicas()")
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order; lengths may differ. All ranks."""
@@ -308,7 +327,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._reducer.settle("step()", self._storage.problem())
+        stands_against = self._storage.retire()
+        self._reducer.settle("step()", stands_against or self._storage.problem())
         try:
             self._update()
         except CollectiveError:
@@ -339,6 +359,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     tag = Tag(Kind.ALL_GATHER, f"parameters of bucket {bucket.index}", index=bucket.index)
                     works.append(self._collective.all_gather(flat, bucket.bounds, tag=tag))
             Chain(works).wait()
+        self._storage.stepped(used)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear every gradient: to None, or to zero where one exists. Local, but on every rank alike."""
@@ -362,14 +383,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._check()
         chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
-        storage = self._storage
-        flats = storage.flats if chosen is None else [storage.flat_of(storage.index(p)) for p in chosen]
-        try:
-            yield
-        finally:
-            if write:
-                self._reducer.agree("gathered(write=True)", self._storage.problem())
-                broadcast(self._direct, self._transport, flats)
+        with self._storage.gathered(chosen):
+            try:
+                yield
+            finally:
+                if write:
+                    self._reducer.agree("gathered(write=True)", self._storage.problem())
+                    self._storage.overwrite(chosen)
 
     def close(self) -> None:
         """Make the model plain again: every parameter gets memory of its own, and every hook goes. All ranks."""
@@ -381,8 +401,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         finally:
             self._closed = True
             self._reducer.close()
-            self._storage.release()
             self._inner.close()
+            self._storage.release()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

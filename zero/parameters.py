@@ -6,7 +6,7 @@ Knows: modules, parameters, names. Does not know: ranks, gradients, optimizers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .layout import Dtypes, ParameterSpec
+from .released import is_released
 from .stages import dense_stride
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -82,12 +83,16 @@ def bindings(module: nn.Module | None) -> list[Binding]:
 
 
 def specs(
-    groups: Sequence[dict[str, Any]], module: nn.Module | None, first_index: int = 0, first_group: int = 0
+    groups: Sequence[dict[str, Any]],
+    module: nn.Module | None,
+    first_index: int = 0,
+    first_group: int = 0,
+    units: Mapping[int, int] | None = None,
 ) -> tuple[list[Tensor], list[ParameterSpec]]:
     """The listed parameters and their specs in order of registration: the module's where there is one, else as listed.
 
     Raises `ValueError` or `TypeError`, naming the parameter, for one that is listed twice, is not a leaf, has a dtype
-    or memory that cannot be laid out.
+    or memory that cannot be laid out, or is in none of the ``units`` (id of a parameter -> its unit).
     """
     names: dict[int, list[str]] = {}
     order: dict[int, int] = {}
@@ -102,6 +107,11 @@ def specs(
             aliases = names.get(id(parameter)) or ([name] if name is not None else [])
             label = aliases[0] if aliases else f"parameter {index}"
             _check(parameter, label)
+            if units is not None and id(parameter) not in units:
+                raise ValueError(
+                    f"{label!r} is not a parameter of the module that the optimizer was built with, around whose "
+                    "forwards stage 3 gathers: build the optimizer over a module that holds it"
+                )
             spec = ParameterSpec(
                 tuple(aliases),
                 tuple(parameter.shape),
@@ -111,6 +121,7 @@ def specs(
                 parameter.requires_grad,
                 first_group + number,
                 index,
+                0 if units is None else units[id(parameter)],
             )
             found.append((order.get(id(parameter), len(order) + index), parameter, spec))
             index += 1
@@ -122,6 +133,11 @@ def specs(
 def _check(parameter: Tensor, name: str) -> None:
     if not isinstance(parameter, Tensor):
         raise TypeError(f"{name!r} is a {type(parameter).__name__}, not a tensor")
+    if is_released(parameter):
+        raise ValueError(
+            f"{name!r} belongs to another stage-3 optimizer, which holds its values: close() that one first, or build "
+            "the model anew"
+        )
     if parameter.dtype not in FLOATS:
         raise TypeError(f"{name!r} is {parameter.dtype}: a parameter must be one of {', '.join(map(str, FLOATS))}")
     if not parameter.is_leaf:

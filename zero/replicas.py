@@ -54,22 +54,22 @@ def broadcast(collective: Collective, transport: Transport, tensors: Iterable[Te
             tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
-def compare(transport: Transport, tensors: Sequence[tuple[str, Tensor]], purpose: str) -> str:
-    """SHA-256 over named tensors, in their order, after comparing it over the ranks. Collective.
+def fingerprint(tensor: Tensor) -> bytes:
+    """SHA-256 of a tensor's elements in the order of its dimensions."""
+    return hashlib.sha256(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()).digest()
+
+
+def compare(transport: Transport, prints: Sequence[tuple[str, bytes]], purpose: str) -> str:
+    """SHA-256 over the fingerprints of named tensors, in their order, after comparing them over the ranks. Collective.
 
     Raises `RuntimeError` naming the first tensor that differs and the ranks, on every rank.
     """
-    hashes = [hashlib.sha256(_bytes_of(tensor)).digest() for _, tensor in tensors]
-    told = transport.exchange(b"".join(hashes), Tag(Kind.EXCHANGE, purpose))
+    told = transport.exchange(b"".join(print_ for _, print_ in prints), Tag(Kind.EXCHANGE, purpose))
     for rank, theirs in enumerate(told):
-        for index, (name, _) in enumerate(tensors):
+        for index, (name, _) in enumerate(prints):
             if theirs[32 * index : 32 * index + 32] != told[0][32 * index : 32 * index + 32]:
                 raise RuntimeError(
                     f"{name!r} differs between rank 0 and rank {rank}: edit parameters on every rank alike, or inside "
                     "gathered(write=True)"
                 )
     return hashlib.sha256(told[0]).hexdigest()
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()

@@ -54,15 +54,18 @@ class Stage:
         """The interval of ``bucket`` whose states ``rank`` holds and which it updates."""
         return (0, bucket.numel) if self.states is Placement.WHOLE else bucket.owned(rank)
 
-    def passes(self, backwards: int, synchronised: int) -> int:
+    def passes(self, synchronised: int) -> int:
         """Passes a step over the trainable elements, each of (W - 1) times their number summed over the ranks.
 
-        ``backwards``: of each rank; ``synchronised``: those outside ``no_sync``, at least 1.
+        ``synchronised``: backwards of each rank outside ``no_sync``, at least 1.
         """
-        reductions = synchronised
-        if self.parameters is Placement.SHARD:
-            return reductions + 2 * backwards
-        return reductions + (synchronised if self.means_are_gathered else 1)
+        if self.means_are_gathered:
+            return 2 * synchronised
+        return synchronised + 1 if self.parameters_are_gathered else synchronised
+
+    def gathers(self, backwards: int) -> int:
+        """Passes a step over all elements in units, each with one forward and one backward."""
+        return 2 * backwards if self.parameters is Placement.SHARD else 0
 
 
 _W, _S = Placement.WHOLE, Placement.SHARD
@@ -79,11 +82,12 @@ def stage_of(number: int) -> Stage:
     return STAGES[number]
 
 
-def formula_bytes(layout: Layout, stage: Stage, state_tensors: int) -> dict[str, int]:
+def formula_bytes(layout: Layout, stage: Stage, state_tensors: int, rest: Layout | None = None) -> dict[str, int]:
     """Bytes of one rank by kind, from the elements alone (no padding).
 
-    ``state_tensors``: tensors as large as the parameter that the optimizer keeps for it (Adam: 2). ``scratch_peak`` is
-    a bound: three of the largest bucket.
+    ``state_tensors``: tensors as large as the parameter that the optimizer keeps for it (Adam: 2). ``rest``: of
+    parameters that are stored beside those of ``layout`` and not updated. ``gathered_peak`` and ``scratch_peak`` are
+    bounds: the root's rest and the two largest units; three of the largest bucket.
     """
 
     def total(which: str, trainable_only: bool = False) -> int:
@@ -93,6 +97,12 @@ def formula_bytes(layout: Layout, stage: Stage, state_tensors: int) -> dict[str,
             if spec.trainable or not trainable_only
         )
 
+    stored = total("compute")
+    if rest is not None:
+        stored += sum(spec.numel * spec.dtypes.compute.itemsize for spec in rest.parameters)
+    units = _unit_bytes(layout, rest)
+    gathered = units.pop(0, 0) + sum(sorted(units.values())[-2:])
+
     def placed(nbytes: int, placement: Placement) -> int:
         return nbytes if placement is Placement.WHOLE else sharded_bytes(nbytes, layout.world_size)
 
@@ -100,21 +110,39 @@ def formula_bytes(layout: Layout, stage: Stage, state_tensors: int) -> dict[str,
     if stage.means_are_gathered:  # the undivided running sum of its slices
         gradients += sharded_bytes(total("accumulate", True), layout.world_size)
     return {
-        "parameters": placed(total("compute"), stage.parameters),
+        "parameters": placed(stored, stage.parameters),
         "gradients": gradients,
         "optimizer": placed(state_tensors * total("master", True), stage.states),
+        "gathered_peak": gathered if stage.gathers(1) and layout.world_size > 1 else 0,
         "scratch_peak": 3 * max((b.numel * b.dtypes.accumulate.itemsize for b in layout.buckets), default=0),
     }
 
 
-def formula_traffic(layout: Layout, stage: Stage, backwards: int, synchronised: int) -> int:
-    """Payload bytes that a step sends, summed over the ranks: passes x (W - 1) x padded trainable elements."""
+def _unit_bytes(layout: Layout, rest: Layout | None) -> dict[int, int]:
+    """Bytes of each unit when it is whole, padding included."""
+    found: dict[int, int] = {}
+    for which in (layout,) if rest is None else (layout, rest):
+        for bucket in which.buckets:
+            unit = which.parameters[bucket.slots[0].parameter].unit
+            found[unit] = found.get(unit, 0) + bucket.numel * bucket.dtypes.compute.itemsize
+    return found
+
+
+def formula_traffic(layout: Layout, stage: Stage, backwards: int, synchronised: int, rest: Layout | None = None) -> int:
+    """Payload bytes that a step sends, summed over the ranks, with one forward to each backward.
+
+    (W - 1) x (passes x padded trainable elements + gathers x padded elements of all units), where a backward finds the
+    root's rest and the last unit still here: they are gathered once, for the forward.
+    """
     trainable = sum(
         bucket.numel * bucket.dtypes.travel.itemsize
         for bucket in layout.buckets
         if layout.parameters[bucket.slots[0].parameter].trainable
     )
-    return stage.passes(backwards, synchronised) * (layout.world_size - 1) * trainable
+    units = _unit_bytes(layout, rest)
+    still_here = sum(units[unit] for unit in {0, max(units, default=0)} & set(units))
+    gathered = stage.gathers(backwards) * sum(units.values()) - stage.gathers(backwards) // 2 * still_here
+    return (layout.world_size - 1) * (stage.passes(synchronised) * trainable + gathered)
 
 
 def strided(flat: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:

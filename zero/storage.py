@@ -1,34 +1,56 @@
-"""The memory of the parameters: flat tensors, one a bucket, of which the parameters are views.
+"""The memory of the parameters where every rank holds them whole: flat tensors, one a bucket, with the parameters as
+views. `sharded` is its counterpart where a rank holds slices.
 
-Knows: the layout and the user's parameters, whose ``data`` it sets. Does not know: gradients, states, ranks' work.
+Knows: the layout and the user's parameters, whose ``data`` it sets. Does not know: gradients, states, steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport
+from collectives import Collective, Transport
 
-from .layout import Layout
+from .layout import Bucket, Layout
 from .parameters import bindings, misplaced
+from .replicas import broadcast, fingerprint
 from .stages import strided
 
 
 class ParameterStorage:
     """Parameters in the layout's order, and their memory. Identity, name, shape and strides of a parameter stay."""
 
-    def __init__(self, transport: Transport, module: nn.Module | None) -> None:
-        self._transport, self._module = transport, module
+    def __init__(self, transport: Transport, direct: Collective, module: nn.Module | None) -> None:
+        """``direct``: a collective that moves slices of any size."""
+        self._transport, self._direct, self._module = transport, direct, module
         self.layout = Layout((), (), transport.world_size)
+        self.rest = Layout((), (), transport.world_size)  # of parameters that are stored here and not updated
         self.parameters: list[Tensor] = []
         self.flats: list[Tensor] = []
         self._bindings = bindings(module)
 
+    # -- construction ---------------------------------------------------------------------------------------------
+
+    def units(self) -> dict[int, int] | None:
+        """id of a parameter -> its unit, where parameters come in units."""
+        return None
+
+    def lines(self) -> list[str]:
+        """What the ranks must have built alike, beside the layout, as text."""
+        return []
+
+    def prepare(self, parameters: Sequence[Tensor]) -> None:
+        """Raise `ValueError` or `TypeError` where further parameters, or what they leave, cannot be stored."""
+
+    def begin(self) -> None:
+        """Further parameters are about to be adopted. Collective."""
+
     def adopt(self, parameters: Sequence[Tensor], layout: Layout) -> None:
-        """Take over further parameters, which ``layout`` has in further buckets: their values move there."""
+        """Take over further parameters, which ``layout`` has in further buckets: rank 0's values move there.
+        Collective."""
         new = layout.buckets[len(self.flats) :]
         self.layout = layout
         self.parameters += parameters
@@ -40,7 +62,23 @@ class ParameterStorage:
                 view.copy_(parameter.detach())
                 parameter.data = view
             self.flats.append(flat)
+        broadcast(self._direct, self._transport, self.flats[len(self.flats) - len(new) :])
+
+    def end(self) -> None:
+        """Nothing further is to be adopted for now: take care of the module's other tensors. Collective."""
         self._bindings = bindings(self._module)
+        listed = {id(p) for p in self.parameters}
+        rest = [] if self._module is None else [p.detach() for p in self._module.parameters() if id(p) not in listed]
+        broadcast(self._direct, self._transport, [*rest, *self._buffers()])
+
+    def _buffers(self) -> list[Tensor]:
+        return [] if self._module is None else [buffer.detach() for buffer in self._module.buffers()]
+
+    # -- what is where --------------------------------------------------------------------------------------------
+
+    def interval(self, bucket: Bucket, begin: int, end: int) -> Tensor:
+        """The parameters of an interval that this rank steps, 1-D."""
+        return self.flats[bucket.index][begin:end]
 
     def index(self, parameter: Tensor) -> int:
         """The parameter's place in the layout; `ValueError` for a stranger."""
@@ -57,13 +95,29 @@ class ParameterStorage:
         bucket, slot = next((b, s) for b, _, s in self.layout.slots() if s.parameter == index)
         return self.flats[bucket.index][slot.offset : slot.end]
 
-    def elsewhere(self) -> list[Tensor]:
-        """The module's other parameters, and its buffers."""
-        if self._module is None:
-            return []
-        listed = {id(p) for p in self.parameters}
-        rest = [p.detach() for p in self._module.parameters() if id(p) not in listed]
-        return [*rest, *(b.detach() for b in self._module.buffers())]
+    def fingerprints(self) -> list[tuple[str, bytes]]:
+        """Name and SHA-256 of each whole parameter. Collective."""
+        return [(s.name, fingerprint(p)) for s, p in zip(self.layout.parameters, self.parameters, strict=True)]
+
+    # -- from outside ---------------------------------------------------------------------------------------------
+
+    def gathered(self, parameters: Sequence[Tensor] | None) -> AbstractContextManager[None]:
+        """``parameters``, or all, whole inside the block. Collective; here they always are."""
+        for parameter in parameters or ():
+            self.index(parameter)
+        return nullcontext()
+
+    def overwrite(self, parameters: Sequence[Tensor] | None) -> None:
+        """Make rank 0's values everybody's, inside `gathered`. Collective."""
+        chosen = self.flats if parameters is None else [self.flat_of(self.index(p)) for p in parameters]
+        broadcast(self._direct, self._transport, chosen)
+
+    def retire(self) -> str | None:
+        """A step is about to begin; returns what stands against it."""
+        return None
+
+    def stepped(self, used: Sequence[bool]) -> None:
+        """A step has changed these parameters."""
 
     def problem(self) -> str | None:
         """What is wrong where a parameter was moved, cast or replaced since; None where all is well."""
@@ -83,8 +137,16 @@ class ParameterStorage:
                 )
         return misplaced(self._bindings)
 
+    def rest_flats(self) -> list[Tensor]:
+        """This rank's memory of the parameters of `rest`."""
+        return []
+
+    def transient(self) -> tuple[frozenset[int], int]:
+        """Buffers of gathered parameters: their addresses, and the most bytes that there ever were."""
+        return frozenset(), 0
+
     def release(self) -> None:
-        """Give every parameter memory of its own."""
+        """Give every parameter memory of its own. Collective."""
         for index, parameter in enumerate(self.parameters):
             if self._lies_here(index):
                 parameter.data = parameter.detach().clone()

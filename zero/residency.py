@@ -1,0 +1,365 @@
+"""Units' parameters on one rank: the shard that is always here, and the whole that comes and goes.
+
+Knows: shards, gathered buffers, what stands in each parameter's ``data``. Does not know: modules, autograd, or when a
+unit is needed; it is told to fetch, show, hide and drop.
+
+    SHARDED --fetch--> COMING --wait--> WHOLE --show--> SHOWN        fetch: the all-gathers are under way
+       ^                                 |  ^             |          show:  parameters are views of the buffers
+       +------------- drop --------------+  +--- hide ----+          hide:  parameters are released, buffers stay
+
+A buffer lives as long as somebody holds its storage. Where that is somebody else (a view that a module cached, an array
+that shares the memory), the next gather writes into the same buffer, so that the view follows the parameter as it
+would in a plain loop; when a step changes the parameter in between, the buffer is filled with NaN.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from collectives import Collective, Kind, Tag, Transport, Work
+from collectives.memory import Pool, holders
+
+from .layout import Bucket, Layout
+from .released import released_class
+from .stages import strided
+
+
+class State(Enum):
+    """Where a unit's whole parameters are."""
+
+    SHARDED = "nowhere: each rank has its slices"
+    COMING = "on their way"
+    WHOLE = "in buffers"
+    SHOWN = "in the parameters"
+
+
+@dataclass(eq=False)
+class Shelf:
+    """A bucket on this rank: its parameters by slot, this rank's slice, and the whole while it is here."""
+
+    bucket: Bucket
+    layout: Layout
+    parameters: list[Tensor]
+    shard: Tensor
+    whole: Tensor | None = None
+    lent: Tensor | None = None  # a buffer that was dropped while somebody else held it
+    shown: list[tuple[int, int]] = field(default_factory=list)  # of each slot: version and address, when it was shown
+
+    def __post_init__(self) -> None:
+        self.offsets = [slot.offset for slot in self.bucket.slots]
+        self.versions = [0] * len(self.parameters)  # of each slot: how often its values were changed
+        self.bases = [type(parameter) for parameter in self.parameters]
+        self.nans = [_nan_like(parameter) for parameter in self.parameters]
+
+    def name(self, slot: int) -> str:
+        return self.layout.parameters[self.bucket.slots[slot].parameter].name
+
+    def slot_at(self, element: int) -> int:
+        """The slot in which an element of the bucket lies."""
+        return bisect.bisect_right(self.offsets, element) - 1
+
+    def owns(self, slot: int) -> bool:
+        """False where a parameter's memory is not what was put there."""
+        parameter, nan = self.parameters[slot], self.nans[slot]
+        place = self.shown[slot][1] if self.shown else nan.data_ptr()
+        return parameter.dtype is nan.dtype and parameter.device == nan.device and parameter.data_ptr() == place
+
+    def views(self, flat: Tensor) -> Iterator[Tensor]:
+        for slot in self.bucket.slots:
+            spec = self.layout.parameters[slot.parameter]
+            yield strided(flat, slot.offset, spec.shape, spec.stride)
+
+
+@dataclass(eq=False)
+class _Unit:
+    name: str
+    shelves: list[Shelf] = field(default_factory=list)
+    state: State = State.SHARDED
+    holds: int = 0
+    work: list[Work] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """A tensor in a gathered buffer, as a graph keeps it: a place instead of memory."""
+
+    unit: int
+    shelf: Shelf
+    slot: int
+    version: int
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Residency:
+    """The parameters of all units of one optimizer on one rank. A unit is known by its number."""
+
+    def __init__(self, transport: Transport, collective: Collective, names: Sequence[str]) -> None:
+        self._transport, self._collective = transport, collective
+        self.units = [_Unit(name) for name in names]
+        self.pool = Pool(slack=1.0, spare=1.0)
+        self.problem: str | None = None  # an edit that was found and would be lost; told at the next agreement
+        self._places: dict[int, tuple[int, Shelf]] = {}  # address of a buffer -> what lies there
+        self._lenders: list[Shelf] = []
+        self._classes: dict[type[Tensor], type[Tensor]] = {}
+        self._alone = transport.world_size == 1  # then the shard is the whole
+
+    # -- what is where --------------------------------------------------------------------------------------------
+
+    def put(self, unit: int, shelf: Shelf) -> None:
+        """Take up a shelf. Its parameters have memory of their own, which they lose: from now on they are released."""
+        self.units[unit].shelves.append(shelf)
+        for slot in range(len(shelf.parameters)):
+            self._release(shelf, slot)
+        if self._alone:
+            self._places[_address(shelf.shard)] = (unit, shelf)
+
+    def part(self, number: int, shelf: Shelf) -> None:
+        """Give the parameters of a shelf, whose unit is shown, memory of their own, and forget the shelf."""
+        unit = self.units[number]
+        for parameter in shelf.parameters:
+            parameter.data = parameter.detach().clone()
+        unit.shelves.remove(shelf)
+        if shelf.whole is not None:
+            del self._places[_address(shelf.whole)]
+            shelf.whole = None
+
+    @property
+    def broken(self) -> bool:
+        """True after a failure of the ranks' communication: nothing can be gathered any more."""
+        return self._transport.broken
+
+    def shelves(self) -> Iterator[Shelf]:
+        for unit in self.units:
+            yield from unit.shelves
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The name of a parameter; for errors."""
+        for shelf in self.shelves():
+            for slot, known in enumerate(shelf.parameters):
+                if known is parameter:
+                    return shelf.name(slot)
+        return "a parameter of an optimizer that is gone"
+
+    # -- coming and going -----------------------------------------------------------------------------------------
+
+    def hold(self, number: int) -> None:
+        """Keep a unit from being dropped, until `let_go`."""
+        self.units[number].holds += 1
+
+    def let_go(self, number: int) -> None:
+        self.units[number].holds -= 1
+
+    def fetch(self, number: int) -> None:
+        """Start to gather a unit, where it is not here. Collective."""
+        unit = self.units[number]
+        if unit.state is not State.SHARDED:
+            return
+        self._sweep()
+        for shelf in unit.shelves:
+            unit.work.append(self._gather(unit, shelf))
+            assert shelf.whole is not None
+            self._places[_address(shelf.whole)] = (number, shelf)
+        unit.state = State.COMING
+
+    def _gather(self, unit: _Unit, shelf: Shelf) -> Work:
+        bucket = shelf.bucket
+        if self._alone:
+            shelf.whole = shelf.shard
+        else:
+            if shelf.lent is not None:
+                self._lenders.remove(shelf)
+                shelf.whole, shelf.lent = shelf.lent, None
+            else:
+                shelf.whole = self.pool.take(bucket.numel, bucket.dtypes.compute, torch.device(bucket.device))
+            low, high = bucket.owned(self._transport.rank)
+            shelf.whole[low:high].copy_(shelf.shard)
+        tag = Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=bucket.index)
+        return self._collective.all_gather(shelf.whole, bucket.bounds, tag=tag)
+
+    def _arrive(self, unit: _Unit) -> None:
+        if unit.state is State.COMING:
+            while unit.work:
+                unit.work[0].wait()
+                unit.work.pop(0)
+            unit.state = State.WHOLE
+
+    def show(self, number: int) -> None:
+        """Give a unit's parameters their values. Collective where the unit was not fetched yet."""
+        self.fetch(number)
+        unit = self.units[number]
+        self._arrive(unit)
+        if unit.state is State.SHOWN:
+            return
+        for shelf in unit.shelves:
+            assert shelf.whole is not None
+            shelf.shown = []
+            for parameter, view in zip(shelf.parameters, shelf.views(shelf.whole), strict=True):
+                parameter.__class__ = shelf.bases[len(shelf.shown)]
+                parameter.data = view
+                shelf.shown.append((parameter._version, view.data_ptr()))
+        unit.state = State.SHOWN
+
+    def hide(self, number: int) -> None:
+        """Release a unit's parameters, unless somebody holds it; its buffers stay."""
+        unit = self.units[number]
+        if unit.state is not State.SHOWN or unit.holds:
+            return
+        unit.state = State.WHOLE
+        for shelf in unit.shelves:
+            for slot, parameter in enumerate(shelf.parameters):
+                if (parameter._version, parameter.data_ptr()) != shelf.shown[slot]:
+                    self.problem = self.problem or (
+                        f"{shelf.name(slot)!r} was edited while its unit was gathered (as an Embedding with max_norm "
+                        "does in its forward), which the other ranks cannot see: edit it inside gathered(write=True)"
+                    )
+                self._release(shelf, slot)
+            shelf.shown = []
+
+    def accept_edits(self, number: int) -> None:
+        """The edits of a unit that is shown are known to all ranks."""
+        for shelf in self.units[number].shelves if self.units[number].state is State.SHOWN else ():
+            shelf.shown = [(parameter._version, parameter.data_ptr()) for parameter in shelf.parameters]
+
+    def drop(self, number: int) -> None:
+        """Give a unit's memory back, unless somebody holds it. Waits for what is under way."""
+        unit = self.units[number]
+        if unit.holds:
+            return
+        self._arrive(unit)
+        self.hide(number)
+        if unit.state is State.SHARDED:
+            return
+        for shelf in unit.shelves:
+            shelf.lent, shelf.whole = shelf.whole, None
+            if self._alone:
+                shelf.lent = None
+            else:
+                self._lenders.append(shelf)
+        unit.state = State.SHARDED
+        self._sweep()
+
+    def drop_all(self) -> None:
+        """Drop every unit that nobody holds."""
+        for number in range(len(self.units)):
+            self.drop(number)
+
+    def abandon(self) -> None:
+        """After a failure that no wait can end well: forget what is under way, and release everything."""
+        for number, unit in enumerate(self.units):
+            holds, unit.holds, unit.work = unit.holds, 0, []
+            if unit.state is State.COMING:
+                unit.state = State.WHOLE
+            self.drop(number)
+            unit.holds = holds
+
+    def _release(self, shelf: Shelf, slot: int) -> None:
+        parameter, base = shelf.parameters[slot], shelf.bases[slot]
+        parameter.data = shelf.nans[slot]
+        if base not in self._classes:
+            self._classes[base] = released_class(base, _weak_name(self))
+        parameter.__class__ = self._classes[base]
+
+    def _sweep(self) -> None:
+        """Take back the buffers that strangers have let go since."""
+        for shelf in list(self._lenders):
+            if shelf.lent is not None and holders(shelf.lent) == 0:
+                self._reclaim(shelf)
+
+    def _reclaim(self, shelf: Shelf) -> None:
+        if shelf.lent is not None:
+            del self._places[_address(shelf.lent)]
+            shelf.lent = None
+            self._lenders.remove(shelf)
+
+    # -- what a graph keeps ---------------------------------------------------------------------------------------
+
+    def place(self, tensor: Tensor) -> Saved | None:
+        """Where a tensor lies in a gathered buffer; None for any other."""
+        found = self._places.get(_address(tensor))
+        if found is None or tensor.is_conj() or tensor.is_neg():
+            return None
+        unit, shelf = found
+        offset = int(tensor.storage_offset())
+        slot = shelf.slot_at(offset * tensor.itemsize // shelf.shard.itemsize)
+        version, shape, stride = shelf.versions[slot], tuple(tensor.shape), tuple(tensor.stride())
+        return Saved(unit, shelf, slot, version, tensor.dtype, offset, shape, stride)
+
+    def restore(self, saved: Saved) -> Tensor:
+        """The tensor at a place; its unit is here."""
+        shelf = saved.shelf
+        if shelf.versions[saved.slot] != saved.version:
+            raise RuntimeError(
+                f"{shelf.name(saved.slot)!r}, which this backward needs, was changed by a step or an edit after the "
+                "forward that used it: run the backward before, or the forward again"
+            )
+        assert shelf.whole is not None
+        if saved.dtype is shelf.whole.dtype:
+            return shelf.whole.as_strided(saved.size, saved.stride, saved.offset)
+        made = torch.empty(0, dtype=saved.dtype, device=shelf.whole.device)
+        return made.set_(shelf.whole.untyped_storage(), saved.offset, saved.size, saved.stride)
+
+    # -- changes --------------------------------------------------------------------------------------------------
+
+    def changed(self, shelf: Shelf, slots: Sequence[int]) -> None:
+        """The values of these slots are others now: what a graph or a stranger holds of them is out of date."""
+        if not slots:
+            return
+        for slot in slots:
+            shelf.versions[slot] += 1
+        self._sweep()
+        if shelf.lent is not None:
+            shelf.lent.fill_(float("nan"))
+
+    @contextmanager
+    def gathered(self, numbers: Sequence[int]) -> Iterator[None]:
+        """Units, whole, inside the block. Collective."""
+        for number in numbers:
+            self.hold(number)
+        try:
+            for number in numbers:
+                self.fetch(number)
+            for number in numbers:
+                self.show(number)
+            yield
+        except BaseException:
+            for number in numbers:
+                self.accept_edits(number)  # they are lost, and this is told already
+            raise
+        finally:
+            for number in numbers:
+                self.let_go(number)
+            if self.broken:
+                self.abandon()
+            else:
+                for number in numbers:
+                    self.drop(number)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _nan_like(parameter: Tensor) -> Tensor:
+    nan = torch.full((1,), float("nan"), dtype=parameter.dtype, device=parameter.device)
+    return nan.expand(parameter.shape) if parameter.dim() else nan.view(())
+
+
+def _weak_name(residency: Residency) -> Callable[[Tensor], str]:
+    reference = weakref.ref(residency)
+
+    def name_of(parameter: Tensor) -> str:
+        known = reference()
+        return "a parameter of an optimizer that is gone" if known is None else known.name_of(parameter)
+
+    return name_of

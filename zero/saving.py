@@ -1,0 +1,80 @@
+"""What a graph keeps of a unit's parameters: places instead of memory.
+
+Knows: autograd's hooks for saved tensors. Does not know: when a unit runs, or where its memory is.
+
+    pack     a tensor in a gathered buffer    -> its place
+             any other                        -> what the hooks that were there before make of it, or itself
+    unpack   a place                          -> ask for the unit, then a view of its buffer
+
+autograd watches tensors that it saves itself for edits in place; those that a hook keeps it does not, so that is done
+here, too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .residency import Residency, Saved
+
+_Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Any]]
+
+
+class Saver:
+    """The hooks of one optimizer. ``needed`` is called with a unit before a tensor of it is restored."""
+
+    def __init__(self, residency: Residency, needed: Callable[[int], None]) -> None:
+        self._residency, self._needed = weakref.ref(residency), weakref.WeakMethod(needed)
+        self._pushed: list[bool] = []
+        self._own: list[Callable[[Tensor], Any]] = []
+
+    def push(self) -> None:
+        """From now on this thread's forwards save through these hooks, until `pop`."""
+        before = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        ours = before is not None and bool(self._own) and before[0] is self._own[-1]
+        if not ours:
+            pack, unpack = self._hooks(before)
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+            self._own.append(pack)
+        self._pushed.append(not ours)
+
+    def pop(self) -> None:
+        if self._pushed.pop():
+            self._own.pop()
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _hooks(self, before: _Pair | None) -> _Pair:
+        known, needed = self._residency, self._needed  # weakly: a graph may outlive the optimizer
+
+        def pack(tensor: Tensor) -> Any:
+            residency = known()
+            if residency is not None and (saved := residency.place(tensor)) is not None:
+                return saved
+            if before is not None:
+                return before[0](tensor)
+            kept = tensor.detach()  # not itself: an output that its own graph holds would never be freed
+            return kept, kept._version
+
+        def unpack(kept: Any) -> Any:
+            if isinstance(kept, Saved):
+                residency, need = known(), needed()
+                if residency is None or need is None:
+                    raise RuntimeError("this graph belongs to an optimizer that is gone: its parameters are, too")
+                need(kept.unit)
+                return residency.restore(kept)
+            if before is not None:
+                return before[1](kept)
+            tensor, version = kept
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{tensor.type()} {list(tensor.shape)} is at version {tensor._version}; expected version {version} "
+                    "instead"
+                )
+            return tensor
+
+        return pack, unpack

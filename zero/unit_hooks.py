@@ -1,0 +1,299 @@
+"""Turns the events of modules and of their graphs into "unit u is needed", "unit u is not".
+
+Knows: forwards, saved tensors, backwards, and in which order units were used. Does not know: memory or ranks; what is
+to come, be shown or go is `Residency`'s work.
+
+    forward    enters u      drop the unit before, show u, fetch the unit that the last forward used next
+               leaves u      hide u; it stays until another unit is entered (the last one: until the backward asks)
+               leaves the outermost module with nothing to differentiate: drop everything
+    backward   reaches u     by the graph of u's outputs, or by a tensor that u's forward saved: as above, in reverse
+               is over       drop everything
+
+So at most the root's rest, the running unit and the fetched one are here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .residency import Residency
+from .saving import Saver
+from .units import ROOT, Entry, Units
+
+_NO_TASK = -1
+_CALL = nn.Module._call_impl.__code__
+
+
+class Order:
+    """In which order units are used, as far as the last time tells. What it says decides when a gather begins, never
+    what is right; it is equal on all ranks, since they enter the same units."""
+
+    def __init__(self, units: int) -> None:
+        self._forward = list(range(1, units))  # of the last forward of the root; at first a guess
+        self._position = 0
+        self._path: list[int] = []  # forwards since the last backward or step
+        self._closed = False
+        self._back: list[int] = []
+
+    def begin_forward(self) -> None:
+        """The root's forward begins."""
+        self._position = 0
+
+    def close(self) -> None:
+        """A backward or a step: the next forward begins another path."""
+        self._closed = True
+
+    def begin_backward(self) -> None:
+        self._back = self._path[::-1]
+        self.close()
+
+    def forward(self, unit: int) -> int | None:
+        """A forward comes to ``unit``; returns the one that will probably follow."""
+        position, self._position = self._position, self._position + 1
+        if self._closed:
+            self._path, self._closed = [], False
+        if torch.is_grad_enabled():
+            self._path.append(unit)
+        known = self._forward[position : position + 2]
+        if known[:1] == [unit]:
+            return known[1] if len(known) > 1 else None
+        self._forward[position:] = [unit]
+        return None
+
+    def backward(self, unit: int) -> int | None:
+        """A backward comes to ``unit``; returns the one that will probably follow."""
+        if unit not in self._back:
+            return None
+        del self._back[: self._back.index(unit) + 1]
+        return next((other for other in self._back if other != unit), None)
+
+
+class UnitHooks:
+    """The hooks of one optimizer on one module's units, until `remove`."""
+
+    def __init__(self, units: Units, residency: Residency) -> None:
+        self._residency = residency
+        self._order = Order(len(units.names))
+        self._running: list[_Place] = []
+        self._current: int | None = None  # the unit that runs, or ran last
+        self._ahead: int | None = None  # the unit that was fetched before it was asked for
+        self._task = _NO_TASK
+        self._starting = False  # a backward began, and no unit was asked for yet
+        self._saver = Saver(residency, self._needed_again)
+        self._places = [_Place(self, entry) for entry in units.entries]
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        for place in self._places:
+            place.remove()
+        self._places = []
+
+    def retire(self) -> None:
+        """A step begins: what was kept for a backward is of no use any more. Waits for what is under way."""
+        while self._running and not _inside_a_forward():  # an interrupt skips the hooks that would end a forward
+            self._end(self._running[-1])
+        self._task = _NO_TASK
+        self._order.close()
+        self._drop_all()
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def entered(self, place: _Place) -> None:
+        """A module's forward begins."""
+        self._running.append(place)
+        self._begin()
+        for unit in place.needs:
+            self._residency.hold(unit)
+        self._saver.push()
+        if place.is_root and not _in_backward():
+            self._order.begin_forward()
+        for unit in place.needs:
+            self._demand(unit)
+
+    def left(self, place: _Place, output: Any) -> None:
+        """A module's forward is over, well or by an exception (then ``output`` is None)."""
+        if not self._running or self._running[-1] is not place:  # another hook raised before our first one
+            return
+        self._end(place)
+        if not _in_backward():
+            graphs = place.watch(output)
+            if not self._running and not graphs:
+                self._drop_all()
+
+    def _end(self, place: _Place) -> None:
+        self._running.pop()
+        self._saver.pop()
+        for unit in place.needs:
+            self._residency.let_go(unit)
+        if self._residency.broken:
+            self._residency.abandon()
+        elif not _in_backward():
+            for unit in place.needs:
+                if unit in (ROOT, self._current):
+                    self._residency.hide(unit)
+                else:
+                    self._residency.drop(unit)
+
+    # -- which unit, and which next -----------------------------------------------------------------------------------
+
+    def _demand(self, unit: int) -> None:
+        """Show a unit, and fetch the one that will probably follow."""
+        if unit != ROOT and (unit != self._current or self._starting):
+            self._starting = False
+            before, expected, self._current, self._ahead = self._current, self._ahead, unit, None
+            for number in (before, expected):
+                if number not in (None, unit):
+                    self._residency.drop(number)
+            self._residency.fetch(unit)
+            following = (self._order.backward if _in_backward() else self._order.forward)(unit)
+            if following is not None and following != unit:
+                self._ahead = following
+                self._residency.fetch(following)
+        self._residency.show(unit)
+
+    def _drop_all(self) -> None:
+        self._current = self._ahead = None
+        self._residency.drop_all()
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def reached(self, place: _Place) -> None:
+        """A backward comes to what a module's forward gave out."""
+        self._begin()
+        for unit in place.needs:
+            self._demand(unit)
+
+    def _needed_again(self, unit: int) -> None:
+        """Somebody asks for a tensor that a unit's forward saved."""
+        self._begin()
+        self._demand(unit)
+
+    def _begin(self) -> None:
+        """Take note of a backward that began, or that an exception left."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        if self._task != _NO_TASK:
+            self._over()
+        if task != _NO_TASK:
+            self._task, self._starting = task, True
+            self._order.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._over)
+
+    def _over(self) -> None:
+        self._task = _NO_TASK
+        self._drop_all()
+
+
+class _Place:
+    """The hooks on one module, and on the graphs of what its forward gives out. They hold their owner weakly."""
+
+    def __init__(self, owner: UnitHooks, entry: Entry) -> None:
+        self.needs, self.is_root = entry.needs, not entry.name
+        self._owner, self._module = weakref.ref(owner), weakref.ref(entry.module)
+        before, after = _Hook(self, self._before), _Hook(self, self._after)
+        self._first = entry.module.register_forward_pre_hook(before, prepend=True)
+        self._last = entry.module.register_forward_hook(after, always_call=True)
+
+    def remove(self) -> None:
+        self._first.remove()
+        self._last.remove()
+
+    def _before(self, *_: Any) -> None:
+        owner, module = self._owner(), self._module()
+        if owner is not None and module is not None:
+            _ordered(module._forward_hooks).move_to_end(self._last.id)  # hooks that came later see parameters, too
+            owner.entered(self)
+
+    def _after(self, _: Any, output: Any) -> None:
+        owner, module = self._owner(), self._module()
+        if owner is not None and module is not None:
+            _ordered(module._forward_pre_hooks).move_to_end(self._first.id, last=False)
+            owner.left(self, output)
+
+    def watch(self, output: Any) -> bool:
+        """Be told when a backward comes to ``output``; False where none can."""
+        nodes = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
+        for node in nodes:
+            node.register_prehook(self._reached)
+        return bool(nodes)
+
+    def _reached(self, *_: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.reached(self)
+
+
+class _Hook:
+    """What a module calls. A compiler leaves it alone; copies of the module, pickled ones too, get one that does
+    nothing."""
+
+    def __init__(self, place: _Place, action: Callable[..., None]) -> None:
+        disable: Any = torch.compiler.disable
+        self._place, self._action = place, disable(action)
+
+    def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        self._action(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Inert, ())
+
+    @property
+    def alive(self) -> bool:
+        return self._place._owner() is not None and bool(self._place.needs)
+
+
+class _Inert:
+    def __call__(self, *_: Any) -> None:
+        return None
+
+
+def check_not_in_units(module: nn.Module | None) -> None:
+    """Raise `ValueError` where a part of the module is gathered by another optimizer."""
+    for name, part in () if module is None else module.named_modules():
+        if any(isinstance(hook, _Hook) and hook.alive for hook in part._forward_pre_hooks.values()):
+            where = f"{name!r}" if name else "the module"
+            raise ValueError(f"{where} belongs to another stage-3 optimizer: close() that one first")
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a forward gives out: alone, or in sequences, mappings and dataclasses."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for item in output.values():
+            yield from _tensors(item)
+    elif isinstance(output, (list, tuple)):
+        for item in output:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from _tensors(getattr(output, field.name, None))
+
+
+def _ordered(hooks: Any) -> OrderedDict[int, Any]:
+    """What it is at run time; torch annotates it as a dict."""
+    assert isinstance(hooks, OrderedDict)
+    return hooks
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != _NO_TASK
+
+
+def _inside_a_forward() -> bool:
+    current: FrameType | None = sys._getframe()
+    while current is not None:
+        if current.f_code is _CALL:
+            return True
+        current = current.f_back
+    return False
