@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 
 class Odd(nn.Module):
-    """Tied, frozen, unused, sometimes used, zero-element, scalar, prime-sized, transposed and channels-last."""
+    """Tied, frozen, unused, sometimes used, zero-element, scalar, prime-sized, transposed and channels-last; at stage 3
+    there are three units, of which one is used twice, and one not at all."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, width: int = 7) -> None:
         super().__init__()
@@ -21,6 +22,13 @@ class Odd(nn.Module):
         self.unused = nn.Parameter(torch.randn(19, dtype=dtype))
         self.sometimes = nn.Linear(13, 13, dtype=dtype)
         self.convolution = nn.Conv2d(1, 3, 2, dtype=dtype).to(memory_format=torch.channels_last)
+        self.layers = nn.ModuleList(
+            [
+                nn.Linear(13, 13, dtype=dtype),
+                nn.Sequential(nn.Linear(13, 3, dtype=dtype), nn.Linear(3, 13, dtype=dtype)),
+            ]
+        )
+        self.layers.append(nn.Linear(2, 2, dtype=dtype))
         self.last = nn.Linear(13, width, dtype=dtype)
         self.head = nn.Linear(width, 11, bias=False, dtype=dtype)
         self.head.weight = self.embed.weight
@@ -31,6 +39,8 @@ class Odd(nn.Module):
         hidden = hidden + hidden @ self.turned[:13]
         if extra:
             hidden = hidden + self.sometimes(hidden)
+        for layer in (self.layers[0], self.layers[1], self.layers[0]):
+            hidden = hidden + torch.tanh(layer(hidden))
         image = hidden.view(1, 1, -1, 13).contiguous()
         hidden = hidden + self.convolution(image).mean()
         return self.head(self.last(hidden))

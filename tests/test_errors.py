@@ -45,11 +45,6 @@ def test_a_stage_that_does_not_exist(stage: Any) -> None:
         ZeroOptimizer(linear(), stage=stage)
 
 
-def test_stage_3_is_announced_not_pretended() -> None:
-    with pytest.raises(NotImplementedError, match="use 0, 1 or 2"):
-        ZeroOptimizer(linear(), stage=3)
-
-
 def test_a_parameter_twice_in_the_groups() -> None:
     model = linear()
     with pytest.raises(ValueError, match="'weight' is listed twice"):

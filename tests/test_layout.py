@@ -403,17 +403,18 @@ def test_the_stage_table_is_that_of_the_paper(number: int, parameters: str, grad
 
 
 @pytest.mark.parametrize(
-    ("number", "passes"),
-    [  # backwards and synchronised ones: (1, 1), (3, 3), (3, 1), (4, 2)
-        (0, [2, 6, 2, 4]),
-        (1, [2, 4, 2, 3]),
-        (2, [2, 4, 2, 3]),
-        (3, [3, 9, 7, 10]),
+    ("number", "passes", "gathers"),
+    [  # of 1, 2, 3 synchronised backwards; of 1, 3 backwards
+        (0, [2, 4, 6], [0, 0]),
+        (1, [2, 3, 4], [0, 0]),
+        (2, [2, 3, 4], [0, 0]),
+        (3, [1, 2, 3], [2, 6]),
     ],
 )
-def test_passes_follow_the_stage_table(number: int, passes: list[int]) -> None:
-    cases = [(1, 1), (3, 3), (3, 1), (4, 2)]
-    assert [stage_of(number).passes(backwards, synchronised) for backwards, synchronised in cases] == passes
+def test_passes_follow_the_stage_table(number: int, passes: list[int], gathers: list[int]) -> None:
+    stage = stage_of(number)
+    assert [stage.passes(synchronised) for synchronised in (1, 2, 3)] == passes
+    assert [stage.gathers(backwards) for backwards in (1, 3)] == gathers
 
 
 def test_there_are_four_stages_and_nothing_else_is_one() -> None:
@@ -446,6 +447,7 @@ def test_bytes_of_a_rank_by_hand(number: int, parameters: int, gradients: int, o
         "parameters": parameters,
         "gradients": gradients,
         "optimizer": optimizer,
+        "gathered_peak": 0 if number < 3 else (144 + 16) * 4,
         "scratch_peak": 3 * 144 * 4,
     }
 
@@ -457,18 +459,39 @@ def test_bytes_count_each_thing_in_its_own_dtype() -> None:
         "parameters": 100 * 2,
         "gradients": 100 * 4 // 2,
         "optimizer": 3 * 100 * 8 // 2,
+        "gathered_peak": 0,
         "scratch_peak": 3 * 128 * 4,
     }
     assert formula_traffic(layout, stage_of(2), 1, 1) == 2 * 1 * 128 * 2
 
 
-@pytest.mark.parametrize(
-    ("number", "backwards", "synchronised", "passes"), [(0, 1, 1, 2), (1, 3, 3, 4), (2, 3, 1, 2), (3, 2, 2, 6)]
-)
+@pytest.mark.parametrize(("number", "backwards", "synchronised", "passes"), [(0, 1, 1, 2), (1, 3, 3, 4), (2, 3, 1, 2)])
 def test_traffic_of_a_step_by_hand(number: int, backwards: int, synchronised: int, passes: int) -> None:
     """Frozen parameters do not travel; padding does."""
     found = formula_traffic(worked_example(), stage_of(number), backwards, synchronised)
     assert found == passes * 3 * (32 + 112) * 4
+
+
+def test_traffic_of_stage_3_by_hand() -> None:
+    """Every unit travels to each forward and back to each backward but the two that are still there; gradients as ever.
+
+    With padding: unit 0 has 16 elements and 16 frozen ones, unit 1 has 48, unit 2 has 32, of a parameter that is not
+    updated, and unit 3 has 112.
+    """
+    listed = [
+        dataclasses.replace(spec("a", (10,)), unit=0),
+        dataclasses.replace(spec("b", (10,), trainable=False), unit=0),
+        dataclasses.replace(spec("c", (40,)), unit=1),
+        dataclasses.replace(spec("d", (100,)), unit=3),
+    ]
+    layout, rest = build(listed, 3, 10**6), build([dataclasses.replace(spec("e", (20,)), unit=2)], 3, 10**6)
+    everything, here, trainable = 16 + 16 + 48 + 32 + 112, 16 + 16 + 112, 16 + 48 + 112
+    for backwards, synchronised in ((1, 1), (3, 3), (3, 1)):
+        expected = synchronised * trainable + 2 * backwards * everything - backwards * here
+        assert formula_traffic(layout, stage_of(3), backwards, synchronised, rest) == 2 * 4 * expected
+    found = formula_bytes(layout, stage_of(3), 2, rest)
+    assert found["gathered_peak"] == 4 * (16 + 16 + 112 + 48)
+    assert found["parameters"] == 4 * (10 + 10 + 40 + 100 + 20) // 3
 
 
 @given(parameter_lists, bucket_sizes, st.sampled_from([0, 1, 2, 3]))

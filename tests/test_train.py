@@ -159,7 +159,7 @@ def test_a_run_leaves_its_record_and_its_pictures(
     assert record["losses"][-1] < record["losses"][0]
     assert 0 < record["validation_bits_per_byte"] < 8.5
     assert record["step_ms_median"] > 0
-    assert set(record["bytes_per_rank"]) == {"parameters", "gradients", "optimizer", "scratch_peak"}
+    assert set(record["bytes_per_rank"]) == {"parameters", "gradients", "optimizer", "gathered_peak", "scratch_peak"}
     assert set(record["formula_bytes_per_rank"]) == set(record["bytes_per_rank"])
     slack = 64 * len(list(model.parameters()))
     for kind, size in (("parameters", whole), ("gradients", whole), ("optimizer", 2 * whole)):

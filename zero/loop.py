@@ -140,6 +140,7 @@ class Loop:
                 "parameters": after_backward.kinds["parameters"],
                 "gradients": after_backward.kinds["gradients"],
                 "optimizer": after_step.kinds["optimizer"],
+                "gathered_peak": description.bytes["gathered_peak"],
                 "scratch_peak": max(seen, description.bytes["scratch_peak"]),
             },
             formula=dict(description.formula_bytes),

@@ -43,9 +43,9 @@ ANSWERABLE = _answerable()
 as_plain = torch._C.DisableTorchFunctionSubclass  # a context in which a released parameter is an ordinary tensor
 
 
-def released_class(base: type[Tensor], name_of: Callable[[Tensor], str]) -> type[Tensor]:
+def released_class(base: type[Tensor], name_of: Callable[[Tensor], str | None]) -> type[Tensor]:
     """A subclass of a parameter's class for its time without memory. ``name_of`` says which parameter an error is
-    about."""
+    about; None when the optimizer that had its values is gone."""
 
     def refuse(
         cls: type, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -54,9 +54,14 @@ def released_class(base: type[Tensor], name_of: Callable[[Tensor], str]) -> type
             with as_plain():
                 return func(*args, **(kwargs or {}))
         found = next((a for a in _flat([args, kwargs]) if is_released(a)), None)
-        name = "a parameter" if found is None else repr(name_of(found))
+        name = None if found is None else name_of(found)
+        if name is None:
+            raise RuntimeError(
+                f"{_called(func)}: the optimizer that held this parameter's values is gone: build the model anew, and "
+                "call optimizer.close() before the optimizer goes"
+            )
         raise RuntimeError(
-            f"{_called(func)}: {name} is released: at stage 3 a parameter has values only inside its unit's forward "
+            f"{_called(func)}: {name!r} is released: at stage 3 a parameter has values only inside its unit's forward "
             "and backward; read it inside 'with optimizer.gathered():', edit it inside 'gathered(write=True)', and "
             "call the unit itself rather than its forward() or a part of it"
         )

@@ -26,6 +26,7 @@ KINDS = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer states",
+    "gathered_peak": "gathered (peak; bound)",
     "scratch_peak": "scratch (peak; bound)",
 }
 
@@ -144,13 +145,19 @@ def _draw(record: RunRecord, out: Path) -> list[str]:
     config, first = record.config, record.ranks[0]
     run = f"stage {config.stage}, {_count(len(record.ranks), 'rank')}, {record.parameters:,} parameters"
     draw_loss(out / "loss.png", f"Loss: {run}", record.losses, record.validation_bits_per_byte)
-    draw_memory(out / "memory.png", f"Memory of rank 0: {run}", first.measured, first.formula)
+    measured, formula = ({kind: sizes[kind] for kind in _kinds(first)} for sizes in (first.measured, first.formula))
+    draw_memory(out / "memory.png", f"Memory of rank 0: {run}", measured, formula)
     return ["loss.png", "memory.png"]
+
+
+def _kinds(facts: RankFacts) -> list[str]:
+    """The kinds that this run has: where every rank holds the parameters, none are gathered."""
+    return [kind for kind in KINDS if kind != "gathered_peak" or facts.measured[kind] or facts.formula[kind]]
 
 
 def _show_table(record: RunRecord, view: View) -> None:
     first = record.ranks[0]
-    rows = [(title, first.measured[kind], first.formula[kind]) for kind, title in KINDS.items()]
+    rows = [(KINDS[kind], first.measured[kind], first.formula[kind]) for kind in _kinds(first)]
     rows.append(("sent per step by all ranks", record.traffic, record.formula_traffic))
     cells = [(name, f"{measured:,}", f"{formula:,}") for name, measured, formula in rows]
     title = f"measured beside formula: stage {record.config.stage}, rank 0 of {len(record.ranks)}, {record.collective}"

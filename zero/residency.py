@@ -143,13 +143,13 @@ class Residency:
         for unit in self.units:
             yield from unit.shelves
 
-    def name_of(self, parameter: Tensor) -> str:
+    def name_of(self, parameter: Tensor) -> str | None:
         """The name of a parameter; for errors."""
         for shelf in self.shelves():
             for slot, known in enumerate(shelf.parameters):
                 if known is parameter:
                     return shelf.name(slot)
-        return "a parameter of an optimizer that is gone"
+        return None
 
     # -- coming and going -----------------------------------------------------------------------------------------
 
@@ -355,11 +355,11 @@ def _nan_like(parameter: Tensor) -> Tensor:
     return nan.expand(parameter.shape) if parameter.dim() else nan.view(())
 
 
-def _weak_name(residency: Residency) -> Callable[[Tensor], str]:
+def _weak_name(residency: Residency) -> Callable[[Tensor], str | None]:
     reference = weakref.ref(residency)
 
-    def name_of(parameter: Tensor) -> str:
+    def name_of(parameter: Tensor) -> str | None:
         known = reference()
-        return "a parameter of an optimizer that is gone" if known is None else known.name_of(parameter)
+        return None if known is None else known.name_of(parameter)
 
     return name_of
