@@ -14,7 +14,9 @@ from collectives import Collective, Kind, Pairwise, Tag, Transport, Work
 from collectives.native import Native, connect
 from zero import ZeroOptimizer
 
+from . import peaks
 from .models import build, odd_batches, odd_loss
+from .peaks import BLOCKS
 from .plain import assert_same_model, assert_same_states, plain_step, share
 from .pool import GlooPool, ProgramError
 from .programs import Program, Round, Step, compare, run_rank
@@ -22,12 +24,13 @@ from .programs import Program, Round, Step, compare, run_rank
 PROGRAMS = [
     Program(world_size, stage, optimizer, cap, steps=steps)
     for world_size, cap in ((1, 25.0), (2, 0.0005), (3, 1e-6), (4, 25.0))
-    for stage in (0, 1, 2)
+    for stage in (0, 1, 2, 3)
     for optimizer in ("adamw", "adamw fused")
     for steps in (
         (Step(clips=((0.1, 2.0),)), Step((Round(sync=False), Round()))),
         (Step((Round(), Round(ranks=1))), Step((Round(ranks=1),)), Step(toggle=("frozen",), clips=((0.1, 3.0),))),
     )
+    if stage < 3 or all(round_.ranks is None for step in steps for round_ in step.rounds)
 ]
 
 
@@ -45,7 +48,7 @@ def test_programs_give_the_bits_of_the_plain_loop(gloo: GlooPool, program: Progr
     assert_same_states(results[0][3], plain.optimizer.state_dict())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_sub_group_1_3_of_four_trains_alone(gloo: GlooPool, stage: int) -> None:
     program = Program(2, stage, steps=(Step(clips=((0.1, 2.0),)), Step()))
     results = gloo.run(whole_program, program, ranks=(1, 3))
@@ -75,7 +78,7 @@ def test_ranks_with_fewer_backwards_catch_up_with_every_algorithm(gloo: GlooPool
 
 
 class Recording:
-    """`Pairwise` that notes when a bucket's reduction was launched."""
+    """`Pairwise` that notes when a bucket's reduction or gather was launched."""
 
     name = "recording"
     exact = True
@@ -90,6 +93,7 @@ class Recording:
         return self._inner.reduce_scatter(source, bounds, out, start=start, tag=tag)
 
     def all_gather(self, buffer: Tensor, bounds: Any, *, tag: Tag) -> Work:
+        self.events.append(f"gather {tag.index}")
         return self._inner.all_gather(buffer, bounds, tag=tag)
 
 
@@ -116,6 +120,49 @@ def test_buckets_are_launched_while_the_rest_of_the_backward_runs(gloo: GlooPool
         assert events.index("launch 0") < events.index("backward 0")
         for i in range(4):  # bucket i holds layer 5 - i; it is under way before the next layer but one begins
             assert events.index(f"launch {i}") < events.index(f"backward {3 - i}")
+
+
+def units_under_way(group: dist.ProcessGroup, rank: int) -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    for number, layer in enumerate(model):
+        layer.register_forward_hook(lambda *_, n=number: Recording.events.append(f"forward {n} ends"))
+        layer.register_full_backward_hook(lambda *_, n=number: Recording.events.append(f"backward {n} ends"))
+    inputs = torch.randn(8, 64, requires_grad=True)
+    optimizer = ZeroOptimizer(model, stage=3, process_group=group, collective=Recording)
+    for _ in range(2):
+        Recording.events.clear()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return Recording.events
+
+
+def test_units_are_gathered_one_ahead_and_buckets_launched_while_earlier_units_run(gloo: GlooPool) -> None:
+    for events in gloo.run(units_under_way):
+        gathers = [event for event in events if event.startswith("gather")]
+        forward, backward = range(6), range(4, -1, -1)  # the last unit is still there when the backward begins
+        assert gathers == [f"gather {5 - n}" for n in (*forward, *backward)], "of bucket 5 - n, which holds unit n"
+        for n in range(5):
+            assert events.index(f"gather {5 - n - 1}") < events.index(f"forward {n} ends")
+        later = events[events.index("forward 5 ends") :]
+        for n in range(5, 0, -1):
+            assert later.index(f"gather {5 - n + 1}") < later.index(f"backward {n} ends")
+            assert later.index(f"launch {5 - n}") < later.index(f"backward {n - 1} ends")
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1), (0, 1, 2, 3)])
+def test_a_rank_holds_its_shards_the_root_two_units_and_three_buckets_at_most(
+    gloo: GlooPool, ranks: tuple[int, ...]
+) -> None:
+    for found in gloo.run(peaks.measure, 64, ranks=ranks, limit=120):
+        share, padding = found.whole / len(ranks), 64 * (BLOCKS + 2) * 6
+        for kind, factor in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
+            assert abs(found.between[kind] - factor * share) <= padding, kind
+        gathered = found.root + 2 * found.unit if len(ranks) > 1 else 0
+        assert found.gathered == gathered
+        assert found.scratch <= 3 * found.unit
+        assert found.above <= gathered + 3 * found.unit + padding
 
 
 def torch_default_group(group: dist.ProcessGroup, rank: int) -> nn.Module:

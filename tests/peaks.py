@@ -1,0 +1,188 @@
+"""What a rank holds at stage 3 at every moment of a step, measured from live storages, on a model of equal blocks.
+
+At each event (a layer's forward begins or ends, a gradient reaches a layer's output) the distinct live storages of the
+process are added up. The same events of the plain model say what forward and backward hold by themselves; what is left
+above that and above the rank's shards must be gathered units and gradient buckets.
+
+`python -m tests.peaks` prints a table for a model of 12 blocks of 2.1 million parameters, with the memory of the
+process beside it; `test_gloo` asserts the same on smaller blocks.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero import ZeroOptimizer
+from zero.describe import Description
+from zero.measure import bytes_by_kind, live_storages, proportional_set_size
+
+from .pool import GlooPool
+
+BLOCKS, STEPS = 12, 2
+
+
+class Block(nn.Module):
+    """A residual block of two layers, 8 * width squared parameters and a few more."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Tower(nn.Module):
+    """An embedding, equal blocks and a head."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
+        self.head = nn.Linear(width, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes of one rank. ``between``: by kind, between two steps; ``gathered``, ``scratch``: at most, at any event;
+    ``above``: at most above shards, sums and states, and above what the plain model holds at the same event."""
+
+    between: dict[str, int]
+    gathered: int
+    scratch: int
+    above: int
+    unit: int
+    root: int
+    whole: int
+    process: int | None
+
+
+def _watch(model: nn.Module, event: Callable[[], None]) -> None:
+    """Call ``event`` at every layer's forward and backward."""
+
+    def after(_: nn.Module, __: object, output: Tensor) -> None:
+        event()
+        if output.requires_grad:
+            output.register_hook(lambda _: event())
+
+    for part in model.modules():
+        part.register_forward_pre_hook(lambda *_: event())
+        part.register_forward_hook(after)
+
+
+@contextmanager
+def _visible() -> Iterator[None]:
+    """Saved tensors as Python objects, which can be found."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+        yield
+
+
+def _tokens() -> Tensor:
+    return torch.arange(4 * 16).view(4, 16) % 64
+
+
+def _loss(model: nn.Module) -> Tensor:
+    return nn.functional.cross_entropy(model(_tokens()).flatten(0, 1), _tokens().flatten())
+
+
+def _plain(width: int) -> list[int]:
+    """What forward and backward hold at each event, parameters and gradients aside."""
+    model, held = Tower(width), []
+
+    def event() -> None:
+        own = [p.untyped_storage().data_ptr() for p in model.parameters()]
+        own += [p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None]
+        held.append(sum(size for address, size in live_storages().items() if address not in own) - before)
+
+    before = sum(live_storages().values()) - sum(p.untyped_storage().nbytes() for p in model.parameters())
+    _watch(model, event)
+    with _visible():
+        _loss(model).backward()
+    return held
+
+
+def _kinds(description: Description) -> dict[str, int]:
+    return bytes_by_kind(live_storages(), description.storages)
+
+
+def measure(group: dist.ProcessGroup, rank: int, width: int) -> Peaks:
+    """One rank's peaks over a step of a model of `BLOCKS` blocks."""
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # which loads much of torch
+    start = proportional_set_size()
+    model = Tower(width)
+    gc.collect()  # the hooks of a run before and its model hold each other
+    outside = sum(live_storages().values()) - 4 * sum(p.numel() for p in model.parameters())
+    optimizer = ZeroOptimizer(model, stage=3, process_group=group, bucket_cap_mb=100)
+    seen: list[dict[str, int]] = []
+    process: list[int] = []
+
+    def event() -> None:
+        seen.append(_kinds(optimizer.describe()))
+        process.append((proportional_set_size() or 0) - (start or 0))
+
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            _watch(model, event)
+        _loss(model).backward()
+        optimizer.step()
+        if step < STEPS - 1:
+            optimizer.zero_grad()
+    between = _kinds(optimizer.describe())
+    gc.collect()
+    expected = _plain(width)
+    assert len(seen) == len(expected)
+    kept = ("parameters", "gradients", "optimizer")
+    above = max(
+        sum(size for kind, size in kinds.items() if kind not in kept) - outside - plain
+        for kinds, plain in zip(seen, expected, strict=True)
+    )
+    layout = optimizer._storage.layout
+    sizes = [0] * (BLOCKS + 1)
+    for bucket in layout.buckets:
+        sizes[layout.parameters[bucket.slots[0].parameter].unit] += 4 * bucket.numel
+    optimizer.close()
+    return Peaks(
+        between,
+        max(kinds["gathered"] for kinds in seen),
+        max(kinds["scratch"] for kinds in seen),
+        above,
+        sizes[1],
+        sizes[0],
+        sum(sizes),
+        max(process) if start is not None else None,
+    )
+
+
+def main() -> int:
+    """Print a line for each number of ranks."""
+    width = 512
+    print(f"{BLOCKS} blocks; MB (10**6 bytes) of rank 0; torch {torch.__version__}")
+    print("ranks   model  shard  gathered (bound)  scratch (bound)  above (bound)  process above its start")
+    for ranks in ((0,), (0, 1), (0, 1, 2, 3)):
+        pool = GlooPool()  # fresh processes, which have touched no memory yet
+        found: Peaks = pool.run(measure, width, ranks=ranks, limit=600)[0]
+        pool.stop()
+        gathered = found.root + 2 * found.unit if len(ranks) > 1 else 0
+        cells = [len(ranks), found.whole, found.between["parameters"], found.gathered, gathered, found.scratch]
+        cells += [3 * found.unit, found.above, gathered + 3 * found.unit, found.process or 0]
+        print("  ".join(f"{c / 1e6:8.2f}" if i else f"{c}" for i, c in enumerate(cells)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
