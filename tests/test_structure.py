@@ -18,9 +18,11 @@ ALGORITHMS = {"pairwise", "ring"}
 ORDER = (
     ("layout",),
     ("stages",),
-    ("gradients", "hooks", "storage"),
-    ("faces",),
-    ("reducer",),
+    ("gradients", "hooks", "storage", "residency"),
+    ("faces", "saving"),
+    ("reducer", "unit_hooks"),
+    ("sharded",),
+    ("assembly",),
     ("optimizer",),
 )
 """The spine of `zero`, from what knows least: each imports from the ones before, siblings never from each other."""
@@ -258,7 +260,7 @@ def test_from_zero_the_seam_is_reached_only_when_it_is_needed() -> None:
     """A module-level import of it would make `import zero` need torch.distributed."""
     assert "collectives.native" not in _reachable("zero", lazy=False)
     lazily = [m for m in TREES if any(f.target == "collectives.native" for f in _at_run_time(m)) and m != "collectives"]
-    assert lazily == ["zero.optimizer"]
+    assert lazily == ["zero.assembly"]
 
 
 def test_there_is_no_cycle_among_module_level_imports() -> None:

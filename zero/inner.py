@@ -185,6 +185,11 @@ class InnerOptimizer:
         self.states: list[BucketStates] = []
         self.elementwise: frozenset[str] = frozenset()  # names of the states that are as large as the parameter
 
+    @property
+    def name(self) -> str:
+        """The class's."""
+        return self._class.__name__
+
     def check(self, options: Options, dtype: torch.dtype, device: torch.device) -> frozenset[str]:
         """`check_elementwise` for a group's options; returns and does not keep the names that it found."""
         return check_elementwise(self._class, self._arguments, options, dtype, device)

@@ -1,7 +1,7 @@
 """`ZeroOptimizer`: the public face.
 
-Knows: the order of a step. Its parts do the work: `parameters` (what the user gave), `layout` (where it lies),
-`reducer` (gradients to means), `norm` (clip), `inner` (the user's optimizer class), `checkpoint` (plain dicts).
+Knows: the order of a step. Its parts do the work: `assembly` (who takes parameters in, and how), `storage` and `sharded`
+(where they lie), `reducer` (gradients to means), `norm` (clip), `inner` (the user's class), `checkpoint` (plain dicts).
 
     settle:  wait for the reductions, agree, divide          all ranks
     clip:    norm of all slices, one factor                  all ranks
@@ -14,40 +14,24 @@ from __future__ import annotations
 import copy
 import math
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from collectives import (
-    ALGORITHMS,
-    Algorithm,
-    Chain,
-    Collective,
-    CollectiveError,
-    Kind,
-    Pairwise,
-    Tag,
-    Traffic,
-    Transport,
-    Work,
-)
+from collectives import Algorithm, Chain, CollectiveError, Kind, Tag, Traffic, Transport, Work
 
 from . import checkpoint
+from .assembly import Assembly
 from .clip import check_finite, check_norm_arguments, clip_factor
 from .describe import Description, describe
-from .inner import BucketStates, InnerOptimizer, Options
-from .layout import ParameterSpec, build
+from .inner import InnerOptimizer
 from .norm import PowerSum
-from .parameters import as_groups, check_buffers, check_listed_once, specs
-from .reducer import Reducer
-from .replicas import agree_on_construction, compare
-from .sharded import ShardedStorage
+from .parameters import as_groups, check_listed_once
+from .replicas import compare
 from .stages import Placement, stage_of
-from .storage import ParameterStorage
-from .unit_hooks import check_not_in_units
 from .units import Predicate
 
 if TYPE_CHECKING:
@@ -98,40 +82,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._built = self._closed = False
         self._stage = stage_of(stage)
-        self._bucket_bytes = _bucket_bytes(bucket_cap_mb)
-        algorithm = _algorithm(collective)
         given = params if isinstance(params, nn.Module) else None
         if module is not None and given is not None and module is not given:
             raise ValueError("params and module are two different modules")
         self._module = given if given is not None else module
-        self._class = optimizer_class
         self._inner = InnerOptimizer(optimizer_class, defaults)
-        self._transport = _transport(process_group).fork()
-        self._direct = Pairwise(self._transport)
-        self._collective: Collective = algorithm(self._transport)
-        self._storage = self._make_storage(units)
+        parts = Assembly(self._stage, self._module, self._inner, process_group, bucket_cap_mb, collective, units)
+        self._assembly, self._transport, self._collective = parts, parts.transport, parts.collective
+        self._storage, self._reducer = parts.storage, parts.reducer
         self._consolidated: dict[int, Any] | None = None
-        self._reducer = Reducer([], self._storage.layout, self._stage, self._transport, self._collective)
         groups = as_groups(params)
         check_listed_once(groups, self._module)
         super().__init__(groups, self._inner.defaults)
         self.state: Any = checkpoint.States(self._storage, self._inner)
-        self._adopt(self.param_groups, 0)
+        parts.adopt(self.param_groups, 0)
         self._built = True
         self.divisor = self._transport.world_size if divisor is None else divisor
 
     # -- construction -------------------------------------------------------------------------------------------------
-
-    def _make_storage(self, units: Predicate | None) -> ParameterStorage:
-        check_not_in_units(self._module)
-        if self._stage.parameters is Placement.WHOLE:
-            return ParameterStorage(self._transport, self._direct, self._module)
-        if self._module is None:
-            raise ValueError(
-                f"stage {self._stage.number} gathers parameters for the forwards of their modules: pass the module "
-                "itself, or parameters and module=model"
-            )
-        return ShardedStorage(self._transport, self._direct, self._module, self._collective, units, self._bucket_bytes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of further parameters, in buckets of their own. All ranks."""
@@ -151,65 +119,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_listed_once([group], self._module)
         super().add_param_group(group)
         try:
-            self._adopt(self.param_groups[-1:], len(self.param_groups) - 1)
+            self._assembly.adopt(self.param_groups, len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
             raise
-
-    def _adopt(self, groups: Sequence[Options], first_group: int) -> None:
-        """Lay out, check and take over the parameters of ``groups``."""
-        self._storage.begin()
-        try:
-            self._take_over(groups, first_group)
-        finally:
-            if self._built or self._storage.layout.buckets:
-                self._storage.end()
-
-    def _take_over(self, groups: Sequence[Options], first_group: int) -> None:
-        problem: Exception | None = None
-        found: list[Tensor] = []
-        described: list[ParameterSpec] = []
-        try:
-            check_buffers(self._module)
-            units = self._storage.units()
-            found, described = specs(groups, self._module, len(self._storage.parameters), first_group, units)
-            self._storage.prepare(found)
-            for group in groups:
-                for spec in {
-                    (s.dtypes.compute, s.device): s for s in described if self.param_groups[s.group] is group
-                }.values():
-                    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-                    device = torch.device(spec.device)
-                    self._inner.elementwise |= self._inner.check(options, spec.dtypes.compute, device)
-        except (ValueError, TypeError) as error:
-            problem = error
-        agree_on_construction(self._transport, self._lines(described), problem)
-        first = len(self._storage.flats)
-        if first:
-            layout = self._storage.layout.extended(described, self._bucket_bytes)
-        else:
-            layout = build(described, self._transport.world_size, self._bucket_bytes)
-        self._storage.adopt(found, layout)
-        for bucket in layout.buckets[first:]:
-            begin, end = self._stage.stepped(bucket, self._transport.rank)
-            slot_groups = [layout.parameters[slot.parameter].group for slot in bucket.slots]
-            master = self._storage.interval(bucket, begin, end)
-            scalars = [layout.parameters[slot.parameter].shape == () for slot in bucket.slots]
-            states = BucketStates(bucket, begin, end, master, slot_groups, scalars)
-            self._inner.add(states, self.param_groups)
-        self._reducer.extend(found, layout)
-
-    def _lines(self, described: Sequence[ParameterSpec]) -> list[str]:
-        """What the ranks must have built alike, as text."""
-        settings = f"stage {self._stage.number}, collective {self._collective.name}, bucket {self._bucket_bytes} bytes"
-        buffers = [] if self._module is None else self._module.named_buffers()
-        return [
-            settings,
-            f"optimizer {self._class.__name__}",
-            *(spec.line() for spec in described),
-            *self._storage.lines(),
-            *(f"buffer {name} {list(buffer.shape)} {buffer.dtype}" for name, buffer in buffers),
-        ]
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
@@ -481,27 +394,5 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("a newer ZeroOptimizer took over parameters of this one: use that, or build a new one")
 
     def __repr__(self) -> str:
-        name = f"{self._class.__name__}, stage={self._stage.number}, rank {self.rank} of {self.world_size}"
+        name = f"{self._inner.name}, stage={self._stage.number}, rank {self.rank} of {self.world_size}"
         return f"ZeroOptimizer({name})\n{super().__repr__() if self._built else ''}"
-
-
-def _transport(process_group: ProcessGroup | Transport | None) -> Transport:
-    if isinstance(process_group, Transport):
-        return process_group
-    from collectives.native import connect
-
-    return connect(process_group)
-
-
-def _algorithm(collective: str | Algorithm) -> Algorithm:
-    if isinstance(collective, str):
-        if collective not in ALGORITHMS:
-            raise ValueError(f"collective must be one of {', '.join(ALGORITHMS)} or a class, not {collective!r}")
-        return ALGORITHMS[collective]
-    return collective
-
-
-def _bucket_bytes(bucket_cap_mb: float) -> int:
-    if not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0 or math.isinf(bucket_cap_mb):
-        raise ValueError(f"bucket_cap_mb must be a positive number of MiB, not {bucket_cap_mb!r}")
-    return int(bucket_cap_mb * 1024 * 1024)

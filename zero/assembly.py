@@ -1,0 +1,140 @@
+"""Builds the parts of an optimizer and takes parameters in, with every rank agreeing before anything changes.
+
+Knows: which parts there are, and in what order they take up parameters. Does not know: steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from collectives import ALGORITHMS, Algorithm, Collective, Pairwise, Transport
+
+from .inner import BucketStates, InnerOptimizer, Options
+from .layout import ParameterSpec, build
+from .parameters import check_buffers, specs
+from .reducer import Reducer
+from .replicas import agree_on_construction
+from .sharded import ShardedStorage
+from .stages import Placement, Stage
+from .storage import ParameterStorage
+from .unit_hooks import check_not_in_units
+from .units import Predicate
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Assembly:
+    """The parts of one optimizer on one rank: `transport`, `collective`, `inner`, `storage`, `reducer`."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        module: nn.Module | None,
+        inner: InnerOptimizer,
+        process_group: ProcessGroup | Transport | None,
+        bucket_cap_mb: float,
+        collective: str | Algorithm,
+        units: Predicate | None,
+    ) -> None:
+        self.stage, self.module, self.inner = stage, module, inner
+        self._bucket_bytes = _bucket_bytes(bucket_cap_mb)
+        algorithm = _algorithm(collective)
+        check_not_in_units(module)
+        self.transport = _transport(process_group).fork()
+        self.collective: Collective = algorithm(self.transport)
+        self.storage = self._make_storage(units)
+        self.reducer = Reducer([], self.storage.layout, stage, self.transport, self.collective)
+
+    def _make_storage(self, units: Predicate | None) -> ParameterStorage:
+        direct = Pairwise(self.transport)
+        if self.stage.parameters is Placement.WHOLE:
+            return ParameterStorage(self.transport, direct, self.module)
+        if self.module is None:
+            raise ValueError(
+                f"stage {self.stage.number} gathers parameters for the forwards of their modules: pass the module "
+                "itself, or parameters and module=model"
+            )
+        return ShardedStorage(self.transport, direct, self.module, self.collective, units, self._bucket_bytes)
+
+    def adopt(self, all_groups: Sequence[Options], first: int) -> None:
+        """Lay out, check and take over the parameters of the groups from ``first`` on. Collective."""
+        self.storage.begin()
+        try:
+            self._take_over(all_groups, first)
+        finally:
+            if self.storage.layout.buckets:
+                self.storage.end()
+
+    def _take_over(self, all_groups: Sequence[Options], first: int) -> None:
+        groups = all_groups[first:]
+        problem: Exception | None = None
+        found: list[Tensor] = []
+        described: list[ParameterSpec] = []
+        try:
+            check_buffers(self.module)
+            known = len(self.storage.parameters)
+            found, described = specs(groups, self.module, known, first, self.storage.units())
+            self.storage.prepare(found)
+            self._check_elementwise(all_groups, described)
+        except (ValueError, TypeError) as error:
+            problem = error
+        agree_on_construction(self.transport, self._lines(described), problem)
+        buckets = len(self.storage.flats)
+        if buckets:
+            layout = self.storage.layout.extended(described, self._bucket_bytes)
+        else:
+            layout = build(described, self.transport.world_size, self._bucket_bytes)
+        self.storage.adopt(found, layout)
+        for bucket in layout.buckets[buckets:]:
+            begin, end = self.stage.stepped(bucket, self.transport.rank)
+            slot_groups = [layout.parameters[slot.parameter].group for slot in bucket.slots]
+            master = self.storage.interval(bucket, begin, end)
+            scalars = [layout.parameters[slot.parameter].shape == () for slot in bucket.slots]
+            self.inner.add(BucketStates(bucket, begin, end, master, slot_groups, scalars), all_groups)
+        self.reducer.extend(found, layout)
+
+    def _check_elementwise(self, all_groups: Sequence[Options], described: Sequence[ParameterSpec]) -> None:
+        for number, dtype, device in dict.fromkeys((s.group, s.dtypes.compute, s.device) for s in described):
+            group = all_groups[number]
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            self.inner.elementwise |= self.inner.check(options, dtype, torch.device(device))
+
+    def _lines(self, described: Sequence[ParameterSpec]) -> list[str]:
+        """What the ranks must have built alike, as text."""
+        settings = f"stage {self.stage.number}, collective {self.collective.name}, bucket {self._bucket_bytes} bytes"
+        buffers = [] if self.module is None else self.module.named_buffers()
+        return [
+            settings,
+            f"optimizer {self.inner.name}",
+            *(spec.line() for spec in described),
+            *self.storage.lines(),
+            *(f"buffer {name} {list(buffer.shape)} {buffer.dtype}" for name, buffer in buffers),
+        ]
+
+
+def _transport(process_group: ProcessGroup | Transport | None) -> Transport:
+    if isinstance(process_group, Transport):
+        return process_group
+    from collectives.native import connect
+
+    return connect(process_group)
+
+
+def _algorithm(collective: str | Algorithm) -> Algorithm:
+    if isinstance(collective, str):
+        if collective not in ALGORITHMS:
+            raise ValueError(f"collective must be one of {', '.join(ALGORITHMS)} or a class, not {collective!r}")
+        return ALGORITHMS[collective]
+    return collective
+
+
+def _bucket_bytes(bucket_cap_mb: float) -> int:
+    if not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0 or math.isinf(bucket_cap_mb):
+        raise ValueError(f"bucket_cap_mb must be a positive number of MiB, not {bucket_cap_mb!r}")
+    return int(bucket_cap_mb * 1024 * 1024)
