@@ -1,6 +1,6 @@
 """`ZeroOptimizer`: the public face.
 
-Knows: the order of a step. Its parts do the work: `assembly` (who takes parameters in, and how), `storage` and `sharded`
+Knows: the order of a step. Its parts do the work: `assembly` (how parameters are taken in), `storage` and `sharded`
 (where they lie), `reducer` (gradients to means), `norm` (clip), `inner` (the user's class), `checkpoint` (plain dicts).
 
     settle:  wait for the reductions, agree, divide          all ranks

@@ -160,6 +160,7 @@ class Residency:
     def let_go(self, number: int) -> None:
         self.units[number].holds -= 1
 
+    @torch.inference_mode(False)  # memory that is made in inference mode cannot serve a backward later
     def fetch(self, number: int) -> None:
         """Start to gather a unit, where it is not here. Collective."""
         unit = self.units[number]
@@ -194,6 +195,7 @@ class Residency:
                 unit.work.pop(0)
             unit.state = State.WHOLE
 
+    @torch.inference_mode(False)
     def show(self, number: int) -> None:
         """Give a unit's parameters their values. Collective where the unit was not fetched yet."""
         self.fetch(number)

@@ -155,10 +155,14 @@ class UnitHooks:
                     self._residency.drop(number)
             self._residency.fetch(unit)
             following = (self._order.backward if _in_backward() else self._order.forward)(unit)
-            if following is not None and following != unit:
+            if following not in (None, unit) and self._goes_on():
                 self._ahead = following
                 self._residency.fetch(following)
         self._residency.show(unit)
+
+    def _goes_on(self) -> bool:
+        """False where nothing says that another unit follows: one is called alone, and for no backward."""
+        return _in_backward() or len(self._running) > 1 or torch.is_grad_enabled()
 
     def _drop_all(self) -> None:
         self._current = self._ahead = None

@@ -27,7 +27,8 @@ ROOT = 0  # the number of the root's rest
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A module whose forward needs units: the unit of its own, and the root's rest where it uses that."""
+    """A module whose forward needs units: the unit of its own, and the root's rest where it uses that; none where only
+    modules below it do."""
 
     name: str
     module: nn.Module
@@ -69,8 +70,12 @@ def find_units(root: nn.Module, predicate: Predicate | None = None) -> Units:
     of_root = {id(parameter) for parameter in members[ROOT]}
     entries = [Entry("", root, (ROOT,))]
     for name, part in root.named_modules():
-        if part is not root and id(part) not in inside and _own(part):
+        if part is root or id(part) in inside:
+            continue
+        if _own(part):
             entries.append(Entry(name, part, (ROOT,)))
+        elif _has_forward(part) and any(id(below) in inside for below in part.modules()):
+            entries.append(Entry(name, part, ()))  # its forward is that of several units
     for number, (name, module) in enumerate(chosen, start=1):
         shares = any(id(parameter) in of_root for parameter in _sharded(module))
         entries.append(Entry(name, module, (ROOT, number) if shares else (number,)))
