@@ -107,9 +107,10 @@ def _plain(width: int) -> list[int]:
     def event() -> None:
         own = [p.untyped_storage().data_ptr() for p in model.parameters()]
         own += [p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None]
-        held.append(sum(size for address, size in live_storages().items() if address not in own) - before)
+        held.append(sum(size for address, size in live_storages().items() if address not in own))
 
-    before = sum(live_storages().values()) - sum(p.untyped_storage().nbytes() for p in model.parameters())
+    gc.collect()
+    gc.freeze()
     _watch(model, event)
     with _visible():
         _loss(model).backward()
@@ -123,10 +124,10 @@ def _kinds(description: Description) -> dict[str, int]:
 def measure(group: dist.ProcessGroup, rank: int, width: int) -> Peaks:
     """One rank's peaks over a step of a model of `BLOCKS` blocks."""
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # which loads much of torch
+    gc.collect()
+    gc.freeze()  # what is there already need not be looked through at every event
     start = proportional_set_size()
     model = Tower(width)
-    gc.collect()  # the hooks of a run before and its model hold each other
-    outside = sum(live_storages().values()) - 4 * sum(p.numel() for p in model.parameters())
     optimizer = ZeroOptimizer(model, stage=3, process_group=group, bucket_cap_mb=100)
     seen: list[dict[str, int]] = []
     process: list[int] = []
@@ -143,12 +144,12 @@ def measure(group: dist.ProcessGroup, rank: int, width: int) -> Peaks:
         if step < STEPS - 1:
             optimizer.zero_grad()
     between = _kinds(optimizer.describe())
-    gc.collect()
     expected = _plain(width)
+    gc.unfreeze()
     assert len(seen) == len(expected)
     kept = ("parameters", "gradients", "optimizer")
     above = max(
-        sum(size for kind, size in kinds.items() if kind not in kept) - outside - plain
+        sum(size for kind, size in kinds.items() if kind not in kept) - plain
         for kinds, plain in zip(seen, expected, strict=True)
     )
     layout = optimizer._storage.layout

@@ -572,7 +572,8 @@ def test_states_are_this_ranks_pieces_and_live(stage: int) -> None:
 
     totals = on_threads(3, program)
     for name, p in locked_build(0).named_parameters():
-        expected = 0 if name in ("frozen", "unused") or p.numel() == 0 else p.numel()
+        idle = name in ("frozen", "unused") or name.startswith("layers.2")
+        expected = 0 if idle or p.numel() == 0 else p.numel()
         assert sum(found[name] for found in totals) == expected * (3 if stage == 0 else 1), name
 
 
