@@ -183,10 +183,12 @@ class Residency:
                 shelf.whole, shelf.lent = shelf.lent, None
             else:
                 shelf.whole = self.pool.take(bucket.numel, bucket.dtypes.compute, torch.device(bucket.device))
+        target = shelf.whole.data  # with a version counter of its own: to gather again is no edit
+        if not self._alone:
             low, high = bucket.owned(self._transport.rank)
-            shelf.whole[low:high].copy_(shelf.shard)
+            target[low:high].copy_(shelf.shard)
         tag = Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=bucket.index)
-        return self._collective.all_gather(shelf.whole, bucket.bounds, tag=tag)
+        return self._collective.all_gather(target, bucket.bounds, tag=tag)
 
     def _arrive(self, unit: _Unit) -> None:
         if unit.state is State.COMING:
@@ -288,7 +290,10 @@ class Residency:
 
     def place(self, tensor: Tensor) -> Saved | None:
         """Where a tensor lies in a gathered buffer; None for any other."""
-        found = self._places.get(_address(tensor))
+        try:
+            found = self._places.get(_address(tensor))
+        except (RuntimeError, NotImplementedError):  # a tensor without a storage: sparse, or a tracer's
+            return None
         if found is None or tensor.is_conj() or tensor.is_neg():
             return None
         unit, shelf = found

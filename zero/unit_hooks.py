@@ -109,6 +109,9 @@ class UnitHooks:
 
     def entered(self, place: _Place) -> None:
         """A module's forward begins."""
+        if not self._running:
+            for each in self._places:
+                each.arrange()
         self._running.append(place)
         self._begin()
         for unit in place.needs:
@@ -207,21 +210,40 @@ class _Place:
         before, after = _Hook(self, self._before), _Hook(self, self._after)
         self._first = entry.module.register_forward_pre_hook(before, prepend=True)
         self._last = entry.module.register_forward_hook(after, always_call=True)
+        self._back: Any = None
+        self.arrange()
 
     def remove(self) -> None:
-        self._first.remove()
-        self._last.remove()
+        for handle in (self._first, self._last, self._back):
+            if handle is not None:
+                handle.remove()
+
+    def arrange(self) -> None:
+        """Be the first before the forward and the backward, and the last after the forward: the user's hooks see
+        parameters, whenever they were registered."""
+        module = self._module()
+        if module is None:
+            return
+        _ordered(module._forward_pre_hooks).move_to_end(self._first.id, last=False)
+        _ordered(module._forward_hooks).move_to_end(self._last.id)
+        others = len(module._backward_pre_hooks) - (self._back is not None)
+        if others and self._back is None:  # alone, such a hook would put a node of its own into every graph
+            self._back = module.register_full_backward_pre_hook(_Hook(self, self._reached), prepend=True)
+        elif others:
+            _ordered(module._backward_pre_hooks).move_to_end(self._back.id, last=False)
+        elif self._back is not None:
+            self._back.remove()
+            self._back = None
 
     def _before(self, *_: Any) -> None:
-        owner, module = self._owner(), self._module()
-        if owner is not None and module is not None:
-            _ordered(module._forward_hooks).move_to_end(self._last.id)  # hooks that came later see parameters, too
+        owner = self._owner()
+        if owner is not None:
+            self.arrange()
             owner.entered(self)
 
     def _after(self, _: Any, output: Any) -> None:
-        owner, module = self._owner(), self._module()
-        if owner is not None and module is not None:
-            _ordered(module._forward_pre_hooks).move_to_end(self._first.id, last=False)
+        owner = self._owner()
+        if owner is not None:
             owner.left(self, output)
 
     def watch(self, output: Any) -> bool:

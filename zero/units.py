@@ -54,33 +54,38 @@ def find_units(root: nn.Module, predicate: Predicate | None = None) -> Units:
     found = _matching(root, predicate) if predicate is not None else list(_children_of_lists(root, "", _is_list(root)))
     chosen = list({id(module): (name, module) for name, module in reversed(found)}.values())[::-1]
     users: dict[int, set[int]] = {}
-    inside: set[int] = set()
     for number, (_, module) in enumerate(chosen, start=1):
-        inside.update(id(part) for part in module.modules())
         for parameter in _sharded(module):
             users.setdefault(id(parameter), set()).add(number)
-    for part in root.modules():
-        if id(part) not in inside:
-            for parameter in _own(part):
-                users.setdefault(id(parameter), set()).add(ROOT)
+    units = {id(module) for _, module in chosen}
+    outside = {id(part): (name, part) for name, part in _outside(root, "", units)}
+    for _, part in outside.values():
+        for parameter in _own(part):
+            users.setdefault(id(parameter), set()).add(ROOT)
     members: list[list[Tensor]] = [[] for _ in range(len(chosen) + 1)]
     for parameter in _sharded(root):
         whose = users[id(parameter)]
         members[next(iter(whose)) if len(whose) == 1 else ROOT].append(parameter)
     of_root = {id(parameter) for parameter in members[ROOT]}
     entries = [Entry("", root, (ROOT,))]
-    for name, part in root.named_modules():
-        if part is root or id(part) in inside:
-            continue
-        if _own(part):
+    for name, part in outside.values():
+        if part is not root and _own(part):
             entries.append(Entry(name, part, (ROOT,)))
-        elif _has_forward(part) and any(id(below) in inside for below in part.modules()):
+        elif part is not root and _has_forward(part) and any(id(below) in units for below in part.modules()):
             entries.append(Entry(name, part, ()))  # its forward is that of several units
     for number, (name, module) in enumerate(chosen, start=1):
         shares = any(id(parameter) in of_root for parameter in _sharded(module))
         entries.append(Entry(name, module, (ROOT, number) if shares else (number,)))
     names = ("the root's rest", *(name for name, _ in chosen))
     return Units(names, tuple(tuple(m) for m in members), tuple(entries))
+
+
+def _outside(module: nn.Module, name: str, units: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that are reached from ``module`` without entering a unit (they may be in a unit as well)."""
+    yield name, module
+    for key, child in module.named_children():
+        if id(child) not in units:
+            yield from _outside(child, f"{name}.{key}" if name else key, units)
 
 
 def _sharded(module: nn.Module) -> list[Tensor]:
