@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from collectives import ALGORITHMS, Algorithm, Collective, Pairwise, Transport
 
+from .hooks import check_free
 from .inner import BucketStates, InnerOptimizer, Options
 from .layout import ParameterSpec, build
-from .parameters import check_buffers, specs
+from .parameters import check_buffers, check_modules, specs
 from .reducer import Reducer
 from .replicas import agree_on_construction
 from .sharded import ShardedStorage
@@ -45,10 +46,15 @@ class Assembly:
         self.stage, self.module, self.inner = stage, module, inner
         self._bucket_bytes = _bucket_bytes(bucket_cap_mb)
         algorithm = _algorithm(collective)
-        check_not_in_units(module)
         self.transport = _transport(process_group).fork()
         self.collective: Collective = algorithm(self.transport)
-        self.storage = self._make_storage(units)
+        try:
+            check_modules(module)
+            check_not_in_units(module)
+            self.storage = self._make_storage(units)
+        except (ValueError, TypeError) as error:
+            agree_on_construction(self.transport, [], error)
+            raise
         self.reducer = Reducer([], self.storage.layout, stage, self.transport, self.collective)
 
     def _make_storage(self, units: Predicate | None) -> ParameterStorage:
@@ -80,11 +86,12 @@ class Assembly:
             check_buffers(self.module)
             known = len(self.storage.parameters)
             found, described = specs(groups, self.module, known, first, self.storage.units())
+            check_free([(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)])
             self.storage.prepare(found)
             self._check_elementwise(all_groups, described)
         except (ValueError, TypeError) as error:
             problem = error
-        agree_on_construction(self.transport, self._lines(described), problem)
+        agree_on_construction(self.transport, self._lines(described) if problem is None else [], problem)
         buckets = len(self.storage.flats)
         if buckets:
             layout = self.storage.layout.extended(described, self._bucket_bytes)

@@ -22,7 +22,7 @@ from torch import Tensor
 from collectives import Collective, Kind, Tag, Transport, Work
 
 from .layout import Bucket, Layout
-from .stages import Stage, strided
+from .stages import Stage, same_bits, strided
 
 
 class _Reduction:
@@ -225,7 +225,7 @@ class GradientStore:
             mean = self._whole[piece.begin : piece.end]
             if not used[self.bucket.slots[piece.slot].parameter]:
                 continue
-            if _same_bits(mean, expected[piece.begin - self.low : piece.end - self.low]):
+            if same_bits(mean, expected[piece.begin - self.low : piece.end - self.low]):
                 continue
             if torch.count_nonzero(mean):
                 found.append(piece.slot)
@@ -251,7 +251,3 @@ class GradientStore:
             strided(flat, slot.offset, specs[slot.parameter].shape, specs[slot.parameter].stride)
             for slot in self.bucket.slots
         ]
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

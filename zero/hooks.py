@@ -109,6 +109,12 @@ class ShardedGradient(torch.Tensor):
             "use optimizer.clip_grad_norm_(max_norm) to clip and optimizer.full_grad(p) to read"
         )
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Refused, but to a compiler, which looks at the gradients of what it traces and reads nothing."""
+        if torch._guards.TracingContext.try_get() is None:
+            self._refuse("untyped_storage()")
+        return super().untyped_storage()
+
     def taken(self) -> Tensor | None:
         """What autograd added, once."""
         captured, self.capture = self.capture, None
@@ -127,7 +133,6 @@ for _name in (
     "tolist",
     "data_ptr",
     "storage",
-    "untyped_storage",
     "__array__",
     "__dlpack__",
     "__dlpack_device__",
@@ -162,8 +167,9 @@ class GradientHooks:
     nothing any more. So a notebook's cell that builds an optimizer can be run again.
     """
 
-    def __init__(self, listener: Listener) -> None:
-        self.superseded = False
+    def __init__(self, listener: Listener, *, exclusive: bool = False) -> None:
+        """``exclusive``: these parameters cannot be taken over."""
+        self.superseded, self.exclusive = False, exclusive
         self._listener = weakref.ref(listener)
         self._handles: list[Any] = []
         self._task = _NO_TASK  # of the backward that began and is not over
@@ -261,6 +267,15 @@ class GradientHooks:
         listener = self._listener()
         if listener is not None and self._task == _NO_TASK:
             listener.outside_backward()
+
+
+def check_free(parameters: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise `ValueError` naming a parameter that another owner will not leave."""
+    for name, parameter in parameters:
+        for hook in (_untyped(parameter)._post_accumulate_grad_hooks or {}).values():
+            owner = hook.owner() if isinstance(hook, _Arrival) else None
+            if owner is not None and owner.exclusive:
+                raise ValueError(f"{name!r} belongs to another stage-3 optimizer: close() that one first")
 
 
 def _untyped(parameter: Tensor) -> Any:

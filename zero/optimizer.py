@@ -109,6 +109,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check()
         if self._reducer.hooks.inside_backward:
             raise RuntimeError("add_param_group() inside a backward")
+        if not self._storage.retire():
+            raise RuntimeError("add_param_group() inside gathered() or inside a forward: leave it first")
         group = dict(param_group)
         group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         known = {id(p): self._storage.name(p) for g in self.param_groups for p in g["params"]}
@@ -240,8 +242,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stands_against = self._storage.retire()
-        self._reducer.settle("step()", stands_against or self._storage.problem())
+        free = self._storage.retire()
+        problem = self._storage.problem() if free else "step() inside gathered() or inside a forward: leave it first"
+        self._reducer.settle("step()", problem)
         try:
             self._update()
         except CollectiveError:

@@ -12,11 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .layout import Dtypes, ParameterSpec
 from .released import is_released
 from .stages import dense_stride
 
+HELD_ELSEWHERE = (
+    "{name!r} belongs to another stage-3 optimizer, which holds its values: close() that one first, or build the model "
+    "anew"
+)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -55,6 +60,15 @@ def check_buffers(module: nn.Module | None) -> None:
     for name, buffer in () if module is None else module.named_buffers():
         if _overlaps_itself(buffer):
             raise ValueError(f"buffer {name!r} overlaps itself in memory, as expand() makes: give it memory of its own")
+
+
+def check_modules(module: nn.Module | None) -> None:
+    """Raise `ValueError` naming a part of the module whose parameters are not Python's."""
+    for name, part in () if module is None else module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name or 'the module'!r} is a ScriptModule, whose memory cannot be laid out: script later"
+            )
 
 
 def check_listed_once(groups: Sequence[dict[str, Any]], module: nn.Module | None) -> None:
@@ -133,11 +147,10 @@ def specs(
 def _check(parameter: Tensor, name: str) -> None:
     if not isinstance(parameter, Tensor):
         raise TypeError(f"{name!r} is a {type(parameter).__name__}, not a tensor")
+    if is_lazy(parameter):
+        raise ValueError(f"{name!r} is not initialised yet: run a forward of its lazy module first")
     if is_released(parameter):
-        raise ValueError(
-            f"{name!r} belongs to another stage-3 optimizer, which holds its values: close() that one first, or build "
-            "the model anew"
-        )
+        raise ValueError(HELD_ELSEWHERE.format(name=name))
     if parameter.dtype not in FLOATS:
         raise TypeError(f"{name!r} is {parameter.dtype}: a parameter must be one of {', '.join(map(str, FLOATS))}")
     if not parameter.is_leaf:

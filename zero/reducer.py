@@ -29,7 +29,7 @@ from .faces import Faces
 from .gradients import GradientStore
 from .hooks import GradientHooks
 from .layout import Layout, ParameterSpec
-from .stages import Stage
+from .stages import Placement, Stage
 
 
 class Phase(Enum):
@@ -66,7 +66,7 @@ class Reducer:
         self._active: list[GradientStore] = []
         self._missing: dict[int, int] = {}
         self._trainable: dict[int, list[bool]] = {}
-        self.hooks = GradientHooks(self)
+        self.hooks = GradientHooks(self, exclusive=stage.parameters is Placement.SHARD)
         in_flight = 2 if stage.contributions_stay else 1  # at most three buckets of scratch with direct exchange
         this = weakref.ref(self)  # a strong one would be a cycle, and hooks and buffers would wait for the collector
 

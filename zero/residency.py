@@ -29,7 +29,7 @@ from collectives.memory import Pool, holders
 
 from .layout import Bucket, Layout
 from .released import released_class
-from .stages import strided
+from .stages import same_bits, strided
 
 
 class State(Enum):
@@ -49,11 +49,13 @@ class Shelf:
     layout: Layout
     parameters: list[Tensor]
     shard: Tensor
+    updated: bool  # by the optimizer
     whole: Tensor | None = None
     lent: Tensor | None = None  # a buffer that was dropped while somebody else held it
-    shown: list[tuple[int, int]] = field(default_factory=list)  # of each slot: version and address, when it was shown
+    address: int = 0  # of the whole or lent buffer's memory, when it came
 
     def __post_init__(self) -> None:
+        self.put = [(0, 0)] * len(self.parameters)  # of each slot: version and address of what was put into its data
         self.offsets = [slot.offset for slot in self.bucket.slots]
         self.versions = [0] * len(self.parameters)  # of each slot: how often its values were changed
         self.bases = [type(parameter) for parameter in self.parameters]
@@ -69,8 +71,16 @@ class Shelf:
     def owns(self, slot: int) -> bool:
         """False where a parameter's memory is not what was put there."""
         parameter, nan = self.parameters[slot], self.nans[slot]
-        place = self.shown[slot][1] if self.shown else nan.data_ptr()
-        return parameter.dtype is nan.dtype and parameter.device == nan.device and parameter.data_ptr() == place
+        same = parameter.dtype is nan.dtype and parameter.device == nan.device
+        return same and parameter.data_ptr() == self.put[slot][1]
+
+    def note(self, slot: int) -> None:
+        """Remember what is in a parameter's data."""
+        self.put[slot] = (self.parameters[slot]._version, self.parameters[slot].data_ptr())
+
+    def is_untouched(self, slot: int) -> bool:
+        """True where nobody has edited or replaced what was put into a parameter's data."""
+        return (self.parameters[slot]._version, self.parameters[slot].data_ptr()) == self.put[slot]
 
     def views(self, flat: Tensor) -> Iterator[Tensor]:
         for slot in self.bucket.slots:
@@ -122,7 +132,8 @@ class Residency:
         for slot in range(len(shelf.parameters)):
             self._release(shelf, slot)
         if self._alone:
-            self._places[_address(shelf.shard)] = (unit, shelf)
+            shelf.address = _address(shelf.shard)
+            self._places[shelf.address] = (unit, shelf)
 
     def part(self, number: int, shelf: Shelf) -> None:
         """Give the parameters of a shelf, whose unit is shown, memory of their own, and forget the shelf."""
@@ -130,9 +141,8 @@ class Residency:
         for parameter in shelf.parameters:
             parameter.data = parameter.detach().clone()
         unit.shelves.remove(shelf)
-        if shelf.whole is not None:
-            del self._places[_address(shelf.whole)]
-            shelf.whole = None
+        shelf.whole = None
+        del self._places[shelf.address]
 
     @property
     def broken(self) -> bool:
@@ -170,7 +180,8 @@ class Residency:
         for shelf in unit.shelves:
             unit.work.append(self._gather(unit, shelf))
             assert shelf.whole is not None
-            self._places[_address(shelf.whole)] = (number, shelf)
+            shelf.address = _address(shelf.whole)
+            self._places[shelf.address] = (number, shelf)
         unit.state = State.COMING
 
     def _gather(self, unit: _Unit, shelf: Shelf) -> Work:
@@ -207,33 +218,39 @@ class Residency:
             return
         for shelf in unit.shelves:
             assert shelf.whole is not None
-            shelf.shown = []
-            for parameter, view in zip(shelf.parameters, shelf.views(shelf.whole), strict=True):
-                parameter.__class__ = shelf.bases[len(shelf.shown)]
+            for slot, view in enumerate(shelf.views(shelf.whole)):
+                parameter = shelf.parameters[slot]
+                parameter.__class__ = shelf.bases[slot]
+                if not shelf.is_untouched(slot):
+                    self._tell(f"{shelf.name(slot)!r} was edited while it was released")
                 parameter.data = view
-                shelf.shown.append((parameter._version, view.data_ptr()))
+                shelf.note(slot)
         unit.state = State.SHOWN
 
     def hide(self, number: int) -> None:
-        """Release a unit's parameters, unless somebody holds it; its buffers stay."""
+        """Release a unit's parameters, unless somebody holds it; its buffers stay. One rank alone keeps edits."""
         unit = self.units[number]
         if unit.state is not State.SHOWN or unit.holds:
             return
         unit.state = State.WHOLE
         for shelf in unit.shelves:
-            for slot, parameter in enumerate(shelf.parameters):
-                if (parameter._version, parameter.data_ptr()) != shelf.shown[slot]:
-                    self.problem = self.problem or (
+            for slot in range(len(shelf.parameters)):
+                if not (shelf.owns(slot) if self._alone else shelf.is_untouched(slot)):
+                    self._tell(
                         f"{shelf.name(slot)!r} was edited while its unit was gathered (as an Embedding with max_norm "
-                        "does in its forward), which the other ranks cannot see: edit it inside gathered(write=True)"
+                        "does in its forward), which the other ranks cannot see"
                     )
                 self._release(shelf, slot)
-            shelf.shown = []
 
     def accept_edits(self, number: int) -> None:
         """The edits of a unit that is shown are known to all ranks."""
-        for shelf in self.units[number].shelves if self.units[number].state is State.SHOWN else ():
-            shelf.shown = [(parameter._version, parameter.data_ptr()) for parameter in shelf.parameters]
+        if self.units[number].state is State.SHOWN:
+            for shelf in self.units[number].shelves:
+                for slot in range(len(shelf.parameters)):
+                    shelf.note(slot)
+
+    def _tell(self, problem: str) -> None:
+        self.problem = self.problem or f"{problem}: edit parameters inside gathered(write=True)"
 
     def drop(self, number: int) -> None:
         """Give a unit's memory back, unless somebody holds it. Waits for what is under way."""
@@ -270,6 +287,7 @@ class Residency:
     def _release(self, shelf: Shelf, slot: int) -> None:
         parameter, base = shelf.parameters[slot], shelf.bases[slot]
         parameter.data = shelf.nans[slot]
+        shelf.note(slot)
         if base not in self._classes:
             self._classes[base] = released_class(base, _weak_name(self))
         parameter.__class__ = self._classes[base]
@@ -282,7 +300,7 @@ class Residency:
 
     def _reclaim(self, shelf: Shelf) -> None:
         if shelf.lent is not None:
-            del self._places[_address(shelf.lent)]
+            del self._places[shelf.address]
             shelf.lent = None
             self._lenders.remove(shelf)
 
@@ -339,6 +357,8 @@ class Residency:
             for number in numbers:
                 self.show(number)
             yield
+            for number in numbers:
+                self._check_slices(number)
         except BaseException:
             for number in numbers:
                 self.accept_edits(number)  # they are lost, and this is told already
@@ -351,6 +371,17 @@ class Residency:
             else:
                 for number in numbers:
                     self.drop(number)
+
+    def _check_slices(self, number: int) -> None:
+        """Find an edit that left no trace in a version, by what became of this rank's own slices."""
+        for shelf in self.units[number].shelves:
+            low, high = shelf.bucket.owned(self._transport.rank)
+            if shelf.whole is None or same_bits(shelf.whole[low:high], shelf.shard):
+                continue
+            for piece in shelf.bucket.pieces(low, high):
+                kept = shelf.shard[piece.begin - low : piece.end - low]
+                if not same_bits(shelf.whole[piece.begin : piece.end], kept):
+                    self._tell(f"{shelf.name(piece.slot)!r} was edited inside gathered()")
 
 
 def _address(tensor: Tensor) -> int:

@@ -66,13 +66,13 @@ class ShardedStorage(ParameterStorage):
         self.layout = layout
         self.parameters += parameters
         for bucket in new:
-            self.flats.append(self._shelve(bucket, layout, self.parameters).shard)
+            self.flats.append(self._shelve(bucket, layout, self.parameters, updated=True).shard)
 
     def end(self) -> None:
         self._bindings = bindings(self._module)
         parameters, described = self._describe_rest(self.parameters)
         self.rest = build(described, self._transport.world_size, self._bucket_bytes)
-        self._others = [self._shelve(bucket, self.rest, parameters) for bucket in self.rest.buckets]
+        self._others = [self._shelve(bucket, self.rest, parameters, updated=False) for bucket in self.rest.buckets]
         if self._hooks is None:
             self._hooks = UnitHooks(self._units, self.residency)
             numbers = self.units()
@@ -84,12 +84,12 @@ class ShardedStorage(ParameterStorage):
         rest = [p for members in self._units.parameters for p in members if id(p) not in known]
         return specs([{"params": rest}], self._module, units=self.units())
 
-    def _shelve(self, bucket: Bucket, layout: Layout, parameters: Sequence[Tensor]) -> Shelf:
+    def _shelve(self, bucket: Bucket, layout: Layout, parameters: Sequence[Tensor], *, updated: bool) -> Shelf:
         """Rank 0's values of a bucket, of which this rank keeps its slice. Collective."""
         device, dtype = torch.device(bucket.device), bucket.dtypes.compute
         flat = self._transport.empty(bucket.numel, dtype, device)
         members = [parameters[slot.parameter] for slot in bucket.slots]
-        shelf = Shelf(bucket, layout, members, flat)
+        shelf = Shelf(bucket, layout, members, flat, updated)
         for parameter, view in zip(members, shelf.views(flat), strict=True):
             view.copy_(parameter.detach())
         broadcast(self._direct, self._transport, [flat])
@@ -120,7 +120,7 @@ class ShardedStorage(ParameterStorage):
         for number in range(len(self.residency.units)):
             with self.residency.gathered([number]):
                 for shelf in self.residency.units[number].shelves:
-                    if shelf.layout is self.layout:
+                    if shelf.updated:
                         for slot, parameter in enumerate(shelf.parameters):
                             found[shelf.name(slot)] = fingerprint(parameter)
         return [(spec.name, found[spec.name]) for spec in self.layout.parameters]
@@ -165,16 +165,14 @@ class ShardedStorage(ParameterStorage):
                 self.residency.changed(shelf, range(len(shelf.parameters)))
             self.residency.accept_edits(number)
 
-    def retire(self) -> str | None:
+    def retire(self) -> bool:
         assert self._hooks is not None
         self._hooks.retire()
-        if any(unit.state is not State.SHARDED for unit in self.residency.units):
-            return "a step inside gathered() or inside a forward: leave it first"
-        return None
+        return all(unit.state is State.SHARDED for unit in self.residency.units)
 
     def stepped(self, used: Sequence[bool]) -> None:
         for shelf in self.residency.shelves():
-            if shelf.layout is self.layout:
+            if shelf.updated:
                 slots = enumerate(shelf.bucket.slots)
                 self.residency.changed(shelf, [number for number, slot in slots if used[slot.parameter]])
 

@@ -162,3 +162,8 @@ def flattened(tensor: Tensor, stride: Sequence[int]) -> Tensor:
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The strides of a dense tensor with this one's shape and order of dimensions."""
     return tuple(torch.empty_like(tensor, device="meta").stride())
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """True where two tensors of one dtype are equal as bits: -0.0 and NaN count."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from collectives import Collective, Transport
 
 from .layout import Bucket, Layout
-from .parameters import bindings, misplaced
+from .parameters import HELD_ELSEWHERE, bindings, misplaced
+from .released import is_released
 from .replicas import broadcast, fingerprint
 from .stages import strided
 
@@ -44,6 +45,9 @@ class ParameterStorage:
 
     def prepare(self, parameters: Sequence[Tensor]) -> None:
         """Raise `ValueError` or `TypeError` where further parameters, or what they leave, cannot be stored."""
+        for binding in self._bindings:
+            if is_released(binding.parameter):
+                raise ValueError(HELD_ELSEWHERE.format(name=binding.name))
 
     def begin(self) -> None:
         """Further parameters are about to be adopted. Collective."""
@@ -112,9 +116,9 @@ class ParameterStorage:
         chosen = self.flats if parameters is None else [self.flat_of(self.index(p)) for p in parameters]
         broadcast(self._direct, self._transport, chosen)
 
-    def retire(self) -> str | None:
-        """A step is about to begin; returns what stands against it."""
-        return None
+    def retire(self) -> bool:
+        """Let go of what was kept for a backward; False where somebody is using whole parameters now."""
+        return True
 
     def stepped(self, used: Sequence[bool]) -> None:
         """A step has changed these parameters."""

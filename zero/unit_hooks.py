@@ -264,9 +264,9 @@ class _Hook:
     nothing."""
 
     def __init__(self, place: _Place, action: Callable[..., None]) -> None:
-        disable: Any = torch.compiler.disable
-        self._place, self._action = place, disable(action)
+        self._place, self._action = place, action
 
+    @torch._disable_dynamo  # type: ignore[attr-defined,misc,untyped-decorator]
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
         self._action(*arguments)
 

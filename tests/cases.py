@@ -1,0 +1,273 @@
+"""Training at stage 3 beside the plain loop: what the tests of units share.
+
+A `Case` is a model and what is done with one micro-batch of it, forward and backward; `check` trains it on W ranks and
+in the plain loop, and compares every parameter's bits after every step. After every step nothing may be gathered.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from collectives import Transport, on_threads
+from collectives.memory import holders
+from zero import ZeroOptimizer
+from zero.parameters import FLOATS
+from zero.released import is_released
+from zero.residency import Residency, State
+from zero.sharded import ShardedStorage
+
+from .plain import assert_same_bits, share
+
+INPUTS, WIDTH, OUTPUTS, ROWS = 5, 6, 4, 3
+TURNS = 2  # micro-batches of each rank in a step
+LEARNING_RATE = 0.05
+CAP_MB = 6e-4  # 600 bytes: two buckets a block
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3])
+_BUILDING = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch: the ``turn``-th of its rank in a step. ``gathered``: the optimizer's, where there is one."""
+
+    x: Tensor
+    step: int
+    turn: int
+    gathered: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+Run = Callable[[Any, Batch], "Iterator[None] | None"]
+
+
+class Block(nn.Module):
+    """A unit like those of a transformer."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, width + 2)
+        self.outer = nn.Linear(width + 2, width)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.outer(torch.tanh(self.inner(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks, and a root's rest around them. Cases override `body`, or what a block does."""
+
+    block: Callable[[], nn.Module] = Block
+    count = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(INPUTS, WIDTH)
+        self.blocks = nn.ModuleList([type(self).block() for _ in range(self.count)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.norm(self.body(self.embed(x))))
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Apart(Net):
+    """Units that come again after others."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for number in (0, 1, 0, 2, 1, 0):
+            x = self.blocks[number](x)
+        return x
+
+
+class Fails(Block):
+    """Raises where it is told to, in the middle of its forward or of its backward."""
+
+    armed = ""
+    error: type[BaseException] = ZeroDivisionError
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(self.norm(x))
+        if self.armed == "forward":
+            raise self.error
+        if self.armed == "backward":
+            hidden.register_hook(self._raise)
+        found: Tensor = x + self.outer(torch.tanh(hidden))
+        return found
+
+    def _raise(self, _: Tensor) -> None:
+        raise self.error
+
+
+def net_of(block: Callable[[], nn.Module], count: int = 3) -> type[Net]:
+    """A `Net` of other blocks."""
+    return type("NetOf", (Net,), {"block": staticmethod(block), "count": count})
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    loss: Tensor = model(batch.x).square().mean()
+    return loss
+
+
+def one_backward(model: nn.Module, batch: Batch) -> None:
+    loss_of(model, batch).backward()
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Case:
+    """``run`` does one micro-batch; one with several backwards yields after each. ``groups``: what is optimised.
+    ``built`` is called when the optimizer was, ``begin`` before each step. ``lends``: the case means to keep memory of
+    a weight beyond its forward. The plain loop does all of it, too."""
+
+    build: Callable[[], nn.Module] = Net
+    run: Run = one_backward
+    groups: Callable[[Any], Any] | None = None
+    prepared: Callable[[Any], None] = _nothing
+    built: Callable[[Any], None] = _nothing
+    begin: Callable[[Any, int], None] = _nothing
+    units: Callable[[nn.Module], bool] | None = None
+    lends: bool = False
+    steps: int = 2
+
+    def make(self) -> nn.Module:
+        """The model, the same every time."""
+        with _BUILDING, torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = self.build()
+            self.prepared(model)
+            return model
+
+
+def batches_of(step: int, world_size: int) -> list[Batch]:
+    """The micro-batches of a step; j belongs to rank j mod ``world_size``."""
+    generator = torch.Generator().manual_seed(step)
+    turns = product(range(TURNS), range(world_size))
+    return [Batch(torch.randn(ROWS, INPUTS, generator=generator), step, turn) for turn, _ in turns]
+
+
+def in_rounds(run: Run, model: nn.Module, batches: Sequence[Batch]) -> None:
+    """Micro-batches that ranks would run at once: the first backward of each, then the second of each, ..."""
+    under_way = [found for batch in batches if (found := run(model, batch)) is not None]
+    while under_way:
+        under_way = [each for each in under_way if next(each, "over") is None]
+
+
+def plain_loop(case: Case, world_size: int) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    """The plain single-process loop over the same micro-batches; its parameters after every step."""
+    model = case.make()
+    optimizer = torch.optim.AdamW(model.parameters() if case.groups is None else case.groups(model), lr=LEARNING_RATE)
+    case.built(model)
+    after: list[dict[str, Tensor]] = []
+    for step in range(case.steps):
+        case.begin(model, step)
+        batches = batches_of(step, world_size)
+        for first in range(0, len(batches), world_size):
+            in_rounds(case.run, model, batches[first : first + world_size])
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(len(batches))
+        optimizer.step()
+        model.zero_grad()
+        after.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return model, after
+
+
+def sharded(case: Case, transport: Transport, **arguments: Any) -> tuple[Any, ZeroOptimizer]:
+    """The model of a case and its stage-3 optimizer, on one rank."""
+    model = case.make()
+    given = model if case.groups is None else case.groups(model)
+    divisor = TURNS * transport.world_size
+    defaults = {"stage": 3, "lr": LEARNING_RATE, "bucket_cap_mb": CAP_MB, "divisor": divisor, "units": case.units}
+    arguments = {**defaults, "module": model, "process_group": transport, **arguments}
+    optimizer = ZeroOptimizer(given, torch.optim.AdamW, **arguments)
+    case.built(model)
+    return model, optimizer
+
+
+def train(case: Case, model: nn.Module, optimizer: ZeroOptimizer, step: int) -> None:
+    """This rank's share of a step, up to the step itself."""
+    case.begin(model, step)
+    for batch in share(batches_of(step, optimizer.world_size), optimizer.rank, optimizer.world_size):
+        in_rounds(case.run, model, [replace(batch, gathered=optimizer.gathered)])
+
+
+def check(case: Case, world_size: int) -> None:
+    """Train on ``world_size`` ranks: the plain loop's bits after every step, and nothing gathered; a plain model at
+    the end."""
+    _, expected = plain_loop(case, world_size)
+
+    def program(transport: Transport) -> None:
+        model, optimizer = sharded(case, transport)
+        for step in range(case.steps):
+            train(case, model, optimizer, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert_nothing_is_here(model, optimizer, case.lends)
+            with optimizer.gathered():
+                assert_parameters(model, expected[step])
+            assert_nothing_is_here(model, optimizer, case.lends)
+        optimizer.close()
+        assert_parameters(model, expected[-1])
+        assert_plain(model)
+
+    on_threads(world_size, program, timeout=20)
+
+
+def residency_of(optimizer: ZeroOptimizer) -> Residency:
+    storage = optimizer._storage
+    assert isinstance(storage, ShardedStorage)
+    return storage.residency
+
+
+def assert_nothing_is_here(model: nn.Module, optimizer: ZeroOptimizer, lends: bool = False) -> None:
+    """No unit is gathered, held or under way, every parameter is released, and nobody else holds a buffer."""
+    residency = residency_of(optimizer)
+    for unit in residency.units:
+        assert (unit.state, unit.holds, unit.work) == (State.SHARDED, 0, []), unit
+        assert all(shelf.whole is None for shelf in unit.shelves), unit.name
+    for name, parameter in model.named_parameters():
+        assert is_released(parameter) == (parameter.dtype in FLOATS), name
+    if not lends and lent(residency):
+        gc.collect()
+        assert not lent(residency)
+
+
+def lent(residency: Residency) -> list[str]:
+    """Whose memory somebody else holds."""
+    shelves = [shelf for shelf in residency.shelves() if shelf.lent is not None and holders(shelf.lent)]
+    return [shelf.name(slot) for shelf in shelves for slot in range(len(shelf.parameters))]
+
+
+def assert_parameters(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    found = dict(model.named_parameters())
+    assert set(found) == set(expected)
+    for name, parameter in found.items():
+        assert_same_bits(parameter, expected[name], name)
+
+
+def assert_plain(model: nn.Module) -> None:
+    """Nothing of ours is left on a model."""
+    for name, part in model.named_modules():
+        hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
+        assert not any(type(hook).__module__.startswith("zero") for hook in hooks), name
+    addresses = [p.untyped_storage().data_ptr() for p in model.parameters() if p.numel()]
+    assert len(set(addresses)) == len(addresses)
+    assert not any(is_released(p) for p in model.parameters())
