@@ -21,7 +21,8 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -142,9 +143,10 @@ class Transport:
         self.check()
         data = _as_bytes(tensor)
         size = data.numel()
-        pendings = [self._send_header(tag, size, to)]
-        if size:
-            pendings.append(self.carrier.send(data, self._ranks[to], self._slot(_PAYLOAD_LANE)))
+        with self._whole_messages(tag):
+            pendings = [self._send_header(tag, size, to)]
+            if size:
+                pendings.append(self.carrier.send(data, self._ranks[to], self._slot(_PAYLOAD_LANE)))
         self._count(sent=size, control=control)
         return _Send(self, pendings, to, tag)
 
@@ -153,8 +155,9 @@ class Transport:
         self.check()
         data = _as_bytes(tensor)
         size = data.numel()
-        self._post_header(source)
-        payload = self.carrier.recv(data, self._ranks[source], self._slot(_PAYLOAD_LANE)) if size else None
+        with self._whole_messages(tag):
+            self._post_header(source)
+            payload = self.carrier.recv(data, self._ranks[source], self._slot(_PAYLOAD_LANE)) if size else None
         self._count(received=size, control=control)
         work = _Recv(self, source, tag, size, payload)
         self._streams[source].expected.append(work)
@@ -325,11 +328,23 @@ class Transport:
         self.check()
         begin = time.monotonic()
         try:
-            pending.wait(self.timeout)
+            with self._whole_messages(tag):
+                pending.wait(self.timeout)
         except PeerError as error:
             waited = time.monotonic() - begin
             text = f"rank {self.rank}, in {tag.label}: no answer from rank {peer} after {waited:.1f} s ({error})"
             raise self._fail(PeerError(text)) from error
+
+    @contextmanager
+    def _whole_messages(self, tag: Tag) -> Iterator[None]:
+        """After an interrupt or a strange error in the middle of a message nobody knows what the next bytes are."""
+        try:
+            yield
+        except PeerError:
+            raise
+        except BaseException as error:
+            self.abort(f"rank {self.rank}, in {tag.label}: {type(error).__name__}: {error}")
+            raise
 
     def _mismatch(self, source: int, mine: Tag, theirs: Tag, size: int = 0, their_size: int = 0) -> CollectiveError:
         sizes = f" ({size} and {their_size} bytes)" if size != their_size and mine.same(theirs) else ""

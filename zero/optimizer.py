@@ -80,7 +80,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         units: Predicate | None = None,
         **defaults: Any,
     ) -> None:
-        self._built = self._closed = False
+        self._built = False
+        self._closed = ""  # why nothing can be done any more
         self._stage = stage_of(stage)
         given = params if isinstance(params, nn.Module) else None
         if module is not None and given is not None and module is not given:
@@ -311,14 +312,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Make the model plain again: every parameter gets memory of its own, and every hook goes. All ranks."""
         if self._closed:
             return
+        if self._storage.busy():
+            raise RuntimeError("close() inside a forward or inside a backward: leave it first")
         try:
             if not self._transport.broken:
                 self._reducer.agree("close()")
         finally:
-            self._closed = True
+            self._closed = "its parameters could not be gathered any more"
             self._reducer.close()
             self._inner.close()
             self._storage.release()
+            self._closed = "the model is plain again"
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -392,7 +396,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _check(self) -> None:
         if self._closed:
-            raise RuntimeError("this optimizer is closed: the model is plain again; build a new optimizer")
+            raise RuntimeError(f"this optimizer is closed: {self._closed}; build a new optimizer")
         if self._reducer.hooks.superseded:
             raise RuntimeError("a newer ZeroOptimizer took over parameters of this one: use that, or build a new one")
 

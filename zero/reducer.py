@@ -234,6 +234,8 @@ class Reducer:
 
         ``problem``: an error that this rank alone may have found; every rank raises it, and nothing has changed.
         """
+        if self.hooks.inside_backward:
+            raise RuntimeError(f"{purpose} inside a backward")
         if not self._sync:
             raise RuntimeError(
                 f"{purpose} inside no_sync(): leave the block first, what it left pending is reduced then"

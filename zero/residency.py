@@ -28,7 +28,7 @@ from collectives import Collective, Kind, Tag, Transport, Work
 from collectives.memory import Pool, holders
 
 from .layout import Bucket, Layout
-from .released import released_class
+from .released import is_released, released_class
 from .stages import same_bits, strided
 
 
@@ -119,6 +119,7 @@ class Residency:
         self.units = [_Unit(name) for name in names]
         self.pool = Pool(slack=1.0, spare=1.0)
         self.problem: str | None = None  # an edit that was found and would be lost; told at the next agreement
+        self.lasting: str | None = None  # what cannot be mended; told at every agreement
         self._places: dict[int, tuple[int, Shelf]] = {}  # address of a buffer -> what lies there
         self._lenders: list[Shelf] = []
         self._classes: dict[type[Tensor], type[Tensor]] = {}
@@ -142,7 +143,7 @@ class Residency:
             parameter.data = parameter.detach().clone()
         unit.shelves.remove(shelf)
         shelf.whole = None
-        del self._places[shelf.address]
+        self._forget(shelf)
 
     @property
     def broken(self) -> bool:
@@ -180,6 +181,7 @@ class Residency:
         for shelf in unit.shelves:
             unit.work.append(self._gather(unit, shelf))
             assert shelf.whole is not None
+            self._forget(shelf)  # share_memory() may have moved a storage
             shelf.address = _address(shelf.whole)
             self._places[shelf.address] = (number, shelf)
         unit.state = State.COMING
@@ -220,9 +222,14 @@ class Residency:
             assert shelf.whole is not None
             for slot, view in enumerate(shelf.views(shelf.whole)):
                 parameter = shelf.parameters[slot]
+                if not is_released(parameter):
+                    self.lasting = (
+                        f"{shelf.name(slot)!r} was swapped for another tensor: build a new model and optimizer"
+                    )
                 parameter.__class__ = shelf.bases[slot]
                 if not shelf.is_untouched(slot):
                     self._tell(f"{shelf.name(slot)!r} was edited while it was released")
+                    shelf.nans[slot] = _nan_like(shelf.nans[slot])
                 parameter.data = view
                 shelf.note(slot)
         unit.state = State.SHOWN
@@ -235,22 +242,40 @@ class Residency:
         unit.state = State.WHOLE
         for shelf in unit.shelves:
             for slot in range(len(shelf.parameters)):
-                if not (shelf.owns(slot) if self._alone else shelf.is_untouched(slot)):
-                    self._tell(
-                        f"{shelf.name(slot)!r} was edited while its unit was gathered (as an Embedding with max_norm "
-                        "does in its forward), which the other ranks cannot see"
-                    )
+                if not shelf.is_untouched(slot) and not (self._alone and shelf.owns(slot)):
+                    self._tell_edited(shelf, slot)
                 self._release(shelf, slot)
+            if not self._alone:
+                self._compare(shelf)
+
+    def _compare(self, shelf: Shelf) -> None:
+        """Find an edit that left no trace in a version, by what became of this rank's own slice."""
+        low, high = shelf.bucket.owned(self._transport.rank)
+        assert shelf.whole is not None
+        if not same_bits(shelf.whole[low:high], shelf.shard):
+            for piece in shelf.bucket.pieces(low, high):
+                kept = shelf.shard[piece.begin - low : piece.end - low]
+                if not same_bits(shelf.whole[piece.begin : piece.end], kept):
+                    self._tell_edited(shelf, piece.slot)
+
+    def _tell_edited(self, shelf: Shelf, slot: int) -> None:
+        self._tell(
+            f"{shelf.name(slot)!r} was edited while its unit was gathered (as an Embedding with max_norm does in its "
+            "forward), which the other ranks cannot see"
+        )
 
     def accept_edits(self, number: int) -> None:
-        """The edits of a unit that is shown are known to all ranks."""
+        """Edits of a unit that is shown are known to all ranks, or will be lost, which is told already."""
         if self.units[number].state is State.SHOWN:
             for shelf in self.units[number].shelves:
                 for slot in range(len(shelf.parameters)):
                     shelf.note(slot)
+                if not self._alone and shelf.whole is not None:
+                    low, high = shelf.bucket.owned(self._transport.rank)
+                    shelf.whole.data[low:high].copy_(shelf.shard)
 
     def _tell(self, problem: str) -> None:
-        self.problem = self.problem or f"{problem}: edit parameters inside gathered(write=True)"
+        self.problem = self.problem or f"{problem}: edit it inside gathered(write=True)"
 
     def drop(self, number: int) -> None:
         """Give a unit's memory back, unless somebody holds it. Waits for what is under way."""
@@ -300,9 +325,14 @@ class Residency:
 
     def _reclaim(self, shelf: Shelf) -> None:
         if shelf.lent is not None:
-            del self._places[shelf.address]
+            self._forget(shelf)
             shelf.lent = None
             self._lenders.remove(shelf)
+
+    def _forget(self, shelf: Shelf) -> None:
+        """What lies at a buffer's address from now on is somebody else's."""
+        self._places.pop(shelf.address, None)
+        shelf.address = 0
 
     # -- what a graph keeps ---------------------------------------------------------------------------------------
 
@@ -317,13 +347,17 @@ class Residency:
         unit, shelf = found
         offset = int(tensor.storage_offset())
         slot = shelf.slot_at(offset * tensor.itemsize // shelf.shard.itemsize)
-        version, shape, stride = shelf.versions[slot], tuple(tensor.shape), tuple(tensor.stride())
-        return Saved(unit, shelf, slot, version, tensor.dtype, offset, shape, stride)
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return Saved(unit, shelf, slot, self._version(shelf, slot), tensor.dtype, offset, shape, stride)
+
+    def _version(self, shelf: Shelf, slot: int) -> int:
+        """How often a parameter's values were changed; edits count where they are kept."""
+        return shelf.versions[slot] + (shelf.parameters[slot]._version if self._alone else 0)
 
     def restore(self, saved: Saved) -> Tensor:
         """The tensor at a place; its unit is here."""
         shelf = saved.shelf
-        if shelf.versions[saved.slot] != saved.version:
+        if self._version(shelf, saved.slot) != saved.version:
             raise RuntimeError(
                 f"{shelf.name(saved.slot)!r}, which this backward needs, was changed by a step or an edit after the "
                 "forward that used it: run the backward before, or the forward again"
@@ -357,11 +391,9 @@ class Residency:
             for number in numbers:
                 self.show(number)
             yield
-            for number in numbers:
-                self._check_slices(number)
         except BaseException:
             for number in numbers:
-                self.accept_edits(number)  # they are lost, and this is told already
+                self.accept_edits(number)
             raise
         finally:
             for number in numbers:
@@ -371,17 +403,6 @@ class Residency:
             else:
                 for number in numbers:
                     self.drop(number)
-
-    def _check_slices(self, number: int) -> None:
-        """Find an edit that left no trace in a version, by what became of this rank's own slices."""
-        for shelf in self.units[number].shelves:
-            low, high = shelf.bucket.owned(self._transport.rank)
-            if shelf.whole is None or same_bits(shelf.whole[low:high], shelf.shard):
-                continue
-            for piece in shelf.bucket.pieces(low, high):
-                kept = shelf.shard[piece.begin - low : piece.end - low]
-                if not same_bits(shelf.whole[piece.begin : piece.end], kept):
-                    self._tell(f"{shelf.name(piece.slot)!r} was edited inside gathered()")
 
 
 def _address(tensor: Tensor) -> int:

@@ -127,8 +127,8 @@ class ShardedStorage(ParameterStorage):
 
     def problem(self) -> str | None:
         found, self.residency.problem = self.residency.problem, None
-        if found is not None:
-            return found
+        if found is not None or self.residency.lasting is not None:
+            return found or self.residency.lasting
         with as_plain():
             for shelf in self.residency.shelves():
                 for slot in range(len(shelf.parameters)):
@@ -164,6 +164,9 @@ class ShardedStorage(ParameterStorage):
                     shelf.shard.copy_(shelf.whole[low:high])
                 self.residency.changed(shelf, range(len(shelf.parameters)))
             self.residency.accept_edits(number)
+
+    def busy(self) -> bool:
+        return self._hooks is not None and self._hooks.busy()
 
     def retire(self) -> bool:
         assert self._hooks is not None

@@ -166,4 +166,5 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """True where two tensors of one dtype are equal as bits: -0.0 and NaN count."""
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    wide = torch.int64 if a.numel() * a.itemsize % 8 == 0 == (a.data_ptr() | b.data_ptr()) % 8 else torch.uint8
+    return torch.equal(a.view(wide), b.view(wide))

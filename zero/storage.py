@@ -116,6 +116,10 @@ class ParameterStorage:
         chosen = self.flats if parameters is None else [self.flat_of(self.index(p)) for p in parameters]
         broadcast(self._direct, self._transport, chosen)
 
+    def busy(self) -> bool:
+        """True inside a forward or a backward that uses what comes and goes."""
+        return False
+
     def retire(self) -> bool:
         """Let go of what was kept for a backward; False where somebody is using whole parameters now."""
         return True

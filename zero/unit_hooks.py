@@ -97,6 +97,10 @@ class UnitHooks:
             place.remove()
         self._places = []
 
+    def busy(self) -> bool:
+        """True inside a forward or a backward."""
+        return (bool(self._running) and _inside_a_forward()) or _in_backward()
+
     def retire(self) -> None:
         """A step begins: what was kept for a backward is of no use any more. Waits for what is under way."""
         while self._running and not _inside_a_forward():  # an interrupt skips the hooks that would end a forward
@@ -109,14 +113,14 @@ class UnitHooks:
 
     def entered(self, place: _Place) -> None:
         """A module's forward begins."""
+        self._saver.push()  # the first thing: torch may refuse
         if not self._running:
             for each in self._places:
                 each.arrange()
         self._running.append(place)
-        self._begin()
         for unit in place.needs:
             self._residency.hold(unit)
-        self._saver.push()
+        self._begin()
         if place.is_root and not _in_backward():
             self._order.begin_forward()
         for unit in place.needs:
@@ -266,7 +270,7 @@ class _Hook:
     def __init__(self, place: _Place, action: Callable[..., None]) -> None:
         self._place, self._action = place, action
 
-    @torch._disable_dynamo  # type: ignore[attr-defined,misc,untyped-decorator]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
         self._action(*arguments)
 
