@@ -18,8 +18,9 @@ ALGORITHMS = {"pairwise", "ring"}
 ORDER = (
     ("layout",),
     ("stages",),
-    ("gradients", "hooks", "storage", "residency"),
-    ("faces", "saving"),
+    ("gradients", "hooks", "storage", "shelf"),
+    ("faces", "residency"),
+    ("saving",),
     ("reducer", "unit_hooks"),
     ("sharded",),
     ("assembly",),

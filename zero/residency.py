@@ -14,7 +14,6 @@ would in a plain loop; when a step changes the parameter in between, the buffer 
 
 from __future__ import annotations
 
-import bisect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,9 +26,9 @@ from torch import Tensor
 from collectives import Collective, Kind, Tag, Transport, Work
 from collectives.memory import Pool, holders
 
-from .layout import Bucket, Layout
 from .released import is_released, released_class
-from .stages import same_bits, strided
+from .shelf import Saved, Shelf, nan_like
+from .stages import same_bits
 
 
 class State(Enum):
@@ -42,73 +41,12 @@ class State(Enum):
 
 
 @dataclass(eq=False)
-class Shelf:
-    """A bucket on this rank: its parameters by slot, this rank's slice, and the whole while it is here."""
-
-    bucket: Bucket
-    layout: Layout
-    parameters: list[Tensor]
-    shard: Tensor
-    updated: bool  # by the optimizer
-    whole: Tensor | None = None
-    lent: Tensor | None = None  # a buffer that was dropped while somebody else held it
-    address: int = 0  # of the whole or lent buffer's memory, when it came
-
-    def __post_init__(self) -> None:
-        self.put = [(0, 0)] * len(self.parameters)  # of each slot: version and address of what was put into its data
-        self.offsets = [slot.offset for slot in self.bucket.slots]
-        self.versions = [0] * len(self.parameters)  # of each slot: how often its values were changed
-        self.bases = [type(parameter) for parameter in self.parameters]
-        self.nans = [_nan_like(parameter) for parameter in self.parameters]
-
-    def name(self, slot: int) -> str:
-        return self.layout.parameters[self.bucket.slots[slot].parameter].name
-
-    def slot_at(self, element: int) -> int:
-        """The slot in which an element of the bucket lies."""
-        return bisect.bisect_right(self.offsets, element) - 1
-
-    def owns(self, slot: int) -> bool:
-        """False where a parameter's memory is not what was put there."""
-        parameter, nan = self.parameters[slot], self.nans[slot]
-        same = parameter.dtype is nan.dtype and parameter.device == nan.device
-        return same and parameter.data_ptr() == self.put[slot][1]
-
-    def note(self, slot: int) -> None:
-        """Remember what is in a parameter's data."""
-        self.put[slot] = (self.parameters[slot]._version, self.parameters[slot].data_ptr())
-
-    def is_untouched(self, slot: int) -> bool:
-        """True where nobody has edited or replaced what was put into a parameter's data."""
-        return (self.parameters[slot]._version, self.parameters[slot].data_ptr()) == self.put[slot]
-
-    def views(self, flat: Tensor) -> Iterator[Tensor]:
-        for slot in self.bucket.slots:
-            spec = self.layout.parameters[slot.parameter]
-            yield strided(flat, slot.offset, spec.shape, spec.stride)
-
-
-@dataclass(eq=False)
 class _Unit:
     name: str
     shelves: list[Shelf] = field(default_factory=list)
     state: State = State.SHARDED
     holds: int = 0
     work: list[Work] = field(default_factory=list)
-
-
-@dataclass(frozen=True, eq=False)
-class Saved:
-    """A tensor in a gathered buffer, as a graph keeps it: a place instead of memory."""
-
-    unit: int
-    shelf: Shelf
-    slot: int
-    version: int
-    dtype: torch.dtype
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 class Residency:
@@ -229,7 +167,7 @@ class Residency:
                 parameter.__class__ = shelf.bases[slot]
                 if not shelf.is_untouched(slot):
                     self._tell(f"{shelf.name(slot)!r} was edited while it was released")
-                    shelf.nans[slot] = _nan_like(shelf.nans[slot])
+                    shelf.nans[slot] = nan_like(shelf.nans[slot])
                 parameter.data = view
                 shelf.note(slot)
         unit.state = State.SHOWN
@@ -407,11 +345,6 @@ class Residency:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _nan_like(parameter: Tensor) -> Tensor:
-    nan = torch.full((1,), float("nan"), dtype=parameter.dtype, device=parameter.device)
-    return nan.expand(parameter.shape) if parameter.dim() else nan.view(())
 
 
 def _weak_name(residency: Residency) -> Callable[[Tensor], str | None]:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .residency import Residency, Saved
+from .residency import Residency
+from .shelf import Saved
 
 _Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Any]]
 

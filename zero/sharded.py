@@ -18,7 +18,8 @@ from .layout import Bucket, Layout, ParameterSpec, build
 from .parameters import bindings, misplaced, specs
 from .released import as_plain
 from .replicas import broadcast, fingerprint
-from .residency import Residency, Shelf, State
+from .residency import Residency, State
+from .shelf import Shelf
 from .storage import ParameterStorage
 from .unit_hooks import UnitHooks
 from .units import Predicate, find_units

@@ -1,0 +1,82 @@
+"""A bucket of a unit on one rank, and what stands in the ``data`` of its parameters.
+
+Knows: the slots, this rank's slice, the buffer while there is one. Does not know: when, or why, anything changes.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .layout import Bucket, Layout
+from .stages import strided
+
+
+@dataclass(eq=False)
+class Shelf:
+    """A bucket on this rank: its parameters by slot, this rank's slice, and the whole while it is here."""
+
+    bucket: Bucket
+    layout: Layout
+    parameters: list[Tensor]
+    shard: Tensor
+    updated: bool  # by the optimizer
+    whole: Tensor | None = None
+    lent: Tensor | None = None  # a buffer that was dropped while somebody else held it
+    address: int = 0  # of the whole or lent buffer's memory, when it came
+
+    def __post_init__(self) -> None:
+        self.noted = [(0, 0)] * len(self.parameters)  # of each slot: version and address of what was put into its data
+        self.offsets = [slot.offset for slot in self.bucket.slots]
+        self.versions = [0] * len(self.parameters)  # of each slot: how often its values were changed
+        self.bases = [type(parameter) for parameter in self.parameters]
+        self.nans = [nan_like(parameter) for parameter in self.parameters]
+
+    def name(self, slot: int) -> str:
+        return self.layout.parameters[self.bucket.slots[slot].parameter].name
+
+    def slot_at(self, element: int) -> int:
+        """The slot in which an element of the bucket lies."""
+        return bisect.bisect_right(self.offsets, element) - 1
+
+    def owns(self, slot: int) -> bool:
+        """False where a parameter's memory is not what was put there."""
+        parameter, nan = self.parameters[slot], self.nans[slot]
+        same = parameter.dtype is nan.dtype and parameter.device == nan.device
+        return same and parameter.data_ptr() == self.noted[slot][1]
+
+    def note(self, slot: int) -> None:
+        """Remember what is in a parameter's data."""
+        self.noted[slot] = (self.parameters[slot]._version, self.parameters[slot].data_ptr())
+
+    def is_untouched(self, slot: int) -> bool:
+        """True where nobody has edited or replaced what was put into a parameter's data."""
+        return (self.parameters[slot]._version, self.parameters[slot].data_ptr()) == self.noted[slot]
+
+    def views(self, flat: Tensor) -> Iterator[Tensor]:
+        for slot in self.bucket.slots:
+            spec = self.layout.parameters[slot.parameter]
+            yield strided(flat, slot.offset, spec.shape, spec.stride)
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """A tensor in a gathered buffer, as a graph keeps it: a place instead of memory."""
+
+    unit: int
+    shelf: Shelf
+    slot: int
+    version: int
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def nan_like(parameter: Tensor) -> Tensor:
+    nan = torch.full((1,), float("nan"), dtype=parameter.dtype, device=parameter.device)
+    return nan.expand(parameter.shape) if parameter.dim() else nan.view(())
