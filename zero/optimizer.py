@@ -316,7 +316,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("close() inside a forward or inside a backward: leave it first")
         try:
             if not self._transport.broken:
-                self._reducer.agree("close()")
+                self._reducer.agree("close()", self._storage.problem())
         finally:
             self._closed = "its parameters could not be gathered any more"
             self._reducer.close()

@@ -79,7 +79,9 @@ def is_released(parameter: object) -> bool:
 def _called(func: Any) -> str:
     name = getattr(func, "__name__", str(func))
     descriptor = getattr(func, "__self__", None)
-    return f".{descriptor.__name__}" if name in ("__get__", "__set__") and descriptor is not None else f"{name}()"
+    if name in ("__get__", "__set__") and descriptor is not None:
+        return f".{getattr(descriptor, '__name__', 'a property')}"
+    return f"{name}()"
 
 
 def _flat(value: Any) -> list[Any]:

@@ -15,6 +15,7 @@ would in a plain loop; when a step changes the parameter in between, the buffer 
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from torch import Tensor
 from collectives import Collective, Kind, Tag, Transport, Work
 from collectives.memory import Pool, holders
 
-from .released import is_released, released_class
+from .released import as_plain, is_released, released_class
 from .shelf import Saved, Shelf, nan_like
 from .stages import same_bits
 
@@ -45,8 +46,13 @@ class _Unit:
     name: str
     shelves: list[Shelf] = field(default_factory=list)
     state: State = State.SHARDED
-    holds: int = 0
+    runs: int = 0  # forwards under way that need it
+    pins: int = 0  # blocks of `gathered` that need it
     work: list[Work] = field(default_factory=list)
+
+    @property
+    def held(self) -> bool:
+        return bool(self.runs or self.pins)
 
 
 class Residency:
@@ -61,6 +67,7 @@ class Residency:
         self._places: dict[int, tuple[int, Shelf]] = {}  # address of a buffer -> what lies there
         self._lenders: list[Shelf] = []
         self._classes: dict[type[Tensor], type[Tensor]] = {}
+        self.home = object()  # whose places these are
         self._alone = transport.world_size == 1  # then the shard is the whole
 
     # -- what is where --------------------------------------------------------------------------------------------
@@ -103,11 +110,16 @@ class Residency:
     # -- coming and going -----------------------------------------------------------------------------------------
 
     def hold(self, number: int) -> None:
-        """Keep a unit from being dropped, until `let_go`."""
-        self.units[number].holds += 1
+        """A forward needs a unit: it is not dropped until `let_go`."""
+        self.units[number].runs += 1
 
     def let_go(self, number: int) -> None:
-        self.units[number].holds -= 1
+        self.units[number].runs -= 1
+
+    def let_all_go(self) -> None:
+        """No forward is under way, whatever an interrupt left."""
+        for unit in self.units:
+            unit.runs = 0
 
     @torch.inference_mode(False)  # memory that is made in inference mode cannot serve a backward later
     def fetch(self, number: int) -> None:
@@ -138,7 +150,8 @@ class Residency:
         if not self._alone:
             low, high = bucket.owned(self._transport.rank)
             target[low:high].copy_(shelf.shard)
-        tag = Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=bucket.index)
+        digest = zlib.crc32(f"{unit.name} {shelf.updated}".encode())  # the label may be cut
+        tag = Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=bucket.index, digest=digest)
         return self._collective.all_gather(target, bucket.bounds, tag=tag)
 
     def _arrive(self, unit: _Unit) -> None:
@@ -165,7 +178,7 @@ class Residency:
                         f"{shelf.name(slot)!r} was swapped for another tensor: build a new model and optimizer"
                     )
                 parameter.__class__ = shelf.bases[slot]
-                if not shelf.is_untouched(slot):
+                if not shelf.is_untouched(slot) and not self._keeps_edit(shelf, slot):
                     self._tell(f"{shelf.name(slot)!r} was edited while it was released")
                     shelf.nans[slot] = nan_like(shelf.nans[slot])
                 parameter.data = view
@@ -175,7 +188,7 @@ class Residency:
     def hide(self, number: int) -> None:
         """Release a unit's parameters, unless somebody holds it; its buffers stay. One rank alone keeps edits."""
         unit = self.units[number]
-        if unit.state is not State.SHOWN or unit.holds:
+        if unit.state is not State.SHOWN or unit.held:
             return
         unit.state = State.WHOLE
         for shelf in unit.shelves:
@@ -185,6 +198,10 @@ class Residency:
                 self._release(shelf, slot)
             if not self._alone:
                 self._compare(shelf)
+
+    def _keeps_edit(self, shelf: Shelf, slot: int) -> bool:
+        """True where an edit of a released parameter was made through a view of the shard, which is the whole."""
+        return self._alone and shelf.owns(slot) and bool(shelf.nans[slot].isnan().all())
 
     def _compare(self, shelf: Shelf) -> None:
         """Find an edit that left no trace in a version, by what became of this rank's own slice."""
@@ -202,8 +219,17 @@ class Residency:
             "forward), which the other ranks cannot see"
         )
 
-    def accept_edits(self, number: int) -> None:
-        """Edits of a unit that is shown are known to all ranks, or will be lost, which is told already."""
+    def accept(self, shelf: Shelf, slots: Sequence[int]) -> None:
+        """The values of these slots, which are shown, are equal on all ranks: they are the parameters' own from now."""
+        low, high = shelf.bucket.owned(self._transport.rank)
+        if not self._alone and shelf.whole is not None:
+            for piece in shelf.bucket.pieces(low, high):
+                if piece.slot in slots:
+                    shelf.shard[piece.begin - low : piece.end - low].copy_(shelf.whole[piece.begin : piece.end])
+        self.changed(shelf, slots)
+
+    def _undo_edits(self, number: int) -> None:
+        """An exception left a block, and tells enough: what was edited in it is not told again."""
         if self.units[number].state is State.SHOWN:
             for shelf in self.units[number].shelves:
                 for slot in range(len(shelf.parameters)):
@@ -218,19 +244,18 @@ class Residency:
     def drop(self, number: int) -> None:
         """Give a unit's memory back, unless somebody holds it. Waits for what is under way."""
         unit = self.units[number]
-        if unit.holds:
+        if unit.held:
             return
         self._arrive(unit)
         self.hide(number)
         if unit.state is State.SHARDED:
             return
-        for shelf in unit.shelves:
-            shelf.lent, shelf.whole = shelf.whole, None
-            if self._alone:
-                shelf.lent = None
-            else:
-                self._lenders.append(shelf)
         unit.state = State.SHARDED
+        for shelf in unit.shelves:
+            if not self._alone:
+                shelf.lent = shelf.whole
+                self._lenders.append(shelf)
+            shelf.whole = None
         self._sweep()
 
     def drop_all(self) -> None:
@@ -241,11 +266,12 @@ class Residency:
     def abandon(self) -> None:
         """After a failure that no wait can end well: forget what is under way, and release everything."""
         for number, unit in enumerate(self.units):
-            holds, unit.holds, unit.work = unit.holds, 0, []
+            runs, pins = unit.runs, unit.pins
+            unit.runs, unit.pins, unit.work = 0, 0, []
             if unit.state is State.COMING:
                 unit.state = State.WHOLE
             self.drop(number)
-            unit.holds = holds
+            unit.runs, unit.pins = runs, pins
 
     def _release(self, shelf: Shelf, slot: int) -> None:
         parameter, base = shelf.parameters[slot], shelf.bases[slot]
@@ -286,7 +312,7 @@ class Residency:
         offset = int(tensor.storage_offset())
         slot = shelf.slot_at(offset * tensor.itemsize // shelf.shard.itemsize)
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return Saved(unit, shelf, slot, self._version(shelf, slot), tensor.dtype, offset, shape, stride)
+        return Saved(self.home, unit, shelf, slot, self._version(shelf, slot), tensor.dtype, offset, shape, stride)
 
     def _version(self, shelf: Shelf, slot: int) -> int:
         """How often a parameter's values were changed; edits count where they are kept."""
@@ -300,7 +326,11 @@ class Residency:
                 f"{shelf.name(saved.slot)!r}, which this backward needs, was changed by a step or an edit after the "
                 "forward that used it: run the backward before, or the forward again"
             )
-        assert shelf.whole is not None
+        if shelf.whole is None:
+            raise RuntimeError(
+                f"{shelf.name(saved.slot)!r}, which this backward needs, was laid out anew (by add_param_group() or "
+                "close()) after the forward that used it: run the forward again"
+            )
         if saved.dtype is shelf.whole.dtype:
             return shelf.whole.as_strided(saved.size, saved.stride, saved.offset)
         made = torch.empty(0, dtype=saved.dtype, device=shelf.whole.device)
@@ -314,7 +344,13 @@ class Residency:
             return
         for slot in slots:
             shelf.versions[slot] += 1
+        with as_plain():  # as an edit in place does, also of what autograd itself has saved
+            torch.autograd.graph.increment_version([shelf.parameters[slot] for slot in slots])
+            for slot in slots:
+                shelf.note(slot)
         self._sweep()
+        if shelf.whole is not None:
+            torch.autograd.graph.increment_version(shelf.whole)
         if shelf.lent is not None:
             shelf.lent.fill_(float("nan"))
 
@@ -322,7 +358,7 @@ class Residency:
     def gathered(self, numbers: Sequence[int]) -> Iterator[None]:
         """Units, whole, inside the block. Collective."""
         for number in numbers:
-            self.hold(number)
+            self.units[number].pins += 1
         try:
             for number in numbers:
                 self.fetch(number)
@@ -331,11 +367,11 @@ class Residency:
             yield
         except BaseException:
             for number in numbers:
-                self.accept_edits(number)
+                self._undo_edits(number)
             raise
         finally:
             for number in numbers:
-                self.let_go(number)
+                self.units[number].pins -= 1
             if self.broken:
                 self.abandon()
             else:

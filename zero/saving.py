@@ -29,6 +29,7 @@ class Saver:
     """The hooks of one optimizer. ``needed`` is called with a unit before a tensor of it is restored."""
 
     def __init__(self, residency: Residency, needed: Callable[[int], None]) -> None:
+        self._home = residency.home
         self._residency, self._needed = weakref.ref(residency), weakref.WeakMethod(needed)
         self._pushed: list[bool] = []
         self._own: list[Callable[[Tensor], Any]] = []
@@ -44,12 +45,12 @@ class Saver:
         self._pushed.append(not ours)
 
     def pop(self) -> None:
-        if self._pushed.pop():
+        if self._pushed and self._pushed.pop():
             self._own.pop()
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def _hooks(self, before: _Pair | None) -> _Pair:
-        known, needed = self._residency, self._needed  # weakly: a graph may outlive the optimizer
+        known, needed, home = self._residency, self._needed, self._home  # weakly: a graph may outlive the optimizer
 
         def pack(tensor: Tensor) -> Any:
             residency = known()
@@ -61,7 +62,7 @@ class Saver:
             return kept, kept._version
 
         def unpack(kept: Any) -> Any:
-            if isinstance(kept, Saved):
+            if isinstance(kept, Saved) and kept.home is home:
                 residency, need = known(), needed()
                 if residency is None or need is None:
                     raise RuntimeError("this graph belongs to an optimizer that is gone: its parameters are, too")

@@ -6,8 +6,8 @@ sharded, the listed ones in the layout's buckets, the others in buckets of their
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -152,19 +152,23 @@ class ShardedStorage(ParameterStorage):
         return sorted({numbers[id(parameter)] for parameter in parameters})
 
     def gathered(self, parameters: Sequence[Tensor] | None) -> AbstractContextManager[None]:
-        return self.residency.gathered(self._numbers(parameters))
+        return self._gathered(self._numbers(parameters))
+
+    @contextmanager
+    def _gathered(self, numbers: Sequence[int]) -> Iterator[None]:
+        assert self._hooks is not None
+        with self._hooks.saving(), self.residency.gathered(numbers):
+            yield
 
     def overwrite(self, parameters: Sequence[Tensor] | None) -> None:
+        chosen = None if parameters is None else {id(parameter) for parameter in parameters}
         for number in self._numbers(parameters):
-            shelves = self.residency.units[number].shelves
-            for shelf in shelves:
+            for shelf in self.residency.units[number].shelves:
+                slots = [n for n, p in enumerate(shelf.parameters) if chosen is None or id(p) in chosen]
                 assert shelf.whole is not None
-                broadcast(self._direct, self._transport, [shelf.whole])
-                low, high = shelf.bucket.owned(self._transport.rank)
-                if shelf.whole is not shelf.shard:
-                    shelf.shard.copy_(shelf.whole[low:high])
-                self.residency.changed(shelf, range(len(shelf.parameters)))
-            self.residency.accept_edits(number)
+                flats = [shelf.whole[shelf.bucket.slots[n].offset : shelf.bucket.slots[n].end] for n in slots]
+                broadcast(self._direct, self._transport, flats)
+                self.residency.accept(shelf, slots)
 
     def busy(self) -> bool:
         return self._hooks is not None and self._hooks.busy()

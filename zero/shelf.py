@@ -67,6 +67,7 @@ class Shelf:
 class Saved:
     """A tensor in a gathered buffer, as a graph keeps it: a place instead of memory."""
 
+    home: object
     unit: int
     shelf: Shelf
     slot: int

@@ -19,6 +19,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -105,6 +106,8 @@ class UnitHooks:
         """A step begins: what was kept for a backward is of no use any more. Waits for what is under way."""
         while self._running and not _inside_a_forward():  # an interrupt skips the hooks that would end a forward
             self._end(self._running[-1])
+        if not self._running:
+            self._residency.let_all_go()
         self._task = _NO_TASK
         self._order.close()
         self._drop_all()
@@ -137,10 +140,12 @@ class UnitHooks:
                 self._drop_all()
 
     def _end(self, place: _Place) -> None:
-        self._running.pop()
-        self._saver.pop()
-        for unit in place.needs:
-            self._residency.let_go(unit)
+        try:
+            self._running.pop()
+            for unit in place.needs:
+                self._residency.let_go(unit)
+        finally:
+            self._saver.pop()
         if self._residency.broken:
             self._residency.abandon()
         elif not _in_backward():
@@ -180,13 +185,33 @@ class UnitHooks:
     def reached(self, place: _Place) -> None:
         """A backward comes to what a module's forward gave out."""
         self._begin()
-        for unit in place.needs:
-            self._demand(unit)
+        with self._cleared_up():
+            for unit in place.needs:
+                self._demand(unit)
+
+    @contextmanager
+    def _cleared_up(self) -> Iterator[None]:
+        """Nothing stays shown when the ranks' communication fails in a backward."""
+        try:
+            yield
+        finally:
+            if self._residency.broken:
+                self._residency.abandon()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Save through these hooks outside forwards, too."""
+        self._saver.push()
+        try:
+            yield
+        finally:
+            self._saver.pop()
 
     def _needed_again(self, unit: int) -> None:
         """Somebody asks for a tensor that a unit's forward saved."""
         self._begin()
-        self._demand(unit)
+        with self._cleared_up():
+            self._demand(unit)
 
     def _begin(self) -> None:
         """Take note of a backward that began, or that an exception left."""
@@ -224,7 +249,7 @@ class _Place:
 
     def arrange(self) -> None:
         """Be the first before the forward and the backward, and the last after the forward: the user's hooks see
-        parameters, whenever they were registered."""
+        parameters. One that was put first on the outermost module since its last forward still comes before."""
         module = self._module()
         if module is None:
             return
@@ -254,7 +279,10 @@ class _Place:
         """Be told when a backward comes to ``output``; False where none can."""
         nodes = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
         for node in nodes:
-            node.register_prehook(self._reached)
+            notes: Any = node.metadata
+            if self._owner not in notes:  # what a module passes on belongs to the one that made it
+                notes[self._owner] = True
+                node.register_prehook(self._reached)
         return bool(nodes)
 
     def _reached(self, *_: Any) -> None:

@@ -51,6 +51,8 @@ class Units:
 
 def find_units(root: nn.Module, predicate: Predicate | None = None) -> Units:
     """The units of ``root``. Raises `ValueError` for a predicate that matches nothing, or nested modules."""
+    if predicate is not None and not callable(predicate):
+        raise TypeError(f"units must be a function of a module that returns a bool, not {predicate!r}")
     found = _matching(root, predicate) if predicate is not None else list(_children_of_lists(root, "", _is_list(root)))
     chosen = list({id(module): (name, module) for name, module in reversed(found)}.values())[::-1]
     users: dict[int, set[int]] = {}
