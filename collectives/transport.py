@@ -328,8 +328,7 @@ class Transport:
         self.check()
         begin = time.monotonic()
         try:
-            with self._whole_messages(tag):
-                pending.wait(self.timeout)
+            pending.wait(self.timeout)
         except PeerError as error:
             waited = time.monotonic() - begin
             text = f"rank {self.rank}, in {tag.label}: no answer from rank {peer} after {waited:.1f} s ({error})"
@@ -337,7 +336,7 @@ class Transport:
 
     @contextmanager
     def _whole_messages(self, tag: Tag) -> Iterator[None]:
-        """After an interrupt or a strange error in the middle of a message nobody knows what the next bytes are."""
+        """After an interrupt or a strange error between a header and its bytes nobody knows what the next bytes are."""
         try:
             yield
         except PeerError:

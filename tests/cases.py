@@ -241,7 +241,7 @@ def assert_nothing_is_here(model: nn.Module, optimizer: ZeroOptimizer, lends: bo
     """No unit is gathered, held or under way, every parameter is released, and nobody else holds a buffer."""
     residency = residency_of(optimizer)
     for unit in residency.units:
-        assert (unit.state, unit.holds, unit.work) == (State.SHARDED, 0, []), unit
+        assert (unit.state, unit.held, unit.work) == (State.SHARDED, False, []), unit
         assert all(shelf.whole is None for shelf in unit.shelves), unit.name
     for name, parameter in model.named_parameters():
         assert is_released(parameter) == (parameter.dtype in FLOATS), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -840,7 +841,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_time_limit(wait: Callable[
     assert 0.2 <= time.monotonic() - begin < SOON
     assert isinstance(error, PeerError)
     assert "rank 0, in " in str(error)
-    assert "no answer from rank 1 after 0.2 s" in str(error)
+    assert re.search(r"no answer from rank 1 after \d+\.\d s", str(error))
 
 
 # -- meetings ----------------------------------------------------------------------------------------------------------
