@@ -132,7 +132,8 @@ def formula_traffic(layout: Layout, stage: Stage, backwards: int, synchronised: 
     """Payload bytes that a step sends, summed over the ranks, with one forward to each backward.
 
     (W - 1) x (passes x padded trainable elements + gathers x padded elements of all units), where a backward finds the
-    root's rest and the last unit still here: they are gathered once, for the forward.
+    root's rest and the last unit still here: they are gathered once, for the forward. This supposes that forwards enter
+    every unit once, in order of registration, and that backwards reach every unit.
     """
     trainable = sum(
         bucket.numel * bucket.dtypes.travel.itemsize
