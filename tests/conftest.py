@@ -14,7 +14,7 @@ from .programs import CLASSES
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("default", deadline=None, max_examples=40, derandomize=True, suppress_health_check=_SLOW)
-settings.register_profile("thorough", deadline=None, max_examples=400, suppress_health_check=_SLOW)
+settings.register_profile("thorough", deadline=None, max_examples=400, derandomize=True, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

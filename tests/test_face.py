@@ -532,6 +532,30 @@ def test_edits_inside_gathered_become_rank_0s_on_every_rank(stage: int) -> None:
     on_threads(3, program)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gathered_reaches_the_modules_parameters_that_are_not_listed(stage: int) -> None:
+    def program(transport: Transport) -> nn.Module:
+        model = locked_build(0)
+        listed = model.first.weight
+        optimizer = ZeroOptimizer([listed], module=model, stage=stage, process_group=transport, lr=0.1)
+        for chosen, edited in ((None, [model.one, listed]), (model.one, [model.one]), ([model.turned, listed],) * 2):
+            with optimizer.gathered(chosen, write=True), torch.no_grad():
+                for parameter in edited:
+                    parameter.add_(transport.rank + 1)
+        optimizer.close()
+        return model
+
+    first, *others = on_threads(3, program)
+    plain = locked_build(0)
+    with torch.no_grad():
+        for parameter, times in ((plain.one, 2), (plain.turned, 1), (plain.first.weight, 2)):
+            for _ in range(times):
+                parameter.add_(1)
+    assert_same_model(first, plain)
+    for other in others:
+        assert_same_model(other, first)
+
+
 def test_construction_copies_rank_0s_parameters_and_buffers() -> None:
     def program(transport: Transport) -> nn.Module:
         model = locked_build(transport.rank)

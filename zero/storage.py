@@ -71,9 +71,13 @@ class ParameterStorage:
     def end(self) -> None:
         """Nothing further is to be adopted for now: take care of the module's other tensors. Collective."""
         self._bindings = bindings(self._module)
-        listed = {id(p) for p in self.parameters}
-        rest = [] if self._module is None else [p.detach() for p in self._module.parameters() if id(p) not in listed]
+        rest = [parameter.detach() for parameter in self._unlisted()]
         broadcast(self._direct, self._transport, [*rest, *self._buffers()])
+
+    def _unlisted(self) -> list[Tensor]:
+        """The module's parameters that the optimizer does not update."""
+        listed = {id(p) for p in self.parameters}
+        return [] if self._module is None else [p for p in self._module.parameters() if id(p) not in listed]
 
     def _buffers(self) -> list[Tensor]:
         return [] if self._module is None else [buffer.detach() for buffer in self._module.buffers()]
@@ -107,13 +111,20 @@ class ParameterStorage:
 
     def gathered(self, parameters: Sequence[Tensor] | None) -> AbstractContextManager[None]:
         """``parameters``, or all, whole inside the block. Collective; here they always are."""
+        unlisted = {id(p) for p in self._unlisted()}
         for parameter in parameters or ():
-            self.index(parameter)
+            if id(parameter) not in unlisted:
+                self.index(parameter)
         return nullcontext()
 
     def overwrite(self, parameters: Sequence[Tensor] | None) -> None:
         """Make rank 0's values everybody's, inside `gathered`. Collective."""
-        chosen = self.flats if parameters is None else [self.flat_of(self.index(p)) for p in parameters]
+        unlisted = self._unlisted()
+        if parameters is None:
+            chosen = [*self.flats, *(p.detach() for p in unlisted)]
+        else:
+            others = {id(p) for p in unlisted}
+            chosen = [p.detach() if id(p) in others else self.flat_of(self.index(p)) for p in parameters]
         broadcast(self._direct, self._transport, chosen)
 
     def busy(self) -> bool:

@@ -1,0 +1,113 @@
+"""Where the ranks of a program run: as threads over Loopback, or as gloo processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from collectives.loopback import Interference, Loopback
+
+from ..pool import GlooPool
+from .program import Command, Config, Setting
+from .ranks import Rank, Saved
+
+LIMIT = 10.0
+_PROCESS: dict[str, Rank] = {}  # of a process of the pool: the rank of the program under way
+
+
+class Backend(Protocol):
+    """Ranks side by side. Every call reaches all of them and returns what each of them returned, in rank order."""
+
+    def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
+        """New ranks."""
+
+    def do(self, command: Command) -> list[Any]:
+        """Follow a command."""
+
+    def save(self) -> Saved:
+        """What rank 0 saved."""
+
+    def close(self) -> list[Any]:
+        """Make the models plain again; their parameters."""
+
+
+def delays(seed: int) -> Interference:
+    """Sends, receives and waits that come late, other ones on each rank."""
+    count = seed
+
+    def interfere(rank: int, event: str, peer: int) -> None:
+        nonlocal count
+        count += 1
+        time.sleep((count * 2654435761 + rank * 40503 + peer * 977) % 5 * 1e-4)
+
+    return interfere
+
+
+class Threads:
+    """Ranks as threads. Their messages may be delayed."""
+
+    def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
+        interfere = delays(config.seed) if config.delays else None
+        self._group: Loopback[Any] = Loopback(setting.world_size, timeout=LIMIT, interfere=interfere)
+        self._ranks = self._group.run(lambda group: Rank(config, setting, group, group.rank, _copy(saved)))
+
+    def do(self, command: Command) -> list[Any]:
+        return self._run(lambda rank: rank.do(command))
+
+    def save(self) -> Saved:
+        return self._run(Rank.save)[0]
+
+    def close(self) -> list[Any]:
+        return self._run(Rank.close)
+
+    def _run(self, action: Callable[[Rank], Any]) -> list[Any]:
+        return self._group.run(lambda group: action(self._ranks[group.rank]))
+
+
+class Processes:
+    """Ranks as processes of a pool."""
+
+    def __init__(self, pool: GlooPool) -> None:
+        self._pool = pool
+
+    def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
+        self._members = range(setting.world_size)
+        self._run(_start, config, setting, saved)
+
+    def do(self, command: Command) -> list[Any]:
+        return self._run(_do, command)
+
+    def save(self) -> Saved:
+        return self._run(_save)[0]
+
+    def close(self) -> list[Any]:
+        return self._run(_close)
+
+    def _run(self, action: Callable[..., Any], *arguments: Any) -> list[Any]:
+        try:
+            found: list[Any] = self._pool.run(action, *arguments, ranks=self._members)
+        except Exception:
+            self._pool.stop()  # the ranks of a program that failed are in the middle of it
+            raise
+        return found
+
+
+def _copy(saved: Saved | None) -> Saved | None:
+    return None if saved is None else (saved[0], dict(saved[1]))
+
+
+def _start(group: Any, rank: int, config: Config, setting: Setting, saved: Saved | None) -> None:
+    _PROCESS["rank"] = Rank(config, setting, group, rank, saved)
+
+
+def _do(group: Any, rank: int, command: Command) -> Any:
+    return _PROCESS["rank"].do(command)
+
+
+def _save(group: Any, rank: int) -> Saved:
+    return _PROCESS["rank"].save()
+
+
+def _close(group: Any, rank: int) -> Any:
+    return _PROCESS.pop("rank").close()

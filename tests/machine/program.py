@@ -1,0 +1,315 @@
+"""Training programs as data: what is trained, on how many ranks, and what is done to it, command by command.
+
+Knows: the commands and their arguments; every object prints as the source text that makes it. Does not know: who
+follows a program. `Numbers` are places in `list(model.parameters())`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ..programs import CLASSES
+from .trees import Batch, Part, Source, Tree, batch_of, build
+
+Numbers: TypeAlias = tuple[int, ...] | None  # None: all
+Form = Literal["one", "two forwards", "two losses", "retained", "autograd.grad before"]
+Clear = Literal["zero_grad", "zeros", "module", "module zeros", "none"]
+
+
+@dataclass(frozen=True, repr=False)
+class Setting(Source):
+    """What may change when a program is loaded again."""
+
+    stage: int
+    world_size: int
+    bucket_cap_mb: float = 0.0005
+    collective: str = "auto"
+
+
+@dataclass(frozen=True, repr=False)
+class Config(Source):
+    """``shares``: the group of parameter i is ``shares[i % len]``, -1 for none; ``options``: of each group."""
+
+    setting: Setting
+    parts: tuple[Part, ...] = ()
+    width: int = 4
+    integer: bool = False
+    optimizer: str = "adamw"
+    shares: tuple[int, ...] = (0,)
+    options: tuple[tuple[tuple[str, Any], ...], ...] = ((),)
+    seed: int = 0
+    delays: bool = False
+
+    def model(self, seed: int) -> Tree:
+        return build(self.parts, self.width, self.integer, seed)
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Param groups, in order; the first parameter is always in the first."""
+        groups: list[list[tuple[str, nn.Parameter]]] = [[] for _ in self.options]
+        for index, named in enumerate(model.named_parameters()):
+            share = self.shares[index % len(self.shares)] if index else 0
+            if share >= 0:
+                groups[share % len(groups)].append(named)
+        known = CLASSES[self.optimizer][0]([torch.zeros(1)]).defaults
+        return [
+            {"params": members, **{key: value for key, value in options if key in known}}
+            for members, options in zip(groups, self.options, strict=True)
+            if members
+        ]
+
+
+@dataclass(frozen=True, repr=False)
+class Backward(Source):
+    """A micro-batch of each rank."""
+
+    seed: int
+    form: Form = "one"
+    mask: int = -1
+    sync: bool = True
+
+
+@dataclass(frozen=True, repr=False)
+class Uneven(Source):
+    """As many micro-batches of rank r as ``counts[r % len]`` says; then all ranks meet, where some catch up."""
+
+    seed: int
+    counts: tuple[int, ...]
+    sync: bool = True
+
+    def of(self, rank: int) -> list[Backward]:
+        return [Backward(self.seed + turn, sync=self.sync) for turn in range(self.counts[rank % len(self.counts)])]
+
+
+@dataclass(frozen=True, repr=False)
+class Keep(Source):
+    """A forward whose backward comes later."""
+
+    seed: int
+    mask: int = -1
+
+
+@dataclass(frozen=True, repr=False)
+class BackwardOfKept(Source):
+    """The backward of what `Keep` kept."""
+
+    sync: bool = True
+
+
+@dataclass(frozen=True, repr=False)
+class Fail(Source):
+    """A forward that raises in its middle; inside `no_sync`, after a whole micro-batch, where ``in_block``."""
+
+    seed: int
+    in_block: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class Clip(Source):
+    max_norm: float
+    norm_type: float = 2.0
+
+
+@dataclass(frozen=True, repr=False)
+class Divide(Source):
+    """Set the divisor."""
+
+    by: float
+
+
+@dataclass(frozen=True, repr=False)
+class Step(Source):
+    """``look``: read all parameters after it, which at stage 3 gathers them."""
+
+    look: bool = True
+
+
+@dataclass(frozen=True, repr=False)
+class ZeroGrad(Source):
+    how: Clear = "zero_grad"
+
+
+@dataclass(frozen=True, repr=False)
+class Freeze(Source):
+    """Toggle ``requires_grad``."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class Change(Source):
+    """Set an option of a param group where the class has it."""
+
+    group: int
+    key: str
+    value: Any
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule(Source):
+    """A step of the learning rate scheduler."""
+
+
+@dataclass(frozen=True, repr=False)
+class Evaluate(Source):
+    seed: int
+    mask: int = -1
+    inference: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class Read(Source):
+    """Parameters inside `gathered()`."""
+
+    numbers: Numbers = None
+
+
+@dataclass(frozen=True, repr=False)
+class Write(Source):
+    """Edits inside `gathered(write=True)`, other ones on each rank: group rank 0's win."""
+
+    numbers: Numbers
+    seed: int
+
+
+@dataclass(frozen=True, repr=False)
+class Edit(Source):
+    """An edit from outside, on every rank alike; at stage 3 it raises."""
+
+    number: int
+    factor: float
+
+
+@dataclass(frozen=True, repr=False)
+class FullGrad(Source):
+    number: int
+
+
+@dataclass(frozen=True, repr=False)
+class Describe(Source):
+    """What may be looked at changes nothing."""
+
+
+@dataclass(frozen=True, repr=False)
+class Consolidate(Source):
+    to: int
+
+
+@dataclass(frozen=True, repr=False)
+class Load(Source):
+    """Save, build everything anew with another setting, load."""
+
+    setting: Setting
+
+
+Command: TypeAlias = (
+    Backward
+    | Uneven
+    | Keep
+    | BackwardOfKept
+    | Fail
+    | Clip
+    | Divide
+    | Step
+    | ZeroGrad
+    | Freeze
+    | Change
+    | Schedule
+    | Evaluate
+    | Read
+    | Write
+    | Edit
+    | FullGrad
+    | Describe
+    | Consolidate
+    | Load
+)
+
+
+# -- what both sides do ------------------------------------------------------------------------------------------------
+
+
+def mask_on(setting: Setting, mask: int, rank: int) -> int:
+    """Which parts a rank uses: at stage 3 all ranks the same."""
+    return mask if setting.stage == 3 or mask == -1 else mask ^ (rank * 5)
+
+
+def micro_batch(setting: Setting, seed: int, mask: int, rank: int, fails: bool = False) -> Batch:
+    return batch_of(seed, rank, mask_on(setting, mask, rank), fails)
+
+
+def loss_of(model: Tree, batch: Batch) -> Tensor:
+    out: Tensor = model(batch)
+    return out.sum() if model.integer else out.square().mean()
+
+
+def backwards(model: Tree, setting: Setting, command: Backward, rank: int) -> list[Any]:
+    """The backwards of a micro-batch, to be called one after another."""
+    batch = micro_batch(setting, command.seed, command.mask, rank)
+    if command.form == "two forwards":
+        more = micro_batch(setting, command.seed + 500, command.mask, rank)
+        total = loss_of(model, batch) + loss_of(model, more)
+        return [total.backward]
+    if command.form == "two losses":
+        out = model(batch)
+        first, second = (out.sum(), out.sum() * 2) if model.integer else (out.square().mean(), out.abs().sum())
+        return [lambda: first.backward(retain_graph=True), second.backward]
+    batch.x.requires_grad_(command.form == "autograd.grad before")
+    loss = loss_of(model, batch)
+    if command.form == "retained":
+        return [lambda: loss.backward(retain_graph=True), loss.backward]
+    if command.form == "autograd.grad before":
+        torch.autograd.grad(loss, batch.x, retain_graph=True, allow_unused=True)
+    return [loss.backward]
+
+
+def evaluate(model: Tree, setting: Setting, command: Evaluate) -> Tensor:
+    model.eval()
+    with torch.inference_mode() if command.inference else torch.no_grad():
+        found: Tensor = model(micro_batch(setting, command.seed, command.mask, 0)).clone()
+    model.train()
+    return found
+
+
+def edit(parameter: Tensor, seed: int, rank: int) -> None:
+    """A write that depends on the rank."""
+    generator = torch.Generator().manual_seed(seed + 77 * rank)
+    with torch.no_grad():
+        parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype) / 8)
+
+
+def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: Clear) -> None:
+    match how:
+        case "zero_grad":
+            optimizer.zero_grad()
+        case "zeros":
+            optimizer.zero_grad(set_to_none=False)
+        case "module":
+            model.zero_grad()
+        case "module zeros":
+            model.zero_grad(set_to_none=False)
+        case "none":
+            for parameter in model.parameters():
+                parameter.grad = None
+
+
+def change(optimizer: torch.optim.Optimizer, command: Change) -> None:
+    group = optimizer.param_groups[command.group % len(optimizer.param_groups)]
+    if command.key in group:
+        group[command.key] = command.value
+
+
+def chosen(model: nn.Module, numbers: Numbers) -> list[nn.Parameter]:
+    parameters = list(model.parameters())
+    return parameters if numbers is None else [parameters[number % len(parameters)] for number in numbers]
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.75)
+
+
+def values(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in parameters]

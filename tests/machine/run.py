@@ -1,0 +1,79 @@
+"""A program followed by both sides, command by command: every rank sees what the plain loop sees, bit for bit."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from torch import Tensor
+
+from ..plain import assert_same_bits
+from . import program as p
+from .backends import Backend, Threads
+from .oracle import Oracle
+from .program import Command, Config
+
+
+class Run:
+    """The oracle and the ranks of one program, and what they were told so far."""
+
+    def __init__(self, config: Config, backend: Backend) -> None:
+        self.config, self.backend = config, backend
+        self.commands: list[Command] = []
+        self.oracle = Oracle(config)
+        backend.start(config, config.setting)
+
+    @property
+    def setting(self) -> p.Setting:
+        return self.oracle.setting
+
+    def do(self, command: Command) -> None:
+        """Follow a command on both sides and compare."""
+        self.commands.append(command)
+        expected = self.oracle.do(command)
+        if isinstance(command, p.Load):
+            self.backend.start(self.config, command.setting, self.backend.save())
+            return
+        for rank, seen in enumerate(self.backend.do(command)):
+            if not isinstance(command, p.Consolidate) or command.to == rank:
+                assert_same(seen, expected, f"rank {rank} after {command}")
+
+    def close(self) -> None:
+        """The end: all parameters, all states, plain models."""
+        self.do(p.Consolidate(0))
+        expected = p.values(self.oracle.parameters)
+        for rank, seen in enumerate(self.backend.close()):
+            assert_same(seen, expected, f"rank {rank} at the end")
+
+    def __str__(self) -> str:
+        """Source text that runs this program again."""
+        commands = "".join(f"\n    {command}," for command in self.commands)
+        return f"run(\n    {self.config},{commands}\n)"
+
+
+def run(config: Config, *commands: Command, backend: Backend | None = None) -> None:
+    """Follow a program from its beginning to its end."""
+    both = Run(config, Threads() if backend is None else backend)
+    for command in commands:
+        both.do(command)
+    both.close()
+
+
+def assert_same(ours: Any, theirs: Any, what: str) -> None:
+    """Equal as bits, all the way down. A state that is None is one that is not there."""
+    if isinstance(theirs, Tensor):
+        assert isinstance(ours, Tensor), f"{what}: {ours!r} where a tensor is expected"
+        assert_same_bits(ours, theirs, what)
+    elif isinstance(theirs, dict):
+        ours, theirs = ({k: v for k, v in side.items() if v is not None} for side in (ours, theirs))
+        assert list(map(str, sorted(ours, key=str))) == list(map(str, sorted(theirs, key=str))), what
+        for key, value in theirs.items():
+            assert_same(ours[key], value, f"{what}, {key!r}")
+    elif isinstance(theirs, (list, tuple)):
+        assert len(ours) == len(theirs), what
+        for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(a, b, f"{what}, {number}")
+    elif isinstance(theirs, float):
+        assert struct.pack("d", ours) == struct.pack("d", theirs), f"{what}: {ours!r} instead of {theirs!r}"
+    else:
+        assert ours == theirs, f"{what}: {ours!r} instead of {theirs!r}"

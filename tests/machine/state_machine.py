@@ -1,0 +1,264 @@
+"""Hypothesis drives the plain loop and the ranks side by side: every rule is a command of a random program.
+
+Knows: which programs make sense, so which command may follow which. Does not know: what a command does. A failure
+prints the program as source text: paste it into a test that imports from `tests.machine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import note
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from ..programs import CLASSES
+from . import program as p
+from .backends import Backend
+from .program import Command, Config, Setting
+from .run import Run
+from .trees import LEAVES, WRAPPERS, Part
+
+INFINITY = float("inf")
+CAPS = st.sampled_from([1e-6, 0.0001, 0.0005, 25.0])
+SEEDS = st.integers(0, 99)
+MASKS = st.sampled_from([-1, 0, 1, 2, 5])
+NUMBERS = st.integers(0, 30)
+FORMS = st.sampled_from(["one", "one", "two forwards", "two losses", "retained", "autograd.grad before"])
+SYNC = st.sampled_from([True, True, False])
+
+
+def parts(dtypes: tuple[str, ...]) -> st.SearchStrategy[tuple[Part, ...]]:
+    sizes, names = st.sampled_from([1, 2, 3, 5, 7, 13, 31]), st.sampled_from(dtypes)
+    leaf = st.builds(Part, st.sampled_from(LEAVES), sizes, names, st.sampled_from([False, False, False, True]))
+
+    def wrap(inside: st.SearchStrategy[Part]) -> st.SearchStrategy[Part]:
+        of = st.lists(inside, min_size=1, max_size=3).map(tuple)
+        return st.builds(lambda kind, of: Part(kind, of=of), st.sampled_from(WRAPPERS), of)
+
+    return st.lists(st.recursive(leaf, wrap, max_leaves=4), max_size=5).map(tuple)
+
+
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "lr": st.sampled_from([0.0, 1e-3, 0.03]),
+        "weight_decay": st.sampled_from([0.0, 0.1]),
+        "betas": st.sampled_from([(0.5, 0.9), (0.9, 0.95)]),
+    },
+).map(lambda found: tuple(found.items()))
+
+
+def settings(most_ranks: int, collectives: tuple[str, ...]) -> st.SearchStrategy[Setting]:
+    return st.builds(
+        Setting, st.integers(0, 3), st.integers(1, most_ranks), CAPS, st.sampled_from(("auto", *collectives))
+    )
+
+
+@st.composite
+def configs(draw: st.DrawFn, most_ranks: int, exact_in_any_order: tuple[str, ...]) -> Config:
+    """``exact_in_any_order``: algorithms that give the same bits only where sums are exact."""
+    integer = draw(st.sampled_from([False, False, True]))
+    return Config(
+        draw(settings(most_ranks, exact_in_any_order if integer else ())),
+        draw(parts(("float32", "float64") if integer else ("float32", "float32", "float64", "bfloat16"))),
+        draw(st.sampled_from([1, 2, 4, 9, 17])),
+        integer,
+        draw(st.sampled_from(sorted(CLASSES))),
+        tuple(draw(st.lists(st.sampled_from([0, 0, 1, 2, -1]), min_size=1, max_size=5))),
+        tuple(draw(st.lists(OPTIONS, min_size=1, max_size=3))),
+        draw(SEEDS),
+        draw(st.sampled_from([False, False, False, True])),
+    )
+
+
+class RandomPrograms(RuleBasedStateMachine):
+    """One program. Subclasses say where its ranks run, and up to how many."""
+
+    make_backend: Callable[[], Backend]
+    most_ranks = 8
+    exact_in_any_order: tuple[str, ...] = ("ring",)
+    followed = 0  # commands of all programs of the class
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run: Run | None = None
+        self.open = True  # a backward may come
+        self.pending = False  # a block of `no_sync` left something
+        self.kept = False
+        self.uneven_pending = False  # what blocks left differs between ranks: nothing may be frozen before it travels
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        config = data.draw(configs(self.most_ranks, self.exact_in_any_order))
+        self.run = Run(config, type(self).make_backend())
+
+    def do(self, command: Command) -> None:
+        assert self.run is not None
+        type(self).followed += 1
+        try:
+            self.run.do(command)
+        except BaseException:
+            note(str(self.run))
+            self.run = None
+            raise
+
+    @property
+    def stage(self) -> int:
+        assert self.run is not None
+        return self.run.setting.stage
+
+    def teardown(self) -> None:
+        run, self.run = self.run, None
+        if run is not None:
+            try:
+                run.close()
+            except BaseException:
+                note(str(run))
+                raise
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.open)
+    @rule(
+        seed=SEEDS,
+        form=FORMS,
+        mask=MASKS,
+        sync=SYNC,
+    )
+    def backward(self, seed: int, form: p.Form, mask: int, sync: bool) -> None:
+        self.do(p.Backward(seed, form, mask, sync))
+        self.pending = not sync
+
+    @precondition(lambda self: self.open and self.stage < 3)  # at stage 3 every rank runs as many
+    @rule(seed=SEEDS, counts=st.lists(st.integers(0, 3), min_size=2, max_size=4).map(tuple), sync=SYNC)
+    def uneven(self, seed: int, counts: tuple[int, ...], sync: bool) -> None:
+        self.do(p.Uneven(seed, counts, sync))
+        self.pending = self.pending or not sync
+        self.uneven_pending = self.pending
+
+    @precondition(lambda self: self.open)
+    @rule(seed=SEEDS, mask=MASKS)
+    def keep(self, seed: int, mask: int) -> None:
+        self.do(p.Keep(seed, mask))
+        self.kept = True
+
+    @precondition(lambda self: self.open and self.kept)
+    @rule(sync=SYNC)
+    def backward_of_kept(self, sync: bool) -> None:
+        self.do(p.BackwardOfKept(sync))
+        self.kept, self.pending = False, not sync
+
+    @precondition(lambda self: self.open)
+    @rule(seed=SEEDS, in_block=st.booleans())
+    def fail(self, seed: int, in_block: bool) -> None:
+        self.do(p.Fail(seed, in_block))
+        self.pending = self.pending or in_block
+
+    @rule(
+        max_norm=st.sampled_from([0.01, 0.5, 100.0, INFINITY]),
+        norm_type=st.sampled_from([1.0, 2.0, 2.0, 3.0, INFINITY]),
+    )
+    def clip(self, max_norm: float, norm_type: float) -> None:
+        self.do(p.Clip(max_norm, norm_type))
+        self.open = self.pending = False
+
+    @precondition(lambda self: self.open)
+    @rule(by=st.sampled_from([1, 3, 7.5, 12]))
+    def divide(self, by: float) -> None:
+        self.do(p.Divide(by))
+
+    @rule(look=st.booleans())
+    def step(self, look: bool) -> None:
+        self.drop_kept()
+        self.do(p.Step(look))
+        self.open = self.pending = False
+
+    @rule(seed=SEEDS, form=FORMS, mask=MASKS, look=st.booleans())
+    def whole_step(self, seed: int, form: p.Form, mask: int, look: bool) -> None:
+        """What most of a training loop is."""
+        if not self.open:
+            self.zero_grad("zero_grad")
+        self.backward(seed, form, mask, True)
+        self.clip(1.0, 2.0)
+        self.step(look)
+        self.zero_grad("zero_grad")
+
+    @rule(how=st.sampled_from(["zero_grad", "zero_grad", "zeros", "module", "module zeros", "none"]))
+    def zero_grad(self, how: p.Clear) -> None:
+        self.do(p.ZeroGrad(how))
+        self.open, self.pending = True, self.pending and "zeros" in how
+
+    # -- what a loop changes between steps ----------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.kept and not (self.pending and self.uneven_pending))
+    @rule(numbers=st.lists(st.integers(1, 30), min_size=1, max_size=3, unique=True).map(tuple))
+    def freeze(self, numbers: tuple[int, ...]) -> None:
+        assert self.run is not None
+        count = len(self.run.oracle.parameters) - 1  # the first one always has a gradient: a backward without any is
+        self.do(p.Freeze(tuple(dict.fromkeys(1 + number % count for number in numbers))))  # seen by nobody
+
+    @rule(
+        group=st.integers(0, 2),
+        change=st.sampled_from(
+            [("lr", 0.0), ("lr", 0.02), ("weight_decay", 0.2), ("betas", (0.8, 0.9)), ("momentum", 0.5), ("eps", 1e-4)]
+        ),
+    )
+    def change(self, group: int, change: tuple[str, object]) -> None:
+        self.do(p.Change(group, *change))
+
+    @rule()
+    def schedule(self) -> None:
+        self.do(p.Schedule())
+
+    @precondition(lambda self: not self.kept)
+    @rule(numbers=st.none() | st.lists(NUMBERS, min_size=1, max_size=2).map(tuple), seed=SEEDS)
+    def write(self, numbers: p.Numbers, seed: int) -> None:
+        self.do(p.Write(numbers, seed))
+
+    @precondition(lambda self: not self.kept)
+    @rule(number=NUMBERS, factor=st.sampled_from([0.5, -1.5]))
+    def edit(self, number: int, factor: float) -> None:
+        self.do(p.Edit(number, factor))
+
+    @rule(data=st.data())
+    def load(self, data: st.DataObject) -> None:
+        assert self.run is not None
+        self.drop_kept()
+        collectives = self.exact_in_any_order if self.run.config.integer else ()
+        self.do(p.Load(data.draw(settings(self.most_ranks, collectives))))
+        self.open, self.pending = True, False
+
+    def drop_kept(self) -> None:
+        """The backward of what is kept would come too late."""
+        if self.kept:
+            self.do(p.Keep(0))
+        self.kept = False
+
+    # -- what changes nothing -----------------------------------------------------------------------------------------
+
+    @rule(seed=SEEDS, mask=MASKS, inference=st.booleans())
+    def evaluate(self, seed: int, mask: int, inference: bool) -> None:
+        self.do(p.Evaluate(seed, mask, inference))
+
+    @rule(numbers=st.none() | st.lists(NUMBERS, min_size=1, max_size=2).map(tuple))
+    def read(self, numbers: p.Numbers) -> None:
+        self.do(p.Read(numbers))
+
+    @precondition(lambda self: not self.pending)
+    @rule(number=NUMBERS)
+    def full_grad(self, number: int) -> None:
+        assert self.run is not None
+        oracle = self.run.oracle
+        listed = {id(parameter) for parameter in oracle.listed}
+        numbers = [index for index, parameter in enumerate(oracle.parameters) if id(parameter) in listed]
+        self.do(p.FullGrad(numbers[number % len(numbers)]))
+
+    @rule()
+    def describe(self) -> None:
+        self.do(p.Describe())
+
+    @rule(to=st.integers(0, 7))
+    def consolidate(self, to: int) -> None:
+        assert self.run is not None
+        self.do(p.Consolidate(to % self.run.setting.world_size))

@@ -1,0 +1,208 @@
+"""Random models: a tree of parts as data, and the module that is built from it.
+
+Knows: every kind of parameter and of use that a model may have. Does not know: training, or that ranks exist.
+A part maps (rows, width) to (rows, width). In an *integer* model each parameter only adds a sum of its elements, each
+times a small integer of the batch: gradients are integers whatever the weights are, so every order of a sum is exact.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+FEATURES, ROWS = 3, 2
+Kind = Literal[
+    "linear", "matrix", "tied", "turned", "scalar", "one", "empty", "norm", "unused",
+    "sequence", "twice", "sometimes", "checkpoint",
+]  # fmt: skip
+LEAVES: tuple[Kind, ...] = ("linear", "matrix", "tied", "turned", "scalar", "one", "empty", "norm", "unused")
+WRAPPERS: tuple[Kind, ...] = ("sequence", "twice", "sometimes", "checkpoint")
+_BUILDING = threading.Lock()  # torch's generator is one for all threads
+
+
+class Source:
+    """A dataclass that prints as the shortest source text that makes it."""
+
+    def __repr__(self) -> str:
+        told = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in told)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Part(Source):
+    """A node of the tree. ``size``: of what is inside a leaf; ``of``: what a wrapper wraps."""
+
+    kind: Kind
+    size: int = 5
+    dtype: str = "float32"
+    frozen: bool = False
+    of: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch. ``mask``: bit j says whether the j-th part that is used sometimes is used."""
+
+    x: Tensor
+    mask: int = -1
+    fails: bool = False
+
+
+class PlannedError(ZeroDivisionError):
+    """What a program raises on purpose."""
+
+
+class Builder:
+    """Counts what a tree under construction has so far."""
+
+    def __init__(self, width: int, integer: bool) -> None:
+        self.width, self.integer = width, integer
+        self.matrices: list[nn.Parameter] = []
+        self.sometimes = 0
+
+    def build(self, part: Part) -> nn.Module:
+        return Leaf(part, self) if part.kind in LEAVES else Wrapper(part, self)
+
+
+class Leaf(nn.Module):
+    """A few parameters and one use of each."""
+
+    def __init__(self, part: Part, builder: Builder) -> None:
+        super().__init__()
+        self.kind, self.integer, self.dtype = part.kind, builder.integer, getattr(torch, part.dtype)
+        for name, value in self._values(part, builder).items():
+            self.register_parameter(name, value)
+        for parameter in self.parameters():
+            if part.frozen and part.kind != "tied":
+                parameter.requires_grad_(False)
+
+    def _values(self, part: Part, builder: Builder) -> dict[str, nn.Parameter]:
+        width, size, dtype = builder.width, part.size, self.dtype
+
+        def random(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(shape, dtype=torch.float64).div(4).to(dtype))
+
+        match part.kind:
+            case "linear":
+                return {"inner": random(size, width), "bias": random(size), "outer": random(width, size)}
+            case "matrix" | "tied":
+                if part.kind == "matrix" or not builder.matrices:
+                    builder.matrices.append(random(width, width))
+                    return {"weight": builder.matrices[-1]}
+                return {"weight": builder.matrices[size % len(builder.matrices)]}
+            case "turned":
+                return {"weight": nn.Parameter(random(width, width).detach().t())}
+            case "scalar":
+                return {"scale": nn.Parameter(torch.tensor(1.25, dtype=dtype))}
+            case "one":
+                return {"shift": random(1)}
+            case "empty":
+                return {"nothing": random(0, 3)}
+            case "norm":
+                return {"gain": random(width), "shift": random(width)}
+            case _:
+                return {"unused": random(size)}
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        if self.kind == "unused":
+            return x
+        if self.integer:
+            return _with_integers(x, list(self.parameters()), batch)
+        y = x.to(next(self.parameters()).dtype)
+        match self.kind:
+            case "linear":
+                y = torch.tanh(y @ self.inner.t() + self.bias) @ self.outer.t()
+            case "matrix" | "tied":
+                y = torch.tanh(y @ self.weight)
+            case "turned":
+                y = torch.tanh(nn.functional.linear(y, self.weight))
+            case "scalar":
+                y = y * self.scale
+            case "one":
+                y = y + self.shift
+            case "empty":
+                y = y + self.nothing.sum()
+            case "norm":
+                y = nn.functional.layer_norm(y, y.shape[-1:], self.gain, self.shift)
+        return x + y.to(x.dtype)
+
+
+class Wrapper(nn.Module):
+    """Parts, and how often they are used."""
+
+    def __init__(self, part: Part, builder: Builder) -> None:
+        super().__init__()
+        self.kind, self.number = part.kind, builder.sometimes
+        builder.sometimes += part.kind == "sometimes"
+        self.of = nn.Sequential(*(builder.build(child) for child in part.of))
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        match self.kind:
+            case "twice":
+                return self.inside(self.inside(x, batch), batch)
+            case "sometimes":
+                return self.inside(x, batch) if batch.mask >> self.number & 1 else x
+            case "checkpoint":
+                found: Tensor = checkpoint(self.inside, x, batch, use_reentrant=False)
+                return found
+            case _:
+                return self.inside(x, batch)
+
+    def inside(self, x: Tensor, batch: Batch) -> Tensor:
+        for part in self.of:
+            x = part(x, batch)
+        return x
+
+
+class Tree(nn.Module):
+    """A list of parts, and a first and a last layer around them."""
+
+    def __init__(self, parts: tuple[Part, ...], width: int, integer: bool) -> None:
+        super().__init__()
+        builder = Builder(width, integer)
+        self.integer = integer
+        self.first = nn.Linear(FEATURES, width)
+        self.parts = nn.ModuleList([builder.build(part) for part in parts])
+        self.last = nn.Linear(width, 2)
+
+    def forward(self, batch: Batch) -> Tensor:
+        if self.integer:
+            x = _with_integers(
+                batch.x.detach().new_zeros(ROWS, self.first.out_features), list(self.first.parameters()), batch
+            )
+        else:
+            x = torch.tanh(self.first(batch.x))
+        for number, part in enumerate(self.parts):
+            if batch.fails and number == len(self.parts) // 2:
+                raise PlannedError("in the middle of a forward")
+            x = part(x, batch)
+        if batch.fails:
+            raise PlannedError("at the end of a forward")
+        return _with_integers(x, list(self.last.parameters()), batch) if self.integer else self.last(x)
+
+
+def _with_integers(x: Tensor, parameters: list[nn.Parameter], batch: Batch) -> Tensor:
+    """``x`` plus the sum of all elements, each times an integer from -3 to 3 that the batch chooses."""
+    for parameter in parameters:
+        positions = torch.arange(parameter.numel(), dtype=torch.float64).reshape(parameter.shape)
+        factors = (positions * 5 + batch.x.detach()[0, 0].double() * 1000).round().remainder(7) - 3
+        x = x + (parameter * factors.to(parameter.dtype)).sum().to(x.dtype)
+    return x
+
+
+def build(parts: tuple[Part, ...], width: int, integer: bool, seed: int) -> Tree:
+    """The module; the same one for the same arguments."""
+    with _BUILDING, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Tree(parts, width, integer)
+
+
+def batch_of(seed: int, rank: int, mask: int, fails: bool = False) -> Batch:
+    """A rank's micro-batch."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return Batch(torch.randn(ROWS, FEATURES, generator=generator), mask, fails)

@@ -1,0 +1,31 @@
+"""Random programs on gloo processes, which wait for each other in truth."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from .machine.backends import Processes
+from .machine.state_machine import RandomPrograms
+from .pool import SIZE, GlooPool
+
+
+@pytest.mark.hypothesis
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.timeout(1500)
+def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: GlooPool) -> None:
+    class OnProcesses(RandomPrograms):
+        make_backend = staticmethod(lambda: Processes(gloo))
+        most_ranks = SIZE
+        exact_in_any_order = ("ring", "native")
+
+    thorough = settings.default.max_examples > 100
+    once = settings(
+        max_examples=40 if thorough else 6,
+        stateful_step_count=30 if thorough else 10,
+        phases=[Phase.explicit, Phase.generate],  # a failure costs a new pool: shrink the program on threads
+    )
+    run_state_machine_as_test(OnProcesses, settings=once)
+    print(f"{OnProcesses.followed} commands")
+    assert OnProcesses.followed >= (300 if thorough else 40), "too short to say anything"
