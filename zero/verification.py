@@ -104,8 +104,8 @@ def verify(
         batches: micro-batches in the order of the plain loop, made of tensors, numbers, text and collections of these;
             or a function that returns any. Their number is a multiple of ``micro_batches``: each step takes as many.
         optimizer_class: an element-wise `torch.optim` class; it gets ``defaults``.
-        loss_fn: (model, micro-batch) -> scalar loss. Default: ``model(*batch)``, ``model(**batch)`` for a mapping,
-            ``model(batch)`` for a tensor.
+        loss_fn: (model, micro-batch) -> scalar loss. Default: ``model(*batch)`` for a tuple or list, ``model(**batch)``
+            for a mapping, else ``model(batch)``.
         stages: those to run.
         world_sizes: the numbers of ranks to run them on.
         micro_batches: of a step, over all ranks, and what the summed gradient is divided by. Divisible by each of

@@ -72,8 +72,11 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
 
     def told(self, error: BaseException) -> PlacedError:
+        """The error with this place; it is the cause."""
         line = _line_of_user(traceback.extract_tb(error.__traceback__))
-        return PlacedError(f"{self.place}: {type(error).__name__}: {error}{line}")
+        placed = PlacedError(f"{self.place}: {type(error).__name__}: {error}{line}")
+        placed.__cause__ = error
+        return placed
 
     def _expired(self) -> None:
         stack = traceback.extract_stack(sys._current_frames()[self._main])
@@ -125,7 +128,7 @@ class Work:
 def _default_loss(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
-    return model(batch) if isinstance(batch, Tensor) else model(*batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def _begin(folder: Path, watch: Watch, name: str, seed: int) -> Work:
@@ -192,7 +195,7 @@ def worlds(folder: Path, watch: Watch) -> None:
                     if os.environ["RANK"] == "0":
                         _leave(folder, run)
             except Exception as error:
-                raise watch.told(error) from error  # the group's end records it, before what it may raise itself
+                raise watch.told(error) from error  # recorded at the group's end, before what that may raise
 
 
 def _on_ranks(folder: Path, watch: Watch, stage: int, size: int) -> Run:
