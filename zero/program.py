@@ -105,11 +105,10 @@ class Run:
         return self.difference is None
 
     def __str__(self) -> str:
-        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        name = "the plain loop, again" if self.stage is None else f"stage {self.stage}, {ranks}"
+        name = f"stage {self.stage}, {_counted(self.world_size, 'rank')}"
+        name = "the plain loop, again" if self.stage is None else name
         if self.difference is None:
-            steps = f"{self.step} step{'s' if self.step > 1 else ''}"
-            return f"{name}: same bits, {steps}, {self.numel:,} parameters"
+            return f"{name}: same bits, {_counted(self.step, 'step')}, {self.numel:,} parameters"
         when = f"after step {self.step}" if self.step else "as built, before any step"
         where = "" if len(self.ranks) == self.world_size else f" on rank {', '.join(map(str, self.ranks))} alone"
         return f"{name}: DIFFERS {when}{where}: {self.difference}"
@@ -210,3 +209,7 @@ def _script(path: str) -> ModuleType:
 
 def _kind(value: Any) -> str:
     return f"{value!r}" if isinstance(value, (str, int, float, type(None))) else f"of type {type(value).__name__}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -144,10 +144,9 @@ def verify(
         path=[os.path.abspath(entry) for entry in sys.path],
     )
     show: Callable[[str], None] = (lambda _: None) if quiet else _show
-    show(
-        f"{optimizer_class.__name__}: the plain loop, twice, then stages {', '.join(map(str, told))} on "
-        f"{', '.join(map(str, sorted(sizes, reverse=True)))} ranks; {program.micro_batches} micro-batches a step"
-    )
+    listed = {"stages": told, "ranks": sorted(sizes, reverse=True), "micro-batches a step": [program.micro_batches]}
+    settings = "; ".join(f"{name}: {', '.join(map(str, numbers))}" for name, numbers in listed.items())
+    show(f"{optimizer_class.__name__}, first in the plain loop, twice; {settings}")
     found = _run(program, show)
     show(found.conclusion)
     return found
