@@ -29,7 +29,7 @@ ORDER = (
 """The spine of `zero`, from what knows least: each imports from the ones before, siblings never from each other."""
 
 MAY_IMPORT_DISTRIBUTED = {"collectives.native", "zero.launch"}
-COMMAND = {"cli", "config", "data", "launch", "loop", "measure", "model", "plots", "report", "train", "view"}
+COMMAND = {"cli", "config", "data", "launch", "loop", "measure", "model", "plots", "report", "train", "verify", "view"}
 MUTATORS = {
     *("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop", "popitem"),
     *("popleft", "remove", "reverse", "setdefault", "sort", "update", "difference_update", "intersection_update"),
@@ -230,8 +230,16 @@ def test_geometry_and_the_stage_table_need_no_ranks(name: str) -> None:
 
 
 def test_the_library_knows_nothing_of_the_command_line() -> None:
-    reached = _reachable("zero", lazy=True) & {f"zero.{name}" for name in COMMAND}
-    assert not reached, f"`import zero` or a function of it leads to {sorted(reached)}"
+    """But for the launcher, which `zero.verify` imports when it is called."""
+    commands = {f"zero.{name}" for name in COMMAND}
+    assert not _reachable("zero", lazy=False) & commands
+    reached = _reachable("zero", lazy=True)
+    assert reached & commands == {"zero.launch"}, "`import zero` or a function of it leads to these"
+    assert {module for module in reached if "zero.launch" in _own(module)} == {"zero.verification"}
+
+
+def test_the_loops_of_a_proof_run_in_processes_of_their_own() -> None:
+    assert not [module for module in TREES if "zero.verify_ranks" in _own(module)]
 
 
 def test_importing_the_library_needs_nothing_but_torch() -> None:

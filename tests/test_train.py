@@ -318,8 +318,11 @@ def test_the_failure_of_a_rank_that_was_launched_is_told_once(
         "    assert not error.trace or 'ValueError' in error.trace\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     ended = command(str(tmp_path / "parent.py"))
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, told, "")
+    assert not list((tmp_path / "temporary").iterdir()), "left behind"
 
 
 # ------------------------------------------------------------------------------------------------------ the parts

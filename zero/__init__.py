@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .clip import clip_grad_norm_
 from .optimizer import ZeroOptimizer
+from .verification import Verification, verify
 
-__all__ = ["ZeroOptimizer", "clip_grad_norm_"]
+__all__ = ["Verification", "ZeroOptimizer", "clip_grad_norm_", "verify"]
 __version__ = "0.1.0"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from typing import Any
+from typing import Annotated, Any
 
+from . import verification
 from .config import TrainConfig, typer_signature
 from .view import INSTALL_HINT
 
@@ -22,10 +23,8 @@ def main() -> None:
     """Entry point of the console script."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        print(
-            f"error: the zero command needs {' and '.join(missing)}: {INSTALL_HINT} (or use `python -m zero.train`)",
-            file=sys.stderr,
-        )
+        needed = f"error: the zero command needs {' and '.join(missing)}: {INSTALL_HINT}"
+        print(f"{needed} (or use `python -m zero.train`, `python -m zero.verify`)", file=sys.stderr)
         sys.exit(1)
     _application()()
 
@@ -33,9 +32,12 @@ def main() -> None:
 def _application() -> Any:
     import typer
 
-    application = typer.Typer(name="zero", help="Train with ZeroOptimizer.", no_args_is_help=True, add_completion=False)
+    application = typer.Typer(
+        name="zero", help="Train with ZeroOptimizer, and prove it.", no_args_is_help=True, add_completion=False
+    )
     application.callback()(_root)
     application.command("train", help="Train a byte-level GPT on real text, on any number of ranks.")(_train_command())
+    application.command("verify", help=verification.HELP)(_verify_command())
     return application
 
 
@@ -61,6 +63,17 @@ def _train_command() -> Any:
     train.__signature__ = signature  # type: ignore[attr-defined]
     train.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     return train
+
+
+def _verify_command() -> Any:
+    import typer
+
+    def verify(function: Any) -> None:
+        raise typer.Exit(verification.run(function))
+
+    argument = typer.Argument(metavar=verification.FUNCTION, help=verification.FUNCTION_HELP)
+    verify.__annotations__ = {"function": Annotated[str, argument], "return": None}
+    return verify
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ what the ranks do. Two ways lead here, and a rank cannot tell them apart but by 
     zero train --ranks N    -> this file's `launch_ranks` -> N x `python -m zero.train`
     torchrun -m zero.train  -> torchrun's own agent       -> N x `python -m zero.train`
 
+`zero.verify` goes the first way.
+
 An error travels as elastic's error file: the rank that fails writes one line and the traceback into it, the
 parent prints the line of the rank that failed first, once.
 """
@@ -18,30 +20,33 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-__all__ = ["RankError", "launch_ranks", "process_group", "record_error", "started_by_us"]
+__all__ = ["RankError", "World", "launch_ranks", "process_group", "record_error", "started_by_us"]
 
-RUN_PREFIX = "zero-train-"
+RUN_PREFIX = "zero-"
 
 
 class RankError(Exception):
-    """A rank that was launched ended badly: its error in one line, and in `trace` its traceback, if it left one."""
+    """A rank that was launched ended badly: its error in one `line`, and in `trace` its traceback, if it left one."""
 
     def __init__(self, rank: int, line: str, trace: str) -> None:
         super().__init__(f"rank {rank}: {line}")
-        self.trace = trace
+        self.line, self.trace = line, trace
 
 
 def launch_ranks(module: str, arguments: Sequence[str], ranks: int) -> None:
@@ -50,23 +55,25 @@ def launch_ranks(module: str, arguments: Sequence[str], ranks: int) -> None:
     Raises RankError for the rank that failed first (the others are stopped), KeyboardInterrupt when interrupted.
     """
     _silence_agent()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=f"{RUN_PREFIX}{uuid.uuid4()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        local_addr="localhost",
-        shutdown_timeout=5,
-    )
-    try:
-        elastic_launch(config, sys.executable)("-m", module, *arguments)
-    except ChildFailedError as error:
-        raise _first_failure(error.failures) from None
-    except SignalException:
-        raise KeyboardInterrupt from None
+    with tempfile.TemporaryDirectory(prefix="zero-launch-") as errors:  # elastic's own folder would stay
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=f"{RUN_PREFIX}{uuid.uuid4()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            local_addr="localhost",
+            shutdown_timeout=5,
+            logs_specs=DefaultLogsSpecs(log_dir=errors),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", module, *arguments)
+        except ChildFailedError as error:
+            raise _first_failure(error.failures) from None
+        except SignalException:
+            raise KeyboardInterrupt from None
 
 
 def _silence_agent() -> None:
@@ -122,10 +129,25 @@ def started_by_us() -> bool:
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_PREFIX)
 
 
+@dataclass(frozen=True)
+class World:
+    """The first ``size`` of the processes that were launched, which meet through the file ``meeting``."""
+
+    size: int
+    meeting: Path
+    timeout: float
+
+
 @contextmanager
-def process_group() -> Iterator[None]:
-    """The default process group over gloo, from the launcher's environment; closed on the way out, come what may."""
-    dist.init_process_group("gloo")
+def process_group(world: World | None = None) -> Iterator[None]:
+    """The default process group over gloo, of all that the launcher started or of ``world``; closed on the way out,
+    come what may."""
+    if world is None:
+        dist.init_process_group("gloo")
+    else:
+        store = dist.FileStore(str(world.meeting), world.size)  # type: ignore[attr-defined]
+        limit = timedelta(seconds=world.timeout)
+        dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=world.size, timeout=limit)
     try:
         yield
     except Exception as error:

@@ -1,0 +1,164 @@
+"""Programs for `zero.verify`, right and wrong, which its processes import by name."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .models import Odd, build, odd_batches, odd_loss
+
+MICRO_BATCHES, STEPS = 6, 2
+_builds = itertools.count()
+
+
+def build_odd() -> Odd:
+    return build(seed=3)
+
+
+def batches() -> list[Any]:
+    return odd_batches(MICRO_BATCHES * STEPS, seed=5)
+
+
+def rank_one_of_two() -> bool:
+    return (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
+
+
+def a_little_more(loss: Tensor) -> Tensor:
+    return loss * (1 + 2**-20)
+
+
+def wrong_on_rank_one_of_two(model: nn.Module, batch: Any) -> Tensor:
+    loss = odd_loss(model, batch)
+    return a_little_more(loss) if rank_one_of_two() else loss
+
+
+def fails_on_rank_one_of_two(model: nn.Module, batch: Any) -> Tensor:
+    if rank_one_of_two():
+        raise ArithmeticError("a rank's\nown trouble")
+    return odd_loss(model, batch)
+
+
+def failing_arguments() -> dict[str, Any]:
+    return {
+        "build_model": build_odd,
+        "batches": batches,
+        "loss_fn": fails_on_rank_one_of_two,
+        "stages": [1],
+        "world_sizes": [2],
+        "lr": 1e-2,
+    }
+
+
+# -- one process is enough for these -----------------------------------------------------------------------------------
+
+
+class Squares(nn.Module):
+    """Returns its loss; with dropout, and with buffers of its own."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(dropout), nn.Linear(5, 2))
+
+    def forward(self, inputs: Tensor, scale: float = 1.0) -> Tensor:
+        return self.layers(inputs).square().mean() * scale
+
+
+def with_dropout() -> Squares:
+    torch.manual_seed(7)
+    return Squares(dropout=0.5)
+
+
+def other_at_each_call() -> Squares:
+    model = Squares()
+    with torch.no_grad():
+        model.layers[3].bias[1] += 2 * next(_builds)
+    return model
+
+
+def other_on_the_ranks() -> nn.Module:
+    return nn.Linear(3 if torch.distributed.is_initialized() else 2, 1)
+
+
+def sum_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch[:, : model.in_features]).sum()
+
+
+class Predicts(nn.Module):
+    """Returns no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor, scale: float) -> dict[str, Tensor]:
+        return {"loss": self.layer(inputs).sum() * scale}
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def no_module() -> list[int]:
+    return []
+
+
+def ends_the_process() -> nn.Module:
+    sys.exit(0)
+
+
+def seeded_by_the_batch(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
+    torch.manual_seed(int(batch[1] * 100))
+    return model(*batch)
+
+
+def no_loss(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
+    return model(*batch).detach()
+
+
+def predictions(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
+    return model.layers(batch[0])
+
+
+def pairs(count: int = 4) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(4, 3, generator=generator), 1.0 + j) for j in range(count)]
+
+
+def seven() -> list[Any]:
+    return pairs(7)
+
+
+def generator_of_pairs() -> Any:
+    return iter(pairs())
+
+
+# -- what `zero verify` may be pointed at ------------------------------------------------------------------------------
+
+
+def right_arguments() -> dict[str, Any]:
+    return {"build_model": Squares, "batches": pairs(), "world_sizes": (1,), "micro_batches": 2, "lr": 1e-2}
+
+
+def not_deterministic() -> dict[str, Any]:
+    return {**right_arguments(), "build_model": with_dropout}
+
+
+def nothing_to_verify() -> None:
+    """Returns no arguments."""
+
+
+def arguments_with_a_gap() -> dict[str, Any]:
+    return {"build_model": Squares}
+
+
+def unknown_arguments() -> dict[str, Any]:
+    return {**right_arguments(), "stage": 3, "learning_rate": 1.0}
+
+
+def a_lambda() -> dict[str, Any]:
+    return {**right_arguments(), "loss_fn": lambda model, batch: model(*batch)}

@@ -1,0 +1,125 @@
+"""Where two sets of parameters first differ, bit for bit, and by how much.
+
+Knows: named tensors. Does not know: what made them. Elements are counted in the order of their index, whatever their
+order in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Difference", "first_difference", "ulps_between"]
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first element that differs: ``parameter[index]`` is ``plain`` in the plain loop, ``other`` elsewhere.
+
+    ``ulps`` counts the steps from one to the other through the values of their dtype (0: zeros of two signs; None: at
+    least one is NaN). ``count`` of all ``numel`` elements differ, those of the other parameters included.
+    """
+
+    parameter: str
+    index: tuple[int, ...]
+    dtype: str
+    plain: float
+    other: float
+    ulps: int | None
+    count: int
+    numel: int
+
+    def __str__(self) -> str:
+        digits = 17 if self.dtype == "float64" else 9
+        place = f"{self.parameter}{list(self.index) if self.index else ''}"
+        values = f"{self.plain:.{digits}g} in the plain loop and {self.other:.{digits}g} here"
+        return f"{place} is {values} ({self._distance()}); {self.count:,} of {self.numel:,} elements differ"
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> Difference | None:
+        """What `to_json` made, or None of nothing."""
+        found = json.loads(data or b"null")
+        return None if found is None else Difference(**{**found, "index": tuple(found["index"])})
+
+    def _distance(self) -> str:
+        if self.ulps is None:
+            both = math.isnan(self.plain) and math.isnan(self.other)
+            return "NaNs of different bits" if both else "one of them is NaN"
+        if self.ulps == 0:
+            return "zeros of different sign"
+        return f"{self.ulps:,} ulp{'s' if self.ulps > 1 else ''} apart"
+
+
+def first_difference(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Difference | None:
+    """The first difference in the order of ``plain``; None where all bits are the same.
+
+    Raises:
+        ValueError: the names, shapes or dtypes are not the same, so that there is nothing to compare.
+    """
+    _check_same_kind(plain, other)
+    first: tuple[str, int] | None = None
+    count = 0
+    for name in plain:
+        differ = _integers(plain[name]) != _integers(other[name])
+        number = int(differ.sum())
+        if number and first is None:
+            first = name, int(differ.int().argmax())
+        count += number
+    if first is None:
+        return None
+    name, place = first
+    ours, theirs = (tensors[name].detach().cpu().reshape(-1)[place] for tensors in (plain, other))
+    return Difference(
+        parameter=name,
+        index=tuple(int(i) for i in torch.unravel_index(torch.tensor(place), plain[name].shape)),
+        dtype=str(plain[name].dtype).removeprefix("torch."),
+        plain=float(ours),
+        other=float(theirs),
+        ulps=ulps_between(ours, theirs),
+        count=count,
+        numel=sum(tensor.numel() for tensor in plain.values()),
+    )
+
+
+def _check_same_kind(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    kinds = [
+        {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}
+        for tensors in (plain, other)
+    ]
+    for name in [*plain, *other]:
+        theirs, ours = (kind.get(name, "no parameter of this model") for kind in kinds)
+        if ours != theirs:
+            raise ValueError(
+                f"{name} is {theirs} in the plain loop and {ours} here: build_model() must build one model"
+            )
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    """The bits of each element, as integers in one dimension."""
+    return tensor.detach().cpu().contiguous().view(-1).view(INTEGERS[tensor.itemsize])
+
+
+def ulps_between(one: Tensor, other: Tensor) -> int | None:
+    """How many steps through the values of their dtype lie between two elements (0-dim); None where one is NaN.
+
+    Both zeros are one value, and the largest finite number is one step from infinity.
+    """
+    if one.isnan() or other.isnan():
+        return None
+    return abs(_ordered(one) - _ordered(other))
+
+
+def _ordered(element: Tensor) -> int:
+    """The number of the element's value among all of its dtype, 0 being zero."""
+    bits = int(_integers(element))
+    return bits if bits >= 0 else -(bits + 2 ** (8 * element.itemsize - 1))

@@ -1,0 +1,12 @@
+"""`python -m zero.verify MODULE:FUNCTION`. As a module this is the function `zero.verify`, so that importing it hides
+nothing."""
+
+from __future__ import annotations
+
+import sys
+
+from .verification import main, verify
+
+if __name__ == "__main__":
+    sys.exit(main())
+sys.modules[__name__] = verify  # type: ignore[assignment]
