@@ -384,9 +384,7 @@ class Reducer:
 
     def stepped(self) -> None:
         """A step has used the gradients."""
-        self.phase, self._settled_by = Phase.STEPPED, "step()"
-        if not self._stale:
-            self.phase = Phase.OPEN
+        self.phase, self._settled_by = Phase.STEPPED if self._stale else Phase.OPEN, "step()"
 
     def set_divisor(self, value: float) -> None:
         """Set the divisor of the next settling."""
