@@ -173,6 +173,21 @@ def test_nothing_but_a_step_changes_what_the_next_step_does(stage: int) -> None:
 # -- padding and scratch ----------------------------------------------------------------------------------------------
 
 
+def fill_memory(monkeypatch: pytest.MonkeyPatch, byte: int) -> None:
+    """All memory that a transport hands out has this byte everywhere."""
+
+    def filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocated(*arguments: Any) -> Tensor:
+            found = allocate(*arguments)
+            found.view(torch.uint8).fill_(byte)
+            return found
+
+        return allocated
+
+    monkeypatch.setattr(Pool, "take", filled(Pool.take))
+    monkeypatch.setattr(Transport, "empty", filled(Transport.empty))
+
+
 def poison_padding(flat: Tensor, bucket: Bucket, begin: int, end: int) -> None:
     """NaN wherever no slot lies in ``flat``, the part [begin, end) of a bucket."""
     padding = torch.ones(end - begin, dtype=torch.bool)
@@ -210,18 +225,7 @@ def poison(_: str, __: Odd, optimizer: ZeroOptimizer) -> None:
 def test_padding_and_scratch_cannot_be_observed(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All memory is NaN when it is handed out; between the phases NaN stands in everything that no parameter owns:
     padding of parameters, gradients and states, and free buffers. Parameters, norms and states know nothing of it."""
-    take, empty = Pool.take, Transport.empty
-
-    def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def allocated(*arguments: Any) -> Tensor:
-            found = allocate(*arguments)
-            found.view(torch.uint8).fill_(255)
-            return found
-
-        return allocated
-
-    monkeypatch.setattr(Pool, "take", poisoned(take))
-    monkeypatch.setattr(Transport, "empty", poisoned(empty))
+    fill_memory(monkeypatch, 255)
     assert_plain_loop(trained(stage, poison))
 
 
