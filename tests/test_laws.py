@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads
+from collectives import Loopback, Transport, on_threads
 from collectives.memory import Pool
 from zero import ZeroOptimizer, clip_grad_norm_
 from zero.layout import Bucket
@@ -91,20 +91,20 @@ def nothing(*_: Any) -> None:
     return None
 
 
-def trained(stage: int, at: At = nothing) -> list[Result]:
-    """The result of each rank."""
+def trained(stage: int, at: At = nothing, group: Loopback[Result] | None = None, **arguments: Any) -> list[Result]:
+    """The result of each rank. ``group``: other threads than those of `on_threads`."""
     models = [build(rank) for rank in range(WORLD_SIZE)]
 
     def program(transport: Transport) -> Result:
         model = models[transport.rank]
-        optimizer = ZeroOptimizer(model, stage=stage, process_group=transport, **ARGUMENTS)
+        optimizer = ZeroOptimizer(model, stage=stage, process_group=transport, **{**ARGUMENTS, **arguments})
         norms: list[Tensor] = []
         at("built", model, optimizer)
         for step in range(STEPS):
             one_step(model, optimizer, step, norms, at)
         return finished(model, optimizer, norms)
 
-    return on_threads(WORLD_SIZE, program, timeout=10)
+    return on_threads(WORLD_SIZE, program, timeout=10) if group is None else group.run(program)
 
 
 def assert_plain_loop(results: list[Result]) -> None:

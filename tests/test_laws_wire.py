@@ -12,7 +12,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,27 +39,10 @@ from .test_laws import (
     finished,
     nothing,
     one_step,
+    trained,
 )
 
 HEADERS, LANES = 0, 4
-
-
-def trained_on(
-    group: Loopback[Result], stage: int, algorithm: Any = "auto", prepared: Callable[[Odd], None] = nothing
-) -> list[Result]:
-    """As `test_laws.trained`, on a group of two and with an algorithm of the caller's."""
-    models = [build(rank) for rank in range(2)]
-
-    def program(transport: Transport) -> Result:
-        model, norms = models[transport.rank], list[Tensor]()
-        prepared(model)
-        arguments = {**ARGUMENTS, "collective": algorithm}
-        optimizer = ZeroOptimizer(model, stage=stage, process_group=transport, **arguments)
-        for step in range(STEPS):
-            one_step(model, optimizer, step, norms, nothing)
-        return finished(model, optimizer, norms)
-
-    return group.run(program)
 
 
 # -- order and number -------------------------------------------------------------------------------------------------
@@ -197,9 +180,11 @@ class _Late:
         self.work.wait()
 
 
-def sleepy_hooks(model: Odd) -> None:
-    """Random delays in every hook that autograd and modules know, before and after the optimizer's own."""
-    source = random.Random(id(model))
+def sleepy_hooks(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
+    """Random delays in every hook that autograd and modules know."""
+    if moment != "built":
+        return
+    source = random.Random(optimizer.rank)
 
     def nap(*_: Any) -> None:
         time.sleep(source.random() * 5e-4)
@@ -226,20 +211,20 @@ def slow(rank: int, event: str) -> Interference:
 
 @ALL_STAGES
 def test_without_overlap_the_bits_are_the_same(stage: int) -> None:
-    assert_plain_loop(trained_on(Loopback(2, timeout=10), stage, Eager))
+    assert_plain_loop(trained(stage, collective=Eager))
 
 
 @ALL_STAGES
 @pytest.mark.parametrize("event", ["send", "recv", "wait"])
 def test_a_rank_that_is_slow_in_every_message_changes_no_bit(stage: int, event: str) -> None:
     for rank in range(2):
-        assert_plain_loop(trained_on(Loopback(2, timeout=10, interfere=slow(rank, event)), stage))
+        assert_plain_loop(trained(stage, group=Loopback(2, timeout=10, interfere=slow(rank, event))))
 
 
 @ALL_STAGES
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 def test_delays_in_collectives_and_hooks_change_no_bit(stage: int) -> None:
-    assert_plain_loop(trained_on(Loopback(2, timeout=10), stage, Sleepy, sleepy_hooks))
+    assert_plain_loop(trained(stage, sleepy_hooks, collective=Sleepy))
 
 
 # -- what really travels ----------------------------------------------------------------------------------------------
