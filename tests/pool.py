@@ -87,6 +87,8 @@ class GlooPool:
                 raise RuntimeError(f"the process of rank {rank} died") from None
             (results if kind == "result" else errors)[rank] = value
         if errors:
+            if any("no answer from rank" in message for _, message, _ in errors.values()):
+                self.stop()  # gloo closes a group's connections where a time limit passes
             text = "\n".join(f"rank {rank}:\n{trace}" for rank, (_, _, trace) in errors.items())
             raise ProgramError({rank: (name, message) for rank, (name, message, _) in errors.items()}, text)
         return [results[rank] for rank in chosen]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 import pytest
 
-from .test_structure import PACKAGES, TREES
+from .test_structure import PACKAGES, ROOT, TREES
 
 UNPICKLES = {
     *("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle", "yaml"),
@@ -72,6 +73,14 @@ def test_nothing_from_disk_or_from_a_peer_is_unpickled() -> None:
 def test_global_ranks_exist_in_one_module_alone() -> None:
     found = {module: {name for name, _ in names(tree)} & GLOBAL_RANKS for module, tree in TREES.items()}
     assert {module for module, spoken in found.items() if spoken} == {"collectives.native"}
+
+
+def test_every_line_that_coverage_leaves_out_says_why() -> None:
+    lines = [(path.name, line) for package in PACKAGES for path in (ROOT / package).glob("*.py") for line in open(path)]
+    left_out = [(name, line.partition("pragma:")[2]) for name, line in lines if "pragma:" in line]
+    assert left_out, "if there are none, this reader may be blind"
+    for name, said in left_out:
+        assert re.fullmatch(r" no (cover|branch) - .{20,}\n", said), (name, said)
 
 
 # -- nothing that is shared is changed --------------------------------------------------------------------------------

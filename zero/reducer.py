@@ -126,7 +126,7 @@ class Reducer:
                 f"rank {self._transport.rank}: the gradient of {self._name(index)} is {gradient.layout}: sparse "
                 "gradients are not supported; build the Embedding with sparse=False"
             )
-        if slot in store.arrived:
+        if slot in store.arrived:  # pragma: no cover - autograd has never done that; if it did, a sum would be wrong
             raise RuntimeError(f"{self._name(index)} received two gradients in one backward")
         store.arrive(slot, gradient)
         self.used[index] = True
