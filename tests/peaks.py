@@ -1,11 +1,11 @@
-"""What a rank holds at stage 3 at every moment of a step, measured from live storages, on a model of equal blocks.
+"""What a rank holds at every moment of a step, measured from live storages, on a model of equal blocks.
 
 At each event (a layer's forward begins or ends, a gradient reaches a layer's output) the distinct live storages of the
 process are added up. The same events of the plain model say what forward and backward hold by themselves; what is left
 above that and above the rank's shards must be gathered units and gradient buckets.
 
-`python -m tests.peaks` prints a table for a model of 12 blocks of 2.1 million parameters, with the memory of the
-process beside it; `test_gloo` asserts the same on smaller blocks.
+`python -m tests.peaks` prints a table of stage 3 for a model of 12 blocks of 2.1 million parameters, with the memory of
+the process beside it; `test_gloo` asserts the same on smaller blocks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Tower(nn.Module):
 @dataclass(frozen=True)
 class Peaks:
     """Bytes of one rank. ``between``: by kind, between two steps; ``gathered``, ``scratch``: at most, at any event;
-    ``above``: at most above shards, sums and states, and above what the plain model holds at the same event."""
+    ``above``: at most above shards, sums and states, and above what the plain model holds at the same event;
+    ``bucket``: of the largest one."""
 
     between: dict[str, int]
     gathered: int
@@ -69,6 +70,7 @@ class Peaks:
     unit: int
     root: int
     whole: int
+    bucket: int
     process: int | None
 
 
@@ -121,14 +123,14 @@ def _kinds(description: Description) -> dict[str, int]:
     return bytes_by_kind(live_storages(), description.storages)
 
 
-def measure(group: dist.ProcessGroup, rank: int, width: int) -> Peaks:
+def measure(group: dist.ProcessGroup, rank: int, width: int, stage: int = 3, cap_mb: float = 100) -> Peaks:
     """One rank's peaks over a step of a model of `BLOCKS` blocks."""
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # which loads much of torch
     gc.collect()
     gc.freeze()  # what is there already need not be looked through at every event
     start = proportional_set_size()
     model = Tower(width)
-    optimizer = ZeroOptimizer(model, stage=3, process_group=group, bucket_cap_mb=100)
+    optimizer = ZeroOptimizer(model, stage=stage, process_group=group, bucket_cap_mb=cap_mb)
     seen: list[dict[str, int]] = []
     process: list[int] = []
 
@@ -165,6 +167,7 @@ def measure(group: dist.ProcessGroup, rank: int, width: int) -> Peaks:
         sizes[1],
         sizes[0],
         sum(sizes),
+        max(4 * bucket.numel for bucket in layout.buckets),
         max(process) if start is not None else None,
     )
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 SIZE = 4
 GROUPS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3))
 GROUP_TIMEOUT = 20.0
+PATIENCE = 10.0  # seconds in which an idle process has returned, what measures it included
 
 
 class ProgramError(Exception):
@@ -86,13 +87,19 @@ class GlooPool:
                 raise RuntimeError(f"the process of rank {rank} died") from None
             (results if kind == "result" else errors)[rank] = value
         if errors:
+            if any("no answer from rank" in message for _, message, _ in errors.values()):
+                self.stop()  # gloo closes a group's connections where a time limit passes
             text = "\n".join(f"rank {rank}:\n{trace}" for rank, (_, _, trace) in errors.items())
             raise ProgramError({rank: (name, message) for rank, (name, message, _) in errors.items()}, text)
         return [results[rank] for rank in chosen]
 
     def stop(self) -> None:
-        """End the processes."""
+        """End the processes: at the end of their pipes they return, and one that hangs is killed."""
+        for pipe in self._pipes:
+            pipe.close()
+        end = time.monotonic() + PATIENCE
         for process in self._processes:
+            process.join(max(0.0, end - time.monotonic()))
             process.kill()
             process.join()
         self._pipes, self._processes = [], []

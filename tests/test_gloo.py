@@ -165,6 +165,18 @@ def test_a_rank_holds_its_shards_the_root_two_units_and_three_buckets_at_most(
         assert found.above <= gathered + 3 * found.unit + padding
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_at_no_moment_a_rank_holds_more_than_its_stage_says_and_three_buckets(gloo: GlooPool, stage: int) -> None:
+    for found in gloo.run(peaks.measure, 64, stage, 0.13, ranks=range(4), limit=120):
+        padding = 64 * (BLOCKS + 2) * 6
+        gradients = {0: 5 / 4, 1: 1, 2: 1 / 4}[stage]
+        for kind, factor in (("parameters", 1), ("gradients", gradients), ("optimizer", 2 if stage == 0 else 2 / 4)):
+            assert abs(found.between[kind] - factor * found.whole) <= padding, kind
+        assert found.bucket < found.whole / BLOCKS
+        assert found.scratch <= 3 * found.bucket
+        assert found.above <= 3 * found.bucket
+
+
 def torch_default_group(group: dist.ProcessGroup, rank: int) -> nn.Module:
     model = build(dist.get_rank())
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=2, lr=1e-2)

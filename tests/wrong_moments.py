@@ -6,6 +6,7 @@ threads, act, and go on training; what came of it travels back as JSON. A crash 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -316,8 +317,8 @@ class Forks:
         return json.loads(self._process.stdout.readline() or '"the helper process ended"')
 
     def stop(self) -> None:
+        """End the helper: it returns when there are no more names."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.communicate(timeout=LIMIT)
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()

@@ -54,7 +54,7 @@ class Assembly:
             self.storage = self._make_storage(units)
         except (ValueError, TypeError) as error:
             agree_on_construction(self.transport, [], error)
-            raise
+            raise  # pragma: no cover - the line before has raised it, which a type checker cannot know
         self.reducer = Reducer([], self.storage.layout, stage, self.transport, self.collective)
 
     def _make_storage(self, units: Predicate | None) -> ParameterStorage:

@@ -126,7 +126,7 @@ class Reducer:
                 f"rank {self._transport.rank}: the gradient of {self._name(index)} is {gradient.layout}: sparse "
                 "gradients are not supported; build the Embedding with sparse=False"
             )
-        if slot in store.arrived:
+        if slot in store.arrived:  # pragma: no cover - autograd has never done that; if it did, a sum would be wrong
             raise RuntimeError(f"{self._name(index)} received two gradients in one backward")
         store.arrive(slot, gradient)
         self.used[index] = True
@@ -384,9 +384,7 @@ class Reducer:
 
     def stepped(self) -> None:
         """A step has used the gradients."""
-        self.phase, self._settled_by = Phase.STEPPED, "step()"
-        if not self._stale:
-            self.phase = Phase.OPEN
+        self.phase, self._settled_by = Phase.STEPPED if self._stale else Phase.OPEN, "step()"
 
     def set_divisor(self, value: float) -> None:
         """Set the divisor of the next settling."""
