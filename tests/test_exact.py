@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from collectives import on_threads
 from zero import ZeroOptimizer
@@ -130,50 +128,3 @@ def test_freezing_and_unfreezing_is_honoured_at_the_next_backward(stage: int) ->
     )
     for cap in CAPS:
         check(Program(3, stage, bucket_cap_mb=cap, steps=steps))
-
-
-@st.composite
-def programs(draw: st.DrawFn) -> Program:
-    world_size, stage = draw(st.integers(1, 5)), draw(st.sampled_from(STAGES))
-    steps = []
-    for _ in range(draw(st.integers(1, 4))):
-        count = draw(st.integers(1, 3))
-        stepped = draw(st.sampled_from([True, True, True, False]))
-        if not stepped or stage == 3 or draw(st.booleans()):  # a rank that is behind catches up at the step
-            rounds = tuple(Round(sync=draw(st.booleans())) for _ in range(count))
-        else:
-            left = sorted((draw(st.integers(0, world_size)) for _ in range(count)), reverse=True)
-            rounds = tuple(Round(ranks=ranks) for ranks in left)
-        norms = st.tuples(
-            st.sampled_from([0.01, 0.5, 100.0, float("inf")]), st.sampled_from([1.0, 2.0, 3.0, float("inf")])
-        )
-        steps.append(
-            Step(
-                rounds,
-                tuple(draw(st.lists(norms, max_size=2))),
-                draw(st.sampled_from([None, 3, 7.5, 12])),
-                draw(st.sampled_from([None, 1e-3, 5e-2])),
-                tuple(
-                    draw(
-                        st.lists(
-                            st.sampled_from(["frozen", "one", "last.weight", "first.bias"]), unique=True, max_size=2
-                        )
-                    )
-                ),
-                stepped,
-                draw(st.sampled_from(["zero_grad", "zeros", "module", "module zeros", "none"])),
-            )
-        )
-    return Program(
-        world_size,
-        stage,
-        draw(st.sampled_from(sorted(CLASSES))),
-        draw(st.sampled_from(CAPS)),
-        steps=tuple(steps),
-        seed=draw(st.integers(0, 5)),
-    )
-
-
-@given(programs())
-def test_random_programs_give_the_bits_of_the_plain_loop(program: Program) -> None:
-    check(program)

