@@ -1,0 +1,7 @@
+"""All mutants, in the order of the table."""
+
+from __future__ import annotations
+
+from . import mutants_ranks, mutants_sums
+
+MUTANTS = (*mutants_sums.MUTANTS, *mutants_ranks.MUTANTS)

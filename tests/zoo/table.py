@@ -1,0 +1,3 @@
+"""stub"""
+def write(o): pass
+def difference(o): return ""
