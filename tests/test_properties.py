@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer, clip_grad_norm_
+from zero.clip import clip_factor
 
 from .plain import assert_same_bits, assert_same_model, plain_step
 
@@ -136,10 +137,11 @@ def test_a_parameter_that_is_unfrozen_later_is_trained_from_then_on(stage: int) 
     def program(transport: Transport) -> nn.Module:
         model = Two()
         model.a.requires_grad_(False)
-        optimizer = zero(model, transport, stage=stage, module=model)
+        optimizer = zero(model, transport, stage=stage, module=model, divisor=4)
         for step in range(2):
             model.a.requires_grad_(step == 1)
-            model(1.0 + transport.rank).backward()
+            for scale in (1.0, 3.0):
+                model(scale + transport.rank).backward()
             optimizer.step()
             optimizer.zero_grad()
         optimizer.close()
@@ -149,7 +151,96 @@ def test_a_parameter_that_is_unfrozen_later_is_trained_from_then_on(stage: int) 
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(2):
         plain.a.requires_grad_(step == 1)
-        plain_step(plain, sgd, lambda m, scale: m(scale), [1.0, 2.0], 2)
+        plain_step(plain, sgd, lambda m, scale: m(scale), [1.0, 2.0, 3.0, 4.0], 4)
         sgd.zero_grad()
+    for model in on_threads(2, program, timeout=5):
+        assert_same_model(model, plain)
+
+
+@ALL_STAGES
+def test_an_error_in_one_ranks_step_is_told_to_the_others(stage: int) -> None:
+    """Long before a time limit would end their waits, and with the reason."""
+
+    def program(transport: Transport) -> str:
+        model = Two()
+        optimizer = zero(model, transport, stage=stage)
+        model(1.0).backward()
+        if transport.rank == 1:
+            optimizer.param_groups[0]["lr"] = "fast"
+        try:
+            optimizer.step()
+            optimizer.check_replicas()
+        except Exception as error:
+            return str(error)
+        return "nothing"
+
+    messages = on_threads(3, program, timeout=5)
+    assert messages[1] != "nothing"
+    for rank in (0, 2):
+        assert "rank 1 failed: rank 1, in step(): TypeError" in messages[rank]
+
+
+@ALL_STAGES
+def test_a_rank_that_owns_nothing_takes_part(stage: int) -> None:
+    """Four ranks, and parameters for three: clip, step and check are the others' as well."""
+
+    def program(transport: Transport) -> tuple[nn.Module, Tensor]:
+        model = Two()
+        model.b = nn.Parameter(torch.tensor([2.0]))
+        model.a.requires_grad_(False)
+        optimizer = zero(model, transport, stage=stage)
+        model(1.0 + transport.rank, use_a=False).backward()
+        norm = optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.check_replicas()
+        return model, norm
+
+    for model, norm in on_threads(4, program, timeout=5):
+        gradient = torch.tensor([sum(2 * 2.0 * (1.0 + rank) ** 2 for rank in range(4)) / 4])
+        assert_same_bits(norm, gradient[0])
+        assert_same_bits(model.b, 2.0 - 0.1 * (gradient * clip_factor(norm, 0.5)))
+
+
+def test_states_of_parameters_without_elements_are_told_apart() -> None:
+    """They all lie at address 0, so an address is no name."""
+    model = nn.ParameterDict({name: torch.zeros(0) for name in ("first", "second")})
+    model["third"] = nn.Parameter(torch.ones(3))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = model["third"].sum() + model["second"].sum()
+        (loss + model["first"].sum() if step else loss).backward()
+        optimizer.step()
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["param_names"] == ["first", "second", "third"]
+    assert [int(saved["state"][index]["step"]) for index in range(3)] == [1, 2, 2]
+
+
+@ALL_STAGES
+def test_a_parameter_that_was_left_out_of_a_step_keeps_its_own_count(stage: int) -> None:
+    """Also beside one that was not, in one run of memory."""
+
+    def train(model: nn.ParameterList, optimizer: torch.optim.Optimizer, scales: list[float], divisor: float) -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            used = model if step != 1 else model[:1]
+            for scale in scales:
+                torch.stack([(p * scale).square().sum() for p in used]).sum().backward()
+            for p in model:
+                if p.grad is not None and divisor != 1:
+                    p.grad.div_(divisor)
+            optimizer.step()
+
+    def build() -> nn.ParameterList:
+        return nn.ParameterList([torch.arange(32.0) + number for number in range(3)])
+
+    def program(transport: Transport) -> nn.Module:
+        model = build()
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=transport, lr=0.1)
+        train(model, optimizer, [1.0 + transport.rank], 1)
+        return model
+
+    plain = build()
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), [1.0, 2.0], 2)
     for model in on_threads(2, program, timeout=5):
         assert_same_model(model, plain)
