@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer, clip_grad_norm_
 from zero.clip import clip_factor
+from zero.residency import State
 
-from .plain import assert_same_bits, assert_same_model, plain_step
+from .plain import assert_same_bits, assert_same_model, assert_same_states, plain_step
 
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 
@@ -182,7 +183,7 @@ def test_an_error_in_one_ranks_step_is_told_to_the_others(stage: int) -> None:
 
 @ALL_STAGES
 def test_a_rank_that_owns_nothing_takes_part(stage: int) -> None:
-    """Four ranks, and parameters for three: clip, step and check are the others' as well."""
+    """Four ranks and a single element: the other three clip, step and check, too."""
 
     def program(transport: Transport) -> tuple[nn.Module, Tensor]:
         model = Two()
@@ -244,3 +245,152 @@ def test_a_parameter_that_was_left_out_of_a_step_keeps_its_own_count(stage: int)
     train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), [1.0, 2.0], 2)
     for model in on_threads(2, program, timeout=5):
         assert_same_model(model, plain)
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+def adam_steps(model: Two, optimizer: Any, scales: list[float], steps: range, divisor: float = 1) -> None:
+    """Steps of Adam whose learning rate falls; ``a`` is left out of the second."""
+    for step in steps:
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step // 2)
+        for scale in scales:
+            model(scale + step, use_a=step != 1).backward()
+        for p in model.parameters():
+            if p.grad is not None and divisor != 1:
+                p.grad.div_(divisor)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (1, 3), (2, 3), (3, 3)])
+def test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped(stage: int, world_size: int) -> None:
+    """In a new optimizer, to whose param groups nobody says anything but what the dict does."""
+
+    def run(steps: range, weights: Any, states: Any) -> Any:
+        def program(transport: Transport) -> Any:
+            model = Two()
+            if weights is not None:
+                model.load_state_dict(weights)
+            optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=transport, lr=9.0)
+            if states is not None:
+                optimizer.load_state_dict(states)
+                assert optimizer.param_groups[0]["lr"] == 0.05
+            adam_steps(model, optimizer, [1.0 + transport.rank], steps)
+            optimizer.consolidate_state_dict(to=0)
+            saved = optimizer.state_dict() if transport.rank == 0 else None
+            optimizer.close()
+            return model.state_dict(), saved
+
+        return on_threads(world_size, program, timeout=5)[0]
+
+    weights, states = run(range(3, 5), *run(range(3), None, None))
+    plain = Two()
+    adamw = torch.optim.AdamW(plain.parameters(), lr=9.0)
+    adam_steps(plain, adamw, [1.0 + rank for rank in range(world_size)], range(5), world_size)
+    for name, value in plain.state_dict().items():
+        assert_same_bits(weights[name], value, name)
+    assert_same_states(states, adamw.state_dict())
+
+
+# -- stage 3 ----------------------------------------------------------------------------------------------------------
+
+
+def blocks() -> nn.Sequential:
+    """Three units of one size, the same every time."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for number, parameter in enumerate(model.parameters()):
+        nn.init.constant_(parameter, 0.25 + number / 8)
+    return model
+
+
+def test_a_view_that_is_kept_over_a_step_shows_no_old_value() -> None:
+    def program(transport: Transport) -> Tensor:
+        model = blocks()
+        optimizer = zero(model, transport, stage=3)
+        with optimizer.gathered():
+            view = model[1].weight.detach()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        return view.clone()
+
+    for view in on_threads(2, program, timeout=5):
+        assert bool(view.isnan().all())
+
+
+def test_a_view_that_is_kept_within_a_step_follows_its_own_parameter() -> None:
+    """Not what is gathered into free buffers of its size meanwhile."""
+
+    def program(transport: Transport) -> list[Tensor]:
+        model = blocks()
+        optimizer = zero(model, transport, stage=3)
+        with optimizer.gathered():
+            views = [model[number].weight.detach() for number in range(3)]
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        return [view.clone() for view in views]
+
+    for views in on_threads(2, program, timeout=5):
+        for view, layer in zip(views, blocks(), strict=True):
+            assert_same_bits(view, layer.weight)  # type: ignore[arg-type]
+
+
+def test_an_edit_past_the_version_counter_is_told_by_the_owner() -> None:
+    def program(transport: Transport) -> str:
+        model = blocks()
+        optimizer = zero(model, transport, stage=3)
+        model[1].register_forward_pre_hook(lambda layer, _: layer.weight.data.mul_(2))
+        model(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    for message in on_threads(2, program, timeout=5):
+        assert "'1.weight' was edited while its unit was gathered" in message
+
+
+def test_weights_that_are_not_listed_are_rank_0s_too() -> None:
+    def program(transport: Transport) -> nn.Module:
+        model = blocks()
+        with torch.no_grad():
+            model[2].weight.mul_(1 + transport.rank)
+        optimizer = ZeroOptimizer(model[0].parameters(), stage=3, module=model, process_group=transport)
+        optimizer.close()
+        return model
+
+    for model in on_threads(3, program, timeout=5):
+        assert_same_model(model, blocks())
+
+
+class Path(nn.Module):
+    """Runs the blocks that ``order`` names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks())
+        self.order: tuple[int, ...] = (0, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x
+
+
+def test_a_unit_that_was_fetched_in_vain_is_given_back() -> None:
+    """The last forward says which unit follows; where it does not, what was fetched goes when the next one comes."""
+
+    def program(transport: Transport) -> list[list[bool]]:
+        model = Path()
+        optimizer = zero(model, transport, stage=3)
+        units = optimizer._storage.residency.units[1:]  # type: ignore[attr-defined]
+        here = []
+        for order in ((0, 1, 2), (0, 2)):
+            model.order = order
+            loss = model(torch.ones(1, 4)).sum()
+            here.append([unit.state is not State.SHARDED for unit in units])
+            loss.backward()
+            optimizer.zero_grad()
+        return here
+
+    for here in on_threads(2, program, timeout=5):
+        assert here == [[False, False, True]] * 2

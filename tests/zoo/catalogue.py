@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
-from . import mutants_ranks, mutants_sums, mutants_update
+from . import mutants_norms, mutants_ranks, mutants_states, mutants_sums, mutants_units, mutants_update
 
-MUTANTS = (*mutants_sums.MUTANTS, *mutants_ranks.MUTANTS, *mutants_update.MUTANTS)
+MUTANTS = (
+    *mutants_sums.MUTANTS,
+    *mutants_ranks.MUTANTS,
+    *mutants_norms.MUTANTS,
+    *mutants_update.MUTANTS,
+    *mutants_states.MUTANTS,
+    *mutants_units.MUTANTS,
+)

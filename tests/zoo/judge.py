@@ -64,8 +64,9 @@ class Failure:
 
 def judge(error: BaseException, root: Path, ranks: Sequence[BaseException] = ()) -> How:
     """The verdict on what a test raised; ``ranks``: what it and the other threads of its group raised."""
-    if isinstance(error, BaseExceptionGroup):  # hypothesis found several failures
-        return _common(judge(each, root, ranks) for each in error.exceptions)
+    group = getattr(error, "exceptions", None)  # hypothesis found several failures
+    if isinstance(group, tuple):
+        return _common(judge(each, root, ranks) for each in group)
     if type(error).__name__ == "ProgramError" and hasattr(error, "errors"):
         return _most_telling([_of_process(name, text) for name, text in _by_rank(error)], root)
     hidden = error.__context__

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-GRADIENTS, REDUCER, FOLD, PAIRWISE = "zero/gradients.py", "zero/reducer.py", "collectives/fold.py", "collectives/pairwise.py"
+GRADIENTS, REDUCER, FOLD, PAIRWISE = (
+    "zero/gradients.py",
+    "zero/reducer.py",
+    "collectives/fold.py",
+    "collectives/pairwise.py",
+)
 NO_SYNC = "test_exact.py::test_no_sync_changes_when_bytes_travel_never_what_they_sum_to"
 CLEARED = "test_exact.py::test_every_way_to_clear_a_gradient_works_after_steps_and_skipped_steps"
 FEWER = "test_exact.py::test_ranks_that_have_fewer_micro_batches_contribute_nothing"
@@ -40,7 +45,13 @@ MUTANTS = (
         "what-no-sync-left-is-not-reduced",
         ("S4",),
         "The micro-batches after the last synchronised backward never leave their rank.",
-        (Edit(REDUCER, "        if pending:\n", "        if pending and not any(store.has_sum for store in self.stores):\n"),),
+        (
+            Edit(
+                REDUCER,
+                "        if pending:\n",
+                "        if pending and not any(store.has_sum for store in self.stores):\n",
+            ),
+        ),
         (f"{NO_SYNC}[1]",),
     ),
     Mutant(
@@ -122,16 +133,25 @@ MUTANTS = (
         ("S13",),
         "The owner folds its own contribution alone: gradients of the other ranks never arrive.",
         (
-            Edit(PAIRWISE, "            else:\n                parts.append(t.scratch", "            else:\n                parts_of_others.append(t.scratch"),
+            Edit(
+                PAIRWISE,
+                "            else:\n                parts.append(t.scratch",
+                "            else:\n                parts_of_others.append(t.scratch",
+            ),
             Edit(PAIRWISE, "t.irecv(parts[-1], rank, tag)", "t.irecv(parts_of_others[-1], rank, tag)"),
-            Edit(PAIRWISE, "        recvs: list[Work] = []\n        parts", "        recvs: list[Work] = []\n        parts_of_others: list[Tensor] = []\n        parts"),
+            Edit(
+                PAIRWISE,
+                "        recvs: list[Work] = []\n        parts",
+                "        recvs: list[Work] = []\n        parts_of_others: list[Tensor] = []\n        parts",
+            ),
         ),
         ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
     ),
     Mutant(
         "own-contribution-first",
         ("S21",),
-        "The owner adds its own contribution first: the order of the sum follows from who owns a slice, and so the bits "
+        "The owner adds its own contribution first: the order of the sum follows from who owns a slice, and so "
+        "the bits "
         "from the bucket size.",
         (
             Edit(
@@ -145,7 +165,8 @@ MUTANTS = (
     Mutant(
         "the-sum-so-far-last",
         ("L1",),
-        "What came before is added last: (x0 + x1) + sum instead of (sum + x0) + x1, another order than the plain loop's.",
+        "What came before is added last: (x0 + x1) + sum instead of (sum + x0) + x1, another order than the "
+        "plain loop's.",
         (
             Edit(PAIRWISE, "parts: list[Tensor] = [] if start is None else [start]", "parts: list[Tensor] = []"),
             Edit(
@@ -158,7 +179,7 @@ MUTANTS = (
     ),
     Mutant(
         "positive-zero-for-nothing",
-        ("L2",),
+        ("L1",),
         "A missing gradient contributes +0.0, which turns a sum of -0.0 into 0.0.",
         (Edit(GRADIENTS, "self._views[slot].fill_(-0.0)", "self._views[slot].fill_(0.0)"),),
         ("test_properties.py::test_a_missing_gradient_leaves_a_negative_zero",),
@@ -170,8 +191,10 @@ MUTANTS = (
         (
             Edit(
                 FOLD,
-                "    if first.dtype != out.dtype:  # then no part can be out itself\n        out.copy_(first)\n        first = out\n",
-                "    if parts[-1].dtype != out.dtype:\n        out.copy_(sum(part.to(parts[-1].dtype) for part in parts))\n        return\n",
+                "    if first.dtype != out.dtype:  # then no part can be out itself\n        out.copy_(first)\n"
+                "        first = out\n",
+                "    if parts[-1].dtype != out.dtype:\n"
+                "        out.copy_(sum(part.to(parts[-1].dtype) for part in parts))\n        return\n",
             ),
         ),
         ("test_collectives.py::test_pairwise_adds_narrow_contributions_in_the_wide_accumulator",),
@@ -179,7 +202,8 @@ MUTANTS = (
     Mutant(
         "each-rank-has-its-own-idea-of-what-was-used",
         ("S15",),
-        "Ranks do not agree which parameters have a gradient: the shards of one parameter are updated on some ranks only.",
+        "Ranks do not agree which parameters have a gradient: the shards of one parameter are updated on some "
+        "ranks only.",
         (
             Edit(
                 REDUCER,
@@ -239,12 +263,13 @@ MUTANTS = (
     ),
     Mutant(
         "autograd-adds-to-the-mean",
-        ("L3",),
+        ("L2",),
         "At stage 0 the mean stays in `p.grad` during a backward: autograd adds to it, and the sum counts it again.",
         (
             Edit(
                 REDUCER,
-                "        if self._stage.means_are_gathered:\n            self._faces.hide()  # no mean may be where autograd would add to it\n",
+                "        if self._stage.means_are_gathered:\n"
+                "            self._faces.hide()  # no mean may be where autograd would add to it\n",
                 "",
             ),
         ),
@@ -252,7 +277,7 @@ MUTANTS = (
     ),
     Mutant(
         "an-interrupted-backward-is-forgotten",
-        ("L4",),
+        ("L3",),
         "The buckets of a backward that raised on one rank are not launched: the other ranks wait for them in vain.",
         (
             Edit(
@@ -265,7 +290,7 @@ MUTANTS = (
     ),
     Mutant(
         "the-full-gradient-is-a-sum",
-        ("L3",),
+        ("L2",),
         "`full_grad` before a clip shows the undivided sum.",
         (
             Edit(
@@ -278,7 +303,7 @@ MUTANTS = (
     ),
     Mutant(
         "who-is-trainable-is-asked-once",
-        ("L5",),
+        ("L4",),
         "A parameter that is unfrozen later is still taken for frozen: its gradient never travels.",
         (
             Edit(

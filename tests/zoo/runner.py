@@ -68,7 +68,7 @@ class Runner:
             session = self._pytest(Path(name), [f"tests/{test}" for test in tests], limit=TEST_LIMIT)
         return "" if session.code == 0 else _tail(session)
 
-    def run(self, mutant: Mutant, *, named_only: bool = False) -> Outcome:
+    def run(self, mutant: Mutant) -> Outcome:
         """The tests that are named for a mutant, and if none fails, all; until the first failure that is a kill."""
         begin = time.monotonic()
         with tempfile.TemporaryDirectory(prefix=f"zoo-{mutant.name}-") as name:
@@ -78,7 +78,7 @@ class Runner:
             except PatchError as error:
                 return Outcome(mutant, problem=str(error))
             session = self._pytest(folder, [f"tests/{test}" for test in mutant.tests], limit=TEST_LIMIT)
-            if session.code == 0 and not named_only:
+            if session.code == 0:
                 ignored = [f"--ignore=tests/{file}" for file in SOURCE_READERS]
                 session = self._pytest(folder, ["tests", *ignored], limit=None)
         seconds = time.monotonic() - begin
