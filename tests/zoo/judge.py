@@ -18,7 +18,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -170,14 +170,14 @@ class Plugin:
                 self._worlds.setdefault(world, []).append(error)
             leave(world, rank, why)
 
-        loopback._World.leave = noted  # type: ignore[method-assign]
+        loopback._World.leave = noted  # type: ignore[method-assign,assignment]
 
     def pytest_runtest_logstart(self) -> None:
         self._worlds = {}
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[None]:
-        report: Any = yield  # type: ignore[misc]
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
+        report = yield
         if call.excinfo is not None and report.failed:
             error = call.excinfo.value
             beside = next((found for found in self._worlds.values() if error in found), [])
@@ -185,7 +185,7 @@ class Plugin:
             self._write(Record(item.nodeid, how.value, f"{type(error).__name__}: {error}"[:2000], call.duration))
             if how is not How.OTHER:
                 item.session.shouldstop = f"caught by {item.nodeid}"
-        return report  # type: ignore[return-value]
+        return report
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

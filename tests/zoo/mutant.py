@@ -6,6 +6,7 @@ Knows: patches of text. Does not know: which mutants there are, or how tests run
 from __future__ import annotations
 
 import ast
+import functools
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,7 @@ def patched(mutant: Mutant, root: Path = ROOT) -> dict[str, str]:
     return texts
 
 
+@functools.cache
 def tree(text: str, file: str) -> str:
     """The syntax tree as text, without positions; `PatchError` where there is none."""
     try:

@@ -81,7 +81,7 @@ MUTANTS = (
         ("L5",),
         "A view that a module kept over a step shows the values before it instead of NaN.",
         (Edit(RESIDENCY, '            shelf.lent.fill_(float("nan"))\n', "            assert shelf.lent.numel()\n"),),
-        ("test_properties.py::test_a_view_that_is_kept_over_a_step_shows_no_old_value",),
+        ("test_stage3_properties.py::test_a_view_that_is_kept_over_a_step_shows_no_old_value",),
     ),
     Mutant(
         "a-lent-buffer-is-used-for-another-unit",
@@ -91,7 +91,7 @@ MUTANTS = (
             Edit(RESIDENCY, "if shelf.lent is not None and holders(shelf.lent) == 0:", "if shelf.lent is not None:"),
             Edit("collectives/memory.py", "return _uses(self.storage) == 1", "return _uses(self.storage) <= 2"),
         ),
-        ("test_properties.py::test_a_view_that_is_kept_within_a_step_follows_its_own_parameter",),
+        ("test_stage3_properties.py::test_a_view_that_is_kept_within_a_step_follows_its_own_parameter",),
     ),
     Mutant(
         "the-weights-of-another-slot",
@@ -124,7 +124,7 @@ MUTANTS = (
         ("L7",),
         "A unit that was fetched in advance and then not used stays beside those that are.",
         (Edit(HOOKS, "            for number in (before, expected):\n", "            for number in (before,):\n"),),
-        ("test_properties.py::test_a_unit_that_was_fetched_in_vain_is_given_back",),
+        ("test_stage3_properties.py::test_a_unit_that_was_fetched_in_vain_is_given_back",),
     ),
     Mutant(
         "the-order-of-units-is-never-learned",
@@ -173,7 +173,7 @@ MUTANTS = (
                 "        if shelf.whole[low:high].numel() != shelf.shard.numel():\n",
             ),
         ),
-        ("test_properties.py::test_an_edit_past_the_version_counter_is_told_by_the_owner",),
+        ("test_stage3_properties.py::test_an_edit_past_the_version_counter_is_told_by_the_owner",),
     ),
     Mutant(
         "a-forward-that-raises-stays-entered",
@@ -206,6 +206,6 @@ MUTANTS = (
                 "        if updated:\n            broadcast(self._direct, self._transport, [flat])\n        if",
             ),
         ),
-        ("test_properties.py::test_weights_that_are_not_listed_are_rank_0s_too",),
+        ("test_stage3_properties.py::test_weights_that_are_not_listed_are_rank_0s_too",),
     ),
 )

@@ -6,6 +6,7 @@ folder that it is told. A request is a line of JSON on standard input, the answe
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -24,7 +25,7 @@ def serve() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
-def run(folder: str, arguments: list[str], environment: dict[str, str], out: str) -> NoReturn:
+def run(folder: str, arguments: list[str], environment: dict[str, str], out: str, limit: float) -> NoReturn:
     import pytest
 
     code: Any = 1
@@ -32,9 +33,13 @@ def run(folder: str, arguments: list[str], environment: dict[str, str], out: str
         os.chdir(folder)
         os.environ.update(environment)
         sys.path[0] = folder
-        for stream, number in ((os.open(os.devnull, os.O_RDONLY), 0), (os.open(out, os.O_WRONLY | os.O_CREAT), 1)):
+        for stream, number in (
+            (os.open(os.devnull, os.O_RDONLY), 0),
+            (os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1),
+        ):
             os.dup2(stream, number)
         os.dup2(1, 2)
+        faulthandler.dump_traceback_later(limit, exit=True)
         code = int(pytest.main(arguments))
     finally:
         sys.stdout.flush()

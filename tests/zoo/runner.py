@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from .mutant import Mutant, PatchError, copy_tree
 
 PRELOADED = Path(__file__).with_name("preloaded.py")
 TEST_LIMIT = 60  # seconds for a named test; on an idle machine each takes a few
+SESSION_LIMIT = 1200  # seconds for a run of tests, should a time limit of a test not end it
 SOURCE_READERS = ("test_zoo.py", "test_structure.py")  # they read the source: a patch is not a wrong number
 
 
@@ -57,8 +60,10 @@ class Runner:
         self._process: subprocess.Popen[str] | None = None
 
     def close(self) -> None:
+        """End the process, and what runs in its children."""
         if self._process is not None:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def unpatched(self, tests: Sequence[str]) -> str:
@@ -100,6 +105,7 @@ class Runner:
                 "arguments": [*options, *arguments],
                 "environment": {"ZOO_RECORD": str(record), "PYTHONPATH": str(folder)},
                 "out": str(out),
+                "limit": SESSION_LIMIT,
             }
         )
         lines = record.read_text().splitlines() if record.exists() else []
@@ -115,12 +121,17 @@ class Runner:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                start_new_session=True,
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        answer = self._process.stdout.readline()
+        if not answer:
+            self.close()
+            raise RuntimeError(f"the process that runs the tests ended with status {self._process.wait()}")
+        return int(answer)
 
 
 def _tail(session: _Session) -> str:
