@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.layout import ALIGNMENT_BYTES, Bucket, Dtypes, Layout, ParameterSpec, Slot, build, sharded_bytes
+from zero.layout import ALIGNMENT_BYTES, Bucket, Dtypes, Layout, ParameterSpec, Piece, Slot, build, sharded_bytes
 from zero.stages import STAGES, formula_bytes, formula_traffic, stage_of
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -242,6 +242,13 @@ def test_nothing_ends_at_two_to_the_31() -> None:
     begin, end = wide.owned(7)
     (piece,) = wide.pieces(begin, end)
     assert (piece.begin, piece.end) == (begin, large)
+
+
+def test_a_slot_begins_where_the_one_before_ends_also_beyond_two_to_the_31() -> None:
+    (bucket,) = build([spec("last", (5,)), spec("first", (2**31 + 3,))], 4, 2**40).buckets
+    assert [slot.offset for slot in bucket.slots] == [0, 2**31 + 16]
+    assert bucket.numel == 2**31 + 32
+    assert bucket.pieces(*bucket.owned(3))[-1] == Piece(1, 2**31 + 16, 2**31 + 21)
 
 
 # -- growing -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,236 @@
+"""The bug zoo's own promises: its patches fit, its entries are complete, and its judge takes no crash for a kill."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from collectives import PeerError
+
+from .pool import ProgramError
+from .zoo import table
+from .zoo.catalogue import MUTANTS
+from .zoo.entries import ENTRIES, REPOSITORIES, link
+from .zoo.judge import How, judge
+from .zoo.mutant import ROOT, Edit, Mutant, PatchError, patched, tree
+
+SUBJECTS = [*(f"S{number}" for number in range(1, 63)), *(f"R{number}" for number in range(1, 19))]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_every_patch_fits_exactly_once_and_changes_code(mutant: Mutant) -> None:
+    changed = patched(mutant)
+    assert changed
+    for file, text in changed.items():
+        assert file.startswith(("zero/", "collectives/"))
+        assert tree(text, file) != tree((ROOT / file).read_text(), file)
+
+
+def test_no_two_mutants_are_the_same() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 50
+    sources = {tuple(sorted((f, tree(text, f)) for f, text in patched(m).items())) for m in MUTANTS}
+    assert len(sources) == len(MUTANTS)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (Edit("zero/clip.py", "no such text", ""), "occurs 0 times in zero/clip.py"),
+        (Edit("zero/clip.py", "return", "yield"), "occurs 5 times in zero/clip.py"),
+        (Edit("zero/clip.py", "import math\n", "import math  # twice\n"), "changes no code"),
+        (Edit("zero/clip.py", "import math\n", "import math math\n"), r"zero/clip.py, line \d+: invalid syntax"),
+    ],
+)
+def test_a_patch_that_does_not_fit_is_an_error(edit: Edit, message: str) -> None:
+    with pytest.raises(PatchError, match=message):
+        patched(Mutant("a mutant", (), "", (edit,), ()))
+
+
+def test_every_entry_is_covered_or_waits_or_says_why_not_exactly_once() -> None:
+    covered = {name for mutant in MUTANTS for name in mutant.entries}
+    assert covered <= set(ENTRIES)
+    assert [name for name in ENTRIES if not name.startswith("L")] == SUBJECTS
+    for name, entry in ENTRIES.items():
+        assert [name in covered, bool(entry.waits), bool(entry.impossible)].count(True) == 1, name
+
+
+def test_every_source_is_a_link() -> None:
+    assert link("DS#7718") == "[DeepSpeed 7718](https://github.com/deepspeedai/DeepSpeed/issues/7718)"
+    sources = {source for entry in ENTRIES.values() for source in entry.sources}
+    assert {source.replace("!", "#").split("#")[0] for source in sources} == set(REPOSITORIES)
+    assert all(link(source).count("https://github.com/") == 1 for source in sources)
+
+
+def test_the_readme_s_tables_are_about_these_mutants_and_entries() -> None:
+    text = table.README.read_text()
+    _, _, *rows = table.between(text, table.MUTANTS_BEGIN, table.MUTANTS_END)
+    assert len(rows) == len(MUTANTS)
+    for row, mutant in zip(rows, MUTANTS, strict=True):
+        assert row.startswith(f"| {' '.join(mutant.entries)} | `{mutant.name}` | {mutant.wrong} | `")
+        assert any(f"| `{test.replace('|', chr(92) + '|')}" in row for test in mutant.tests), mutant.name
+    assert table.between(text, table.ENTRIES_BEGIN, table.ENTRIES_END) == table.entry_rows()
+
+
+# -- the judge --------------------------------------------------------------------------------------------------------
+
+LIBRARY = """
+import torch
+
+def documented(kind=ValueError):
+    raise kind(
+        "this cannot be"
+    )
+
+def shapes():
+    return torch.ones(2) + torch.ones(3)
+
+def asserted():
+    assert not torch
+
+def attribute():
+    return torch.nothing_like_this
+
+def passed_on():
+    try:
+        shapes()
+    except RuntimeError:
+        raise
+
+def told(kind=ValueError):
+    try:
+        {}["key"]
+    except KeyError as error:
+        raise kind("no such key") from error
+
+def late(kind):
+    raise kind("rank 0, in step(): no answer from rank 1 after 5.0 s (time limit of 5 s passed)")
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """A module that lies where a mutant's `zero` would; its folder's parent is the root."""
+    file = tmp_path_factory.mktemp("root") / "zero" / "made_up.py"
+    file.parent.mkdir()
+    file.write_text(LIBRARY)
+    spec = importlib.util.spec_from_file_location("made_up", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def root_of(library: ModuleType) -> Path:
+    assert library.__file__ is not None
+    return Path(library.__file__).parent.parent
+
+
+def error_of(call: Callable[[], object]) -> BaseException:
+    try:
+        call()
+    except BaseException as error:
+        return error
+    raise RuntimeError("it raised nothing")
+
+
+def imports_nothing() -> None:
+    import nothing_like_this  # type: ignore[import-not-found] # noqa: F401
+
+
+def names_nothing() -> None:
+    nothing_like_this  # type: ignore[name-defined] # noqa: B018, F821
+
+
+def fails_to_raise() -> None:
+    with pytest.raises(ValueError, match="this"):
+        pass
+
+
+def raises_another(call: Callable[[], object]) -> None:
+    with pytest.raises((ValueError, RuntimeError), match="another message"):
+        call()
+
+
+def out_of_time() -> None:
+    pytest.fail("Timeout (>60.0s) from pytest-timeout.")
+
+
+def asserts() -> None:
+    assert torch.ones(1) == 2
+
+
+CASES: dict[str, tuple[Callable[[ModuleType], object], How]] = {
+    "a test's assertion": (lambda _: asserts(), How.ASSERTION),
+    "an error that did not come": (lambda _: fails_to_raise(), How.ASSERTION),
+    "a documented error with another message": (lambda m: raises_another(m.documented), How.ASSERTION),
+    "a documented error": (lambda m: m.documented(), How.ERROR),
+    "a documented type error": (lambda m: m.documented(TypeError), How.ERROR),
+    "a documented error with a cause": (lambda m: m.told(), How.ERROR),
+    "pytest's time limit": (lambda _: out_of_time(), How.TIME_LIMIT),
+    "the library's time limit": (lambda m: m.late(PeerError), How.TIME_LIMIT),
+    "an import error": (lambda _: imports_nothing(), How.OTHER),
+    "a name error": (lambda _: names_nothing(), How.OTHER),
+    "an attribute error of the library": (lambda m: m.attribute(), How.OTHER),
+    "an index error": (lambda _: [][0], How.OTHER),
+    "a key error by a raise": (lambda m: m.documented(KeyError), How.OTHER),
+    "shapes that do not fit": (lambda m: m.shapes(), How.OTHER),
+    "shapes that do not fit, passed on": (lambda m: m.passed_on(), How.OTHER),
+    "shapes that do not fit, where another error was expected": (lambda m: raises_another(m.shapes), How.OTHER),
+    "an assertion of the library": (lambda m: m.asserted(), How.OTHER),
+    "a value error of Python": (lambda _: int("x"), How.OTHER),
+    "something not implemented": (lambda m: m.documented(NotImplementedError), How.OTHER),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_assertions_documented_errors_and_time_limits_are_kills(name: str, library: ModuleType) -> None:
+    call, how = CASES[name]
+    assert judge(error_of(lambda: call(library)), root_of(library)) is how
+
+
+@pytest.mark.parametrize("name", ["a test's assertion", "a documented error", "an index error"])
+def test_of_several_ranks_those_decide_that_were_not_told_by_another(name: str, library: ModuleType) -> None:
+    call, how = CASES[name]
+    own, told = error_of(lambda: call(library)), error_of(lambda: library.documented(PeerError))
+    for raised in (own, told):
+        assert judge(raised, root_of(library), [told, own]) is how
+
+
+def test_one_rank_s_crash_is_no_kill_whatever_the_others_say(library: ModuleType) -> None:
+    ranks = [error_of(asserts), error_of(library.attribute)]
+    assert judge(ranks[0], root_of(library), ranks) is How.OTHER
+
+
+def test_several_failures_of_one_test_must_all_be_kills(library: ModuleType) -> None:
+    class SeveralError(Exception):
+        exceptions: tuple[BaseException, ...] = ()
+
+    group = SeveralError()
+    group.exceptions = (error_of(asserts), error_of(library.documented))
+    assert judge(group, root_of(library)) is How.ASSERTION
+    group.exceptions += (error_of(library.shapes),)
+    assert judge(group, root_of(library)) is How.OTHER
+
+
+PROCESS = 'Traceback (most recent call last):\n  File "{file}", line {line}, in program\n    ...\n{name}: {text}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "how"),
+    [("ValueError", 5, How.ERROR), ("RuntimeError", 10, How.OTHER), ("IndexError", 5, How.OTHER)],
+)
+def test_processes_are_judged_by_their_tracebacks(name: str, line: int, how: How, library: ModuleType) -> None:
+    own = PROCESS.format(file=library.__file__, line=line, name=name, text="this")
+    told = PROCESS.format(file=library.__file__, line=5, name="PeerError", text="rank 1 failed")
+    error = ProgramError({1: (name, "this"), 3: ("PeerError", "rank 1 failed")}, f"rank 1:\n{own}\nrank 3:\n{told}")
+    assert judge(error, root_of(library)) is how
+    asserted = PROCESS.format(file=__file__, line=1, name="AssertionError", text="")
+    error = ProgramError({0: ("AssertionError", "")}, f"rank 0:\n{asserted}")
+    assert judge(error, root_of(library)) is How.ASSERTION
+    assert judge(TimeoutError("rank 1 did not answer within 60 s"), root_of(library)) is How.TIME_LIMIT

@@ -1,0 +1,14 @@
+"""All mutants, in the order of the table."""
+
+from __future__ import annotations
+
+from . import mutants_norms, mutants_ranks, mutants_states, mutants_sums, mutants_units, mutants_update
+
+MUTANTS = (
+    *mutants_sums.MUTANTS,
+    *mutants_ranks.MUTANTS,
+    *mutants_norms.MUTANTS,
+    *mutants_update.MUTANTS,
+    *mutants_states.MUTANTS,
+    *mutants_units.MUTANTS,
+)

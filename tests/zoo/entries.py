@@ -1,0 +1,174 @@
+"""What the mutants stand for: published bugs of such libraries, defects read in their code, and laws of this one.
+
+S-entries are public reports of training that went on with a wrong number (a report is its author's claim until a fix
+confirms it); R-entries were found by reading source code; L-entries are promises of this library that no report covers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+REPOSITORIES = {
+    "ACC": "huggingface/accelerate",
+    "AREAL": "areal-project/AReaL",
+    "BNB": "bitsandbytes-foundation/bitsandbytes",
+    "CAI": "hpcaitech/ColossalAI",
+    "COMP": "mosaicml/composer",
+    "DS": "deepspeedai/DeepSpeed",
+    "FS": "facebookresearch/fairscale",
+    "HF": "huggingface/transformers",
+    "IL": "instructlab/training",
+    "MILD": "radixark/miles_diffusion",
+    "ML": "NVIDIA/Megatron-LM",
+    "NC": "karpathy/nanochat",
+    "NEOX": "EleutherAI/gpt-neox",
+    "PICO": "huggingface/picotron",
+    "PT": "pytorch/pytorch",
+    "RL": "NVIDIA-NeMo/RL",
+    "RLX": "redai-studio/Relax",
+    "SWIFT": "modelscope/ms-swift",
+    "TE": "NVIDIA/TransformerEngine",
+    "TREC": "meta-pytorch/torchrec",
+    "TT": "pytorch/torchtitan",
+    "VEO": "ByteDance-Seed/VeOmni",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """``sources``: as "DS#7718", an issue, or "DS!7718", a pull request. An entry without a mutant ``waits`` for a
+    feature or is ``impossible`` for a reason."""
+
+    text: str
+    sources: tuple[str, ...] = ()
+    waits: str = ""
+    impossible: str = ""
+
+
+PRECISION, SCALING, OFFLOAD = "mixed precision", "loss scaling", "offload"
+MATRIX, DISK = "whole-matrix optimizers (Muon)", "checkpoints on disk"
+
+ENTRIES: dict[str, Entry] = {
+    # gradients and accumulation
+    "S1": Entry("each backward resets the accumulator; the last micro-batch alone counts", ("DS#7718", "ACC#3877")),
+    "S2": Entry("copies to the host at the wrong micro-step after the first step", ("DS!6550",), OFFLOAD),
+    "S3": Entry("a parameter without a gradient in one micro-batch breaks accumulation", ("DS!545",)),
+    "S4": Entry("the last micro-batch is not reduced; ranks differ", ("DS!7985",)),
+    "S5": Entry("`zero_grad` is skipped (and gradients keep the loss scale, here without one)", ("DS#7837", "DS!7839")),
+    "S6": Entry("stages give different losses, more so with accumulation", ("DS#966", "DS#1488")),
+    "S7": Entry("the accumulated shard is scaled instead of the new bucket: 1/W compounds", ("ML!3023",)),
+    "S8": Entry("a group of one rank doubles the gradient at each micro-batch", ("ML#6660",)),
+    "S9": Entry("a new gradient overwrites the accumulated one", ("IL#414",)),
+    "S10": Entry("gradients are never synchronised where the shard dimension is 1", ("PT#154888",), "hybrid sharding"),
+    "S11": Entry("the backend's mean is a sum: gradients times W", ("PT#162338", "PT!99964")),
+    "S12": Entry("with accumulation all outputs are 0 after a step (no cause given: the symptom)", ("CAI#2496",)),
+    "S13": Entry("a fused path goes around the reduce-scatter: unreduced gradients", ("TE!2698",)),
+    "S14": Entry(
+        "partial sums of an embedding that pipeline stages share are added",
+        ("ML#844",),
+        impossible="there is no pipeline parallelism; a tied parameter is one parameter, whose uses autograd adds up",
+    ),
+    "S15": Entry("ranks whose graphs differ update the shards of one parameter unevenly", ("PT!174862",)),
+    "S16": Entry("local token counts normalise the loss before it is averaged", ("HF#34242", "TT!1803")),
+    "S17": Entry("from the second step on views are made at the wrong place of the flat buffer", ("ML#5787",)),
+    # races, buffers, overlap
+    "S18": Entry("a buffer under way is recycled by the allocator", ("DS!7965",)),
+    "S19": Entry("one of several streams is waited for", ("DS#8061",)),
+    "S20": Entry("a data race under overlap", ("DS#5545",)),
+    "S21": Entry("the bucket size changes convergence", ("DS#6351",)),
+    "S22": Entry("results differ with overlap on and off", ("NEOX#1004",)),
+    "S23": Entry("gathered parameters are read before the copy is done", ("DS#5059",)),
+    "S24": Entry("a wrong count of requests that are waited for", ("FS#241", "FS!242", "FS#1172")),
+    "S25": Entry("the copy back from the host is not synchronised", ("DS!3097", "DS#1643"), OFFLOAD),
+    "S26": Entry("stale parameters stay in buckets, with re-entrant checkpointing", ("DS!7780",)),
+    "S27": Entry("more than 2^31 - 1 elements: writes out of bounds", ("SWIFT!10023",)),
+    # norms, clipping, scaling
+    "S28": Entry("the clip coefficient is not applied correctly", ("DS!5150",)),
+    "S29": Entry("the norm is wrong where buckets are on", ("FS#517", "FS!518")),
+    "S30": Entry("the infinity norm is always 1", ("TREC!3199",)),
+    "S31": Entry("clipping uses the local norm", ("PT#170862", "MILD!35")),
+    "S32": Entry("a tied copy counts twice in the norm", ("ML!7228",)),
+    "S33": Entry("replicated parameters are counted more or less than once", ("ML!5916", "ML!6470")),
+    "S34": Entry("no norm for unused parameters whose gradients are on the host", ("DS#5241",), OFFLOAD),
+    "S35": Entry("an overflow enters the momentum before the step is discarded", ("DS#8432",), SCALING),
+    "S36": Entry("norm and step both prepare the gradients: unscaled twice (here: divided twice)", ("RLX!44",)),
+    "S37": Entry("the declared dtype of a reduction is not honoured", ("PT#190626", "PT#186998")),
+    "S38": Entry("fresh and accumulated gradients differ in dtype", ("PT#196996",), PRECISION),
+    "S39": Entry("an upcast to fp32 master weights does nothing", ("ACC#3979",), PRECISION),
+    # the update itself
+    "S40": Entry("a fake step that makes the state advances Adam's count", ("PT#164929", "TT!4382", "ML!5976")),
+    "S41": Entry("the wrong partition is copied back: a fraction is trained", ("DS!2058",)),
+    "S42": Entry("the last rank's rows are never updated", ("PT#176076",)),
+    "S43": Entry("the first iterations do not update (ZeroRedundancyOptimizer with overlap, documented)"),
+    "S44": Entry("matrices that cross partitions are orthogonalised partly reduced", ("DS#7807",), MATRIX),
+    "S45": Entry("orthogonalised at each micro-batch instead of each step", ("DS!8600",), MATRIX),
+    "S46": Entry("the geometry of matrices is lost, and updates come twice, with offload", ("DS!8464",), MATRIX),
+    "S47": Entry("which 8-bit states stay fp32 depends on wrapping", ("BNB!2081",), "states of a narrower dtype"),
+    "S48": Entry("the optimizer that was asked for is silently another", ("ACC#1902",)),
+    "S49": Entry("a subset is given, and all parameters are optimized", ("COMP!3502",)),
+    "S50": Entry("tied weights are silently untied", ("RL#227",)),
+    "S51": Entry(
+        "the scheduler is stepped more often with more processes",
+        ("ACC!2304",),
+        impossible="the library never steps a scheduler: torch's own act on the live param groups",
+    ),
+    # checkpoints
+    "S52": Entry("a loop over nothing: training goes on from another state", ("ML!6920",)),
+    "S53": Entry("the step, or what param groups hold, is not restored", ("DS!4396", "DS!5289")),
+    "S54": Entry("the owner's copy is stale after weights alone were loaded", ("DS!762", "DS#2101", "DS!4141")),
+    "S55": Entry("frozen weights are lost", ("DS#3090",)),
+    "S56": Entry(
+        "parameters are told apart by `data_ptr()`, which is 0 for several", ("DS#1896", "DS!3033", "DS#1317")
+    ),
+    "S57": Entry("the loader silently drops the moments", ("AREAL!1468",)),
+    "S58": Entry("resuming differs where rows do not divide by the ranks", ("TT#1136",)),
+    "S59": Entry("a forward for evaluation corrupts the checkpoint of narrow copies", ("PT#104770",), PRECISION),
+    "S60": Entry("padding in optimizer checkpoints", ("ML!5898",)),
+    "S61": Entry("a strict load succeeds into the wrong layers", ("ML#7452",)),
+    "S62": Entry("a newer scheduler state is saved with an older model", ("VEO!1181",)),
+    # read in source code
+    "R1": Entry("DeepSpeed: the loss scale is updated, then used to unscale older gradients", (), SCALING),
+    "R2": Entry("DeepSpeed stages 1, 2: `reduce_scatter=True` is an all-reduce: twice the traffic"),
+    "R3": Entry("ColossalAI: as R1", (), SCALING),
+    "R4": Entry("ZeroRedundancyOptimizer: a global rank is taken for the rank in the group"),
+    "R5": Entry("FairScale ShardedDDP: a group's index is compared with a global rank; the owner drops its gradient"),
+    "R6": Entry("FairScale OSS: the norm is summed over the world whatever the group"),
+    "R7": Entry("ColossalAI: returns before a collective where a rank has no gradients; adds norms, not squares"),
+    "R8": Entry("nanotron: equal splits against uneven offsets"),
+    "R9": Entry("nanotron: the last key of a state alone is flattened for the checkpoint"),
+    "R10": Entry("nanotron: writes files under one name, looks for another", (), DISK),
+    "R11": Entry("picotron: the hook averages the parameter instead of its gradient", ("PICO#39",)),
+    "R12": Entry("picotron, FairScale: `no_sync` without `finally`"),
+    "R13": Entry("modded-nanogpt: states are keyed by `id(p)`"),
+    "R14": Entry("DeepSpeed: padding is uninitialised memory"),
+    "R15": Entry("FairScale: an exact fit is rejected by a bucket"),
+    "R16": Entry(
+        "FairScale: an AttributeError while a ValueError is raised",
+        impossible="its failure is an AttributeError, which is no kill here; `test_errors` exercises the messages",
+    ),
+    "R17": Entry("FSDP1: ranks with the same shapes in another order", ("PT!75902",)),
+    "R18": Entry("Megatron: the constructor of one instance changes another"),
+    # laws of this library
+    "L1": Entry("the plain loop's arithmetic: order of sums, true division, -0.0 for nothing, cuts that no sum sees"),
+    "L2": Entry("a gradient or parameter that a rank shows is right, or it is loud"),
+    "L3": Entry("an exception leaves an object that can go on"),
+    "L4": Entry("who is trainable is asked at each backward, and equal on all ranks"),
+    "L5": Entry("memory in use is waited for, not reused, and never shows an old or another's value"),
+    "L6": Entry("collectives are launched in layout order, units gathered one ahead"),
+    "L7": Entry("a rank holds no more than the formulas say", ("NC#566",)),
+    "L8": Entry("every rank enters every collective; an error reaches all ranks, with its reason"),
+    "L9": Entry("optimizers side by side do not read each other's messages"),
+    "L10": Entry("construction makes rank 0's values everybody's"),
+    "L11": Entry("no gradient is not a gradient of zero"),
+    "L12": Entry("the class and its param groups are the user's: live, whole, element-wise or refused"),
+    "L13": Entry("edits from outside count, or are told"),
+}
+
+
+def link(source: str) -> str:
+    """A source as a Markdown link."""
+    mark = "#" if "#" in source else "!"
+    key, number = source.split(mark)
+    repository = REPOSITORIES[key]
+    kind = "issues" if mark == "#" else "pull"
+    return f"[{repository.split('/')[1]} {number}](https://github.com/{repository}/{kind}/{number})"

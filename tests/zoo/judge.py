@@ -1,0 +1,211 @@
+"""Whether a failed test has caught a mutant: a pytest plugin (``-p tests.zoo.judge``), and the verdicts behind it.
+
+Knows: exceptions and their tracebacks. Does not know: mutants, or what is done with a verdict.
+
+    caught        a test's own assertion          AssertionError outside of `zero` and `collectives`, `pytest.fail`
+                  a documented error              ValueError, TypeError or RuntimeError by a ``raise`` of the library
+                  a time limit                    pytest's, the library's or that of the pool of processes
+    not caught    anything else                   ImportError, NameError, AttributeError, IndexError, KeyError, what
+                                                  torch raises, the library's own ``assert``, an error before a test
+
+Where several ranks failed, the verdict is that on the ranks that failed by themselves, not on those that were told.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+from _pytest.outcomes import Failed
+from hypothesis import Phase, settings
+
+PACKAGES = ("zero", "collectives")
+TOLD = "PeerError"  # the class of what a rank raises when another one failed
+_LATE = re.compile(r"no answer from rank .*(time limit of|Timed out)", re.DOTALL)  # of a Loopback, of gloo
+_LAST_FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
+
+
+class How(Enum):
+    """How a test failed."""
+
+    ASSERTION = "assertion"
+    ERROR = "error"
+    TIME_LIMIT = "time limit"
+    OTHER = "not a kill"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception as the judge sees it. ``place``: file and line of the innermost frame of Python code."""
+
+    kinds: tuple[str, ...]
+    message: str
+    place: tuple[str, int] | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        place = None
+        trace: TracebackType | None = error.__traceback__
+        while trace is not None:
+            place = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+            trace = trace.tb_next
+        return cls(tuple(kind.__name__ for kind in type(error).__mro__), str(error), place)
+
+
+def judge(error: BaseException, root: Path, ranks: Sequence[BaseException] = ()) -> How:
+    """The verdict on what a test raised; ``ranks``: what it and the other threads of its group raised."""
+    group = getattr(error, "exceptions", None)  # hypothesis found several failures
+    if isinstance(group, tuple):
+        return _common(judge(each, root, ranks) for each in group)
+    if type(error).__name__ == "ProgramError" and hasattr(error, "errors"):
+        return _most_telling([_of_process(name, text) for name, text in _by_rank(error)], root)
+    hidden = error.__context__
+    if isinstance(error, AssertionError) and hidden is not None and "Regex pattern did not match" in str(error):
+        return How.ASSERTION if judge(hidden, root) is not How.OTHER else How.OTHER  # another error, of any origin
+    return _most_telling([Failure.of(each) for each in ranks or [error]], root)
+
+
+def verdict(failure: Failure, root: Path) -> How:
+    """The verdict on one exception."""
+    kinds, inside = failure.kinds, _package(failure.place, root) is not None
+    if "pytest-timeout" in failure.message and Failed.__name__ in kinds:
+        return How.TIME_LIMIT
+    if "TimeoutError" in kinds and "did not answer within" in failure.message:
+        return How.TIME_LIMIT
+    if Failed.__name__ in kinds:
+        return How.ASSERTION
+    if "AssertionError" in kinds:
+        return How.OTHER if inside else How.ASSERTION
+    documented = {"ValueError", "TypeError", "RuntimeError"} & set(kinds) and "NotImplementedError" not in kinds
+    if documented and inside and _is_raise(failure.place):
+        late = TOLD in kinds and _LATE.search(failure.message) is not None
+        return How.TIME_LIMIT if late else How.ERROR
+    return How.OTHER
+
+
+def _most_telling(failures: Sequence[Failure], root: Path) -> How:
+    """The verdict on several ranks: those that were told of another's failure say nothing of their own."""
+    own = [failure for failure in failures if TOLD not in failure.kinds]
+    late = [failure for failure in failures if verdict(failure, root) is How.TIME_LIMIT]
+    return _common(verdict(failure, root) for failure in own or late or failures)
+
+
+def _common(verdicts: Iterator[How]) -> How:
+    """One verdict of several: all must be kills."""
+    found = set(verdicts)
+    return next(how for how in (How.OTHER, How.ASSERTION, How.ERROR, How.TIME_LIMIT) if how in found or not found)
+
+
+def _package(place: tuple[str, int] | None, root: Path) -> str | None:
+    """The package of the library in which a place lies."""
+    if place is None:
+        return None
+    return next((name for name in PACKAGES if Path(place[0]).is_relative_to(root / name)), None)
+
+
+def _is_raise(place: tuple[str, int] | None) -> bool:
+    """True where a line belongs to a ``raise`` statement."""
+    assert place is not None
+    tree = ast.parse(Path(place[0]).read_text())
+    raises = (node for node in ast.walk(tree) if isinstance(node, ast.Raise))
+    return any(node.lineno <= place[1] <= (node.end_lineno or node.lineno) for node in raises)
+
+
+def _by_rank(error: Any) -> Iterator[tuple[str, str]]:
+    """(class, traceback) of each rank of a gloo program."""
+    texts = re.split(r"^rank \d+:$", str(error), flags=re.MULTILINE)[1:]
+    for (name, _), text in zip(error.errors.values(), texts, strict=True):
+        yield name, text
+
+
+def _of_process(name: str, text: str) -> Failure:
+    """What a process raised, from its traceback."""
+    frames = _LAST_FRAME.findall(text)
+    kinds = {"CollectiveError": ("RuntimeError",), "MismatchError": ("RuntimeError",), TOLD: ("RuntimeError",)}
+    place = (frames[-1][0], int(frames[-1][1])) if frames else None
+    return Failure((name, *kinds.get(name, ())), text, place)
+
+
+# -- the plugin -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Record:
+    """A test that failed."""
+
+    test: str
+    how: str
+    error: str
+    seconds: float
+
+
+class Plugin:
+    """Writes each failure to a file, a line of JSON each, and ends the session at the first one that is a kill."""
+
+    def __init__(self, root: Path, out: Path) -> None:
+        self._root, self._out = root, out
+        self._worlds: dict[Any, list[BaseException]] = {}  # what the threads of a Loopback raised
+
+    def pytest_sessionstart(self) -> None:
+        import zero
+        from collectives import loopback
+
+        if not Path(zero.__file__).is_relative_to(self._root):
+            raise pytest.UsageError(f"these tests would run on {zero.__file__}, not on the mutant in {self._root}")
+        leave: Callable[..., None] = loopback._World.leave
+
+        def noted(world: Any, rank: int, why: str) -> None:
+            error = sys.exc_info()[1]
+            if error is not None:
+                self._worlds.setdefault(world, []).append(error)
+            leave(world, rank, why)
+
+        loopback._World.leave = noted  # type: ignore[method-assign,assignment]
+
+    def pytest_runtest_logstart(self) -> None:
+        self._worlds = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
+        report = yield
+        if call.excinfo is not None and report.failed:
+            error = call.excinfo.value
+            beside = next((found for found in self._worlds.values() if error in found), [])
+            how = judge(error, self._root, beside) if call.when == "call" else How.OTHER
+            self._write(Record(item.nodeid, how.value, f"{type(error).__name__}: {error}"[:2000], call.duration))
+            if how is not How.OTHER:
+                item.session.shouldstop = f"caught by {item.nodeid}"
+        return report
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._write(Record(report.nodeid, How.OTHER.value, str(report.longrepr)[-2000:], 0.0))
+
+    def _write(self, record: Record) -> None:
+        with self._out.open("a") as file:
+            file.write(json.dumps(record.__dict__) + "\n")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    out = os.environ.get("ZOO_RECORD")
+    if out is not None:
+        settings.register_profile(
+            "zoo",
+            settings.get_profile("default"),
+            phases=(Phase.explicit, Phase.generate),  # to catch a mutant, no smaller example is needed
+            report_multiple_bugs=False,
+            database=None,
+        )
+        settings.load_profile("zoo")
+        config.pluginmanager.register(Plugin(Path.cwd(), Path(out)))

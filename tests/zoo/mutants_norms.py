@@ -1,0 +1,148 @@
+"""Mutants of the norm and of clipping."""
+
+from __future__ import annotations
+
+from .mutant import Edit, Mutant
+
+NORM, OPTIMIZER = "zero/norm.py", "zero/optimizer.py"
+CLIPPING = "test_exact.py::test_clipping_is_that_of_the_plain_loop_for_every_norm"
+
+MUTANTS = (
+    Mutant(
+        "stage-0-returns-the-norm-and-does-not-clip",
+        ("S28",),
+        "Where every rank holds whole gradients, the factor is computed and not applied.",
+        (
+            Edit(
+                OPTIMIZER,
+                "        if not bool(factor == 1.0):\n",
+                "        if not bool(factor == 1.0) and not self._stage.means_are_gathered:\n",
+            ),
+        ),
+        (f"{CLIPPING}[0-2.0]",),
+    ),
+    Mutant(
+        "small-gradients-are-scaled-up",
+        ("S28",),
+        "The clip factor is not bounded by 1: gradients below the limit grow to it.",
+        (Edit("zero/clip.py", "torch.clamp(max_norm / (norm + 1e-6), max=1.0)", "max_norm / (norm + 1e-6)"),),
+        ("test_norm.py::test_the_clip_factor_is_torchs",),
+    ),
+    Mutant(
+        "the-norm-of-the-first-bucket",
+        ("S29",),
+        "The norm covers the first bucket that has a gradient, so that it depends on the bucket size.",
+        (
+            Edit(
+                OPTIMIZER,
+                "            if gradient is None:\n                continue\n            begin, _",
+                "            if gradient is None or pieces:\n                continue\n            begin, _",
+            ),
+        ),
+        (f"{CLIPPING}[2-2.0]",),
+    ),
+    Mutant(
+        "the-infinity-norm-is-one",
+        ("S30",),
+        "The largest magnitude is raised to 1/inf, which is 1.",
+        (
+            Edit(
+                NORM,
+                "if self.norm_type in (1.0, math.inf):\n                return",
+                "if self.norm_type == 1.0:\n                return",
+            ),
+        ),
+        ("test_norm.py::test_it_agrees_with_torch_in_fp64",),
+    ),
+    Mutant(
+        "the-norm-of-this-rank",
+        ("S31",),
+        "Each rank clips by the norm of its own slices.",
+        (Edit(OPTIMIZER, "        norm = total.norm(dtype)\n", "        norm = mine.norm(dtype)\n"),),
+        (f"{CLIPPING}[2-2.0]",),
+    ),
+    Mutant(
+        "tied-parameters-count-twice-in-the-norm",
+        ("S32",),
+        "A parameter with two names is added to the norm once for each.",
+        (
+            Edit(
+                OPTIMIZER,
+                "                    pieces.append(gradient[piece.begin - begin : piece.end - begin])\n",
+                "                    names = "
+                "self._storage.layout.parameters[store.bucket.slots[piece.slot].parameter].names\n"
+                "                    pieces += [gradient[piece.begin - begin : piece.end - begin]] * len(names)\n",
+            ),
+        ),
+        (f"{CLIPPING}[2-2.0]",),
+    ),
+    Mutant(
+        "replicas-count-once-a-rank",
+        ("S33",),
+        "At stage 0 every rank adds the whole gradient to the norm, which grows by sqrt(W).",
+        (
+            Edit(
+                OPTIMIZER,
+                "            begin, _ = self._stage.stepped(store.bucket, self.rank)\n"
+                "            for piece in store.pieces:\n",
+                "            begin, end = self._stage.stepped(store.bucket, self.rank)\n"
+                "            for piece in store.bucket.pieces(begin, end):\n",
+            ),
+        ),
+        (f"{CLIPPING}[0-2.0]",),
+    ),
+    Mutant(
+        "a-rank-without-gradients-returns-at-once",
+        ("R7",),
+        "A rank that owns no used piece returns a norm of 0 before the exchange, in which the others wait for it.",
+        (
+            Edit(
+                OPTIMIZER,
+                "        mine = PowerSum.of(pieces, norm_type)\n",
+                "        if not pieces:\n            return torch.zeros((), dtype=dtype)\n"
+                "        mine = PowerSum.of(pieces, norm_type)\n",
+            ),
+        ),
+        ("test_properties.py::test_a_rank_that_owns_nothing_takes_part[2]",),
+    ),
+    Mutant(
+        "norms-are-added-instead-of-squares",
+        ("R7",),
+        "The ranks' norms are added up, not their sums of squares.",
+        (
+            Edit(
+                OPTIMIZER,
+                "        norm = total.norm(dtype)\n",
+                "        roots = [PowerSum.from_bytes(data).norm(dtype) for data in self._transport.exchange("
+                'mine.to_bytes(), Tag(Kind.EXCHANGE, "norms"))]\n        norm = torch.stack(roots).sum()\n',
+            ),
+        ),
+        (f"{CLIPPING}[2-2.0]",),
+    ),
+    Mutant(
+        "padding-counts-in-the-norm",
+        ("R14",),
+        "The norm runs over whole slices, with the uninitialised memory between the parameters.",
+        (
+            Edit(
+                OPTIMIZER,
+                "                    pieces.append(gradient[piece.begin - begin : piece.end - begin])\n",
+                "                    pieces[-1:] = [*(p for p in pieces[-1:] if p is not gradient), gradient]\n",
+            ),
+        ),
+        ("test_face.py::test_padding_and_scratch_cannot_be_observed[2]",),
+    ),
+    Mutant(
+        "a-naive-sum-of-squares",
+        ("L1",),
+        "Squares are added in fp64 as they come: the norm depends on where the slices are cut.",
+        (
+            Edit(
+                NORM,
+                "        self._units += _exact_sum(sums)\n",
+                "        self._units += _in_units(sums.sum().item())\n",
+            ),
+        ),
+        ("test_norm.py::test_no_cut_no_order_and_no_grouping_changes_the_partial",),
+    ),
+)

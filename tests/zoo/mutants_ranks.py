@@ -1,0 +1,287 @@
+"""Mutants of what travels: waits, buffers, the order of launches, ranks and groups, agreement, bytes."""
+
+from __future__ import annotations
+
+from .mutant import Edit, Mutant
+
+BUCKETING, MESSAGES, PAIRWISE = "collectives/bucketing.py", "collectives/messages.py", "collectives/pairwise.py"
+MEMORY, NATIVE, TRANSPORT = "collectives/memory.py", "collectives/native.py", "collectives/transport.py"
+GRADIENTS, LAYOUT, REDUCER = "zero/gradients.py", "zero/layout.py", "zero/reducer.py"
+EXACT = "test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
+DIFFERENT = "test_errors.py::test_ranks_that_built_different_models_learn_the_first_difference"
+
+WAITS = (
+    Mutant(
+        "a-block-in-use-is-handed-out",
+        ("S18",),
+        "Scratch memory that a transfer still holds counts as free: two contributions arrive in one buffer.",
+        (Edit(MEMORY, "return _uses(self.storage) == 1", "return _uses(self.storage) >= 1"),),
+        (f"{EXACT}[2-sgd]",),
+    ),
+    Mutant(
+        "one-source-of-several-is-waited-for",
+        ("S19",),
+        "The owner waits for the first of the other ranks and folds what the others' buffers hold by then.",
+        (
+            Edit(
+                PAIRWISE,
+                "        self._recvs.wait()\n",
+                "        for work in list(self._recvs._works)[:1]:\n            work.wait()\n",
+            ),
+        ),
+        (f"{EXACT}[2-sgd]",),
+    ),
+    Mutant(
+        "a-bucket-is-launched-one-gradient-early",
+        ("S20",),
+        "A bucket leaves before its last gradient is there, which is lost.",
+        (Edit(REDUCER, "        if self._missing[bucket] == 0:\n", "        if self._missing[bucket] <= 1:\n"),),
+        (f"{EXACT}[2-sgd]",),
+    ),
+    Mutant(
+        "means-are-read-while-they-travel",
+        ("S22",),
+        "Stage 0 shows means whose gather nobody waits for: what is read depends on how fast it comes.",
+        (
+            Edit(
+                REDUCER,
+                "for store in stores).wait()\n        self._means_divisor",
+                "for store in stores)\n        self._means_divisor",
+            ),
+        ),
+        ("test_face.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
+    ),
+    Mutant(
+        "one-request-fewer-is-waited-for",
+        ("S24",),
+        "Of several transfers the last one is not waited for.",
+        (Edit(MESSAGES, "        while self._works:\n", "        while len(self._works) > 1:\n"),),
+        ("test_collectives.py::test_direct_exchanges_may_be_waited_for_in_any_order", f"{EXACT}[2-sgd]"),
+    ),
+    Mutant(
+        "the-gather-after-the-step-is-not-waited-for",
+        ("L5",),
+        "The next forward reads parameters that are still on their way from their owners.",
+        (Edit("zero/optimizer.py", "            Chain(works).wait()\n", ""),),
+        (f"{EXACT}[2-sgd]",),
+    ),
+    Mutant(
+        "buckets-are-launched-as-they-become-ready",
+        ("L6",),
+        "A bucket does not wait for its predecessors: ranks whose graphs differ launch in different orders.",
+        (
+            Edit(
+                BUCKETING,
+                "        while not self.done and self._order[self._next] in self._ready:\n            self._start()\n",
+                "        if bucket in self._order[self._next :]:\n"
+                "            rest = [other for other in self._order[self._next :] if other != bucket]\n"
+                "            self._order = (*self._order[: self._next], bucket, *rest)\n"
+                "            self._start()\n",
+            ),
+        ),
+        ("test_collectives.py::test_buckets_are_launched_in_order_as_soon_as_they_may",),
+    ),
+    Mutant(
+        "any-number-of-buckets-is-in-flight",
+        ("L7",),
+        "Nothing bounds the buckets under way: a rank holds all of them at once.",
+        (Edit(BUCKETING, "        while len(self._flying) >= self._limit:\n            self._land()\n", ""),),
+        ("test_face.py::test_bytes_of_a_rank_are_those_of_the_formulas[0.01-4-2]",),
+    ),
+    Mutant(
+        "stage-2-keeps-whole-gradients",
+        ("L7",),
+        "The stage table's row of stage 2 is that of stage 1: every rank holds all gradients.",
+        (Edit("zero/stages.py", "Stage(2, _W, _S, _S)", "Stage(2, _W, _W, _S)"),),
+        ("test_face.py::test_at_stage_2_no_rank_holds_all_reduced_gradients_after_backward",),
+    ),
+)
+
+RANKS = (
+    Mutant(
+        "reduce-scatter-sends-everything",
+        ("R2",),
+        "Every rank sends its whole contribution to every other one: the sums are right, the traffic W times as much.",
+        (
+            Edit(
+                PAIRWISE,
+                "                parts.append(t.scratch(high - low, source.dtype, source.device))\n"
+                "                recvs.append(t.irecv(parts[-1], rank, tag))\n",
+                "                everything = t.scratch(source.numel(), source.dtype, source.device)\n"
+                "                parts.append(everything[low:high])\n"
+                "                recvs.append(t.irecv(everything, rank, tag))\n",
+            ),
+            Edit(PAIRWISE, "t.isend(source[bounds[to] : bounds[to + 1]], to, tag)", "t.isend(source, to, tag)"),
+        ),
+        ("test_face.py::test_traffic_is_the_closed_form[1-1-3-2]",),
+    ),
+    Mutant(
+        "the-global-rank-for-the-group-rank",
+        ("R4",),
+        "In a sub-group the rank follows from the rank in the world: {1, 3} are 1 and 1, and nobody is 0.",
+        (
+            Edit(
+                TRANSPORT, "self.rank = self._ranks.index(carrier.rank)", "self.rank = carrier.rank % len(self._ranks)"
+            ),
+        ),
+        ("test_properties.py::test_groups_of_one_world_train_apart[2]",),
+    ),
+    Mutant(
+        "the-owner-is-looked-up-by-another-number",
+        ("R5",),
+        "A rank of the group is compared with a rank of the world: the owner drops its own contribution.",
+        (Edit(PAIRWISE, "            if rank == t.rank:\n", "            if rank == t.carrier.rank:\n"),),
+        ("test_properties.py::test_groups_of_one_world_train_apart[2]",),
+    ),
+    Mutant(
+        "the-norm-of-the-world",
+        ("R6",),
+        "The norm of a group's gradients adds up those of every rank in the world.",
+        (
+            Edit(
+                "zero/optimizer.py",
+                'for data in self._transport.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):',
+                "world = Transport(self._transport.carrier, channel=77)\n"
+                '        for data in world.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):',
+            ),
+        ),
+        ("test_properties.py::test_groups_of_one_world_train_apart[2]",),
+    ),
+    Mutant(
+        "equal-splits-of-uneven-slices",
+        ("R8",),
+        "The native gather takes what arrived for slices in a row, although uneven ones come padded to one width.",
+        (
+            Edit(
+                NATIVE,
+                "(buffer[low:high], padded[rank * width : rank * width + high - low])",
+                "(buffer[low:high], padded[low:high])",
+            ),
+        ),
+        ("test_gloo.py::test_the_native_baseline_takes_uneven_and_empty_slices[dtype1]",),
+    ),
+    Mutant(
+        "nobody-waits-for-who-is-behind",
+        ("L8",),
+        "A rank with fewer backwards does not catch up: the others' reductions wait for it in vain.",
+        (
+            Edit(
+                REDUCER,
+                "        self._transport.meet(Tag(Kind.MEET, purpose, self._round, self._meeting), "
+                "self._empty_round)\n",
+                "",
+            ),
+        ),
+        ("test_exact.py::test_ranks_that_have_fewer_micro_batches_contribute_nothing[2]",),
+    ),
+    Mutant(
+        "an-abort-is-not-told",
+        ("L8",),
+        "A rank that fails keeps it to itself: the others wait until their time limit and learn no reason.",
+        (
+            Edit(
+                TRANSPORT,
+                '        tag = Tag(Kind.ABORT, "abort")\n        for to in self.peers():\n',
+                '        tag = Tag(Kind.ABORT, "abort")\n        for to in ():\n',
+            ),
+        ),
+        ("test_properties.py::test_an_error_in_one_ranks_step_is_told_to_the_others[2]",),
+    ),
+    Mutant(
+        "headers-are-not-compared",
+        ("L8",),
+        "Ranks in different collectives of one size take each other's bytes.",
+        (Edit(TRANSPORT, "if not theirs.same(first.tag) or size != first.size:", "if size != first.size:"),),
+        ("test_collectives.py::test_ranks_in_different_collectives_both_learn_of_both",),
+    ),
+    Mutant(
+        "two-optimizers-share-a-channel",
+        ("L9",),
+        "Messages of two optimizers over one group travel on one channel, and one reads what the other was sent.",
+        (
+            Edit(
+                TRANSPORT,
+                'return Transport(self.carrier, self._ranks, int.from_bytes(first, "little"))',
+                "return Transport(self.carrier, self._ranks, 1 if first else 0)",
+            ),
+        ),
+        ("test_collectives.py::test_messages_of_forked_channels_do_not_mix",),
+    ),
+    Mutant(
+        "the-divisor-is-the-class-s",
+        ("R18",),
+        "The divisor is kept where all instances share it: building or setting one optimizer changes another.",
+        (
+            Edit(
+                REDUCER,
+                "        self.divisor: float = transport.world_size\n",
+                "        type(self).divisor = transport.world_size\n",
+            ),
+            Edit(REDUCER, "        self.divisor = value\n", "        type(self).divisor = value\n"),
+        ),
+        ("test_properties.py::test_a_second_optimizer_changes_nothing_of_the_first",),
+    ),
+    Mutant(
+        "every-rank-keeps-its-own-weights",
+        ("L10",),
+        "Construction does not copy rank 0's values: the ranks train different models.",
+        (
+            Edit(
+                "zero/storage.py",
+                "        broadcast(self._direct, self._transport, self.flats[len(self.flats) - len(new) :])\n",
+                "",
+            ),
+        ),
+        ("test_face.py::test_construction_copies_rank_0s_parameters_and_buffers",),
+    ),
+    Mutant(
+        "names-are-not-in-the-digest",
+        ("R17",),
+        "Ranks that built parameters of the same shapes in another order do not notice.",
+        (Edit(LAYOUT, '        return f"{names} {list(self.shape)}', '        return f"{list(self.shape)}'),),
+        ("test_properties.py::test_ranks_with_the_same_shapes_in_another_order_are_told",),
+    ),
+    Mutant(
+        "who-is-trainable-is-not-compared",
+        ("L4",),
+        "A parameter that one rank alone has unfrozen is trained on the gradient of that rank.",
+        (
+            Edit(GRADIENTS, "zlib.crc32(bytes(trainable))", "0"),
+            Edit("zero/agreement.py", "if record.trainable != first.trainable:", "if first.trainable is None:"),
+        ),
+        ("test_properties.py::test_a_parameter_that_one_rank_alone_freezes_is_an_error_on_every_rank",),
+    ),
+)
+
+GEOMETRY = (
+    Mutant(
+        "offsets-in-32-bits",
+        ("S27",),
+        "Offsets wrap at 2^31: a parameter lies on top of another one.",
+        (
+            Edit(
+                LAYOUT,
+                "Slot(position, offset, spec.numel) for",
+                "Slot(position, (offset + 2**31) % 2**32 - 2**31, spec.numel) for",
+            ),
+        ),
+        ("test_layout.py::test_a_slot_begins_where_the_one_before_ends_also_beyond_two_to_the_31",),
+    ),
+    Mutant(
+        "an-exact-fit-is-refused",
+        ("R15",),
+        "A parameter that fills a bucket to the last byte goes into the next one: more buckets than were asked for.",
+        (Edit(LAYOUT, "used[key] + nbytes > bucket_bytes", "used[key] + nbytes >= bucket_bytes"),),
+        ("test_layout.py::test_an_exact_fit_is_accepted_and_one_byte_less_is_not",),
+    ),
+    Mutant(
+        "cuts-anywhere",
+        ("L1",),
+        "Slices are cut at any element: vector kernels end elsewhere than in one tensor, and fused steps "
+        "differ by bits.",
+        (Edit(LAYOUT, "ALIGNMENT_BYTES = 64  # a", "ALIGNMENT_BYTES = 8  # a"),),
+        (f"{EXACT}[2-adamw fused]", "test_layout.py::test_the_drawing_of_the_module_is_what_is_built"),
+    ),
+)
+
+MUTANTS = (*WAITS, *RANKS, *GEOMETRY)

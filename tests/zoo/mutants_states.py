@@ -1,0 +1,203 @@
+"""Mutants of what is saved, loaded and edited: states, groups, names, weights that come from outside."""
+
+from __future__ import annotations
+
+from .mutant import Edit, Mutant
+
+CHECKPOINT, OPTIMIZER = "zero/checkpoint.py", "zero/optimizer.py"
+RESIDENCY, SHARDED = "zero/residency.py", "zero/sharded.py"
+RESUME = "test_properties.py::test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped"
+
+MUTANTS = (
+    Mutant(
+        "the-loader-s-loop-is-empty",
+        ("S52",),
+        "Loading visits no piece: training goes on from an empty optimizer.",
+        (
+            Edit(
+                CHECKPOINT,
+                "        for number, piece in enumerate(states.pieces):\n            slot = bucket.slots[piece.slot]\n",
+                "        for number, piece in enumerate(states.pieces[:0]):\n"
+                "            slot = bucket.slots[piece.slot]\n",
+            ),
+        ),
+        (f"{RESUME}[2-3]",),
+    ),
+    Mutant(
+        "step-counts-are-not-loaded",
+        ("S53",),
+        "The step count starts at 0 after a load: Adam's bias correction is that of a first step.",
+        (
+            Edit(
+                CHECKPOINT,
+                "        return copy.deepcopy(value)\n",
+                "        return copy.deepcopy(value)\n    value = torch.zeros_like(value)\n",
+            ),
+        ),
+        (f"{RESUME}[2-3]",),
+    ),
+    Mutant(
+        "group-options-are-not-loaded",
+        ("S53",),
+        "What param groups hold, the learning rate of a schedule say, is not taken from the saved dict.",
+        (Edit(OPTIMIZER, "            group.update(copy.deepcopy(options))\n", ""),),
+        (f"{RESUME}[2-3]",),
+    ),
+    Mutant(
+        "loaded-weights-do-not-reach-the-shard",
+        ("S54",),
+        "At stage 3 what is loaded inside `gathered(write=True)` stays in the gathered copy: the next step starts from "
+        "the values before.",
+        (
+            Edit(
+                RESIDENCY,
+                "                if piece.slot in slots:\n                    shelf.shard",
+                "                if piece.slot in slots and not shelf.updated:\n                    shelf.shard",
+            ),
+        ),
+        ("test_stage3_edits.py::test_an_assigned_state_dict_is_rank_0s_on_every_rank",),
+    ),
+    Mutant(
+        "frozen-weights-are-lost",
+        ("S55",),
+        "Only what is trained is given back when the model is made plain: frozen weights are gone.",
+        (
+            Edit(
+                SHARDED,
+                "        self._take_out(list(self.residency.shelves()))\n",
+                "        trained = [s for s in self.residency.shelves() if any(p.requires_grad for p in "
+                "s.parameters)]\n"
+                "        self._take_out(trained)\n",
+            ),
+        ),
+        ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[3-sgd]",),
+    ),
+    Mutant(
+        "a-parameter-is-known-by-its-address",
+        ("S56",),
+        "Parameters are told apart by their address, which is 0 for all that have no elements.",
+        (
+            Edit(
+                "zero/parameters.py",
+                "        names.setdefault(id(binding.parameter), []).append(binding.name)\n"
+                "        order.setdefault(id(binding.parameter), len(order))\n",
+                "        names.setdefault(binding.parameter.data_ptr(), []).append(binding.name)\n"
+                "        order.setdefault(id(binding.parameter), len(order))\n",
+            ),
+            Edit(
+                "zero/parameters.py",
+                "names.get(id(parameter)) or ([name]",
+                "names.get(parameter.data_ptr()) or ([name]",
+            ),
+        ),
+        ("test_properties.py::test_states_of_parameters_without_elements_are_told_apart",),
+    ),
+    Mutant(
+        "moments-are-dropped",
+        ("S57",),
+        "The loader makes room for the moments and leaves them zero.",
+        (
+            Edit(
+                CHECKPOINT,
+                "                target[piece.begin - states.begin : piece.end - states.begin].copy_(source)\n",
+                "                assert target.numel() >= source.numel()\n",
+            ),
+        ),
+        (f"{RESUME}[2-3]",),
+    ),
+    Mutant(
+        "offsets-as-if-ranks-divided-evenly",
+        ("S58",),
+        "The loader rounds a piece's offset to a multiple of the number of ranks: right on two ranks, wrong on three.",
+        (
+            Edit(
+                CHECKPOINT,
+                "                source = flat_values[key][piece.begin - slot.offset : piece.end - slot.offset]\n",
+                "                begin = (piece.begin - slot.offset) // layout.world_size * layout.world_size\n"
+                "                source = flat_values[key][begin : begin + piece.numel]\n",
+            ),
+        ),
+        (f"{RESUME}[2-3]",),
+    ),
+    Mutant(
+        "padding-is-saved",
+        ("S60",),
+        "A saved state runs to the end of its padding instead of the end of its parameter.",
+        (
+            Edit(
+                CHECKPOINT,
+                "                    values[name] = strided(flats[name], slot.offset, spec.shape, "
+                "spec.stride).clone()\n",
+                "                    end = next((s.offset for s in bucket.slots if s.offset > slot.offset), "
+                "bucket.numel)\n"
+                "                    values[name] = flats[name][slot.offset : end].clone()\n",
+            ),
+        ),
+        ("test_face.py::test_a_saved_dict_has_torchs_own_form_and_names",),
+    ),
+    Mutant(
+        "names-are-not-compared",
+        ("S61",),
+        "A saved dict whose parameters have other names is loaded by position, into other layers.",
+        (
+            Edit(
+                CHECKPOINT,
+                "if known and saved and known[position] != saved[position]:",
+                "if known and saved and len(known) != len(saved):",
+            ),
+        ),
+        ("test_errors.py::test_a_state_dict_of_another_model_changes_nothing",),
+    ),
+    Mutant(
+        "old-states-beside-new-groups",
+        ("S62",),
+        "After a further step `state_dict()` pairs states that were consolidated before it with the groups of now.",
+        (
+            Edit(
+                OPTIMIZER,
+                "        self._reducer.stepped()\n        self._consolidated = None\n",
+                "        self._reducer.stepped()\n",
+            ),
+        ),
+        ("test_errors.py::test_state_dict_of_a_shard_says_what_to_call",),
+    ),
+    Mutant(
+        "the-last-key-of-a-state-is-saved",
+        ("R9",),
+        "Only the last tensor of a state is made whole for the saved dict.",
+        (
+            Edit(
+                CHECKPOINT,
+                "                for name in state.elementwise:\n                    values",
+                "                for name in state.elementwise[-1:]:\n                    values",
+            ),
+        ),
+        ("test_face.py::test_a_saved_dict_has_torchs_own_form_and_names",),
+    ),
+    Mutant(
+        "states-are-keyed-by-id",
+        ("R13",),
+        "Saved states are keyed by the address of an object, which no other process shares.",
+        (
+            Edit(
+                CHECKPOINT,
+                "                result[spec.index] = values\n",
+                "                result[id(spec)] = values\n",
+            ),
+        ),
+        ("test_face.py::test_a_saved_dict_has_torchs_own_form_and_names",),
+    ),
+    Mutant(
+        "a-replaced-parameter-is-not-noticed",
+        ("L13",),
+        "A parameter of the module that was replaced is trained no more, and nobody says so.",
+        (
+            Edit(
+                "zero/parameters.py",
+                "if binding.registry.get(binding.key) is not binding.parameter:",
+                "if binding.key not in binding.registry:",
+            ),
+        ),
+        ("test_errors.py::test_a_module_whose_parameters_were_replaced_moved_or_cast",),
+    ),
+)

@@ -1,0 +1,317 @@
+"""Mutants of how gradients are added up: accumulation, the order of the fold, division, what is missing or cleared."""
+
+from __future__ import annotations
+
+from .mutant import Edit, Mutant
+
+GRADIENTS, REDUCER, FOLD, PAIRWISE = (
+    "zero/gradients.py",
+    "zero/reducer.py",
+    "collectives/fold.py",
+    "collectives/pairwise.py",
+)
+NO_SYNC = "test_exact.py::test_no_sync_changes_when_bytes_travel_never_what_they_sum_to"
+CLEARED = "test_exact.py::test_every_way_to_clear_a_gradient_works_after_steps_and_skipped_steps"
+FEWER = "test_exact.py::test_ranks_that_have_fewer_micro_batches_contribute_nothing"
+
+MUTANTS = (
+    Mutant(
+        "every-backward-resets-the-sum",
+        ("S1",),
+        "Each reduction begins anew, so that of several backwards only the last one counts.",
+        (
+            Edit(
+                GRADIENTS,
+                "start = (self._aside if self._aside is not None else self._sum()) if self.has_sum else None",
+                "start = None",
+            ),
+        ),
+        (f"{NO_SYNC}[2]",),
+    ),
+    Mutant(
+        "missing-gradients-send-what-lies-in-the-buffer",
+        ("S3",),
+        "A parameter without a gradient in this micro-batch contributes what the buffer held before.",
+        (
+            Edit(
+                GRADIENTS,
+                "        for slot in self._fresh:\n            self._views[slot].fill_(-0.0)\n        source",
+                "        source",
+            ),
+        ),
+        ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[1-sgd]",),
+    ),
+    Mutant(
+        "what-no-sync-left-is-not-reduced",
+        ("S4",),
+        "The micro-batches after the last synchronised backward never leave their rank.",
+        (
+            Edit(
+                REDUCER,
+                "        if pending:\n",
+                "        if pending and not any(store.has_sum for store in self.stores):\n",
+            ),
+        ),
+        (f"{NO_SYNC}[1]",),
+    ),
+    Mutant(
+        "zero-grad-keeps-the-sum",
+        ("S5",),
+        "`zero_grad()` clears what is shown, not the running sum: gradients of all steps add up.",
+        (
+            Edit(
+                GRADIENTS,
+                '''is a zero gradient's opposite."""\n        self.has_sum = False\n''',
+                '''is a zero gradient's opposite."""\n''',
+            ),
+        ),
+        (f"{CLEARED}[2-zero_grad]",),
+    ),
+    Mutant(
+        "stage-0-accumulates-onto-the-mean",
+        ("S6",),
+        "Stage 0 alone adds a second backward to the divided mean instead of to the sum.",
+        (
+            Edit(
+                GRADIENTS,
+                "if stage.contributions_stay and not stage.means_are_gathered:\n            assert",
+                "if stage.contributions_stay:\n            assert",
+            ),
+        ),
+        ("test_face.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
+    ),
+    Mutant(
+        "the-sum-is-divided-at-each-reduction",
+        ("S7",),
+        "What was accumulated is divided by the ranks at every backward: 1/W compounds.",
+        (
+            Edit(
+                GRADIENTS,
+                '''contribution has arrived everywhere."""\n        self.has_sum = True\n''',
+                '''contribution has arrived everywhere."""\n        self.has_sum = True\n'''
+                "        self._sum().div_(self.bucket.world_size)\n",
+            ),
+        ),
+        (f"{NO_SYNC}[2]",),
+    ),
+    Mutant(
+        "one-rank-adds-each-gradient-twice",
+        ("S8",),
+        "With one rank the running sum is the buffer that the next gradient fills: each one counts twice.",
+        (
+            Edit(
+                GRADIENTS,
+                "if self.has_sum and self._kept_sum is None:",
+                "if self.has_sum and self._kept_sum is None and bucket.world_size > 1:",
+            ),
+        ),
+        (f"{NO_SYNC}[1]",),
+    ),
+    Mutant(
+        "no-sync-overwrites",
+        ("S9",),
+        "Under `no_sync` a new gradient replaces the one before it instead of being added.",
+        (Edit(GRADIENTS, "torch._foreach_add_(", "torch._foreach_copy_("),),
+        (f"{NO_SYNC}[2]",),
+    ),
+    Mutant(
+        "a-mean-that-is-a-sum",
+        ("S11",),
+        "Gradients are summed over the ranks and not divided: W times too large.",
+        (Edit(GRADIENTS, "            self._sum().div_(divisor)\n", "            pass\n"),),
+        ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
+    ),
+    Mutant(
+        "division-by-a-reciprocal",
+        ("L1",),
+        "The sum is multiplied by 1/D, which rounds twice: some elements are a bit off.",
+        (Edit(GRADIENTS, "self._sum().div_(divisor)", "self._sum().mul_(1 / divisor)"),),
+        ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
+    ),
+    Mutant(
+        "reductions-stay-local",
+        ("S13",),
+        "The owner folds its own contribution alone: gradients of the other ranks never arrive.",
+        (
+            Edit(
+                PAIRWISE,
+                "            else:\n                parts.append(t.scratch",
+                "            else:\n                parts_of_others.append(t.scratch",
+            ),
+            Edit(PAIRWISE, "t.irecv(parts[-1], rank, tag)", "t.irecv(parts_of_others[-1], rank, tag)"),
+            Edit(
+                PAIRWISE,
+                "        recvs: list[Work] = []\n        parts",
+                "        recvs: list[Work] = []\n        parts_of_others: list[Tensor] = []\n        parts",
+            ),
+        ),
+        ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
+    ),
+    Mutant(
+        "own-contribution-first",
+        ("S21",),
+        "The owner adds its own contribution first: the order of the sum follows from who owns a slice, and so "
+        "the bits "
+        "from the bucket size.",
+        (
+            Edit(
+                PAIRWISE,
+                "                parts.append(source[low:high])\n",
+                "                parts.insert(0 if start is None else 1, source[low:high])\n",
+            ),
+        ),
+        ("test_exact.py::test_the_number_of_ranks_and_the_bucket_size_do_not_matter[2-3]",),
+    ),
+    Mutant(
+        "the-sum-so-far-last",
+        ("L1",),
+        "What came before is added last: (x0 + x1) + sum instead of (sum + x0) + x1, another order than the "
+        "plain loop's.",
+        (
+            Edit(PAIRWISE, "parts: list[Tensor] = [] if start is None else [start]", "parts: list[Tensor] = []"),
+            Edit(
+                PAIRWISE,
+                "        sends = [t.isend(source[bounds",
+                "        parts += [] if start is None else [start]\n        sends = [t.isend(source[bounds",
+            ),
+        ),
+        ("test_exact.py::test_the_number_of_ranks_and_the_bucket_size_do_not_matter[2-3]",),
+    ),
+    Mutant(
+        "positive-zero-for-nothing",
+        ("L1",),
+        "A missing gradient contributes +0.0, which turns a sum of -0.0 into 0.0.",
+        (Edit(GRADIENTS, "self._views[slot].fill_(-0.0)", "self._views[slot].fill_(0.0)"),),
+        ("test_properties.py::test_a_missing_gradient_leaves_a_negative_zero",),
+    ),
+    Mutant(
+        "narrow-sums",
+        ("S37",),
+        "Contributions that travel in bf16 are summed in bf16, not in the accumulator's dtype.",
+        (
+            Edit(
+                FOLD,
+                "    if first.dtype != out.dtype:  # then no part can be out itself\n        out.copy_(first)\n"
+                "        first = out\n",
+                "    if parts[-1].dtype != out.dtype:\n"
+                "        out.copy_(sum(part.to(parts[-1].dtype) for part in parts))\n        return\n",
+            ),
+        ),
+        ("test_collectives.py::test_pairwise_adds_narrow_contributions_in_the_wide_accumulator",),
+    ),
+    Mutant(
+        "each-rank-has-its-own-idea-of-what-was-used",
+        ("S15",),
+        "Ranks do not agree which parameters have a gradient: the shards of one parameter are updated on some "
+        "ranks only.",
+        (
+            Edit(
+                REDUCER,
+                "self.used[index] = any(record.used[index] for record in records)",
+                "self.used[index] |= not records",
+            ),
+        ),
+        ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
+    ),
+    Mutant(
+        "each-rank-divides-by-its-own-count",
+        ("S16",),
+        "Ranks with different token counts divide by their own: the mean is that of no objective.",
+        (Edit("zero/agreement.py", "if record.divisor != first.divisor:", "if first.divisor is None:"),),
+        ("test_errors.py::test_a_divisor_that_differs_between_ranks[2]",),
+    ),
+    Mutant(
+        "clip-and-step-both-divide",
+        ("S36",),
+        "Clip and step both prepare the gradients: after a clip they are divided by the divisor a second time.",
+        (
+            Edit(
+                REDUCER,
+                "            self._agree_used(records)\n            return\n",
+                "            self._agree_used(records)\n            for store in self.stores:\n"
+                "                if not self._stage.means_are_gathered and purpose == 'step()':\n"
+                "                    store.divide(self.divisor)\n            return\n",
+            ),
+        ),
+        ("test_exact.py::test_clipping_is_that_of_the_plain_loop_for_every_norm[2-2.0]",),
+    ),
+    Mutant(
+        "hooks-hand-over-the-weights",
+        ("R11",),
+        "The hook takes what it is called with, the parameter, for the gradient: weights are averaged.",
+        (
+            Edit(
+                "zero/hooks.py",
+                "listener.gradient_ready(index, gradient.detach())",
+                "listener.gradient_ready(index, parameter.detach())",
+            ),
+        ),
+        ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
+    ),
+    Mutant(
+        "no-sync-without-finally",
+        ("R12",),
+        "After an exception inside `no_sync()` no backward is reduced any more.",
+        (
+            Edit(
+                REDUCER,
+                "        try:\n            yield\n        finally:\n            self._sync = before\n",
+                "        yield\n        self._sync = before\n",
+            ),
+        ),
+        ("test_errors.py::test_no_sync_ends_with_an_exception",),
+    ),
+    Mutant(
+        "autograd-adds-to-the-mean",
+        ("L2",),
+        "At stage 0 the mean stays in `p.grad` during a backward: autograd adds to it, and the sum counts it again.",
+        (
+            Edit(
+                REDUCER,
+                "        if self._stage.means_are_gathered:\n"
+                "            self._faces.hide()  # no mean may be where autograd would add to it\n",
+                "",
+            ),
+        ),
+        ("test_face.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
+    ),
+    Mutant(
+        "an-interrupted-backward-is-forgotten",
+        ("L3",),
+        "The buckets of a backward that raised on one rank are not launched: the other ranks wait for them in vain.",
+        (
+            Edit(
+                REDUCER,
+                "        self._complete()\n        self._forget(cleared)\n",
+                "        self._queue.abandon()\n        self._forget(cleared)\n",
+            ),
+        ),
+        ("test_errors.py::test_an_exception_inside_a_backward_leaves_everything_usable[failing1-2]",),
+    ),
+    Mutant(
+        "the-full-gradient-is-a-sum",
+        ("L2",),
+        "`full_grad` before a clip shows the undivided sum.",
+        (
+            Edit(
+                REDUCER,
+                "            if self.phase is Phase.OPEN:\n                whole.div_(self.divisor)\n",
+                "",
+            ),
+        ),
+        ("test_face.py::test_full_grad_is_the_plain_mean_before_and_after_clipping[2]",),
+    ),
+    Mutant(
+        "who-is-trainable-is-asked-once",
+        ("L4",),
+        "A parameter that is unfrozen later is still taken for frozen: its gradient never travels.",
+        (
+            Edit(
+                REDUCER,
+                "mask = [self.parameters[slot.parameter].requires_grad for slot in store.bucket.slots]",
+                "mask = [self.layout.parameters[slot.parameter].trainable for slot in store.bucket.slots]",
+            ),
+        ),
+        ("test_properties.py::test_a_parameter_that_is_unfrozen_later_is_trained_from_then_on[2]",),
+    ),
+)

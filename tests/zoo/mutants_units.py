@@ -1,0 +1,211 @@
+"""Mutants of stage 3: units that are gathered, shown, released and remembered."""
+
+from __future__ import annotations
+
+from .mutant import Edit, Mutant
+
+HOOKS, RESIDENCY, SHARDED = "zero/unit_hooks.py", "zero/residency.py", "zero/sharded.py"
+SAVING = "zero/saving.py"
+EXACT = "test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
+MEMORY = "test_units_memory.py"
+
+MUTANTS = (
+    Mutant(
+        "buffers-that-nobody-filled",
+        ("S12",),
+        "A rank does not put its own slice into the gathered buffer: that part of every weight is what lay there.",
+        (
+            Edit(
+                RESIDENCY,
+                "            target[low:high].copy_(shelf.shard)\n        digest",
+                "            assert high - low == shelf.shard.numel()\n        digest",
+            ),
+        ),
+        (f"{EXACT}[3-sgd]",),
+    ),
+    Mutant(
+        "weights-are-shown-before-they-arrive",
+        ("S23",),
+        "A unit's forward begins while its weights are on their way.",
+        (
+            Edit(
+                RESIDENCY,
+                "            while unit.work:\n                unit.work[0].wait()\n"
+                "                unit.work.pop(0)\n            unit.state",
+                "            unit.under_way, unit.work = list(unit.work), []\n            unit.state",
+            ),
+            Edit(
+                RESIDENCY,
+                "    work: list[Work] = field(default_factory=list)\n",
+                "    work: list[Work] = field(default_factory=list)\n"
+                "    under_way: list[Work] = field(default_factory=list)\n",
+            ),
+        ),
+        (f"{EXACT}[3-sgd]",),
+    ),
+    Mutant(
+        "the-root-s-rest-is-kept-over-a-step",
+        ("S26",),
+        "What the last backward had gathered of the root is used again after the step: stale weights.",
+        (
+            Edit(
+                RESIDENCY,
+                '''"""Drop every unit that nobody holds."""\n        for number in range(len(self.units)):\n''',
+                '''"""Drop every unit that nobody holds."""\n        self.hide(0)\n'''
+                """        for number in range(1, len(self.units)):\n""",
+            ),
+            Edit(
+                SHARDED,
+                "all(unit.state is State.SHARDED for unit in self.residency.units)",
+                "not any(unit.held for unit in self.residency.units)",
+            ),
+        ),
+        (f"{EXACT}[3-sgd]",),
+    ),
+    Mutant(
+        "a-backward-inside-a-backward-is-let-through",
+        ("S26",),
+        "Re-entrant checkpointing is not refused: what the inner backward brings is taken for the whole.",
+        (Edit("zero/hooks.py", "    return depth > 1\n", "    return depth > 9\n"),),
+        ("test_errors.py::test_reentrant_checkpointing_is_refused_with_the_reason[2]",),
+    ),
+    Mutant(
+        "old-graphs-take-new-weights",
+        ("L5",),
+        "A step does not change what graphs know of a weight: a backward after it uses the new values in silence.",
+        (Edit(RESIDENCY, "            shelf.versions[slot] += 1\n", "            shelf.versions[slot] += 0\n"),),
+        ("test_units.py::test_a_step_between_forward_and_backward_is_an_error_as_in_torch",),
+    ),
+    Mutant(
+        "an-old-view-keeps-its-old-values",
+        ("L5",),
+        "A view that a module kept over a step shows the values before it instead of NaN.",
+        (Edit(RESIDENCY, '            shelf.lent.fill_(float("nan"))\n', "            assert shelf.lent.numel()\n"),),
+        ("test_stage3_properties.py::test_a_view_that_is_kept_over_a_step_shows_no_old_value",),
+    ),
+    Mutant(
+        "a-lent-buffer-is-used-for-another-unit",
+        ("L5",),
+        "A buffer of which somebody holds a view is taken for free: the view shows a neighbouring unit's weights.",
+        (
+            Edit(RESIDENCY, "if shelf.lent is not None and holders(shelf.lent) == 0:", "if shelf.lent is not None:"),
+            Edit("collectives/memory.py", "return _uses(self.storage) == 1", "return _uses(self.storage) <= 2"),
+        ),
+        ("test_stage3_properties.py::test_a_view_that_is_kept_within_a_step_follows_its_own_parameter",),
+    ),
+    Mutant(
+        "the-weights-of-another-slot",
+        ("L5",),
+        "A tensor that a graph saved is restored from the beginning of its bucket, where another parameter lies.",
+        (
+            Edit(
+                RESIDENCY,
+                "return shelf.whole.as_strided(saved.size, saved.stride, saved.offset)",
+                "return shelf.whole.as_strided(saved.size, saved.stride, shelf.offsets[0])",
+            ),
+        ),
+        (f"{EXACT}[3-sgd]",),
+    ),
+    Mutant(
+        "units-stay-after-a-backward",
+        ("L7",),
+        "What a backward had gathered is kept after it: a rank holds more than the bound says.",
+        (
+            Edit(
+                HOOKS,
+                "        self._task = _NO_TASK\n        self._drop_all()\n\n\nclass _Place",
+                "        self._task = _NO_TASK\n\n\nclass _Place",
+            ),
+        ),
+        (f"{MEMORY}::test_after_a_forward_the_graph_holds_no_weights[2]",),
+    ),
+    Mutant(
+        "a-wrong-guess-is-kept",
+        ("L7",),
+        "A unit that was fetched in advance and then not used stays beside those that are.",
+        (Edit(HOOKS, "            for number in (before, expected):\n", "            for number in (before,):\n"),),
+        ("test_stage3_properties.py::test_a_unit_that_was_fetched_in_vain_is_given_back",),
+    ),
+    Mutant(
+        "the-order-of-units-is-never-learned",
+        ("L6",),
+        "The guess which unit follows is not corrected when a model uses them in another order: no gather overlaps.",
+        (
+            Edit(
+                HOOKS,
+                "        self._forward[position:] = [unit]\n",
+                "        self._forward[position:] = self._forward[position:]\n",
+            ),
+        ),
+        (f"{MEMORY}::test_the_next_unit_is_gathered_while_one_runs[Backwards-2]",),
+    ),
+    Mutant(
+        "graphs-keep-weights",
+        ("L7",),
+        "Graphs hold the gathered tensors themselves: after a forward all weights are here.",
+        (
+            Edit(
+                SAVING,
+                "if residency is not None and (saved := residency.place(tensor)) is not None:",
+                "if residency is None and (saved := None) is not None:",
+            ),
+        ),
+        (f"{MEMORY}::test_after_a_forward_the_graph_holds_no_weights[2]",),
+    ),
+    Mutant(
+        "edits-of-saved-tensors-go-unseen",
+        ("L13",),
+        "An activation that was edited in place after the forward is used for the gradient without an error.",
+        (Edit(SAVING, "            if tensor._version != version:\n", "            if tensor._version < version:\n"),),
+        (
+            "test_units.py::test_what_cannot_be_is_one_error_on_every_rank_and_the_step_goes_on[an edit "
+            "without gradient of what a unit saved-2]",
+        ),
+    ),
+    Mutant(
+        "edits-inside-a-forward-go-unseen",
+        ("L13",),
+        "A weight that one rank edits through `.data` in a forward is used there and lost, and nobody is told.",
+        (
+            Edit(
+                RESIDENCY,
+                "        if not same_bits(shelf.whole[low:high], shelf.shard):\n",
+                "        if shelf.whole[low:high].numel() != shelf.shard.numel():\n",
+            ),
+        ),
+        ("test_stage3_properties.py::test_an_edit_past_the_version_counter_is_told_by_the_owner",),
+    ),
+    Mutant(
+        "a-forward-that-raises-stays-entered",
+        ("L3",),
+        "After an exception in a forward its unit counts as running: it is never dropped again.",
+        (Edit(HOOKS, "register_forward_hook(after, always_call=True)", "register_forward_hook(after)"),),
+        ("test_units.py::test_an_exception_in_a_forward_leaves_nothing_gathered",),
+    ),
+    Mutant(
+        "a-released-parameter-answers",
+        ("L2",),
+        "A parameter outside its unit's forward can be read, and what is read is the NaN behind it.",
+        (
+            Edit(
+                "zero/released.py",
+                "        if func in ANSWERABLE:\n",
+                "        if func in ANSWERABLE or func is not None:\n",
+            ),
+        ),
+        ("test_stage3_edits.py::test_gathered_shows_what_was_asked_for_and_nothing_else",),
+    ),
+    Mutant(
+        "what-is-not-listed-is-not-sharded",
+        ("L10",),
+        "Weights of the module that are not listed keep each rank's own values.",
+        (
+            Edit(
+                SHARDED,
+                "        broadcast(self._direct, self._transport, [flat])\n        if",
+                "        if updated:\n            broadcast(self._direct, self._transport, [flat])\n        if",
+            ),
+        ),
+        ("test_stage3_properties.py::test_weights_that_are_not_listed_are_rank_0s_too",),
+    ),
+)

@@ -1,0 +1,217 @@
+"""Mutants of the update: the optimizer class, its options, and the pieces that it steps."""
+
+from __future__ import annotations
+
+from .mutant import Edit, Mutant
+
+INNER, OPTIMIZER, STORAGE = "zero/inner.py", "zero/optimizer.py", "zero/storage.py"
+EXACT = "test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
+
+MUTANTS = (
+    Mutant(
+        "a-reading-offset-is-lost-after-the-first-step",
+        ("S17",),
+        "From the second step on a run reads its gradient from the beginning of the bucket's slice.",
+        (
+            Edit(
+                INNER,
+                "                run.parameter.grad = gradient[run.begin : run.end].view(run.parameter.shape)\n",
+                "                begin = 0 if run.views else run.begin\n"
+                "                run.parameter.grad = gradient[begin : begin + run.end - "
+                "run.begin].view(run.parameter.shape)\n",
+            ),
+        ),
+        (f"{EXACT}[2-adamw]",),
+    ),
+    Mutant(
+        "a-fake-step-makes-the-state",
+        ("S40",),
+        "Construction takes a step with zero gradients and no learning rate: Adam's count is 1 too high ever after.",
+        (
+            Edit(
+                INNER,
+                "            built = self._class(param_groups, **self._arguments)\n",
+                "            still = [{**group, 'lr': 0.0} for group in param_groups]\n"
+                "            built = self._class(still, **self._arguments)\n"
+                "            for run in states.runs:\n"
+                "                run.parameter.grad = torch.zeros_like(run.parameter)\n"
+                "            unhooked_step(built)()\n",
+            ),
+        ),
+        ("test_face.py::test_before_the_first_step_there_is_no_state[2]",),
+    ),
+    Mutant(
+        "every-rank-steps-the-first-slice",
+        ("S41",),
+        "Each rank steps the values of rank 0's slice with the gradients of its own: only a fraction is trained.",
+        (
+            Edit(
+                STORAGE,
+                "        return self.flats[bucket.index][begin:end]\n",
+                "        return self.flats[bucket.index][: end - begin]\n",
+            ),
+        ),
+        (f"{EXACT}[2-sgd]",),
+    ),
+    Mutant(
+        "the-last-slice-is-never-updated",
+        ("S42",),
+        "The last piece of a bucket is left out of every step.",
+        (
+            Edit(
+                INNER,
+                "            if present[index]:\n",
+                "            if present[index] and self.pieces[index] != self.bucket.pieces(0, "
+                "self.bucket.numel)[-1]:\n",
+            ),
+            Edit(
+                INNER,
+                "while last < len(self.pieces) and present[last] and self._joins(last):",
+                "while last < len(self.pieces) - (self.end == self.bucket.numel) and present[last] and "
+                "self._joins(last):",
+            ),
+        ),
+        (f"{EXACT}[2-sgd]",),
+    ),
+    Mutant(
+        "the-first-step-updates-nothing",
+        ("S43",),
+        "The first step only warms up.",
+        (
+            Edit(
+                OPTIMIZER,
+                "        used = self._reducer.used\n        buckets",
+                "        if not hasattr(self, '_warm'):\n            self._warm = True\n            return\n"
+                "        used = self._reducer.used\n        buckets",
+            ),
+        ),
+        (f"{EXACT}[2-sgd]",),
+    ),
+    Mutant(
+        "any-class-is-taken-for-element-wise",
+        ("L12",),
+        "A class that looks at whole matrices, such as Muon, is run on flat pieces of them.",
+        (
+            Edit(
+                INNER,
+                "    if not torch.equal(whole.view(torch.uint8), torch.cat(parts).view(torch.uint8)):\n",
+                "    if whole.numel() != size:\n",
+            ),
+        ),
+        ("test_errors.py::test_an_optimizer_class_that_is_not_element_wise",),
+    ),
+    Mutant(
+        "another-optimizer-than-was-asked-for",
+        ("S48",),
+        "`fused=True` is dropped in silence, and the loop's other roundings are taken.",
+        (
+            Edit(
+                INNER,
+                '            result.append({**options, "params": runs})\n',
+                '            result.append({**options, "params": runs, **({"fused": False} if "fused" in '
+                "options else {})})\n",
+            ),
+        ),
+        (f"{EXACT}[2-adamw fused]",),
+    ),
+    Mutant(
+        "all-parameters-of-the-module-are-optimized",
+        ("S49",),
+        "Where a subset was given with its module, the whole module is trained.",
+        (
+            Edit(
+                OPTIMIZER,
+                "        groups = as_groups(params)\n",
+                "        groups = as_groups(params if module is None else module)\n",
+            ),
+        ),
+        ("test_stage3_edits.py::test_parameters_that_are_not_listed_are_edited_alike",),
+    ),
+    Mutant(
+        "ties-are-cut",
+        ("S50",),
+        "The second place of a tied parameter gets a copy of its own, which nobody updates.",
+        (
+            Edit(
+                STORAGE,
+                "        self._bindings = bindings(self._module)\n        listed",
+                "        first: set[int] = set()\n"
+                "        for bound in bindings(self._module):\n"
+                "            if id(bound.parameter) in first:\n"
+                "                bound.registry[bound.key] = nn.Parameter(bound.parameter.detach().clone())\n"
+                "            first.add(id(bound.parameter))\n"
+                "        self._bindings = bindings(self._module)\n        listed",
+            ),
+        ),
+        ("test_face.py::test_identity_names_ties_shapes_and_strides_stay[2]",),
+    ),
+    Mutant(
+        "none-is-zero",
+        ("L11",),
+        "A parameter that nobody used is stepped with a gradient of zero: it decays, and its steps are counted.",
+        (
+            Edit(
+                OPTIMIZER,
+                "            tuple(used[bucket.slots[piece.slot].parameter] for piece in states.pieces)\n",
+                "            tuple(gradients[bucket.index] is not None for piece in states.pieces)\n",
+            ),
+        ),
+        (f"{EXACT}[2-adamw]",),
+    ),
+    Mutant(
+        "neighbours-share-a-step-count",
+        ("L11",),
+        "Pieces are stepped as one although one of them was left out before: it gets its neighbour's count.",
+        (
+            Edit(
+                INNER,
+                "        equal = state is None if before is None else before.same(state)\n",
+                "        equal = (state is None) == (before is None)\n",
+            ),
+        ),
+        ("test_properties.py::test_a_parameter_that_was_left_out_of_a_step_keeps_its_own_count[2]",),
+    ),
+    Mutant(
+        "neighbours-share-a-group",
+        ("L12",),
+        "Pieces of two param groups are stepped as one, with the options of the first.",
+        (Edit(INNER, "self.groups[index - 1] == self.groups[index] and equal", "equal"),),
+        ("test_face.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),
+    ),
+    Mutant(
+        "options-are-read-once",
+        ("L12",),
+        "The learning rate of construction is used for good: schedulers and edits of groups are not honoured.",
+        (
+            Edit(
+                INNER,
+                "        param_groups = self._param_groups(self.states, groups)\n        self._inner",
+                "        self._kept = getattr(self, '_kept', None) or copy.deepcopy([{**g, 'params': []} for g "
+                "in groups])\n"
+                "        param_groups = self._param_groups(self.states, self._kept)\n        self._inner",
+            ),
+        ),
+        ("test_face.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),
+    ),
+    Mutant(
+        "what-a-class-counts-in-its-group-is-lost",
+        ("L12",),
+        "A class that keeps a number in its group finds the old one at each step.",
+        (
+            Edit(
+                OPTIMIZER,
+                "        for number, options in changed.items():\n"
+                "            self.param_groups[number].update(options)\n",
+                "",
+            ),
+        ),
+        ("test_face.py::test_a_class_counts_steps_also_on_ranks_and_in_groups_that_hold_nothing[Counting-2]",),
+    ),
+    Mutant(
+        "a-scalar-is-a-vector",
+        ("L12",),
+        "A parameter without dimensions is stepped as a vector of one element, which torch promotes in another way.",
+        (Edit(INNER, "return self.scalars[self.pieces[index].slot]", "return False"),),
+        ("test_face.py::test_parameters_without_dimensions_are_promoted_as_torch_promotes_them",),
+    ),
+)

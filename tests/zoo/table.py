@@ -1,0 +1,80 @@
+"""The tables of tests/zoo/README.md: written there by a run, and compared with the next one.
+
+Knows: Markdown between marker lines. Does not know: how mutants are run.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from .catalogue import MUTANTS
+from .entries import ENTRIES, Entry, link
+from .runner import Outcome
+
+README = Path(__file__).with_name("README.md")
+MUTANTS_BEGIN, MUTANTS_END = "<!-- mutants: written by python -m tests.zoo --write -->", "<!-- end of mutants -->"
+ENTRIES_BEGIN, ENTRIES_END = "<!-- entries: written by python -m tests.zoo --write -->", "<!-- end of entries -->"
+
+
+def rows(outcomes: Sequence[Outcome]) -> list[str]:
+    """The table of mutants, a line each; the seconds come last."""
+    lines = ["| entry | mutant | what would be wrong | caught by | how | s |", "|---|---|---|---|---|--:|"]
+    for outcome in outcomes:
+        mutant = outcome.mutant
+        test = outcome.test.replace("|", "\\|")
+        cells = (" ".join(mutant.entries), f"`{mutant.name}`", mutant.wrong, f"`{test}`", outcome.how)
+        lines.append(f"| {' | '.join(cells)} | {outcome.seconds:.0f} |")
+    return lines
+
+
+def entry_rows() -> list[str]:
+    """The table of entries, a line each."""
+    covered: dict[str, list[str]] = {}
+    for mutant in MUTANTS:
+        for name in mutant.entries:
+            covered.setdefault(name, []).append(f"`{mutant.name}`")
+    lines = ["| entry | what happened, or what is promised | here |", "|---|---|---|"]
+    for name, entry in ENTRIES.items():
+        sources = f" ({', '.join(link(source) for source in entry.sources)})" if entry.sources else ""
+        lines.append(f"| {name} | {entry.text}{sources} | {', '.join(covered.get(name, [])) or _why_not(entry)} |")
+    return lines
+
+
+def _why_not(entry: Entry) -> str:
+    return f"waits for {entry.waits}" if entry.waits else f"cannot be expressed: {entry.impossible}"
+
+
+def between(text: str, begin: str, end: str) -> list[str]:
+    """The lines between two marker lines."""
+    lines = text.splitlines()
+    return lines[lines.index(begin) + 1 : lines.index(end)]
+
+
+def write(outcomes: Sequence[Outcome]) -> None:
+    """Put both tables into the README."""
+    text = README.read_text()
+    for begin, end, table in (
+        (MUTANTS_BEGIN, MUTANTS_END, rows(outcomes)),
+        (ENTRIES_BEGIN, ENTRIES_END, entry_rows()),
+    ):
+        before, rest = text.split(f"{begin}\n")
+        after = rest[rest.index(end) :]
+        text = "\n".join([f"{before}{begin}", *table, after])
+    README.write_text(text)
+
+
+def difference(outcomes: Sequence[Outcome]) -> str:
+    """How the README's tables differ from those of a run, seconds aside; nothing where they do not."""
+    text = README.read_text()
+    ours = [*(without_seconds(row) for row in rows(outcomes)), *entry_rows()]
+    theirs = [
+        *(without_seconds(row) for row in between(text, MUTANTS_BEGIN, MUTANTS_END)),
+        *between(text, ENTRIES_BEGIN, ENTRIES_END),
+    ]
+    return "\n".join(difflib.unified_diff(theirs, ours, "README.md", "this run", lineterm="", n=0))
+
+
+def without_seconds(row: str) -> str:
+    return row.rstrip("|").rpartition("|")[0]
