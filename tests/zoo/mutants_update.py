@@ -134,13 +134,13 @@ MUTANTS = (
         (
             Edit(
                 STORAGE,
-                "        self._bindings = bindings(self._module)\n        listed",
+                "        self._bindings = bindings(self._module)\n        rest",
                 "        first: set[int] = set()\n"
                 "        for bound in bindings(self._module):\n"
                 "            if id(bound.parameter) in first:\n"
                 "                bound.registry[bound.key] = nn.Parameter(bound.parameter.detach().clone())\n"
                 "            first.add(id(bound.parameter))\n"
-                "        self._bindings = bindings(self._module)\n        listed",
+                "        self._bindings = bindings(self._module)\n        rest",
             ),
         ),
         ("test_face.py::test_identity_names_ties_shapes_and_strides_stay[2]",),
