@@ -22,6 +22,8 @@ from .messages import (
 )
 from .pairwise import Pairwise
 from .ring import Ring
+from .shared import Shared
+from .topology import automatic, shared
 from .transport import Transport
 
 Algorithm = Callable[[Transport], Collective]
@@ -33,7 +35,13 @@ def _native(transport: Transport) -> Collective:
     return Native(transport)
 
 
-ALGORITHMS: dict[str, Algorithm] = {"auto": Pairwise, "pairwise": Pairwise, "ring": Ring, "native": _native}
+ALGORITHMS: dict[str, Algorithm] = {
+    "auto": automatic,
+    "pairwise": Pairwise,
+    "shared": shared,
+    "ring": Ring,
+    "native": _native,
+}
 
 __all__ = [
     "ALGORITHMS",
@@ -48,6 +56,7 @@ __all__ = [
     "Pairwise",
     "PeerError",
     "Ring",
+    "Shared",
     "Tag",
     "Traffic",
     "Transport",

@@ -16,21 +16,28 @@ BLOCK = 1 << 16  # elements; the running sum of a block stays in the cache while
 def fold(parts: Sequence[Tensor], out: Tensor) -> None:
     """Write ``((parts[0] + parts[1]) + parts[2]) + ...`` to ``out``, each sum rounded to ``out``'s dtype.
 
-    All tensors are 1-D of one length. ``out`` may be one of the parts, or share memory with one exactly; parts[0] of
-    ``out``'s dtype is used as scratch.
+    All tensors are 1-D of one length. ``out`` may be one of the parts, or share memory with one exactly; nothing else
+    is written.
     """
-    first = parts[0]
+    first, size = parts[0], out.numel()
     if len(parts) == 1:
         if first.data_ptr() != out.data_ptr() or first.dtype != out.dtype:
             out.copy_(first)
         return
-    if first.dtype != out.dtype:  # then no part can be out itself
-        out.copy_(first)
-        first = out
-    block = BLOCK if len(parts) > 2 else max(1, out.numel())
-    for begin in range(0, out.numel(), block):
-        end = min(begin + block, out.numel())
-        running = first[begin:end]
-        for part in parts[1:-1]:
-            running.add_(part[begin:end])
-        torch.add(running, parts[-1][begin:end], out=out[begin:end])
+    if len(parts) == 2 and first.dtype == out.dtype:
+        torch.add(first, parts[1], out=out)
+        return
+    running = torch.empty(min(BLOCK, size), dtype=out.dtype, device=out.device)
+    for begin in range(0, size, BLOCK):
+        end = min(begin + BLOCK, size)
+        total = running[: end - begin]
+        if first.dtype == out.dtype:
+            torch.add(first[begin:end], parts[1][begin:end], out=total)
+        else:
+            total.copy_(first[begin:end]).add_(parts[1][begin:end])
+        for part in parts[2:-1]:
+            total.add_(part[begin:end])
+        if len(parts) > 2:
+            torch.add(total, parts[-1][begin:end], out=out[begin:end])
+        else:
+            out[begin:end].copy_(total)

@@ -6,6 +6,7 @@ that is allowed, when one of the two waits. So a tensor that is reused too early
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections import defaultdict, deque
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from .messages import PeerError
 from .transport import Transport
@@ -98,6 +99,16 @@ class LoopbackCarrier:
     def recv(self, tensor: Tensor, source: int, slot: int) -> _Side:
         self._world.interfere(self.rank, "recv", source)
         return _Side(self._world, self._world.post((source, self.rank, slot), tensor, False), self.rank, source)
+
+    def allocate(self, nbytes: int) -> UntypedStorage:
+        return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+
+    def place(self, tensor: Tensor) -> int | None:
+        return tensor.data_ptr() if tensor.device.type == "cpu" else None
+
+    def look(self, source: int, place: int, nbytes: int) -> Tensor:
+        """The bytes at an address, as another process would see them: nothing here keeps them alive."""
+        return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(place), dtype=torch.uint8)
 
 
 class Loopback(Generic[T]):

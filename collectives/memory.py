@@ -7,17 +7,19 @@ tensor, so a block cannot be handed out again too early, also not after an excep
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 SLACK, SPARE = 1.25, 1.5  # see Pool
+Allocate = Callable[[int, torch.device], UntypedStorage]
 
 
 @dataclass(eq=False)
 class _Block:
-    storage: torch.UntypedStorage
+    storage: UntypedStorage
     asked: int
 
     @property
@@ -25,7 +27,7 @@ class _Block:
         return _uses(self.storage) == 1
 
 
-def _uses(storage: torch.UntypedStorage) -> int:
+def _uses(storage: UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
@@ -34,15 +36,20 @@ def holders(tensor: Tensor) -> int:
     return _uses(tensor.untyped_storage()) - 2
 
 
+def _private(nbytes: int, device: torch.device) -> UntypedStorage:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+
 class Pool:
     """Blocks of scratch memory, reused as soon as nobody but the pool holds their storage.
 
     A warm block is several times cheaper than a fresh one, whose pages the kernel has to fault in.
     """
 
-    def __init__(self, slack: float = SLACK, spare: float = SPARE) -> None:
+    def __init__(self, slack: float = SLACK, spare: float = SPARE, allocate: Allocate = _private) -> None:
         """``slack``: a block may be this much larger than what is asked of it; ``spare``: the pool keeps at most this
-        times what was ever asked for at once."""
+        times what was ever asked for at once; ``allocate(nbytes, device)``: where blocks come from."""
+        self._allocate = allocate
         self._slack, self._spare = slack, spare
         self._blocks: list[_Block] = []
         self._most_asked = 0
@@ -72,7 +79,7 @@ class Pool:
             block.asked = need
         else:
             self._drop(free, need)
-            block = _Block(torch.empty(need, dtype=torch.uint8, device=device).untyped_storage(), need)
+            block = _Block(self._allocate(need, device), need)
             self._blocks.append(block)
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return result.set_(block.storage, 0, (numel,), (1,))

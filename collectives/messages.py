@@ -10,13 +10,18 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+
+if TYPE_CHECKING:
+    from .transport import Transport
 
 LABEL_BYTES = 76
 _HEADER = struct.Struct(f"<iqiqqH{LABEL_BYTES}s")
+_PLACE = struct.Struct("<q")
 HEADER_BYTES = 128
+_PLACE_BEGIN = HEADER_BYTES - _PLACE.size
 
 
 class Kind(IntEnum):
@@ -58,6 +63,20 @@ class Tag:
         """True when both are one collective, as far as a header can tell."""
         mine = (self.kind, self.round, self.index, self.digest, _cut(self.label))
         return mine == (other.kind, other.round, other.index, other.digest, _cut(other.label))
+
+
+def with_place(header: bytes, place: int) -> bytes:
+    """A header that says where the message's bytes lie, in memory that the receiver can see."""
+    return header[:_PLACE_BEGIN] + _PLACE.pack(place)
+
+
+def place_of(header: bytes) -> int:
+    return int(_PLACE.unpack_from(header, _PLACE_BEGIN)[0])
+
+
+def same_header(a: bytes, b: bytes) -> bool:
+    """True where two headers say the same but for a place."""
+    return a[:_PLACE_BEGIN] == b[:_PLACE_BEGIN]
 
 
 class CollectiveError(RuntimeError):
@@ -106,6 +125,36 @@ class Carrier(Protocol):
     def recv(self, tensor: Tensor, source: int, slot: int) -> Pending: ...
 
 
+class PendingBytes(Protocol):
+    """A few bytes that are expected."""
+
+    def wait(self, timeout: float) -> bytes:
+        """The bytes; raises `PeerError` where they cannot come any more."""
+
+
+@runtime_checkable
+class ByteCarrier(Protocol):
+    """A carrier with a short way for a few bytes, as headers are."""
+
+    def send_bytes(self, data: bytes, to: int, slot: int) -> Pending: ...
+
+    def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes: ...
+
+
+@runtime_checkable
+class Memory(Protocol):
+    """Memory of a rank that its peers can read, each from where it is."""
+
+    def allocate(self, nbytes: int) -> UntypedStorage:
+        """``nbytes`` with undefined content, freed with their last holder; `MemoryError` where there are none."""
+
+    def place(self, tensor: Tensor) -> int | None:
+        """What tells a peer where the tensor's first byte lies; None where it lies elsewhere."""
+
+    def look(self, source: int, place: int, nbytes: int) -> Tensor:
+        """Bytes of rank ``source``, 1-D, in its own memory: to be read only, and only while it lends them."""
+
+
 class Work(Protocol):
     """A collective under way. ``wait`` completes it; waiting again does nothing."""
 
@@ -121,6 +170,7 @@ class Collective(Protocol):
 
     name: str
     exact: bool
+    transport: Transport  # its messages' own; whoever uses the algorithm takes memory and makes exchanges there, too
 
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag

@@ -143,14 +143,14 @@ class Native:
                 raise CollectiveError("collective 'native' needs a torch.distributed process group")
         elif transport.world_size != carrier.world_size:
             raise CollectiveError("collective 'native' needs a process group of exactly these ranks")
-        self._transport, self._carrier = transport, carrier
+        self.transport, self._carrier = transport, carrier
         self._announced = 0  # the last round that the other ranks were told of
 
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
         """See `collectives.Collective.reduce_scatter`; sums in ``source``'s dtype, in the backend's order."""
-        t = self._transport
+        t = self.transport
         if t.world_size == 1:
             return _NativeWork(_Done(), [(out, source)], start, t.timeout)
         works: list[Work] = []
@@ -169,7 +169,7 @@ class Native:
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`."""
-        t = self._transport
+        t = self.transport
         if t.world_size == 1:
             return Chain(())
         width = max(high - low for low, high in itertools.pairwise(bounds))

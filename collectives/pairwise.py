@@ -54,13 +54,13 @@ class Pairwise:
     exact = True
 
     def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+        self.transport = transport
 
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
         """See `collectives.Collective.reduce_scatter`. Receives (W - 1) slices into scratch memory."""
-        t = self._transport
+        t = self.transport
         low, high = bounds[t.rank], bounds[t.rank + 1]
         recvs: list[Work] = []
         parts: list[Tensor] = [] if start is None else [start]
@@ -75,7 +75,7 @@ class Pairwise:
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. Each slice arrives in its place; no scratch memory."""
-        t = self._transport
+        t = self.transport
         recvs = [t.irecv(buffer[bounds[s] : bounds[s + 1]], s, tag) for s in t.peers()]
         own = buffer[bounds[t.rank] : bounds[t.rank + 1]]
         sends = [t.isend(own, to, tag) for to in t.peers()]

@@ -6,6 +6,7 @@ header of `HEADER_BYTES` on one lane and its bytes on another, both first-in-fir
     lane 0   | header | header | header |        kind, round, index, digest, size, label
     lane 1   | bytes  |        | bytes  |        (a header of size 0 has none)
     lane 2   text of an abort
+    lane 3   "I have read what you lent me", where bytes stay in memory that both sides see (`lend`, `borrow`)
 
 The receiver says which header it expects. Another one is an error that names both, on both sides, and an abort is a
 header too: so a rank that waits learns at once why nothing will come, and the group itself stays whole for its user.
@@ -17,34 +18,42 @@ or optimizers.
 from __future__ import annotations
 
 import os
+import struct
 import threading
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from .memory import Pool
 from .messages import (
     HEADER_BYTES,
+    ByteCarrier,
     Carrier,
     Chain,
     CollectiveError,
     Kind,
+    Memory,
     MismatchError,
     PeerError,
     Pending,
+    PendingBytes,
     Tag,
     Traffic,
     Work,
+    place_of,
+    same_header,
+    with_place,
 )
 
 LAST_WORDS = 60.0  # seconds for which a failed rank's messages are kept for their receivers
-_HEADER_LANE, _PAYLOAD_LANE, _TEXT_LANE, _LANES = 0, 1, 2, 4
+_HEADER_LANE, _PAYLOAD_LANE, _TEXT_LANE, _RETURN_LANE, _LANES = 0, 1, 2, 3, 4
+_RETURNED = struct.Struct("<q")
 
 
 class _Send:
@@ -63,12 +72,35 @@ class _Send:
         self._transport._unsent.pop(self._number, None)
 
 
+class _Lent:
+    """Memory that one rank reads in place. The transport holds it until that rank has said that it is done."""
+
+    def __init__(self, transport: Transport, tensor: Tensor, to: int, tag: Tag) -> None:
+        self._transport, self._tensor, self._to, self._tag = transport, tensor, to, tag
+        stream = transport._streams[to]
+        stream.lends += 1
+        self._number = stream.lends
+        stream.lent[self._number] = self
+
+    def wait(self) -> None:
+        t = self._transport
+        stream = t._streams[self._to]
+        while self._number in stream.lent:
+            if stream.coming_back is None:
+                stream.coming_back = t._bytes.recv_bytes(_RETURNED.size, t._ranks[self._to], t._slot(_RETURN_LANE))
+            (number,) = _RETURNED.unpack(t._wait_bytes(stream.coming_back, self._to, self._tag))
+            stream.coming_back = None
+            del stream.lent[number]
+
+
 class _Recv:
     """A message that is expected from one rank. Its header is read before its bytes are believed."""
 
     def __init__(self, transport: Transport, source: int, tag: Tag, size: int, payload: Pending | None) -> None:
         self._transport, self.source, self.tag, self.size, self._payload = transport, source, tag, size, payload
+        self.header = tag.pack(size)
         self.confirmed = False
+        self.place = -1
 
     def wait(self) -> None:
         self._transport._confirm(self)
@@ -77,13 +109,66 @@ class _Recv:
             self._payload = None
 
 
+class Loan(_Recv):
+    """A peer's memory, to be read in place between `wait` and `give_back`."""
+
+    def __init__(self, transport: Transport, source: int, tag: Tag, numel: int, dtype: torch.dtype) -> None:
+        super().__init__(transport, source, tag, numel * dtype.itemsize, None)
+        self._dtype = dtype
+        stream = transport._streams[source]
+        stream.borrowed += self.size > 0
+        self._number = stream.borrowed
+
+    def tensor(self) -> Tensor:
+        """What the peer lends, 1-D; after `wait`."""
+        if not self.size:
+            return torch.empty(0, dtype=self._dtype)
+        memory = self._transport.memory
+        assert memory is not None
+        assert self.confirmed, "read before `wait`"
+        return memory.look(self._transport._ranks[self.source], self.place, self.size).view(self._dtype)
+
+    def give_back(self) -> None:
+        """Say that it was read: the peer may write there again."""
+        t = self._transport
+        if self.size:
+            t._bytes.send_bytes(_RETURNED.pack(self._number), t._ranks[self.source], t._slot(_RETURN_LANE))
+
+
 class _Stream:
-    """Headers from one rank: those asked for, those expected, and at most one that was read and put back."""
+    """Messages of one rank: headers asked for, those expected, at most one that was read and put back, and what this
+    rank lends it."""
 
     def __init__(self) -> None:
-        self.posted: deque[tuple[Tensor, Pending]] = deque()
+        self.posted: deque[PendingBytes] = deque()
         self.expected: deque[_Recv] = deque()
-        self.returned: tuple[Tag, int] | None = None
+        self.returned: bytes | None = None
+        self.lent: dict[int, _Lent] = {}  # by number, as both sides count
+        self.lends = self.borrowed = 0
+        self.coming_back: PendingBytes | None = None
+
+
+class _ByTensors:
+    """The short way for a few bytes over a carrier that knows tensors alone."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+
+    def send_bytes(self, data: bytes, to: int, slot: int) -> Pending:
+        return self._carrier.send(_from_bytes(data), to, slot)
+
+    def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes:
+        buffer = torch.empty(size, dtype=torch.uint8)
+        return _BytesOfTensor(buffer, self._carrier.recv(buffer, source, slot))
+
+
+class _BytesOfTensor:
+    def __init__(self, buffer: Tensor, pending: Pending) -> None:
+        self._buffer, self._pending = buffer, pending
+
+    def wait(self, timeout: float) -> bytes:
+        self._pending.wait(timeout)
+        return self._buffer.numpy().tobytes()
 
 
 class Transport:
@@ -100,8 +185,10 @@ class Transport:
         self.world_size = len(self._ranks)
         self.timeout = carrier.timeout
         self.name = carrier.name
-        self.traffic = Traffic()
-        self.pool = Pool()
+        self._counted = Counter[str]()
+        self._bytes: ByteCarrier = carrier if isinstance(carrier, ByteCarrier) else _ByTensors(carrier)
+        self.memory: Memory | None = carrier if isinstance(carrier, Memory) else None
+        self.pool = Pool(allocate=self._allocate)
         self._broken: str | None = None
         self._unsent: dict[int, _Send] = {}  # sends that nobody has waited for yet, by their own number
         self._sends = 0
@@ -111,7 +198,23 @@ class Transport:
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A 1-D buffer that its owner keeps, with undefined content, starting on a 64-byte boundary."""
-        return torch.empty(numel, dtype=dtype, device=device)
+        if not numel:
+            return torch.empty(0, dtype=dtype, device=device)
+        storage = self._allocate(numel * dtype.itemsize, device)
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
+
+    def _allocate(self, nbytes: int, device: torch.device) -> UntypedStorage:
+        if self.memory is None or device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        return self.memory.allocate(nbytes)
+
+    def within_reach(self, tensor: Tensor) -> Tensor:
+        """A 1-D tensor's values where peers can read them: the tensor itself, or a copy in scratch memory."""
+        if self.memory is None:
+            raise CollectiveError(f"ranks over {self.name} do not see each other's memory")
+        if not tensor.numel() or self.memory.place(tensor) is not None:
+            return tensor
+        return self.scratch(tensor.numel(), tensor.dtype, torch.device("cpu")).copy_(tensor)
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A 1-D buffer from the pool, with undefined content; it goes back when its last holder lets go."""
@@ -147,7 +250,7 @@ class Transport:
             pendings = [self._send_header(tag, size, to)]
             if size:
                 pendings.append(self.carrier.send(data, self._ranks[to], self._slot(_PAYLOAD_LANE)))
-        self._count(sent=size, control=control)
+        self._count("control_sent" if control else "payload_sent", size)
         return _Send(self, pendings, to, tag)
 
     def irecv(self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False) -> Work:
@@ -158,18 +261,44 @@ class Transport:
         with self._whole_messages(tag):
             self._post_header(source)
             payload = self.carrier.recv(data, self._ranks[source], self._slot(_PAYLOAD_LANE)) if size else None
-        self._count(received=size, control=control)
+        self._count("control_received" if control else "payload_received", size)
         work = _Recv(self, source, tag, size, payload)
         self._streams[source].expected.append(work)
         return work
+
+    def lend(self, tensor: Tensor, to: int, tag: Tag) -> Work:
+        """Let rank ``to``, which calls `borrow`, read a 1-D contiguous tensor that is `within_reach` where it is; it
+        must not be written before ``wait`` returns."""
+        self.check()
+        data = _as_bytes(tensor)
+        size = data.numel()
+        header = tag.pack(size)
+        if size:
+            assert self.memory is not None
+            place = self.memory.place(data)
+            assert place is not None, "not within reach"
+            header = with_place(header, place)
+        with self._whole_messages(tag):
+            pending = self._send_packed(header, to)
+        self._count("payload_sent", size)
+        return _Lent(self, data, to, tag) if size else _Send(self, [pending], to, tag)
+
+    def borrow(self, source: int, tag: Tag, numel: int, dtype: torch.dtype) -> Loan:
+        """Expect rank ``source`` to `lend` this many elements."""
+        self.check()
+        loan = Loan(self, source, tag, numel, dtype)
+        with self._whole_messages(tag):
+            self._post_header(source)
+        self._count("payload_received", loan.size)
+        self._streams[source].expected.append(loan)
+        return loan
 
     def exchange(self, data: bytes, tag: Tag) -> list[bytes]:
         """Every rank's bytes, in rank order; lengths may differ. Collective."""
         self.check()
         sends = []
-        buffer = _from_bytes(data)
         for to in self.peers():
-            sends.append(self.isend(buffer, to, tag, control=True))
+            sends.append(self._send_control(data, to, tag))
         result = [b""] * self.world_size
         result[self.rank] = data
         for source in self.peers():
@@ -207,11 +336,12 @@ class Transport:
         """True when ``source`` is at ``tag``; False when it has entered a round that this rank has not."""
         self._confirm_expected(source)
         while True:
-            theirs, size = self._next_header(source, tag)
+            header = self._next_header(source, tag)
+            theirs, _ = Tag.unpack(header)
             if theirs.same(tag):
                 return True
             if theirs.round > tag.round and theirs.kind in (Kind.REDUCE_SCATTER, Kind.MEET):
-                self._streams[source].returned = (theirs, size)
+                self._streams[source].returned = header
                 return False
             if not (theirs.kind is Kind.MEET and theirs.round < tag.round):
                 raise self._mismatch(source, tag, theirs)
@@ -221,12 +351,13 @@ class Transport:
         if self._broken is not None:
             return
         self._broken = reason
-        text = _from_bytes(reason.encode()[:4096] or b"?")
+        text = reason.encode()[:4096] or b"?"
         tag = Tag(Kind.ABORT, "abort")
         for to in self.peers():
             try:
-                header = self._send_header(tag, text.numel(), to)
-                _Send(self, [header, self.carrier.send(text, self._ranks[to], self._slot(_TEXT_LANE))], to, tag)
+                header = self._send_header(tag, len(text), to)
+                words = self._bytes.send_bytes(text, self._ranks[to], self._slot(_TEXT_LANE))
+                _Send(self, [header, words], to, tag)
             except Exception:  # a peer that is gone cannot be told; the others still are
                 continue
         # What was sent must outlive this object until its receivers ask for it.
@@ -252,30 +383,33 @@ class Transport:
                 "build a new optimizer"
             )
 
-    def _count(self, sent: int = 0, received: int = 0, control: bool = False) -> None:
-        t = self.traffic
-        if control:
-            change = {"control_sent": t.control_sent + sent, "control_received": t.control_received + received}
-        else:
-            change = {"payload_sent": t.payload_sent + sent, "payload_received": t.payload_received + received}
-        self.traffic = replace(t, **change)
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent and received so far."""
+        return Traffic(**self._counted)
+
+    def _count(self, what: str, amount: int) -> None:
+        self._counted[what] += amount
 
     def count_payload(self, sent: int, received: int) -> None:
         """For algorithms whose bytes do not pass through `isend` and `irecv`."""
-        self._count(sent=sent, received=received)
+        self._count("payload_sent", sent)
+        self._count("payload_received", received)
 
     def _send_header(self, tag: Tag, size: int, to: int) -> Pending:
-        t = self.traffic
-        self.traffic = replace(t, control_sent=t.control_sent + HEADER_BYTES, messages=t.messages + 1)
-        return self.carrier.send(_from_bytes(tag.pack(size)), self._ranks[to], self._slot(_HEADER_LANE))
+        return self._send_packed(tag.pack(size), to)
+
+    def _send_packed(self, header: bytes, to: int) -> Pending:
+        self._count("control_sent", HEADER_BYTES)
+        self._count("messages", 1)
+        return self._bytes.send_bytes(header, self._ranks[to], self._slot(_HEADER_LANE))
 
     def _post_header(self, source: int) -> None:
-        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        pending = self.carrier.recv(header, self._ranks[source], self._slot(_HEADER_LANE))
-        self._streams[source].posted.append((header, pending))
-        self._count(received=HEADER_BYTES, control=True)
+        pending = self._bytes.recv_bytes(HEADER_BYTES, self._ranks[source], self._slot(_HEADER_LANE))
+        self._streams[source].posted.append(pending)
+        self._count("control_received", HEADER_BYTES)
 
-    def _next_header(self, source: int, tag: Tag) -> tuple[Tag, int]:
+    def _next_header(self, source: int, tag: Tag) -> bytes:
         """The next header from ``source``, whatever it is; an abort raises."""
         stream = self._streams[source]
         if stream.returned is not None:
@@ -283,16 +417,14 @@ class Transport:
             return header
         if not stream.posted:
             self._post_header(source)
-        buffer, pending = stream.posted[0]
-        self._wait(pending, source, tag)
+        header = self._wait_bytes(stream.posted[0], source, tag)
         stream.posted.popleft()
-        theirs, size = Tag.unpack(buffer.numpy().tobytes())
+        theirs, size = Tag.unpack(header)
         if theirs.kind is Kind.ABORT:
-            text = torch.empty(size, dtype=torch.uint8)
-            self._wait(self.carrier.recv(text, self._ranks[source], self._slot(_TEXT_LANE)), source, tag)
-            message = text.numpy().tobytes().decode(errors="replace")
+            text = self._bytes.recv_bytes(size, self._ranks[source], self._slot(_TEXT_LANE))
+            message = self._wait_bytes(text, source, tag).decode(errors="replace")
             raise self._fail(PeerError(f"rank {self.rank}, in {tag.label}: rank {source} failed: {message}"))
-        return theirs, size
+        return header
 
     def _confirm_expected(self, source: int) -> None:
         """Read the headers of all that is still under way from ``source``, which come before any other."""
@@ -305,30 +437,48 @@ class Transport:
         expected = self._streams[work.source].expected
         while not work.confirmed:
             first = expected[0]
-            theirs, size = self._next_header(work.source, first.tag)
-            if theirs.kind is Kind.MEET and theirs.round < first.tag.round:
-                continue  # it had nothing of its own for this round, and will catch up
-            if not theirs.same(first.tag) or size != first.size:
+            header = self._next_header(work.source, first.tag)
+            if not same_header(header, first.header):
+                theirs, size = Tag.unpack(header)
+                if theirs.kind is Kind.MEET and theirs.round < first.tag.round:
+                    continue  # it had nothing of its own for this round, and will catch up
                 raise self._mismatch(work.source, first.tag, theirs, first.size, size)
-            first.confirmed = True
+            first.confirmed, first.place = True, place_of(header)
             expected.popleft()
+
+    def _send_control(self, data: bytes, to: int, tag: Tag) -> Work:
+        with self._whole_messages(tag):
+            pendings = [self._send_header(tag, len(data), to)]
+            if data:
+                pendings.append(self._bytes.send_bytes(data, self._ranks[to], self._slot(_PAYLOAD_LANE)))
+        self._count("control_sent", len(data))
+        return _Send(self, pendings, to, tag)
 
     def _recv_any_size(self, source: int, tag: Tag) -> bytes:
         self._confirm_expected(source)
-        theirs, size = self._next_header(source, tag)
+        theirs, size = Tag.unpack(self._next_header(source, tag))
         if not theirs.same(tag):
             raise self._mismatch(source, tag, theirs)
-        buffer = torch.empty(size, dtype=torch.uint8)
-        if size:
-            self._wait(self.carrier.recv(buffer, self._ranks[source], self._slot(_PAYLOAD_LANE)), source, tag)
-        self._count(received=size, control=True)
-        return buffer.numpy().tobytes()
+        self._count("control_received", size)
+        if not size:
+            return b""
+        pending = self._bytes.recv_bytes(size, self._ranks[source], self._slot(_PAYLOAD_LANE))
+        return self._wait_bytes(pending, source, tag)
 
     def _wait(self, pending: Pending, peer: int, tag: Tag) -> None:
+        with self._answering(peer, tag):
+            pending.wait(self.timeout)
+
+    def _wait_bytes(self, pending: PendingBytes, peer: int, tag: Tag) -> bytes:
+        with self._answering(peer, tag):
+            return pending.wait(self.timeout)
+
+    @contextmanager
+    def _answering(self, peer: int, tag: Tag) -> Iterator[None]:
         self.check()
         begin = time.monotonic()
         try:
-            pending.wait(self.timeout)
+            yield
         except PeerError as error:
             waited = time.monotonic() - begin
             text = f"rank {self.rank}, in {tag.label}: no answer from rank {peer} after {waited:.1f} s ({error})"

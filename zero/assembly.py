@@ -46,8 +46,8 @@ class Assembly:
         self.stage, self.module, self.inner = stage, module, inner
         self._bucket_bytes = _bucket_bytes(bucket_cap_mb)
         algorithm = _algorithm(collective)
-        self.transport = _transport(process_group).fork()
-        self.collective: Collective = algorithm(self.transport)
+        self.collective: Collective = algorithm(_transport(process_group).fork())
+        self.transport = self.collective.transport
         try:
             check_modules(module)
             check_not_in_units(module)

@@ -1,0 +1,140 @@
+"""Memory that the ranks of a host can read in each other.
+
+Every rank has one file without a name (`memfd_create`), which exists only as long as some process holds it: nothing
+can be left behind, whatever dies. A peer that was handed the descriptor maps the whole file once. Pages are made before
+they are used, so that a lack of memory is an error and not a signal, and given back with a region's last holder.
+
+Knows: regions of pages. Does not know: how a descriptor reaches a peer, or when somebody reads.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import mmap
+import os
+import warnings
+import weakref
+
+import torch
+from torch import Tensor
+
+PAGE = mmap.PAGESIZE
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python does not name
+
+
+def arena_bytes() -> int:
+    """How much address space an arena takes: more than there is memory; only pages that are used exist."""
+    return 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class Spans:
+    """Which parts of a range of pages are free, in order; neighbours are merged."""
+
+    def __init__(self, pages: int) -> None:
+        self._free = [(0, pages)]  # begin, end
+
+    def take(self, pages: int) -> int | None:
+        """The first page of the first free part that is large enough; None where there is none."""
+        for number, (begin, end) in enumerate(self._free):
+            if end - begin >= pages:
+                self._free[number : number + 1] = [(begin + pages, end)] if end - begin > pages else []
+                return begin
+        return None
+
+    def give(self, begin: int, pages: int) -> None:
+        end = begin + pages
+        number = bisect.bisect_left(self._free, (begin, end))
+        if number < len(self._free) and self._free[number][0] == end:
+            end = self._free.pop(number)[1]
+        if number > 0 and self._free[number - 1][1] == begin:
+            number -= 1
+            begin = self._free.pop(number)[0]
+        self._free.insert(number, (begin, end))
+
+
+class Arena:
+    """This rank's memory that its peers may read."""
+
+    def __init__(self, size: int | None = None) -> None:
+        """``size``: bytes of address space. Raises `OSError` where the kernel forbids such memory."""
+        size = arena_bytes() if size is None else size
+        self.fd = os.memfd_create("zero", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, size)
+            self._mapping = mmap.mmap(self.fd, size)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._spans = Spans(size // PAGE)
+        self._regions: dict[int, tuple[int, int]] = {}  # address of a region -> its first page, and pages
+        self._close = weakref.finalize(self, os.close, self.fd)
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """A region of its own, starting on a page, with undefined content; it is freed with its last holder."""
+        pages = -(-nbytes // PAGE)
+        page = self._spans.take(pages)
+        if page is None:
+            raise _exhausted(nbytes)
+        begin, length = page * PAGE, pages * PAGE
+        try:
+            _make_pages(self._mapping, self.fd, begin, length)
+        except OSError as error:
+            self._spans.give(page, pages)
+            raise _exhausted(nbytes) from error
+        part = memoryview(self._mapping)[begin : begin + nbytes]
+        storage = torch.frombuffer(part, dtype=torch.uint8).untyped_storage()
+        address = storage.data_ptr()
+        self._regions[address] = (page, pages)
+        end = weakref.finalize(part, _free, self._mapping, self._spans, self._regions, address, os.getpid())
+        end.atexit = False
+        return storage
+
+    def place(self, tensor: Tensor) -> int | None:
+        """Where in the file the tensor's first byte lies; None where it lies elsewhere."""
+        if tensor.device.type != "cpu":
+            return None
+        address = tensor.untyped_storage().data_ptr()
+        region = self._regions.get(address)
+        return None if region is None else region[0] * PAGE + tensor.data_ptr() - address
+
+
+class Window:
+    """A peer's arena, to be read."""
+
+    def __init__(self, fd: int) -> None:
+        """Takes the descriptor over."""
+        try:
+            mapping = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that nobody must write there
+            self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def look(self, place: int, nbytes: int) -> Tensor:
+        """``nbytes`` of the peer's own memory, 1-D. To write there is a segmentation fault."""
+        return self._bytes[place : place + nbytes]
+
+
+def _exhausted(nbytes: int) -> MemoryError:
+    return MemoryError(
+        f"{nbytes} bytes of memory that other processes can read could not be had: give the ranks more memory, or "
+        "choose collective='pairwise', which needs none"
+    )
+
+
+def _make_pages(mapping: mmap.mmap, fd: int, begin: int, length: int) -> None:
+    try:
+        mapping.madvise(_POPULATE_WRITE, begin, length)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel that does not know it
+            raise
+        os.posix_fallocate(fd, begin, length)
+
+
+def _free(mapping: mmap.mmap, spans: Spans, regions: dict[int, tuple[int, int]], address: int, process: int) -> None:
+    page, pages = regions.pop(address)
+    if os.getpid() == process:  # a forked child has a copy of the books, but the pages are its parent's
+        mapping.madvise(mmap.MADV_REMOVE, page * PAGE, pages * PAGE)
+        spans.give(page, pages)

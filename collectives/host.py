@@ -1,0 +1,247 @@
+"""The carrier among processes of one host: frames over Unix sockets, bytes through memory that both sides map.
+
+    frame   slot | kind | body
+    bytes   a few bytes, in the body
+    place   where many bytes lie in the sender's arena, and how many; the receiver reads them there and answers
+    read    "I have read the first of those that you gave me a place of"
+
+A frame is one system call on each side, which orders memory on every CPU; a peer that ended shows as the end of its
+socket, or, where a child that it forked still holds that, by its process descriptor. A rank that waits sleeps.
+
+Knows: sockets, arenas, processes of this host. Does not know: headers, collectives, torch.distributed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from .arena import Arena, Window
+from .messages import PeerError
+
+_FRAME = struct.Struct("<IB")
+_PLACE = struct.Struct("<qq")
+_BYTES, _AT, _READ = 0, 1, 2
+INLINE = 4096  # bytes up to which a message travels in a frame
+_FRAME_BYTES = _FRAME.size + INLINE
+
+
+class _Sent:
+    """A message that has left, or whose reader has said so."""
+
+    def wait(self, timeout: float) -> None:
+        return
+
+
+SENT = _Sent()
+
+
+class _Lent:
+    def __init__(self, carrier: HostCarrier, tensor: Tensor, to: int, slot: int) -> None:
+        self._carrier, self._tensor, self._to, self._slot = carrier, tensor, to, slot
+        carrier.lent[to, slot] += 1
+        self._number = carrier.lent[to, slot]
+
+    def wait(self, timeout: float) -> None:
+        carrier, key = self._carrier, (self._to, self._slot)
+        while carrier.returned[key] < self._number:
+            carrier.next_frame(self._to, self._slot, _READ, timeout)
+            carrier.returned[key] += 1
+
+
+class _Expected:
+    def __init__(self, carrier: HostCarrier, tensor: Tensor, source: int, slot: int) -> None:
+        self._carrier, self._tensor, self._source, self._slot = carrier, tensor, source, slot
+
+    def wait(self, timeout: float) -> None:
+        kind, body = self._carrier.next_message(self._source, self._slot, timeout)
+        if kind == _BYTES:
+            arrived, size = torch.frombuffer(bytearray(body), dtype=torch.uint8), len(body)
+        else:
+            place, size = _PLACE.unpack(body)
+            arrived = self._carrier.look(self._source, place, size)
+        if size != self._tensor.numel():
+            raise PeerError(f"{size} bytes came where {self._tensor.numel()} fit")
+        self._tensor.copy_(arrived)
+        if kind == _AT:
+            self._carrier.put(self._source, self._slot, _READ)
+
+
+class _ExpectedBytes:
+    def __init__(self, carrier: HostCarrier, source: int, slot: int) -> None:
+        self._carrier, self._source, self._slot = carrier, source, slot
+
+    def wait(self, timeout: float) -> bytes:
+        kind, body = self._carrier.next_message(self._source, self._slot, timeout)
+        if kind == _BYTES:
+            return body
+        place, size = _PLACE.unpack(body)
+        data = self._carrier.look(self._source, place, size).numpy().tobytes()
+        self._carrier.put(self._source, self._slot, _READ)
+        return data
+
+
+class HostCarrier:
+    """One rank's end of the sockets to its peers, and its arena. See `messages.Carrier` and `messages.Memory`."""
+
+    name = "shared memory"
+
+    def __init__(self, rank: int, peers: Sequence[Peer | None], arena: Arena, timeout: float) -> None:
+        """``peers``: of each rank of the group; None for this one."""
+        self.rank, self.world_size, self.timeout = rank, len(peers), timeout
+        self._peers, self._arena = list(peers), arena
+        self._frames: defaultdict[tuple[int, int, bool], deque[tuple[int, bytes]]] = defaultdict(deque)
+        self.lent: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self.returned: defaultdict[tuple[int, int], int] = defaultdict(int)
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, to: int, slot: int) -> _Sent | _Lent:
+        if tensor.numel() <= INLINE:
+            return self.send_bytes(tensor.cpu().numpy().tobytes(), to, slot)
+        place = self._arena.place(tensor)
+        if place is None:
+            staged = torch.empty(0, dtype=torch.uint8).set_(self.allocate(tensor.numel()))
+            tensor = staged.copy_(tensor)
+            place = self._arena.place(tensor)
+        lent = _Lent(self, tensor, to, slot)
+        assert place is not None
+        self.put(to, slot, _AT, _PLACE.pack(place, tensor.numel()))
+        return lent
+
+    def recv(self, tensor: Tensor, source: int, slot: int) -> _Expected:
+        return _Expected(self, tensor, source, slot)
+
+    def send_bytes(self, data: bytes, to: int, slot: int) -> _Sent | _Lent:
+        if len(data) > INLINE:
+            return self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, slot)
+        self.put(to, slot, _BYTES, data)
+        return SENT
+
+    def recv_bytes(self, size: int, source: int, slot: int) -> _ExpectedBytes:
+        return _ExpectedBytes(self, source, slot)
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> UntypedStorage:
+        return self._arena.allocate(nbytes)
+
+    def place(self, tensor: Tensor) -> int | None:
+        return self._arena.place(tensor)
+
+    def look(self, source: int, place: int, nbytes: int) -> Tensor:
+        return self._peer(source).window.look(place, nbytes)
+
+    # -- frames ---------------------------------------------------------------------------------------------------
+
+    def put(self, to: int, slot: int, kind: int, body: bytes = b"") -> None:
+        """Send a frame. Where the peer's socket is full, what came here is read meanwhile: the peer may do the same."""
+        frame = _FRAME.pack(slot, kind) + body
+        peer = self._peer(to)
+        limit: float | None = None
+        while True:
+            try:
+                peer.socket.send(frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                return
+            except BlockingIOError:
+                limit = time.monotonic() + self.timeout if limit is None else limit
+                self._make_room(peer, limit)
+            except OSError as error:
+                raise PeerError(_GONE.format(rank=to)) from error
+
+    def next_message(self, source: int, slot: int, timeout: float) -> tuple[int, bytes]:
+        return self._next(source, (source, slot, False), timeout)
+
+    def next_frame(self, source: int, slot: int, kind: int, timeout: float) -> tuple[int, bytes]:
+        return self._next(source, (source, slot, kind == _READ), timeout)
+
+    def _next(self, source: int, key: tuple[int, int, bool], timeout: float) -> tuple[int, bytes]:
+        frames = self._frames[key]
+        while not frames:
+            self._read(source, timeout)
+        return frames.popleft()
+
+    def _read(self, source: int, timeout: float) -> None:
+        """Read one frame of a rank, and put it where it belongs."""
+        peer = self._peer(source)
+        frame = peer.receive(timeout)
+        if frame is None:
+            raise PeerError(f"time limit of {timeout} s passed")
+        if not frame:
+            raise PeerError(_GONE.format(rank=source))
+        slot, kind = _FRAME.unpack_from(frame)
+        self._frames[source, slot, kind == _READ].append((kind, frame[_FRAME.size :]))
+
+    def _make_room(self, peer: Peer, limit: float) -> None:
+        poll = select.poll()
+        poll.register(peer.socket, select.POLLOUT)
+        ranks = {other.socket.fileno(): rank for rank, other in enumerate(self._peers) if other is not None}
+        for descriptor in ranks:
+            poll.register(descriptor, select.POLLIN | (select.POLLOUT if descriptor == peer.socket.fileno() else 0))
+        ready = poll.poll(max(0.0, limit - time.monotonic()) * 1000)
+        if not ready:
+            raise PeerError(f"time limit of {self.timeout} s passed")
+        for descriptor, event in ready:
+            if event & select.POLLIN:
+                self._read(ranks[descriptor], 0)
+
+    def _peer(self, rank: int) -> Peer:
+        peer = self._peers[rank]
+        assert peer is not None, "a rank sends itself nothing"
+        return peer
+
+
+_GONE = "rank {rank} is gone: its process ended, or closed its optimizer"
+
+
+class Peer:
+    """A socket to another process of this host, and its memory."""
+
+    def __init__(self, connection: socket.socket, window: Window, process: int) -> None:
+        """``process``: the peer's process id as the kernel tells it here; 0 where it has none that this one can see."""
+        self.socket, self.window = connection, window
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._life: int | None = None
+        if process > 0 and hasattr(os, "pidfd_open"):
+            try:
+                self._life = os.pidfd_open(process)
+            except OSError:  # a kernel without it; the socket's end tells of most deaths
+                return
+            self._poll.register(self._life, select.POLLIN)
+
+    def __del__(self) -> None:
+        if self._life is not None:
+            os.close(self._life)
+
+    def receive(self, timeout: float) -> bytes | None:
+        """The next frame; empty where the peer is gone, None where ``timeout`` seconds passed."""
+        limit = time.monotonic() + timeout
+        while True:
+            try:
+                return self.socket.recv(_FRAME_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                pass
+            except OSError:
+                return b""
+            left = limit - time.monotonic()
+            if left <= 0:
+                return None
+            events = self._poll.poll(left * 1000)
+            if events and all(descriptor == self._life for descriptor, _ in events):
+                return self._last()
+
+    def _last(self) -> bytes:
+        """The peer's process has ended: what it sent before is still there."""
+        try:
+            return self.socket.recv(_FRAME_BYTES, socket.MSG_DONTWAIT)
+        except OSError:
+            return b""

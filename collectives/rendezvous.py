@@ -1,0 +1,183 @@
+"""How the ranks of one host find each other, and become a `HostCarrier`.
+
+Each rank listens at an abstract address that it drew by chance, tells it to the others through the transport that they
+have, and hands every peer that knows its token, and belongs to the same user, the descriptor of its arena. No name in a
+file system is used, and the listener is closed when all are connected.
+
+Knows: kernels, users, addresses. Does not know: frames, collectives.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+
+from .arena import Arena, Window
+from .host import HostCarrier, Peer
+from .messages import Kind, Tag
+from .transport import Transport
+
+PATIENCE = 60.0  # seconds for which a rank waits for another to connect
+_PEER_CREDENTIALS = struct.Struct("iII")  # process, user, group
+_TOKEN_BYTES = 16
+_HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a rank tells the others of itself."""
+
+    host: str  # equal for processes that can reach each other through the kernel
+    user: int
+    address: str
+    token: str
+    problem: str  # why it cannot share memory; empty where it can
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Card:
+        return cls(**json.loads(data))
+
+
+class Door:
+    """This rank's listener and arena, until its peers are connected."""
+
+    def __init__(self) -> None:
+        self.listener: socket.socket | None = None
+        self.arena: Arena | None = None
+        problem, address = "", secrets.token_hex(16)
+        try:
+            self.arena = Arena()
+            self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.listener.bind(b"\0zero-" + address.encode())
+            self.listener.listen(4096)
+        except (OSError, AttributeError, ValueError) as error:  # forbidden, or not Linux
+            problem = f"{type(error).__name__}: {error}"
+            self.close()
+        self.card = Card(host_key(), _user(), address, secrets.token_hex(_TOKEN_BYTES), problem)
+
+    def close(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
+
+
+def host_key() -> str:
+    """Equal for processes that see one another's abstract sockets: one boot of a kernel, one network namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        namespace = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        return secrets.token_hex(16)  # nobody else's
+    return f"{boot} {namespace}"
+
+
+def _user() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0
+
+
+def exchange_cards(transport: Transport, door: Door) -> list[Card]:
+    """Every rank's card. Collective."""
+    tag = Tag(Kind.EXCHANGE, "looking for ranks of the same host")
+    return [Card.unpack(data) for data in transport.exchange(json.dumps(asdict(door.card)).encode(), tag)]
+
+
+def join(transport: Transport, door: Door, cards: Sequence[Card]) -> HostCarrier | str:
+    """Connect the ranks of ``transport``, which are on one host; the reason where one of them could not, on every rank.
+    Collective. ``cards``: of these ranks."""
+    problem, carrier = _first_problem(cards), None
+    if not problem:
+        try:
+            carrier = _connect(transport, door, cards)
+        except (OSError, MemoryError) as error:
+            problem = f"rank {transport.rank} could not connect: {type(error).__name__}: {error}"
+    told = transport.exchange(problem.encode(), Tag(Kind.EXCHANGE, "connecting the ranks of a host"))
+    problem = next((text.decode(errors="replace") for text in told if text), "")
+    return problem if carrier is None or problem else carrier
+
+
+def _first_problem(cards: Sequence[Card]) -> str:
+    for rank, card in enumerate(cards):
+        if card.problem:
+            return f"rank {rank} cannot share memory: {card.problem}"
+        if card.user != cards[0].user:
+            return f"rank {rank} is another user's process (user {card.user}, and {cards[0].user} on rank 0)"
+    return ""
+
+
+def _connect(transport: Transport, door: Door, cards: Sequence[Card]) -> HostCarrier:
+    assert door.listener is not None
+    assert door.arena is not None
+    rank, peers = transport.rank, list[Peer | None]([None] * transport.world_size)
+    with ExitStack() as opened, closing(door.listener):
+        outgoing = {}
+        for to in range(rank + 1, transport.world_size):
+            connection = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            connection.settimeout(min(PATIENCE, transport.timeout))
+            connection.connect(b"\0zero-" + cards[to].address.encode())
+            _send(connection, _HELLO.pack(rank, bytes.fromhex(cards[to].token)), door.arena.fd)
+            outgoing[to] = connection
+        door.listener.settimeout(min(PATIENCE, transport.timeout))
+        for _ in range(rank):
+            source, peer = _accept(door, rank)
+            peers[source] = peer
+        for to, connection in outgoing.items():
+            process = _check_user(connection)
+            _, window = _receive(connection)
+            connection.setblocking(True)
+            peers[to] = Peer(connection, window, process)
+        opened.pop_all()
+    return HostCarrier(rank, peers, door.arena, transport.timeout)
+
+
+def _accept(door: Door, rank: int) -> tuple[int, Peer]:
+    """The next lower rank that connects; whoever does not know the token is sent away."""
+    assert door.listener is not None
+    assert door.arena is not None
+    while True:
+        connection, _ = door.listener.accept()
+        connection.settimeout(door.listener.gettimeout())
+        try:
+            process = _check_user(connection)
+            hello, window = _receive(connection)
+            source, token = _HELLO.unpack(hello)
+            if not secrets.compare_digest(token, bytes.fromhex(door.card.token)) or not source < rank:
+                raise PermissionError("a stranger")
+        except (OSError, struct.error, PermissionError):
+            connection.close()
+            continue
+        _send(connection, b"welcome", door.arena.fd)
+        connection.setblocking(True)
+        return source, Peer(connection, window, process)
+
+
+def _check_user(connection: socket.socket) -> int:
+    """The peer's process id, as seen from here; `PermissionError` where it is another user's."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    process, user, _ = _PEER_CREDENTIALS.unpack(data)
+    if user != os.getuid():
+        raise PermissionError(f"a process of user {user} answered")
+    return int(process)
+
+
+def _send(connection: socket.socket, data: bytes, descriptor: int) -> None:
+    rights = array.array("i", [descriptor])
+    connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, Window]:
+    rights = array.array("i")
+    data, ancillary, _, _ = connection.recvmsg(_HELLO.size, socket.CMSG_LEN(rights.itemsize))
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            rights.frombytes(content[: len(content) - len(content) % rights.itemsize])
+    if not rights:
+        raise PermissionError("a peer sent no memory")
+    return data, Window(rights[0])

@@ -1,0 +1,86 @@
+"""Ranks of one host, through memory that all of them see.
+
+    rank 0 | x00 | x01 |  owner 0 reads x10 where rank 1 has it, folds in rank order, and says that it has read
+    rank 1 | x10 | x11 |  owner 1 reads x01 where rank 0 has it, ...
+
+A contribution lies in shared memory from the start (`Transport.scratch`, `Transport.empty`), so nothing is copied in;
+one that does not is copied there first. The bytes read are those of a direct exchange, and so is the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from .fold import fold
+from .messages import Chain, CollectiveError, Tag, Work
+from .transport import Loan, Transport
+
+
+class _Reading:
+    """Memory of the peers that is read when all of it is there, and given back; then this rank's own is free again."""
+
+    def __init__(
+        self, transport: Transport, loans: Sequence[Loan], lends: Sequence[Work], read: Callable[[], None]
+    ) -> None:
+        self._transport, self._loans, self._lends = transport, Chain(loans), Chain(lends)
+        self._borrowed: Sequence[Loan] = loans
+        self._read: Callable[[], None] | None = read
+
+    def wait(self) -> None:
+        self._loans.wait()
+        if self._read is not None:
+            read, self._read = self._read, None
+            try:
+                read()
+            except BaseException as error:  # half a sum is no sum
+                self._transport.abort(f"rank {self._transport.rank}, while reading: {type(error).__name__}: {error}")
+                raise
+            for loan in self._borrowed:
+                loan.give_back()
+        self._lends.wait()
+
+
+class Shared:
+    """Reduce-scatter and all-gather through shared memory; the default on one host."""
+
+    name = "shared"
+    exact = True
+
+    def __init__(self, transport: Transport) -> None:
+        """``transport``: over a carrier whose ranks see each other's memory."""
+        if transport.memory is None:
+            raise CollectiveError(f"collective 'shared' needs ranks that share memory, which {transport.name} has not")
+        self.transport = transport
+
+    def reduce_scatter(
+        self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
+    ) -> Work:
+        """See `collectives.Collective.reduce_scatter`. Needs no scratch memory but a block of the fold's."""
+        t = self.transport
+        low, high = bounds[t.rank], bounds[t.rank + 1]
+        loans = {rank: t.borrow(rank, tag, high - low, source.dtype) for rank in t.peers()}
+        reach = t.within_reach(source)
+        lends = [t.lend(reach[bounds[to] : bounds[to + 1]], to, tag) for to in t.peers()]
+
+        def read() -> None:
+            parts = [] if start is None else [start]
+            for rank in range(t.world_size):
+                parts.append(source[low:high] if rank == t.rank else loans[rank].tensor().to(source.device))
+            fold(parts, out)
+
+        return _Reading(t, list(loans.values()), lends, read)
+
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
+        """See `collectives.Collective.all_gather`. One copy out of each peer's slice."""
+        t = self.transport
+        loans = {rank: t.borrow(rank, tag, bounds[rank + 1] - bounds[rank], buffer.dtype) for rank in t.peers()}
+        own = t.within_reach(buffer[bounds[t.rank] : bounds[t.rank + 1]])
+        lends = [t.lend(own, to, tag) for to in t.peers()]
+
+        def read() -> None:
+            for rank, loan in loans.items():
+                buffer[bounds[rank] : bounds[rank + 1]].copy_(loan.tensor())
+
+        return _Reading(t, list(loans.values()), lends, read)

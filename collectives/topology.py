@@ -1,0 +1,77 @@
+"""Which ranks share a host, and the transport and algorithm that follow from it.
+
+    one rank                          pairwise, which then sends nothing
+    ranks that are threads            pairwise: tests ask for others by name
+    all on one host                   shared memory
+    else                              pairwise over the network
+
+Knows: the ranks' hosts, found from the ranks themselves, and every algorithm by what it needs. Does not know: bytes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from .loopback import LoopbackCarrier
+from .messages import Collective, CollectiveError, Kind, Tag
+from .pairwise import Pairwise
+from .rendezvous import Door, exchange_cards, join
+from .shared import Shared
+from .transport import Transport
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The hosts of a group, and this rank's connections to the ranks of its own."""
+
+    hosts: tuple[tuple[int, ...], ...]  # ranks by host, in the order of each host's first rank
+    local: Transport | None  # among the ranks of this host; None where they cannot share memory
+    problem: str  # why some host's ranks cannot; empty where all can; the same on every rank
+
+
+def meet_neighbours(transport: Transport) -> Neighbours:
+    """Find the ranks of each host and connect them. Collective."""
+    door = Door()
+    try:
+        cards = exchange_cards(transport, door)
+        by_host: dict[str, list[int]] = {}
+        for rank, card in enumerate(cards):
+            by_host.setdefault(card.host, []).append(rank)
+        mine = by_host[cards[transport.rank].host]
+        carrier = join(transport.split(mine), door, [cards[rank] for rank in mine])
+    finally:
+        door.close()
+    problem = carrier if isinstance(carrier, str) else ""
+    told = transport.exchange(problem.encode(), Tag(Kind.EXCHANGE, "who shares memory"))
+    problem = next((text.decode(errors="replace") for text in told if text), "")
+    local = None if isinstance(carrier, str) or problem else Transport(carrier)
+    return Neighbours(tuple(map(tuple, by_host.values())), local, problem)
+
+
+def shared(transport: Transport) -> Collective:
+    """`Shared` among ranks of one host; `CollectiveError` where they are not, or cannot share memory. Collective."""
+    if transport.memory is not None:
+        return Shared(transport)
+    neighbours = meet_neighbours(transport)
+    if len(neighbours.hosts) > 1:
+        raise CollectiveError(f"collective 'shared' is for ranks of one host, and these are on {neighbours.hosts}")
+    if neighbours.local is None:
+        raise CollectiveError(f"collective 'shared': {neighbours.problem}")
+    return Shared(neighbours.local)
+
+
+def automatic(transport: Transport) -> Collective:
+    """The fastest exact algorithm for where the ranks are. Collective."""
+    if transport.world_size == 1 or isinstance(transport.carrier, LoopbackCarrier):
+        return Pairwise(transport)
+    neighbours = meet_neighbours(transport)
+    if neighbours.local is None:
+        if transport.rank == 0:
+            warnings.warn(
+                f"the ranks talk over {transport.name}, not through shared memory: {neighbours.problem}", stacklevel=2
+            )
+        return Pairwise(transport)
+    if len(neighbours.hosts) == 1:
+        return Shared(neighbours.local)
+    return Pairwise(transport)
