@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .bucketing import BucketQueue
+from .hierarchical import Hierarchical
 from .loopback import Loopback, on_threads, solo
 from .messages import (
     Chain,
@@ -23,7 +24,7 @@ from .messages import (
 from .pairwise import Pairwise
 from .ring import Ring
 from .shared import Shared
-from .topology import automatic, shared
+from .topology import automatic, hierarchical, shared
 from .transport import Transport
 
 Algorithm = Callable[[Transport], Collective]
@@ -39,6 +40,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "auto": automatic,
     "pairwise": Pairwise,
     "shared": shared,
+    "hierarchical": hierarchical,
     "ring": Ring,
     "native": _native,
 }
@@ -50,6 +52,7 @@ __all__ = [
     "Chain",
     "Collective",
     "CollectiveError",
+    "Hierarchical",
     "Kind",
     "Loopback",
     "MismatchError",

@@ -92,8 +92,6 @@ class Arena:
 
     def place(self, tensor: Tensor) -> int | None:
         """Where in the file the tensor's first byte lies; None where it lies elsewhere."""
-        if tensor.device.type != "cpu":
-            return None
         address = tensor.untyped_storage().data_ptr()
         region = self._regions.get(address)
         return None if region is None else region[0] * PAGE + tensor.data_ptr() - address
@@ -108,13 +106,14 @@ class Window:
             mapping = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
+        self._memory = memoryview(mapping)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that nobody must write there
-            self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+            warnings.simplefilter("ignore")  # torch warns once that nobody must write there
+            self.look(0, 1)
 
     def look(self, place: int, nbytes: int) -> Tensor:
         """``nbytes`` of the peer's own memory, 1-D. To write there is a segmentation fault."""
-        return self._bytes[place : place + nbytes]
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=place)
 
 
 def _exhausted(nbytes: int) -> MemoryError:

@@ -32,6 +32,10 @@ _PLACE = struct.Struct("<qq")
 _BYTES, _AT, _READ = 0, 1, 2
 INLINE = 4096  # bytes up to which a message travels in a frame
 _FRAME_BYTES = _FRAME.size + INLINE
+_NOW, _SEND = int(socket.MSG_DONTWAIT), int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+SPIN = (
+    50e-6  # seconds for which a rank that has a core of its own looks again before it sleeps: waking up costs as much
+)
 
 
 class _Sent:
@@ -53,7 +57,7 @@ class _Lent:
     def wait(self, timeout: float) -> None:
         carrier, key = self._carrier, (self._to, self._slot)
         while carrier.returned[key] < self._number:
-            carrier.next_frame(self._to, self._slot, _READ, timeout)
+            carrier.next_frame(self._to, self._slot, timeout, answer=True)
             carrier.returned[key] += 1
 
 
@@ -62,7 +66,7 @@ class _Expected:
         self._carrier, self._tensor, self._source, self._slot = carrier, tensor, source, slot
 
     def wait(self, timeout: float) -> None:
-        kind, body = self._carrier.next_message(self._source, self._slot, timeout)
+        kind, body = self._carrier.next_frame(self._source, self._slot, timeout)
         if kind == _BYTES:
             arrived, size = torch.frombuffer(bytearray(body), dtype=torch.uint8), len(body)
         else:
@@ -80,7 +84,7 @@ class _ExpectedBytes:
         self._carrier, self._source, self._slot = carrier, source, slot
 
     def wait(self, timeout: float) -> bytes:
-        kind, body = self._carrier.next_message(self._source, self._slot, timeout)
+        kind, body = self._carrier.next_frame(self._source, self._slot, timeout)
         if kind == _BYTES:
             return body
         place, size = _PLACE.unpack(body)
@@ -149,7 +153,7 @@ class HostCarrier:
         limit: float | None = None
         while True:
             try:
-                peer.socket.send(frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                peer.socket.send(frame, _SEND)
                 return
             except BlockingIOError:
                 limit = time.monotonic() + self.timeout if limit is None else limit
@@ -157,22 +161,16 @@ class HostCarrier:
             except OSError as error:
                 raise PeerError(_GONE.format(rank=to)) from error
 
-    def next_message(self, source: int, slot: int, timeout: float) -> tuple[int, bytes]:
-        return self._next(source, (source, slot, False), timeout)
-
-    def next_frame(self, source: int, slot: int, kind: int, timeout: float) -> tuple[int, bytes]:
-        return self._next(source, (source, slot, kind == _READ), timeout)
-
-    def _next(self, source: int, key: tuple[int, int, bool], timeout: float) -> tuple[int, bytes]:
-        frames = self._frames[key]
+    def next_frame(self, source: int, slot: int, timeout: float, answer: bool = False) -> tuple[int, bytes]:
+        """Kind and body of the next message of a rank in a slot, or its next answer there."""
+        frames = self._frames[source, slot, answer]
         while not frames:
             self._read(source, timeout)
         return frames.popleft()
 
     def _read(self, source: int, timeout: float) -> None:
         """Read one frame of a rank, and put it where it belongs."""
-        peer = self._peer(source)
-        frame = peer.receive(timeout)
+        frame = self._peer(source).receive(timeout)
         if frame is None:
             raise PeerError(f"time limit of {timeout} s passed")
         if not frame:
@@ -205,9 +203,10 @@ _GONE = "rank {rank} is gone: its process ended, or closed its optimizer"
 class Peer:
     """A socket to another process of this host, and its memory."""
 
-    def __init__(self, connection: socket.socket, window: Window, process: int) -> None:
-        """``process``: the peer's process id as the kernel tells it here; 0 where it has none that this one can see."""
-        self.socket, self.window = connection, window
+    def __init__(self, connection: socket.socket, window: Window, process: int, spin: float) -> None:
+        """``process``: the peer's process id as the kernel tells it here; 0 where it has none that this one can see.
+        ``spin``: seconds for which `receive` looks again and again before it sleeps."""
+        self.socket, self.window, self.spin = connection, window, spin
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._life: int | None = None
@@ -224,24 +223,26 @@ class Peer:
 
     def receive(self, timeout: float) -> bytes | None:
         """The next frame; empty where the peer is gone, None where ``timeout`` seconds passed."""
-        limit = time.monotonic() + timeout
+        begin = time.monotonic()
         while True:
             try:
-                return self.socket.recv(_FRAME_BYTES, socket.MSG_DONTWAIT)
+                return self.socket.recv(_FRAME_BYTES, _NOW)
             except BlockingIOError:
                 pass
             except OSError:
                 return b""
-            left = limit - time.monotonic()
-            if left <= 0:
+            waited = time.monotonic() - begin
+            if waited < self.spin:
+                continue
+            if waited >= timeout:
                 return None
-            events = self._poll.poll(left * 1000)
+            events = self._poll.poll((timeout - waited) * 1000)
             if events and all(descriptor == self._life for descriptor, _ in events):
                 return self._last()
 
     def _last(self) -> bytes:
         """The peer's process has ended: what it sent before is still there."""
         try:
-            return self.socket.recv(_FRAME_BYTES, socket.MSG_DONTWAIT)
+            return self.socket.recv(_FRAME_BYTES, _NOW)
         except OSError:
             return b""

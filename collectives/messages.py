@@ -65,6 +65,10 @@ class Tag:
         return mine == (other.kind, other.round, other.index, other.digest, _cut(other.label))
 
 
+def kind_of(header: bytes) -> int:
+    return int.from_bytes(header[:4], "little")
+
+
 def with_place(header: bytes, place: int) -> bytes:
     """A header that says where the message's bytes lie, in memory that the receiver can see."""
     return header[:_PLACE_BEGIN] + _PLACE.pack(place)

@@ -5,50 +5,46 @@
     rank 2 | x20 | x21 | x22 |        owner 2:  start + x02 + x12 + x22
 
 A rank sends all of its contribution but its own slice, as in a ring, and the sum is that of a single process.
-Receives are posted before sends: on a real wire that halves the time. An empty slice is a header without bytes, so
-that every rank hears from every other that it is there.
+Receives are posted before sends, which on a real wire halves the time, and everything in chunks, of which all but the
+last are folded while later ones arrive. An empty slice is a header without bytes, so that every rank hears from every
+other that it is there.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from .fold import fold
 from .messages import Chain, Tag, Work
-from .transport import Transport
+from .transport import Transport, chunks
 
 
 class _ReduceScatter:
+    """``pieces``: of each chunk of the owner's slice, what must arrive for it, its parts in rank order, and its sum."""
+
     def __init__(
-        self,
-        transport: Transport,
-        recvs: Sequence[Work],
-        sends: Sequence[Work],
-        parts: Sequence[Tensor],
-        out: Tensor,
+        self, transport: Transport, pieces: Sequence[tuple[Chain, list[Tensor], Tensor]], sends: Sequence[Work]
     ) -> None:
-        self._transport = transport
-        self._recvs, self._sends, self._parts, self._out = Chain(recvs), Chain(sends), list(parts), out
+        self._transport, self._pieces, self._sends = transport, deque(pieces), Chain(sends)
 
     def wait(self) -> None:
-        if not self._parts:
-            self._sends.wait()
-            return
-        self._recvs.wait()
-        parts, self._parts = self._parts, []
-        try:
-            fold(parts, self._out)
-        except BaseException as error:  # half a sum is no sum
-            self._transport.abort(f"rank {self._transport.rank}, while adding up: {type(error).__name__}: {error}")
-            raise
+        while self._pieces:
+            recvs, parts, out = self._pieces[0]
+            recvs.wait()
+            self._pieces.popleft()
+            try:
+                fold(parts, out)
+            except BaseException as error:  # half a sum is no sum
+                self._transport.abort(f"rank {self._transport.rank}, while adding up: {type(error).__name__}: {error}")
+                raise
         self._sends.wait()
-        self._sends = Chain(())
 
 
 class Pairwise:
-    """Reduce-scatter and all-gather by direct exchange; the default."""
+    """Reduce-scatter and all-gather by direct exchange; the default between hosts."""
 
     name = "pairwise"
     exact = True
@@ -62,21 +58,34 @@ class Pairwise:
         """See `collectives.Collective.reduce_scatter`. Receives (W - 1) slices into scratch memory."""
         t = self.transport
         low, high = bounds[t.rank], bounds[t.rank + 1]
-        recvs: list[Work] = []
-        parts: list[Tensor] = [] if start is None else [start]
-        for rank in range(t.world_size):
-            if rank == t.rank:
-                parts.append(source[low:high])
-            else:
-                parts.append(t.scratch(high - low, source.dtype, source.device))
-                recvs.append(t.irecv(parts[-1], rank, tag))
-        sends = [t.isend(source[bounds[to] : bounds[to + 1]], to, tag) for to in t.peers()]
-        return _ReduceScatter(t, recvs, sends, parts, out)
+        arriving = {rank: t.scratch(high - low, source.dtype, source.device) for rank in t.peers()}
+        pieces = []
+        for begin, end in chunks(high - low, source.itemsize):
+            recvs = [t.irecv(tensor[begin:end], rank, tag) for rank, tensor in arriving.items()]
+            parts = [] if start is None else [start[begin:end]]
+            for rank in range(t.world_size):
+                parts.append((source[low:high] if rank == t.rank else arriving[rank])[begin:end])
+            pieces.append((Chain(recvs), parts, out[begin:end]))
+        return _ReduceScatter(t, pieces, _sends(t, {to: source[bounds[to] : bounds[to + 1]] for to in t.peers()}, tag))
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. Each slice arrives in its place; no scratch memory."""
         t = self.transport
-        recvs = [t.irecv(buffer[bounds[s] : bounds[s + 1]], s, tag) for s in t.peers()]
+        recvs = []
+        for source in t.peers():
+            slice_ = buffer[bounds[source] : bounds[source + 1]]
+            recvs += [t.irecv(slice_[begin:end], source, tag) for begin, end in chunks(slice_.numel(), slice_.itemsize)]
         own = buffer[bounds[t.rank] : bounds[t.rank + 1]]
-        sends = [t.isend(own, to, tag) for to in t.peers()]
-        return Chain([*recvs, *sends])
+        return Chain([*recvs, *_sends(t, dict.fromkeys(t.peers(), own), tag)])
+
+
+def _sends(transport: Transport, slices: dict[int, Tensor], tag: Tag) -> list[Work]:
+    """Send each peer its slice, a chunk of each in turn, so that none waits for all of another's."""
+    cuts = {to: deque(chunks(slice_.numel(), slice_.itemsize)) for to, slice_ in slices.items()}
+    sends = []
+    while any(cuts.values()):
+        for to, left in cuts.items():
+            if left:
+                begin, end = left.popleft()
+                sends.append(transport.isend(slices[to][begin:end], to, tag))
+    return sends

@@ -20,7 +20,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 
 from .arena import Arena, Window
-from .host import HostCarrier, Peer
+from .host import SPIN, HostCarrier, Peer
 from .messages import Kind, Tag
 from .transport import Transport
 
@@ -126,18 +126,23 @@ def _connect(transport: Transport, door: Door, cards: Sequence[Card]) -> HostCar
             outgoing[to] = connection
         door.listener.settimeout(min(PATIENCE, transport.timeout))
         for _ in range(rank):
-            source, peer = _accept(door, rank)
+            source, peer = _accept(door, rank, _spin(transport.world_size))
             peers[source] = peer
         for to, connection in outgoing.items():
             process = _check_user(connection)
             _, window = _receive(connection)
             connection.setblocking(True)
-            peers[to] = Peer(connection, window, process)
+            peers[to] = Peer(connection, window, process, _spin(transport.world_size))
         opened.pop_all()
     return HostCarrier(rank, peers, door.arena, transport.timeout)
 
 
-def _accept(door: Door, rank: int) -> tuple[int, Peer]:
+def _spin(ranks: int) -> float:
+    """A rank may look again before it sleeps where each has a core; else it takes the core of whom it waits for."""
+    return SPIN if ranks <= len(os.sched_getaffinity(0)) else 0.0
+
+
+def _accept(door: Door, rank: int, spin: float) -> tuple[int, Peer]:
     """The next lower rank that connects; whoever does not know the token is sent away."""
     assert door.listener is not None
     assert door.arena is not None
@@ -155,7 +160,7 @@ def _accept(door: Door, rank: int) -> tuple[int, Peer]:
             continue
         _send(connection, b"welcome", door.arena.fd)
         connection.setblocking(True)
-        return source, Peer(connection, window, process)
+        return source, Peer(connection, window, process, spin)
 
 
 def _check_user(connection: socket.socket) -> int:

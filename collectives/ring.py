@@ -3,78 +3,37 @@
 A slice's sum travels around the ring and is formed in the order of the ring, which begins behind the owner: another
 order, and so other bits, than the fold in rank order. It is exact where sums are (integer-valued gradients).
 
+    round 0:  rank r sends slice r - 1 (mod W); what it receives it adds to slice r - 2, which it sends in round 1 ...
+
+Slices travel in chunks, and a chunk goes on as soon as it was added, while later ones of its slice still arrive.
 A rank sends to one neighbour and hears only from the other. So that it need not wait for one that failed and cannot
 say so, all ranks announce themselves to each other before the first round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from .messages import Chain, Tag, Work
-from .transport import Transport
+from .transport import Transport, chunks
 
 
 class _Rounds:
     """The rounds of a ring, which run when somebody waits: each needs the one before."""
 
-    def __init__(self, run: _Run) -> None:
-        self._run: _Run | None = run
+    def __init__(self, ring: Ring, tag: Tag, run: Callable[[], None]) -> None:
+        self._transport, self._tag = ring.transport, tag
+        self._run: Callable[[], None] | None = run
 
     def wait(self) -> None:
         run, self._run = self._run, None
         if run is not None:
-            run.ring.transport.announce(run.tag).wait()
+            self._transport.announce(self._tag).wait()
             run()
-
-
-class _Run:
-    def __init__(self, ring: Ring, tensor: Tensor, bounds: Sequence[int], tag: Tag) -> None:
-        self.ring, self.tensor, self.bounds, self.tag = ring, tensor, list(bounds), tag
-
-    def slice(self, index: int) -> Tensor:
-        index %= self.ring.transport.world_size
-        return self.tensor[self.bounds[index] : self.bounds[index + 1]]
-
-    def shift(self, sent: Tensor, received: Tensor) -> None:
-        """Send one slice to the right neighbour while another comes from the left."""
-        t = self.ring.transport
-        right, left = (t.rank + 1) % t.world_size, (t.rank - 1) % t.world_size
-        Chain([t.irecv(received, left, self.tag), t.isend(sent, right, self.tag)]).wait()
-
-    def __call__(self) -> None:
-        raise NotImplementedError  # pragma: no cover - the two kinds of run say what is done
-
-
-class _GatherRun(_Run):
-    def __call__(self) -> None:
-        rank = self.ring.transport.rank
-        for i in range(self.ring.transport.world_size - 1):
-            self.shift(self.slice(rank - i), self.slice(rank - i - 1))
-
-
-class _ReduceRun(_Run):
-    def __init__(
-        self, ring: Ring, source: Tensor, bounds: Sequence[int], tag: Tag, out: Tensor, start: Tensor | None
-    ) -> None:
-        super().__init__(ring, source, bounds, tag)
-        self.out, self.start = out, start
-
-    def __call__(self) -> None:
-        t = self.ring.transport
-        for i in range(t.world_size - 1):
-            mine = self.slice(t.rank - i - 2)
-            received = t.scratch(mine.numel(), mine.dtype, mine.device)
-            self.shift(self.slice(t.rank - i - 1), received)
-            mine.add_(received)
-        own = self.slice(t.rank)
-        if self.start is None:
-            self.out.copy_(own)
-        else:
-            torch.add(self.start, own, out=self.out)
 
 
 class Ring:
@@ -89,9 +48,52 @@ class Ring:
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
-        """See `collectives.Collective.reduce_scatter`; sums in ``source``'s dtype, in the order of the ring."""
-        return _Rounds(_ReduceRun(self, source, bounds, tag, out, start))
+        """See `collectives.Collective.reduce_scatter`; sums in ``source``'s dtype, in the order of the ring. Receives
+        into scratch memory as long as the largest slice, for each round."""
+        t = self.transport
+        parts = [source[low:high] for low, high in itertools.pairwise(bounds)]
+
+        def run() -> None:
+            order = [parts[(t.rank - i - 1) % t.world_size] for i in range(t.world_size)]
+            arriving = [t.scratch(part.numel(), part.dtype, part.device) for part in order[1:]]
+            self._rounds(order, arriving, tag, lambda part, arrived: part.add_(arrived))
+            own = order[-1]
+            out.copy_(own) if start is None else torch.add(start, own, out=out)
+
+        return _Rounds(self, tag, run)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`."""
-        return _Rounds(_GatherRun(self, buffer, bounds, tag))
+        t = self.transport
+        parts = [buffer[low:high] for low, high in itertools.pairwise(bounds)]
+        order = [parts[(t.rank - i) % t.world_size] for i in range(t.world_size)]
+        return _Rounds(self, tag, lambda: self._rounds(order, order[1:], tag, None))
+
+    def _rounds(
+        self,
+        order: Sequence[Tensor],
+        arriving: Sequence[Tensor],
+        tag: Tag,
+        add: Callable[[Tensor, Tensor], object] | None,
+    ) -> None:
+        """Send ``order[0]``; then each chunk that arrives, of ``order[1]`` first, goes on in the next round, but of the
+        last. ``arriving``: where the chunks of ``order[1:]`` arrive; ``add``: what is done with one before it goes on.
+        """
+        t = self.transport
+        right, left = (t.rank + 1) % t.world_size, (t.rank - 1) % t.world_size
+        recvs = [
+            [t.irecv(target[begin:end], left, tag) for begin, end in chunks(target.numel(), target.itemsize)]
+            for target in arriving
+        ]
+        first = order[0]
+        sends: list[Work] = []
+        if arriving:
+            sends = [t.isend(first[begin:end], right, tag) for begin, end in chunks(first.numel(), first.itemsize)]
+        for part, target, works in zip(order[1:], arriving, recvs, strict=True):
+            for (begin, end), work in zip(chunks(part.numel(), part.itemsize), works, strict=True):
+                work.wait()
+                if add is not None:
+                    add(part[begin:end], target[begin:end])
+                if part is not order[-1]:
+                    sends.append(t.isend(part[begin:end], right, tag))
+        Chain(sends).wait()

@@ -2,8 +2,9 @@
 
     one rank                          pairwise, which then sends nothing
     ranks that are threads            pairwise: tests ask for others by name
-    all on one host                   shared memory
-    else                              pairwise over the network
+    all on one host                   shared
+    on several hosts                  hierarchical
+    memory that cannot be shared      pairwise, with a warning
 
 Knows: the ranks' hosts, found from the ranks themselves, and every algorithm by what it needs. Does not know: bytes.
 """
@@ -13,10 +14,13 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
+from .hierarchical import Hierarchical
+from .host import HostCarrier
 from .loopback import LoopbackCarrier
 from .messages import Collective, CollectiveError, Kind, Tag
 from .pairwise import Pairwise
 from .rendezvous import Door, exchange_cards, join
+from .routed import RoutedCarrier
 from .shared import Shared
 from .transport import Transport
 
@@ -26,7 +30,7 @@ class Neighbours:
     """The hosts of a group, and this rank's connections to the ranks of its own."""
 
     hosts: tuple[tuple[int, ...], ...]  # ranks by host, in the order of each host's first rank
-    local: Transport | None  # among the ranks of this host; None where they cannot share memory
+    local: HostCarrier | None  # among the ranks of this host; None where they cannot share memory
     problem: str  # why some host's ranks cannot; empty where all can; the same on every rank
 
 
@@ -45,7 +49,7 @@ def meet_neighbours(transport: Transport) -> Neighbours:
     problem = carrier if isinstance(carrier, str) else ""
     told = transport.exchange(problem.encode(), Tag(Kind.EXCHANGE, "who shares memory"))
     problem = next((text.decode(errors="replace") for text in told if text), "")
-    local = None if isinstance(carrier, str) or problem else Transport(carrier)
+    local = None if isinstance(carrier, str) or problem else carrier
     return Neighbours(tuple(map(tuple, by_host.values())), local, problem)
 
 
@@ -58,7 +62,7 @@ def shared(transport: Transport) -> Collective:
         raise CollectiveError(f"collective 'shared' is for ranks of one host, and these are on {neighbours.hosts}")
     if neighbours.local is None:
         raise CollectiveError(f"collective 'shared': {neighbours.problem}")
-    return Shared(neighbours.local)
+    return Shared(Transport(neighbours.local))
 
 
 def automatic(transport: Transport) -> Collective:
@@ -73,5 +77,22 @@ def automatic(transport: Transport) -> Collective:
             )
         return Pairwise(transport)
     if len(neighbours.hosts) == 1:
-        return Shared(neighbours.local)
-    return Pairwise(transport)
+        return Shared(Transport(neighbours.local))
+    return _between_hosts(transport, neighbours, neighbours.local)
+
+
+def hierarchical(transport: Transport) -> Collective:
+    """`Hierarchical` among the hosts of the ranks; `CollectiveError` where ranks of a host cannot share memory.
+    Collective."""
+    if transport.memory is not None:
+        return Hierarchical(transport, [range(transport.world_size)])
+    neighbours = meet_neighbours(transport)
+    if neighbours.local is None:
+        raise CollectiveError(f"collective 'hierarchical': {neighbours.problem}")
+    return _between_hosts(transport, neighbours, neighbours.local)
+
+
+def _between_hosts(transport: Transport, neighbours: Neighbours, local: HostCarrier) -> Collective:
+    mine = next(ranks for ranks in neighbours.hosts if transport.rank in ranks)
+    routed = RoutedCarrier(transport.carrier, local, transport.carried(mine))
+    return Hierarchical(transport.over(routed), neighbours.hosts)

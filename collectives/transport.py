@@ -21,11 +21,12 @@ import os
 import struct
 import threading
 import time
+import weakref
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -46,11 +47,13 @@ from .messages import (
     Tag,
     Traffic,
     Work,
+    kind_of,
     place_of,
     same_header,
     with_place,
 )
 
+CHUNK = 1 << 20  # bytes
 LAST_WORDS = 60.0  # seconds for which a failed rank's messages are kept for their receivers
 _HEADER_LANE, _PAYLOAD_LANE, _TEXT_LANE, _RETURN_LANE, _LANES = 0, 1, 2, 3, 4
 _RETURNED = struct.Struct("<q")
@@ -98,7 +101,7 @@ class _Recv:
 
     def __init__(self, transport: Transport, source: int, tag: Tag, size: int, payload: Pending | None) -> None:
         self._transport, self.source, self.tag, self.size, self._payload = transport, source, tag, size, payload
-        self.header = tag.pack(size)
+        self.header = transport._header(tag, size)
         self.confirmed = False
         self.place = -1
 
@@ -148,7 +151,18 @@ class _Stream:
         self.coming_back: PendingBytes | None = None
 
 
-class _ByTensors:
+@dataclass
+class _Counters:
+    """`Traffic` while it grows."""
+
+    sent: int = 0
+    received: int = 0
+    control_sent: int = 0
+    control_received: int = 0
+    messages: int = 0
+
+
+class ByTensors:
     """The short way for a few bytes over a carrier that knows tensors alone."""
 
     def __init__(self, carrier: Carrier) -> None:
@@ -185,11 +199,13 @@ class Transport:
         self.world_size = len(self._ranks)
         self.timeout = carrier.timeout
         self.name = carrier.name
-        self._counted = Counter[str]()
-        self._bytes: ByteCarrier = carrier if isinstance(carrier, ByteCarrier) else _ByTensors(carrier)
+        self._counted = _Counters()
+        self._family: list[weakref.ref[Transport]] = [weakref.ref(self)]  # that fail together
+        self._bytes: ByteCarrier = carrier if isinstance(carrier, ByteCarrier) else ByTensors(carrier)
         self.memory: Memory | None = carrier if isinstance(carrier, Memory) else None
         self.pool = Pool(allocate=self._allocate)
         self._broken: str | None = None
+        self._packed: tuple[Tag | None, int, bytes] = (None, 0, b"")
         self._unsent: dict[int, _Send] = {}  # sends that nobody has waited for yet, by their own number
         self._sends = 0
         self._streams = [_Stream() for _ in self._ranks]
@@ -208,11 +224,13 @@ class Transport:
             return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
         return self.memory.allocate(nbytes)
 
+    def reaches(self, tensor: Tensor) -> bool:
+        """True where peers on this host can read a tensor's memory."""
+        return self.memory is not None and (not tensor.numel() or self.memory.place(tensor) is not None)
+
     def within_reach(self, tensor: Tensor) -> Tensor:
         """A 1-D tensor's values where peers can read them: the tensor itself, or a copy in scratch memory."""
-        if self.memory is None:
-            raise CollectiveError(f"ranks over {self.name} do not see each other's memory")
-        if not tensor.numel() or self.memory.place(tensor) is not None:
+        if self.reaches(tensor):
             return tensor
         return self.scratch(tensor.numel(), tensor.dtype, torch.device("cpu")).copy_(tensor)
 
@@ -232,6 +250,22 @@ class Transport:
         name = ",".join(map(str, (self._channel, channel, *carried)))
         return Transport(self.carrier, carried, zlib.crc32(name.encode()) & 0xFFFFFF)
 
+    def over(self, carrier: Carrier) -> Transport:
+        """The same group over another carrier with the same ranks; this transport is not to be used any more."""
+        return Transport(carrier, self._ranks, self._channel)
+
+    def carried(self, ranks: Sequence[int]) -> list[int]:
+        """What the carrier calls these ranks."""
+        return [self._ranks[rank] for rank in ranks]
+
+    def sibling(self, channel: int) -> Transport:
+        """The same ranks with messages of their own, counted here and failing together. Called by all; nothing is
+        sent."""
+        made = self.split(range(self.world_size), channel)
+        made._counted, made._family, made.pool = self._counted, self._family, self.pool
+        made._family.append(weakref.ref(made))
+        return made
+
     def fork(self) -> Transport:
         """The same ranks with messages of their own, so that several users share a group. Collective."""
         tag = Tag(Kind.EXCHANGE, "opening a channel")
@@ -250,7 +284,10 @@ class Transport:
             pendings = [self._send_header(tag, size, to)]
             if size:
                 pendings.append(self.carrier.send(data, self._ranks[to], self._slot(_PAYLOAD_LANE)))
-        self._count("control_sent" if control else "payload_sent", size)
+        if control:
+            self._counted.control_sent += size
+        else:
+            self._counted.sent += size
         return _Send(self, pendings, to, tag)
 
     def irecv(self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False) -> Work:
@@ -261,7 +298,10 @@ class Transport:
         with self._whole_messages(tag):
             self._post_header(source)
             payload = self.carrier.recv(data, self._ranks[source], self._slot(_PAYLOAD_LANE)) if size else None
-        self._count("control_received" if control else "payload_received", size)
+        if control:
+            self._counted.control_received += size
+        else:
+            self._counted.received += size
         work = _Recv(self, source, tag, size, payload)
         self._streams[source].expected.append(work)
         return work
@@ -270,26 +310,31 @@ class Transport:
         """Let rank ``to``, which calls `borrow`, read a 1-D contiguous tensor that is `within_reach` where it is; it
         must not be written before ``wait`` returns."""
         self.check()
-        data = _as_bytes(tensor)
-        size = data.numel()
-        header = tag.pack(size)
+        size = tensor.numel() * tensor.itemsize
+        header = self._header(tag, size)
         if size:
             assert self.memory is not None
-            place = self.memory.place(data)
+            place = self.memory.place(tensor)
             assert place is not None, "not within reach"
             header = with_place(header, place)
-        with self._whole_messages(tag):
+        try:
             pending = self._send_packed(header, to)
-        self._count("payload_sent", size)
-        return _Lent(self, data, to, tag) if size else _Send(self, [pending], to, tag)
+        except BaseException as error:
+            self._half_done(tag, error)
+            raise
+        self._counted.sent += size
+        return _Lent(self, tensor, to, tag) if size else _Send(self, [pending], to, tag)
 
     def borrow(self, source: int, tag: Tag, numel: int, dtype: torch.dtype) -> Loan:
         """Expect rank ``source`` to `lend` this many elements."""
         self.check()
         loan = Loan(self, source, tag, numel, dtype)
-        with self._whole_messages(tag):
+        try:
             self._post_header(source)
-        self._count("payload_received", loan.size)
+        except BaseException as error:
+            self._half_done(tag, error)
+            raise
+        self._counted.received += loan.size
         self._streams[source].expected.append(loan)
         return loan
 
@@ -348,8 +393,12 @@ class Transport:
 
     def abort(self, reason: str) -> None:
         """Tell every other rank that this one failed. The transport is of no use afterwards; the carrier is."""
-        if self._broken is not None:
-            return
+        for reference in self._family:
+            member = reference()
+            if member is not None and member._broken is None:
+                member._abort(reason)
+
+    def _abort(self, reason: str) -> None:
         self._broken = reason
         text = reason.encode()[:4096] or b"?"
         tag = Tag(Kind.ABORT, "abort")
@@ -361,7 +410,8 @@ class Transport:
             except Exception:  # a peer that is gone cannot be told; the others still are
                 continue
         # What was sent must outlive this object until its receivers ask for it.
-        keeper = threading.Timer(min(self.timeout, LAST_WORDS), lambda kept: None, [list(self._unsent.values())])
+        kept = [*self._unsent.values(), *(lent for stream in self._streams for lent in stream.lent.values())]
+        keeper = threading.Timer(min(self.timeout, LAST_WORDS), lambda kept: None, [kept])
         keeper.daemon = True
         keeper.start()
 
@@ -386,28 +436,32 @@ class Transport:
     @property
     def traffic(self) -> Traffic:
         """What this rank has sent and received so far."""
-        return Traffic(**self._counted)
-
-    def _count(self, what: str, amount: int) -> None:
-        self._counted[what] += amount
+        c = self._counted
+        return Traffic(c.sent, c.received, c.control_sent, c.control_received, c.messages)
 
     def count_payload(self, sent: int, received: int) -> None:
         """For algorithms whose bytes do not pass through `isend` and `irecv`."""
-        self._count("payload_sent", sent)
-        self._count("payload_received", received)
+        self._counted.sent += sent
+        self._counted.received += received
+
+    def _header(self, tag: Tag, size: int) -> bytes:
+        """``tag.pack(size)``; the one before is kept, as a collective sends and expects the same many times."""
+        if self._packed[0] is not tag or self._packed[1] != size:
+            self._packed = (tag, size, tag.pack(size))
+        return self._packed[2]
 
     def _send_header(self, tag: Tag, size: int, to: int) -> Pending:
-        return self._send_packed(tag.pack(size), to)
+        return self._send_packed(self._header(tag, size), to)
 
     def _send_packed(self, header: bytes, to: int) -> Pending:
-        self._count("control_sent", HEADER_BYTES)
-        self._count("messages", 1)
+        self._counted.control_sent += HEADER_BYTES
+        self._counted.messages += 1
         return self._bytes.send_bytes(header, self._ranks[to], self._slot(_HEADER_LANE))
 
     def _post_header(self, source: int) -> None:
         pending = self._bytes.recv_bytes(HEADER_BYTES, self._ranks[source], self._slot(_HEADER_LANE))
         self._streams[source].posted.append(pending)
-        self._count("control_received", HEADER_BYTES)
+        self._counted.control_received += HEADER_BYTES
 
     def _next_header(self, source: int, tag: Tag) -> bytes:
         """The next header from ``source``, whatever it is; an abort raises."""
@@ -419,8 +473,8 @@ class Transport:
             self._post_header(source)
         header = self._wait_bytes(stream.posted[0], source, tag)
         stream.posted.popleft()
-        theirs, size = Tag.unpack(header)
-        if theirs.kind is Kind.ABORT:
+        if kind_of(header) == Kind.ABORT:
+            _, size = Tag.unpack(header)
             text = self._bytes.recv_bytes(size, self._ranks[source], self._slot(_TEXT_LANE))
             message = self._wait_bytes(text, source, tag).decode(errors="replace")
             raise self._fail(PeerError(f"rank {self.rank}, in {tag.label}: rank {source} failed: {message}"))
@@ -451,7 +505,7 @@ class Transport:
             pendings = [self._send_header(tag, len(data), to)]
             if data:
                 pendings.append(self._bytes.send_bytes(data, self._ranks[to], self._slot(_PAYLOAD_LANE)))
-        self._count("control_sent", len(data))
+        self._counted.control_sent += len(data)
         return _Send(self, pendings, to, tag)
 
     def _recv_any_size(self, source: int, tag: Tag) -> bytes:
@@ -459,41 +513,45 @@ class Transport:
         theirs, size = Tag.unpack(self._next_header(source, tag))
         if not theirs.same(tag):
             raise self._mismatch(source, tag, theirs)
-        self._count("control_received", size)
+        self._counted.control_received += size
         if not size:
             return b""
         pending = self._bytes.recv_bytes(size, self._ranks[source], self._slot(_PAYLOAD_LANE))
         return self._wait_bytes(pending, source, tag)
 
     def _wait(self, pending: Pending, peer: int, tag: Tag) -> None:
-        with self._answering(peer, tag):
-            pending.wait(self.timeout)
-
-    def _wait_bytes(self, pending: PendingBytes, peer: int, tag: Tag) -> bytes:
-        with self._answering(peer, tag):
-            return pending.wait(self.timeout)
-
-    @contextmanager
-    def _answering(self, peer: int, tag: Tag) -> Iterator[None]:
         self.check()
         begin = time.monotonic()
         try:
-            yield
+            pending.wait(self.timeout)
         except PeerError as error:
-            waited = time.monotonic() - begin
-            text = f"rank {self.rank}, in {tag.label}: no answer from rank {peer} after {waited:.1f} s ({error})"
-            raise self._fail(PeerError(text)) from error
+            raise self._no_answer(peer, tag, begin, error) from error
+
+    def _wait_bytes(self, pending: PendingBytes, peer: int, tag: Tag) -> bytes:
+        self.check()
+        begin = time.monotonic()
+        try:
+            return pending.wait(self.timeout)
+        except PeerError as error:
+            raise self._no_answer(peer, tag, begin, error) from error
+
+    def _no_answer(self, peer: int, tag: Tag, begin: float, error: PeerError) -> CollectiveError:
+        waited = time.monotonic() - begin
+        text = f"rank {self.rank}, in {tag.label}: no answer from rank {peer} after {waited:.1f} s ({error})"
+        return self._fail(PeerError(text))
 
     @contextmanager
     def _whole_messages(self, tag: Tag) -> Iterator[None]:
         """After an interrupt or a strange error between a header and its bytes nobody knows what the next bytes are."""
         try:
             yield
-        except PeerError:
-            raise
         except BaseException as error:
-            self.abort(f"rank {self.rank}, in {tag.label}: {type(error).__name__}: {error}")
+            self._half_done(tag, error)
             raise
+
+    def _half_done(self, tag: Tag, error: BaseException) -> None:
+        if not isinstance(error, PeerError):
+            self.abort(f"rank {self.rank}, in {tag.label}: {type(error).__name__}: {error}")
 
     def _mismatch(self, source: int, mine: Tag, theirs: Tag, size: int = 0, their_size: int = 0) -> CollectiveError:
         sizes = f" ({size} and {their_size} bytes)" if size != their_size and mine.same(theirs) else ""
@@ -507,6 +565,14 @@ class Transport:
     def _fail(self, error: CollectiveError) -> CollectiveError:
         self.abort(str(error))
         return error
+
+
+def chunks(numel: int, itemsize: int) -> Iterator[tuple[int, int]]:
+    """The parts, as begin and end in elements, in which many bytes travel over a network, so that what follows a part
+    hides behind the next; both sides cut alike. Nothing is one empty part, of which at least a header tells."""
+    step = max(1, CHUNK // itemsize)
+    for begin in range(0, max(numel, 1), step):
+        yield begin, min(begin + step, numel)
 
 
 def _describe(tag: Tag) -> str:

@@ -1,0 +1,315 @@
+"""Several hosts: shared memory inside a host, and as few crossings between hosts as the order of the sum allows.
+
+The sum of a slice is formed in rank order, ((start + x_0) + x_1) + ... A *run* is a row of neighbouring ranks on one
+host. The running sum travels through the first runs, host by host, where one rank adds all of a run's contributions,
+which it reads in shared memory; then it goes home to the owner, who adds the rest: that of its own host from shared
+memory, and what is left from the other hosts directly, one message for each rank.
+
+    hosts A = {0, 1}, B = {2, 3}, no sum so far
+    slice of rank 2:    A: x_0 + x_1  ->  B, at home: + x_2 + x_3                       1 crossing
+    slice of rank 0:    A: x_0 + x_1  ->  B: + x_2 + x_3  ->  A, home                   2 crossings
+                   or:  A, at home: x_0 + x_1 + x_2 + x_3, where x_2 and x_3 crossed    2 crossings
+
+`Plan` takes the number of runs with the fewest bytes. With no sum so far a slice of host h then crosses `crossings`
+times, between hosts - 1 (one rank a host, or the last host's slices) and, with many ranks a host, hosts - 1 + 1: on
+average over H equal hosts of L > 1 ranks at most H - 1/H of a slice's bytes for the H - 1 of a single-rank exchange.
+All-gather crosses H - 1 times: each slice goes to one rank of each other host, where the others read it.
+
+Knows: which ranks share a host. Does not know: how hosts were found, or what carries bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .fold import fold
+from .messages import Chain, CollectiveError, Tag, Work
+from .transport import Loan, Transport, chunks
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The ranks of each host, ascending."""
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def of(self) -> dict[int, int]:
+        """rank -> host"""
+        return {rank: host for host, ranks in enumerate(self.ranks) for rank in ranks}
+
+    @cached_property
+    def runs(self) -> list[list[int]]:
+        """All ranks in order, cut where the host changes."""
+        runs: list[list[int]] = []
+        for rank in sorted(self.of):
+            if runs and self.of[runs[-1][-1]] == self.of[rank]:
+                runs[-1].append(rank)
+            else:
+                runs.append([rank])
+        return runs
+
+    def delegate(self, owner: int, host: int) -> int:
+        """The rank of ``host`` that works for ``owner``: itself at home, else evenly spread."""
+        if self.of[owner] == host:
+            return owner
+        place = self.ranks[self.of[owner]].index(owner)
+        return self.ranks[host][place % len(self.ranks[host])]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A rank that adds the contributions of ``adds``, in this order, to the running sum of a slice."""
+
+    at: int
+    adds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the sum of one owner's slice is formed. The last stop is the owner; elsewhere only neighbours' contributions
+    are added. A sum so far is sent to the first stop."""
+
+    owner: int
+    stops: tuple[Stop, ...]
+    bytes_per_element: int  # that cross between hosts
+
+    @classmethod
+    def best(cls, hosts: Hosts, owner: int, started: bool, travel: int, accumulate: int) -> Plan:
+        """The plan with the fewest bytes between hosts. ``started``: there is a sum so far, at the owner; ``travel``
+        and ``accumulate``: bytes of an element of a contribution and of a sum."""
+        plans = [cls._of(hosts, owner, length, started, travel, accumulate) for length in range(len(hosts.runs) + 1)]
+        return min(plans, key=lambda plan: (plan.bytes_per_element, len(plan.stops)))
+
+    @classmethod
+    def _of(cls, hosts: Hosts, owner: int, length: int, started: bool, travel: int, accumulate: int) -> Plan:
+        stops = [Stop(hosts.delegate(owner, hosts.of[run[0]]), tuple(run)) for run in hosts.runs[:length]]
+        rest = tuple(rank for run in hosts.runs[length:] for rank in run)
+        if stops and stops[-1].at == owner:
+            rest = stops.pop().adds + rest
+        stops.append(Stop(owner, rest))
+        path = [owner] * started + [stop.at for stop in stops]
+        crossings = sum(hosts.of[a] != hosts.of[b] for a, b in itertools.pairwise(path))
+        direct = sum(hosts.of[rank] != hosts.of[owner] for rank in rest)
+        return cls(owner, tuple(stops), crossings * accumulate + direct * travel)
+
+
+class Hierarchical:
+    """Reduce-scatter and all-gather between hosts; the default there."""
+
+    name = "hierarchical"
+    exact = True
+
+    def __init__(self, transport: Transport, hosts: Sequence[Sequence[int]]) -> None:
+        """``transport``: over a carrier whose ranks see the memory of the ranks of their own host."""
+        self.transport = transport
+        self.hosts = Hosts(tuple(tuple(ranks) for ranks in hosts))
+        # What passes through a rank leaves it when somebody waits, perhaps after later collectives were launched: so it
+        # has an order of its own.
+        self.onward, self.relay = transport.sibling(1), transport.sibling(2)
+        self.neighbours = [r for r in self.hosts.ranks[self.hosts.of[transport.rank]] if r != transport.rank]
+        self._announced = 0  # the last round that the other ranks were told of
+
+    def reduce_scatter(
+        self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
+    ) -> Work:
+        """See `collectives.Collective.reduce_scatter`. Receives running sums and contributions into scratch memory."""
+        t = self.transport
+        tag = replace(tag, digest=tag.digest ^ zlib.crc32(b"started")) if start is not None else tag
+        works: list[Work] = []
+        if tag.round != self._announced:
+            self._announced = tag.round
+            works.append(t.announce(tag))
+        plans = [
+            Plan.best(self.hosts, owner, start is not None, source.itemsize, out.itemsize)
+            for owner in range(t.world_size)
+        ]
+        return Chain([*works, _ReduceScatter(self, source, bounds, out, start, tag, plans)])
+
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
+        """See `collectives.Collective.all_gather`."""
+        return _AllGather(self, buffer, bounds, tag)
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """What another rank sends to a stop of this one, by chunks."""
+
+    tensor: Tensor
+    works: Sequence[Work]
+
+
+class _ReduceScatter:
+    """The stops of one reduce-scatter that are this rank's, in the order (hop, owner), which all ranks share."""
+
+    def __init__(
+        self,
+        algorithm: Hierarchical,
+        source: Tensor,
+        bounds: Sequence[int],
+        out: Tensor,
+        start: Tensor | None,
+        tag: Tag,
+        plans: Sequence[Plan],
+    ) -> None:
+        t, neighbours = algorithm.transport, algorithm.neighbours
+        self._transport, self._onward, self._tag = t, algorithm.onward, tag
+        self._bounds, self._out, self._start = bounds, out, start
+        self._loans = {rank: t.borrow(rank, tag, source.numel(), source.dtype) for rank in neighbours}
+        self._source = t.within_reach(source)
+        self._lends = Chain([t.lend(self._source, to, tag) for to in neighbours])
+        mine = [(hop, plan) for plan in plans for hop, stop in enumerate(plan.stops) if stop.at == t.rank]
+        self._stops = deque(sorted(mine, key=lambda item: (item[0], item[1].owner)))
+        self._sums = {(hop, plan.owner): self._sum(hop, plan) for hop, plan in self._stops}
+        self._direct = {
+            rank: self._receive(t, source.dtype, t.rank, rank)
+            for rank in plans[t.rank].stops[-1].adds
+            if rank != t.rank and rank not in self._loans
+        }
+        self._sends = [*self._send_start(plans[t.rank]), *self._send_contributions(plans)]
+
+    def wait(self) -> None:
+        if self._stops:
+            for loan in self._loans.values():
+                loan.wait()
+        while self._stops:
+            try:
+                self._stop(*self._stops[0])
+            except CollectiveError:
+                raise
+            except BaseException as error:  # half a sum is no sum
+                self._transport.abort(f"rank {self._transport.rank}, while adding up: {type(error).__name__}: {error}")
+                raise
+            self._stops.popleft()
+            if not self._stops:
+                for loan in self._loans.values():
+                    loan.give_back()
+        Chain(self._sends).wait()
+        self._lends.wait()
+
+    # -- what is sent and expected at once ----------------------------------------------------------------------------
+
+    def _slice(self, tensor: Tensor, owner: int) -> Tensor:
+        return tensor[self._bounds[owner] : self._bounds[owner + 1]]
+
+    def _chunks(self, owner: int) -> Iterator[tuple[int, int]]:
+        return chunks(self._bounds[owner + 1] - self._bounds[owner], self._out.itemsize)
+
+    def _receive(self, transport: Transport, dtype: torch.dtype, owner: int, source: int) -> _Arriving:
+        target = self._transport.scratch(self._bounds[owner + 1] - self._bounds[owner], dtype, self._source.device)
+        works = [transport.irecv(target[low:high], source, self._tag) for low, high in self._chunks(owner)]
+        return _Arriving(target, works)
+
+    def _send(self, tensor: Tensor, to: int, owner: int) -> list[Work]:
+        return [self._transport.isend(tensor[low:high], to, self._tag) for low, high in self._chunks(owner)]
+
+    def _sum(self, hop: int, plan: Plan) -> _Arriving | None:
+        """The sum that comes to a stop of this rank; None where there is none yet."""
+        if hop:
+            return self._receive(self._onward, self._out.dtype, plan.owner, plan.stops[hop - 1].at)
+        if self._start is None:
+            return None
+        if plan.owner == self._transport.rank:
+            return _Arriving(self._start, ())
+        return self._receive(self._transport, self._out.dtype, plan.owner, plan.owner)
+
+    def _send_start(self, plan: Plan) -> list[Work]:
+        """The sum so far to where it is added to first."""
+        first = plan.stops[0].at
+        return [] if self._start is None or first == plan.owner else self._send(self._start, first, plan.owner)
+
+    def _send_contributions(self, plans: Sequence[Plan]) -> Iterator[Work]:
+        """Those of this rank that owners on other hosts add."""
+        rank = self._transport.rank
+        for plan in plans:
+            if plan.owner != rank and plan.owner not in self._loans and rank in plan.stops[-1].adds:
+                yield from self._send(self._slice(self._source, plan.owner), plan.owner, plan.owner)
+
+    # -- what is done when somebody waits -----------------------------------------------------------------------------
+
+    def _stop(self, hop: int, plan: Plan) -> None:
+        """Add, chunk by chunk, and send each chunk on."""
+        onward = plan.stops[hop + 1].at if hop + 1 < len(plan.stops) else None
+        before = self._sums[hop, plan.owner]
+        parts = [] if before is None else [before]
+        parts += [self._contribution(rank, plan.owner) for rank in plan.stops[hop].adds]
+        out = self._out
+        if onward is not None:
+            out = self._transport.scratch(
+                self._bounds[plan.owner + 1] - self._bounds[plan.owner], out.dtype, out.device
+            )
+        for number, (low, high) in enumerate(self._chunks(plan.owner)):
+            for part in parts:
+                if part.works:
+                    part.works[number].wait()
+            fold([part.tensor[low:high] for part in parts], out[low:high])
+            if onward is not None:
+                self._sends.append(self._onward.isend(out[low:high], onward, self._tag))
+
+    def _contribution(self, rank: int, owner: int) -> _Arriving:
+        if rank in self._direct:
+            return self._direct[rank]
+        whole = self._loans[rank].tensor() if rank in self._loans else self._source
+        return _Arriving(self._slice(whole, owner), ())
+
+
+class _AllGather:
+    """A slice goes to its owner's neighbours, and to one rank of each other host, which lends it to its own."""
+
+    def __init__(self, algorithm: Hierarchical, buffer: Tensor, bounds: Sequence[int], tag: Tag) -> None:
+        t, hosts, neighbours = algorithm.transport, algorithm.hosts, algorithm.neighbours
+        self._algorithm, self._buffer, self._bounds, self._tag = algorithm, buffer, bounds, tag
+        here = hosts.of[t.rank]
+        self._relayed = {owner: hosts.delegate(owner, here) for owner in range(t.world_size) if hosts.of[owner] != here}
+        self._loans = {rank: self._borrow(t, rank, rank) for rank in neighbours}
+        self._arriving = {}
+        for owner, delegate in self._relayed.items():
+            if delegate == t.rank:
+                target = self._reachable(owner)
+                works = [t.irecv(target[low:high], owner, tag) for low, high in chunks(target.numel(), target.itemsize)]
+                self._arriving[owner] = _Arriving(target, works)
+        own = t.within_reach(self._slice(t.rank))
+        self._lends: list[Work] = [t.lend(own, to, tag) for to in neighbours]
+        delegates = [hosts.delegate(t.rank, host) for host in range(len(hosts.ranks)) if host != here]
+        self._sends = [
+            t.isend(own[low:high], to, tag) for low, high in chunks(own.numel(), own.itemsize) for to in delegates
+        ]
+        self._done = False
+
+    def wait(self) -> None:
+        if self._done:
+            return
+        t, onward, neighbours = self._algorithm.transport, self._algorithm.relay, self._algorithm.neighbours
+        relayed = {o: self._borrow(onward, d, o) for o, d in self._relayed.items() if d != t.rank}
+        for owner, arriving in self._arriving.items():
+            Chain(arriving.works).wait()
+            self._lends += [onward.lend(arriving.tensor, to, self._tag) for to in neighbours]
+            if arriving.tensor.data_ptr() != self._slice(owner).data_ptr():
+                self._slice(owner).copy_(arriving.tensor)
+        for owner, loan in (self._loans | relayed).items():
+            loan.wait()
+            self._slice(owner).copy_(loan.tensor())
+            loan.give_back()
+        self._done = True
+        Chain([*self._sends, *self._lends]).wait()
+
+    def _slice(self, owner: int) -> Tensor:
+        return self._buffer[self._bounds[owner] : self._bounds[owner + 1]]
+
+    def _reachable(self, owner: int) -> Tensor:
+        """Where a slice may arrive so that the neighbours can read it: its own place, or scratch memory."""
+        t, place = self._algorithm.transport, self._slice(owner)
+        if t.reaches(place):
+            return place
+        return t.scratch(place.numel(), place.dtype, torch.device("cpu"))
+
+    def _borrow(self, transport: Transport, source: int, owner: int) -> Loan:
+        return transport.borrow(source, self._tag, self._bounds[owner + 1] - self._bounds[owner], self._buffer.dtype)
