@@ -85,7 +85,7 @@ class Recording:
     events: list[str]
 
     def __init__(self, transport: Transport) -> None:
-        self._inner = Pairwise(transport)
+        self.transport, self._inner = transport, Pairwise(transport)
         Recording.events = []
 
     def reduce_scatter(self, source: Tensor, bounds: Any, out: Tensor, *, start: Tensor | None, tag: Tag) -> Work:

@@ -54,7 +54,7 @@ class Recorded:
     name, exact = "recorded", True
 
     def __init__(self, transport: Transport) -> None:
-        self._inner, self._flying = Pairwise(transport), 0
+        self.transport, self._inner, self._flying = transport, Pairwise(transport), 0
         self.most, self.launched = 0, list[tuple[str, int, int, str]]()
 
     def reduce_scatter(self, source: Tensor, bounds: Any, out: Tensor, *, start: Tensor | None, tag: Tag) -> Work:
