@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import bisect
 import errno
+import itertools
 import mmap
 import os
 import warnings
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -97,6 +99,60 @@ class Arena:
         return None if region is None else region[0] * PAGE + tensor.data_ptr() - address
 
 
+class Region:
+    """Memory that is the same for several ranks. Each writes in its own part; what it reads is copied by the kernel,
+    page by page, where it writes there, so that a stray write reaches nobody else."""
+
+    def __init__(self, written: memoryview, copies: mmap.mmap, begin: int, size: int) -> None:
+        self._written, self._copies, self._begin, self._size = written, copies, begin, size
+
+    def own(self, low: int, high: int) -> Tensor:
+        """The bytes from ``low`` to ``high``, 1-D, which this rank writes for all."""
+        return _tensor(self._written, self._begin + low, high - low)
+
+    def whole(self) -> Tensor:
+        """All bytes, 1-D, as all ranks wrote them, but for what was written here."""
+        return _tensor(memoryview(self._copies), self._begin, self._size)
+
+    def refresh(self) -> None:
+        """Forget what was written into `whole`."""
+        self._copies.madvise(mmap.MADV_DONTNEED, self._begin, self._size)
+
+
+def file_of(sizes: Sequence[int]) -> int:
+    """A new file without a name for `regions_of` the same sizes, with all its pages. `OSError` where there are none."""
+    fd, length = os.memfd_create("zero-common", os.MFD_CLOEXEC), _offsets(sizes)[-1]
+    try:
+        os.ftruncate(fd, length)
+        os.posix_fallocate(fd, 0, length)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def regions_of(fd: int, sizes: Sequence[int]) -> list[Region]:
+    """Regions of these bytes in a file of `file_of`, whose descriptor is taken over."""
+    offsets = _offsets(sizes)
+    try:
+        written = memoryview(mmap.mmap(fd, offsets[-1]))
+        copies = mmap.mmap(fd, offsets[-1], flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(fd)
+    return [Region(written, copies, begin, size) for begin, size in zip(offsets, sizes, strict=False)]
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Where regions begin, each on a page, and where the last ends."""
+    return list(itertools.accumulate((-(-size // PAGE) * PAGE for size in sizes), initial=0))
+
+
+def _tensor(memory: memoryview, begin: int, size: int) -> Tensor:
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=begin)
+
+
 class Window:
     """A peer's arena, to be read."""
 
@@ -113,7 +169,7 @@ class Window:
 
     def look(self, place: int, nbytes: int) -> Tensor:
         """``nbytes`` of the peer's own memory, 1-D. To write there is a segmentation fault."""
-        return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=place)
+        return _tensor(self._memory, place, nbytes)
 
 
 def _exhausted(nbytes: int) -> MemoryError:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, UntypedStorage
 
-from .arena import Arena, Window
+from .arena import Arena, Region, Window, file_of, regions_of
 from .messages import PeerError
 
 _FRAME = struct.Struct("<IB")
@@ -144,6 +144,20 @@ class HostCarrier:
     def look(self, source: int, place: int, nbytes: int) -> Tensor:
         return self._peer(source).window.look(place, nbytes)
 
+    def common(self, sizes: Sequence[int]) -> list[Region] | None:
+        """Regions of these bytes that are the same for all; None where there is no memory for them. Collective."""
+        if self.rank != 0:
+            fd = self._peer(0).receive_descriptor(self.timeout)
+        else:
+            try:
+                fd = file_of(sizes)
+            except OSError:
+                fd = None
+            for peer in self._peers:
+                if peer is not None:
+                    peer.send_descriptor(fd)
+        return None if fd is None else regions_of(fd, sizes)
+
     # -- frames ---------------------------------------------------------------------------------------------------
 
     def put(self, to: int, slot: int, kind: int, body: bytes = b"") -> None:
@@ -203,10 +217,13 @@ _GONE = "rank {rank} is gone: its process ended, or closed its optimizer"
 class Peer:
     """A socket to another process of this host, and its memory."""
 
-    def __init__(self, connection: socket.socket, window: Window, process: int, spin: float) -> None:
-        """``process``: the peer's process id as the kernel tells it here; 0 where it has none that this one can see.
-        ``spin``: seconds for which `receive` looks again and again before it sleeps."""
-        self.socket, self.window, self.spin = connection, window, spin
+    def __init__(
+        self, connection: socket.socket, files: socket.socket, window: Window, process: int, spin: float
+    ) -> None:
+        """``files``: a connection of its own for descriptors; ``process``: the peer's process id as the kernel tells it
+        here, 0 where it has none that this one can see; ``spin``: seconds for which `receive` looks again and again
+        before it sleeps."""
+        self.socket, self.window, self.spin, self._files = connection, window, spin, files
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._life: int | None = None
@@ -220,6 +237,22 @@ class Peer:
     def __del__(self) -> None:
         if self._life is not None:
             os.close(self._life)
+
+    def send_descriptor(self, fd: int | None) -> None:
+        try:
+            socket.send_fds(self._files, [b"no" if fd is None else b"fd"], [] if fd is None else [fd])
+        except OSError as error:
+            raise PeerError(f"it is gone ({error})") from error
+
+    def receive_descriptor(self, timeout: float) -> int | None:
+        self._files.settimeout(timeout)
+        try:
+            data, fds, _, _ = socket.recv_fds(self._files, 2, 1)
+        except OSError as error:
+            raise PeerError(f"it did not answer ({error})") from error
+        if not data:
+            raise PeerError("it is gone")
+        return fds[0] if fds else None
 
     def receive(self, timeout: float) -> bytes | None:
         """The next frame; empty where the peer is gone, None where ``timeout`` seconds passed."""

@@ -32,8 +32,8 @@ def _uses(storage: UntypedStorage) -> int:
 
 
 def holders(tensor: Tensor) -> int:
-    """How many besides the pool and ``tensor`` itself hold the memory of a tensor from a pool."""
-    return _uses(tensor.untyped_storage()) - 2
+    """How many besides ``tensor`` itself, and the pool where it comes from one, hold its memory."""
+    return _uses(tensor.untyped_storage()) - 2  # of which one is the object that is asked here, the pool's own
 
 
 def _private(nbytes: int, device: torch.device) -> UntypedStorage:

@@ -159,6 +159,27 @@ class Memory(Protocol):
         """Bytes of rank ``source``, 1-D, in its own memory: to be read only, and only while it lends them."""
 
 
+class Region(Protocol):
+    """Memory that is the same for all ranks. Each writes in its own part, for all; what it reads is as all wrote it,
+    but for what it writes there itself, which nobody else sees."""
+
+    def own(self, low: int, high: int) -> Tensor:
+        """The bytes from ``low`` to ``high``, 1-D, which this rank writes for all."""
+
+    def whole(self) -> Tensor:
+        """All bytes, 1-D, to be read."""
+
+    def refresh(self) -> None:
+        """Forget what this rank wrote into `whole`."""
+
+
+@runtime_checkable
+class CommonMemory(Protocol):
+    """A carrier all of whose ranks can have memory in common."""
+
+    def common(self, sizes: Sequence[int]) -> Sequence[Region] | None: ...
+
+
 class Work(Protocol):
     """A collective under way. ``wait`` completes it; waiting again does nothing."""
 

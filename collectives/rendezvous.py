@@ -9,7 +9,6 @@ Knows: kernels, users, addresses. Does not know: frames, collectives.
 
 from __future__ import annotations
 
-import array
 import json
 import os
 import secrets
@@ -122,17 +121,19 @@ def _connect(transport: Transport, door: Door, cards: Sequence[Card]) -> HostCar
             connection = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             connection.settimeout(min(PATIENCE, transport.timeout))
             connection.connect(b"\0zero-" + cards[to].address.encode())
-            _send(connection, _HELLO.pack(rank, bytes.fromhex(cards[to].token)), door.arena.fd)
-            outgoing[to] = connection
+            files, theirs = socket.socketpair()
+            hello = _HELLO.pack(rank, bytes.fromhex(cards[to].token))
+            with theirs:
+                socket.send_fds(connection, [hello], [door.arena.fd, theirs.fileno()])
+            outgoing[to] = (connection, opened.enter_context(files))
         door.listener.settimeout(min(PATIENCE, transport.timeout))
         for _ in range(rank):
             source, peer = _accept(door, rank, _spin(transport.world_size))
             peers[source] = peer
-        for to, connection in outgoing.items():
+        for to, (connection, files) in outgoing.items():
             process = _check_user(connection)
-            _, window = _receive(connection)
-            connection.setblocking(True)
-            peers[to] = Peer(connection, window, process, _spin(transport.world_size))
+            _, (arena,) = _receive(connection, 1)
+            peers[to] = Peer(connection, files, Window(arena), process, _spin(transport.world_size))
         opened.pop_all()
     return HostCarrier(rank, peers, door.arena, transport.timeout)
 
@@ -151,16 +152,16 @@ def _accept(door: Door, rank: int, spin: float) -> tuple[int, Peer]:
         connection.settimeout(door.listener.gettimeout())
         try:
             process = _check_user(connection)
-            hello, window = _receive(connection)
+            hello, (arena, descriptor) = _receive(connection, 2)
+            window, files = Window(arena), socket.socket(fileno=descriptor)
             source, token = _HELLO.unpack(hello)
             if not secrets.compare_digest(token, bytes.fromhex(door.card.token)) or not source < rank:
                 raise PermissionError("a stranger")
         except (OSError, struct.error, PermissionError):
             connection.close()
             continue
-        _send(connection, b"welcome", door.arena.fd)
-        connection.setblocking(True)
-        return source, Peer(connection, window, process, spin)
+        socket.send_fds(connection, [b"welcome"], [door.arena.fd])
+        return source, Peer(connection, files, window, process, spin)
 
 
 def _check_user(connection: socket.socket) -> int:
@@ -172,17 +173,10 @@ def _check_user(connection: socket.socket) -> int:
     return int(process)
 
 
-def _send(connection: socket.socket, data: bytes, descriptor: int) -> None:
-    rights = array.array("i", [descriptor])
-    connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-
-
-def _receive(connection: socket.socket) -> tuple[bytes, Window]:
-    rights = array.array("i")
-    data, ancillary, _, _ = connection.recvmsg(_HELLO.size, socket.CMSG_LEN(rights.itemsize))
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            rights.frombytes(content[: len(content) - len(content) % rights.itemsize])
-    if not rights:
-        raise PermissionError("a peer sent no memory")
-    return data, Window(rights[0])
+def _receive(connection: socket.socket, descriptors: int) -> tuple[bytes, list[int]]:
+    data, found, _, _ = socket.recv_fds(connection, _HELLO.size, descriptors)
+    if len(found) != descriptors:
+        for fd in found:
+            os.close(fd)
+        raise PermissionError(f"{len(found)} descriptors came where {descriptors} were due")
+    return data, found

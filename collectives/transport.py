@@ -38,12 +38,14 @@ from .messages import (
     Carrier,
     Chain,
     CollectiveError,
+    CommonMemory,
     Kind,
     Memory,
     MismatchError,
     PeerError,
     Pending,
     PendingBytes,
+    Region,
     Tag,
     Traffic,
     Work,
@@ -237,6 +239,18 @@ class Transport:
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A 1-D buffer from the pool, with undefined content; it goes back when its last holder lets go."""
         return self.pool.take(numel, dtype, device)
+
+    def common(self, sizes: Sequence[int]) -> Sequence[Region] | None:
+        """Memory of these bytes that is the same for all ranks; None where they do not share a host, or there is none.
+        Collective."""
+        self.check()
+        if self.world_size < self.carrier.world_size or not isinstance(self.carrier, CommonMemory) or not sum(sizes):
+            return None
+        try:
+            return self.carrier.common(sizes)
+        except PeerError as error:
+            text = f"rank {self.rank}, in making memory for all ranks: no answer from rank 0 ({error})"
+            raise self._fail(PeerError(text)) from error
 
     # -- groups ---------------------------------------------------------------------------------------------------
 

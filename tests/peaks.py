@@ -123,14 +123,16 @@ def _kinds(description: Description) -> dict[str, int]:
     return bytes_by_kind(live_storages(), description.storages)
 
 
-def measure(group: dist.ProcessGroup, rank: int, width: int, stage: int = 3, cap_mb: float = 100) -> Peaks:
+def measure(
+    group: dist.ProcessGroup, rank: int, width: int, stage: int = 3, cap_mb: float = 100, collective: str = "auto"
+) -> Peaks:
     """One rank's peaks over a step of a model of `BLOCKS` blocks."""
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # which loads much of torch
     gc.collect()
     gc.freeze()  # what is there already need not be looked through at every event
     start = proportional_set_size()
     model = Tower(width)
-    optimizer = ZeroOptimizer(model, stage=stage, process_group=group, bucket_cap_mb=cap_mb)
+    optimizer = ZeroOptimizer(model, stage=stage, process_group=group, bucket_cap_mb=cap_mb, collective=collective)
     seen: list[dict[str, int]] = []
     process: list[int] = []
 

@@ -81,6 +81,7 @@ def describe(
     layout, flats = storage.layout, storage.flats
     parameters = [*flats, *storage.rest_flats()]
     gathered, gathered_peak = storage.transient()
+    units_travel = storage.units_travel
     gradients = [tensor for store in reducer.stores for tensor in store.tensors()]
     states = [tensor for held in inner.states for tensor in inner.tensors_of(held)]
     tensors_of_state = max((len(held.flat) for held in inner.states), default=0)
@@ -118,7 +119,9 @@ def describe(
             "scratch_peak": transport.pool.peak_bytes,
         },
         formula_bytes(layout, stage, tensors_of_state, storage.rest),
-        lambda backwards, synchronised: formula_traffic(layout, stage, backwards, synchronised, storage.rest),
+        lambda backwards, synchronised: formula_traffic(
+            layout, stage, backwards, synchronised, storage.rest, units_travel=units_travel
+        ),
     )
 
 

@@ -137,21 +137,26 @@ class Residency:
         unit.state = State.COMING
 
     def _gather(self, unit: _Unit, shelf: Shelf) -> Work:
-        bucket = shelf.bucket
-        if self._alone:
-            shelf.whole = shelf.shard
-        else:
-            if shelf.lent is not None:
-                self._lenders.remove(shelf)
-                shelf.whole, shelf.lent = shelf.lent, None
-            else:
-                shelf.whole = self.pool.take(bucket.numel, bucket.dtypes.compute, torch.device(bucket.device))
-        target = shelf.whole.data  # with a version counter of its own: to gather again is no edit
-        if not self._alone:
-            low, high = bucket.owned(self._transport.rank)
-            target[low:high].copy_(shelf.shard)
+        bucket, lent = shelf.bucket, shelf.lent
+        if lent is not None:
+            self._lenders.remove(shelf)
+            shelf.lent = None
         digest = zlib.crc32(f"{unit.name} {shelf.updated}".encode())  # the label may be cut
         tag = Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=bucket.index, digest=digest)
+        if shelf.region is not None:
+            shelf.region.refresh()  # of what a stranger, or a NaN, wrote into what was lent
+            shelf.whole = shelf.region.whole().view(shelf.shard.dtype) if lent is None else lent
+            return self._transport.announce(tag)  # nothing travels but that everybody has written
+        if self._alone:
+            shelf.whole = shelf.shard
+            target = shelf.whole
+        else:
+            if lent is None:
+                lent = self.pool.take(bucket.numel, bucket.dtypes.compute, torch.device(bucket.device))
+            shelf.whole = lent
+            target = shelf.whole.data  # with a version counter of its own: to gather again is no edit
+            low, high = bucket.owned(self._transport.rank)
+            target[low:high].copy_(shelf.shard)
         return self._collective.all_gather(target, bucket.bounds, tag=tag)
 
     def _arrive(self, unit: _Unit) -> None:
@@ -234,7 +239,9 @@ class Residency:
             for shelf in self.units[number].shelves:
                 for slot in range(len(shelf.parameters)):
                     shelf.note(slot)
-                if not self._alone and shelf.whole is not None:
+                if shelf.region is not None:
+                    shelf.region.refresh()
+                elif not self._alone and shelf.whole is not None:
                     low, high = shelf.bucket.owned(self._transport.rank)
                     shelf.whole.data[low:high].copy_(shelf.shard)
 
@@ -292,6 +299,8 @@ class Residency:
             self._forget(shelf)
             shelf.lent = None
             self._lenders.remove(shelf)
+            if shelf.region is not None:
+                shelf.region.refresh()
 
     def _forget(self, shelf: Shelf) -> None:
         """What lies at a buffer's address from now on is somebody else's."""

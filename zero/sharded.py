@@ -66,14 +66,13 @@ class ShardedStorage(ParameterStorage):
         new = layout.buckets[len(self.flats) :]
         self.layout = layout
         self.parameters += parameters
-        for bucket in new:
-            self.flats.append(self._shelve(bucket, layout, self.parameters, updated=True).shard)
+        self.flats += [shelf.shard for shelf in self._shelve(new, layout, self.parameters, updated=True)]
 
     def end(self) -> None:
         self._bindings = bindings(self._module)
         parameters, described = self._describe_rest(self.parameters)
         self.rest = build(described, self._transport.world_size, self._bucket_bytes)
-        self._others = [self._shelve(bucket, self.rest, parameters, updated=False) for bucket in self.rest.buckets]
+        self._others = self._shelve(self.rest.buckets, self.rest, parameters, updated=False)
         if self._hooks is None:
             self._hooks = UnitHooks(self._units, self.residency)
             numbers = self.units()
@@ -85,21 +84,33 @@ class ShardedStorage(ParameterStorage):
         rest = [p for members in self._units.parameters for p in members if id(p) not in known]
         return specs([{"params": rest}], self._module, units=self.units())
 
-    def _shelve(self, bucket: Bucket, layout: Layout, parameters: Sequence[Tensor], *, updated: bool) -> Shelf:
-        """Rank 0's values of a bucket, of which this rank keeps its slice. Collective."""
-        device, dtype = torch.device(bucket.device), bucket.dtypes.compute
-        flat = self._transport.empty(bucket.numel, dtype, device)
-        members = [parameters[slot.parameter] for slot in bucket.slots]
-        shelf = Shelf(bucket, layout, members, flat, updated)
-        for parameter, view in zip(members, shelf.views(flat), strict=True):
-            view.copy_(parameter.detach())
-        broadcast(self._direct, self._transport, [flat])
-        if self._transport.world_size > 1:
-            low, high = bucket.owned(self._transport.rank)
-            shelf.shard = self._transport.empty(high - low, dtype, device)
-            shelf.shard.copy_(flat[low:high])
-        self.residency.put(layout.parameters[bucket.slots[0].parameter].unit, shelf)
-        return shelf
+    def _shelve(
+        self, buckets: Sequence[Bucket], layout: Layout, parameters: Sequence[Tensor], *, updated: bool
+    ) -> list[Shelf]:
+        """Rank 0's values of buckets, of which this rank keeps its slices. Collective."""
+        on_host = all(bucket.device == "cpu" for bucket in buckets)
+        sizes = [bucket.numel * bucket.dtypes.compute.itemsize for bucket in buckets]
+        regions = self._transport.common(sizes) if on_host else None
+        shelves = []
+        for number, bucket in enumerate(buckets):
+            device, dtype = torch.device(bucket.device), bucket.dtypes.compute
+            flat = self._transport.empty(bucket.numel, dtype, device)
+            members = [parameters[slot.parameter] for slot in bucket.slots]
+            shelf = Shelf(bucket, layout, members, flat, updated)
+            for parameter, view in zip(members, shelf.views(flat), strict=True):
+                view.copy_(parameter.detach())
+            broadcast(self._direct, self._transport, [flat])
+            if self._transport.world_size > 1:
+                low, high = bucket.owned(self._transport.rank)
+                shelf.region = None if regions is None else regions[number]
+                if shelf.region is None:
+                    shelf.shard = self._transport.empty(high - low, dtype, device)
+                else:
+                    shelf.shard = shelf.region.own(low * dtype.itemsize, high * dtype.itemsize).view(dtype)
+                shelf.shard.copy_(flat[low:high])
+            self.residency.put(layout.parameters[bucket.slots[0].parameter].unit, shelf)
+            shelves.append(shelf)
+        return shelves
 
     def _take_out(self, shelves: Sequence[Shelf]) -> None:
         """Make the parameters of these shelves plain ones, with memory of their own. Collective."""
@@ -139,6 +150,10 @@ class ShardedStorage(ParameterStorage):
                             "or casting the model): move and cast it before that"
                         )
         return misplaced(self._bindings)
+
+    @property
+    def units_travel(self) -> bool:
+        return all(shelf.region is None for shelf in self.residency.shelves())
 
     # -- from outside ---------------------------------------------------------------------------------------------
 

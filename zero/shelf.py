@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from collectives import Region
+
 from .layout import Bucket, Layout
 from .stages import strided
 
@@ -25,6 +27,7 @@ class Shelf:
     parameters: list[Tensor]
     shard: Tensor
     updated: bool  # by the optimizer
+    region: Region | None = None  # where every rank sees every slice, the whole; None where slices must travel
     whole: Tensor | None = None
     lent: Tensor | None = None  # a buffer that was dropped while somebody else held it
     address: int = 0  # of the whole or lent buffer's memory, when it came

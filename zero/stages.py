@@ -128,19 +128,28 @@ def _unit_bytes(layout: Layout, rest: Layout | None) -> dict[int, int]:
     return found
 
 
-def formula_traffic(layout: Layout, stage: Stage, backwards: int, synchronised: int, rest: Layout | None = None) -> int:
+def formula_traffic(
+    layout: Layout,
+    stage: Stage,
+    backwards: int,
+    synchronised: int,
+    rest: Layout | None = None,
+    *,
+    units_travel: bool = True,
+) -> int:
     """Payload bytes that a step sends, summed over the ranks, with one forward to each backward.
 
     (W - 1) x (passes x padded trainable elements + gathers x padded elements of all units), where a backward finds the
     root's rest and the last unit still here: they are gathered once, for the forward. This supposes that forwards enter
-    every unit once, in order of registration, and that backwards reach every unit.
+    every unit once, in order of registration, and that backwards reach every unit. ``units_travel``: False where every
+    rank sees every slice of a unit in memory that all share.
     """
     trainable = sum(
         bucket.numel * bucket.dtypes.travel.itemsize
         for bucket in layout.buckets
         if layout.parameters[bucket.slots[0].parameter].trainable
     )
-    units = _unit_bytes(layout, rest)
+    units = _unit_bytes(layout, rest) if units_travel else {}
     still_here = sum(units[unit] for unit in {0, max(units, default=0)} & set(units))
     gathered = stage.gathers(backwards) * sum(units.values()) - stage.gathers(backwards) // 2 * still_here
     return (layout.world_size - 1) * (stage.passes(synchronised) * trainable + gathered)

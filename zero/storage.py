@@ -107,6 +107,11 @@ class ParameterStorage:
         """Name and SHA-256 of each whole parameter. Collective."""
         return [(s.name, fingerprint(p)) for s, p in zip(self.layout.parameters, self.parameters, strict=True)]
 
+    @property
+    def units_travel(self) -> bool:
+        """False where every rank sees every slice of a unit in memory that all share."""
+        return True
+
     # -- from outside ---------------------------------------------------------------------------------------------
 
     def gathered(self, parameters: Sequence[Tensor] | None) -> AbstractContextManager[None]:
