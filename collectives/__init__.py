@@ -25,7 +25,7 @@ from .messages import (
 from .pairwise import Pairwise
 from .ring import Ring
 from .shared import Shared
-from .topology import automatic, hierarchical, shared
+from .topology import Choice, choose, hierarchical, shared
 from .transport import Transport
 
 Algorithm = Callable[[Transport], Collective]
@@ -38,7 +38,6 @@ def _native(transport: Transport) -> Collective:
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "auto": automatic,
     "pairwise": Pairwise,
     "shared": shared,
     "hierarchical": hierarchical,
@@ -46,11 +45,29 @@ ALGORITHMS: dict[str, Algorithm] = {
     "native": _native,
 }
 
+
+def check_name(algorithm: str | Algorithm) -> None:
+    """Raise `ValueError` where an algorithm is named that there is not."""
+    if isinstance(algorithm, str) and algorithm != "auto" and algorithm not in ALGORITHMS:
+        raise ValueError(f"collective must be one of auto, {', '.join(ALGORITHMS)} or a class, not {algorithm!r}")
+
+
+def build(transport: Transport, algorithm: str | Algorithm) -> Choice:
+    """An algorithm on a transport: "auto", one of `ALGORITHMS` by name, or a class. Collective."""
+    check_name(algorithm)
+    if algorithm == "auto":
+        return choose(transport)
+    if isinstance(algorithm, str):
+        return Choice(ALGORITHMS[algorithm](transport), "asked for by name")
+    return Choice(algorithm(transport), "asked for as a class")
+
+
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
     "BucketQueue",
     "Chain",
+    "Choice",
     "Collective",
     "CollectiveError",
     "Hierarchical",
@@ -66,6 +83,8 @@ __all__ = [
     "Traffic",
     "Transport",
     "Work",
+    "build",
+    "check_name",
     "on_threads",
     "solo",
 ]

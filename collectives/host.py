@@ -235,6 +235,8 @@ class Peer:
             self._poll.register(self._life, select.POLLIN)
 
     def __del__(self) -> None:
+        self.socket.close()
+        self._files.close()
         if self._life is not None:
             os.close(self._life)
 

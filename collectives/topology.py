@@ -65,20 +65,32 @@ def shared(transport: Transport) -> Collective:
     return Shared(Transport(neighbours.local))
 
 
-def automatic(transport: Transport) -> Collective:
+@dataclass(frozen=True)
+class Choice:
+    """An algorithm, and why it was chosen."""
+
+    collective: Collective
+    why: str
+
+
+def choose(transport: Transport) -> Choice:
     """The fastest exact algorithm for where the ranks are. Collective."""
-    if transport.world_size == 1 or isinstance(transport.carrier, LoopbackCarrier):
-        return Pairwise(transport)
+    if transport.world_size == 1:
+        return Choice(Pairwise(transport), "one rank sends nothing")
+    if isinstance(transport.carrier, LoopbackCarrier):
+        return Choice(Pairwise(transport), "the ranks are threads")
     neighbours = meet_neighbours(transport)
-    if neighbours.local is None:
+    hosts, local = neighbours.hosts, neighbours.local
+    if local is None:
+        why = f"the ranks talk over {transport.name}, not through shared memory: {neighbours.problem}"
         if transport.rank == 0:
-            warnings.warn(
-                f"the ranks talk over {transport.name}, not through shared memory: {neighbours.problem}", stacklevel=2
-            )
-        return Pairwise(transport)
-    if len(neighbours.hosts) == 1:
-        return Shared(Transport(neighbours.local))
-    return _between_hosts(transport, neighbours, neighbours.local)
+            warnings.warn(why, stacklevel=2)
+        return Choice(Pairwise(transport), why)
+    if len(hosts) == 1:
+        return Choice(Shared(Transport(local)), f"all {transport.world_size} ranks are on one host")
+    return Choice(
+        _between_hosts(transport, neighbours, local), f"{transport.world_size} ranks are on {len(hosts)} hosts"
+    )
 
 
 def hierarchical(transport: Transport) -> Collective:

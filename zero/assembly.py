@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from collectives import ALGORITHMS, Algorithm, Collective, Pairwise, Transport
+from collectives import Algorithm, Collective, Pairwise, Transport, check_name
+from collectives import build as build_collective
 
 from .hooks import check_free
 from .inner import BucketStates, InnerOptimizer, Options
@@ -45,8 +46,9 @@ class Assembly:
     ) -> None:
         self.stage, self.module, self.inner = stage, module, inner
         self._bucket_bytes = _bucket_bytes(bucket_cap_mb)
-        algorithm = _algorithm(collective)
-        self.collective: Collective = algorithm(_transport(process_group).fork())
+        check_name(collective)
+        self.choice = build_collective(_transport(process_group).fork(), collective)
+        self.collective: Collective = self.choice.collective
         self.transport = self.collective.transport
         try:
             check_modules(module)
@@ -131,14 +133,6 @@ def _transport(process_group: ProcessGroup | Transport | None) -> Transport:
     from collectives.native import connect
 
     return connect(process_group)
-
-
-def _algorithm(collective: str | Algorithm) -> Algorithm:
-    if isinstance(collective, str):
-        if collective not in ALGORITHMS:
-            raise ValueError(f"collective must be one of {', '.join(ALGORITHMS)} or a class, not {collective!r}")
-        return ALGORITHMS[collective]
-    return collective
 
 
 def _bucket_bytes(bucket_cap_mb: float) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from collectives import Collective, Transport
+from collectives import Choice, Transport
 
 from .inner import InnerOptimizer
 from .reducer import Reducer
@@ -45,6 +45,7 @@ class Description:
     rank: int
     world_size: int
     collective: str
+    why: str  # this collective
     buckets: tuple[BucketDescription, ...]
     storages: dict[str, frozenset[int]]
     bytes: dict[str, int]
@@ -54,7 +55,7 @@ class Description:
 
     def __str__(self) -> str:
         lines = [
-            f"stage {self.stage}, rank {self.rank} of {self.world_size}, collective {self.collective}",
+            f"stage {self.stage}, rank {self.rank} of {self.world_size}, collective {self.collective} ({self.why})",
             f"{'':>4} {'bytes':>14} {'formula':>14}",
         ]
         lines += [f"{kind:<14} {self.bytes[kind]:>14,} {self.formula_bytes[kind]:>14,}" for kind in self.bytes]
@@ -72,13 +73,13 @@ class Description:
 def describe(
     stage: Stage,
     transport: Transport,
-    collective: Collective,
+    choice: Choice,
     storage: ParameterStorage,
     reducer: Reducer,
     inner: InnerOptimizer,
 ) -> Description:
     """Describe one rank. Local, and changes nothing."""
-    layout, flats = storage.layout, storage.flats
+    layout, flats, collective = storage.layout, storage.flats, choice.collective
     parameters = [*flats, *storage.rest_flats()]
     gathered, gathered_peak = storage.transient()
     units_travel = storage.units_travel
@@ -103,6 +104,7 @@ def describe(
         transport.rank,
         transport.world_size,
         collective.name,
+        choice.why,
         buckets,
         {
             "parameters": _storages(parameters),

@@ -162,7 +162,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def describe(self) -> Description:
         """What this rank holds, read from the tensors themselves, beside what the formulas say. Local."""
         self._check()
-        return describe(self._stage, self._transport, self._collective, self._storage, self._reducer, self._inner)
+        return describe(self._stage, self._transport, self._assembly.choice, self._storage, self._reducer, self._inner)
 
     def check_replicas(self) -> str:
         """SHA-256 over the parameters' SHA-256s, after comparing these over the ranks. All ranks.
