@@ -1,7 +1,7 @@
 """A pool of real gloo processes, started once for the whole test session.
 
-Starting processes costs about twenty seconds, running a program on the pool a few milliseconds. A program is an
-importable function ``program(group, rank, *arguments)``; it runs on the ranks of ``ranks`` (of the pool's four), with
+They are forks of a process that has imported torch, which costs more than all else; running a program on the pool
+takes a few milliseconds. A program is an importable function ``program(group, rank, *arguments)``; it runs on the ranks of ``ranks`` (of the pool's four), with
 a process group of exactly these, and returns something picklable. After a time limit or a lost process the pool is
 thrown away and the next program gets a new one.
 """
@@ -25,6 +25,7 @@ import torch.distributed as dist
 SIZE = 4
 GROUPS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3))
 GROUP_TIMEOUT = 20.0
+IMPORTS = ["torch.distributed", "torch._dynamo"]  # the second is imported by the first optimizer of a process
 PATIENCE = 10.0  # seconds in which an idle process has returned, what measures it included
 
 
@@ -105,7 +106,8 @@ class GlooPool:
         self._pipes, self._processes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTS)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
