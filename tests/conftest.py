@@ -20,6 +20,14 @@ settings.register_profile("default", deadline=None, max_examples=40, derandomize
 settings.register_profile("thorough", deadline=None, max_examples=400, derandomize=True, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
+LONGEST = ("exact", "gloo", "train", "verify_ranks", "units_cases", "units_models", "released", "units_graphs")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that no worker is left with one while the others have nothing more to do."""
+    place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
@@ -43,8 +51,9 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[GlooPool]:
     """Four gloo processes for the session."""
-    from .pool import GlooPool
+    from .pool import GlooPool, stop_forkserver
 
     pool = GlooPool()
     yield pool
     pool.stop()
+    stop_forkserver()

@@ -185,7 +185,7 @@ def main() -> int:
     print(f"{BLOCKS} blocks; MB (10**6 bytes) of rank 0; torch {torch.__version__}")
     print("ranks   model  shard  gathered (bound)  scratch (bound)  above (bound)  process above its start")
     for ranks in ((0,), (0, 1), (0, 1, 2, 3)):
-        pool = GlooPool()  # fresh processes, which have touched no memory yet
+        pool = GlooPool("spawn")  # fresh processes, which have touched no memory yet
         found: Peaks = pool.run(measure, width, 3, 100, proportional_set_size, ranks=ranks, limit=600)[0]
         pool.stop()
         gathered = found.root + 2 * found.unit if len(ranks) > 1 else 0
