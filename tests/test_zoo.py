@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,17 @@ def test_every_patch_fits_exactly_once_and_changes_code(mutant: Mutant) -> None:
     for file, text in changed.items():
         assert file.startswith(("zero/", "collectives/"))
         assert tree(text, file) != tree((ROOT / file).read_text(), file)
+
+
+def functions_of(file: str) -> set[str]:
+    tree = ast.parse((ROOT / "tests" / file).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_test_that_is_named_for_a_mutant_exists() -> None:
+    for test in sorted({test for mutant in MUTANTS for test in mutant.tests}):
+        file, _, function = test.partition("::")
+        assert not function or function.partition("[")[0] in functions_of(file), test
 
 
 def test_no_two_mutants_are_the_same() -> None:
