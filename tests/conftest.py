@@ -23,8 +23,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 LONGEST = ("exact", "gloo", "train", "verify_ranks", "units_cases", "units_models", "released", "units_graphs")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first, so that no worker is left with one while the others have nothing more to do."""
+    if not hasattr(config, "workerinput"):
+        return  # one process alone keeps the order that it was given
     place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
