@@ -405,6 +405,9 @@ def test_the_command_ends_with_0_where_no_bit_differs_and_with_1_where_one_does(
         ("no_such_module:f", f"cannot import no_such_module from {os.getcwd()}: ModuleNotFoundError: No module named"),
         ("tests.verified:no_such", "has no function 'no_such'"),
         ("tests.verified:STEPS", "has no function 'STEPS'"),
+        ("sys:no_such", "<module 'sys' (built-in)> has no function 'no_such'"),
+        ("tests.verified:raises", "tests.verified:raises() failed: KeyError: 'lr'"),
+        ("tests.verified:leaves", "tests.verified:leaves() failed: SystemExit: 0"),
         ("tests.verified:nothing_to_verify", "must return a dict of zero.verify's arguments, not NoneType"),
         ("tests.verified:arguments_with_a_gap", "must return a dict of zero.verify's arguments: missing a required"),
         (
@@ -506,6 +509,15 @@ def test_on_real_ranks_the_right_runs_are_right_and_the_wrong_ones_wrong_where_t
         assert run.difference == Difference(name, index, "float32", plain, other, ulps, count, numel)
     assert not found.ok
     assert str(found).endswith("4 of 12 runs differ from the plain loop")
+
+
+@pytest.mark.timeout(LIMIT)
+@pytest.mark.usefixtures("temporary")
+def test_what_differs_between_processes_is_not_blamed_on_a_stage() -> None:
+    found = verify(verified.Squares, verified.pairs, loss_fn=verified.other_in_each_process, world_sizes=(2,), lr=0.1)
+    assert found.plain.step == 1
+    assert found.plain.difference is not None
+    assert found.runs == ()
 
 
 @pytest.mark.timeout(LIMIT)
