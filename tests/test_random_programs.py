@@ -8,7 +8,19 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from .machine import program, trees
 from .machine.backends import Threads
-from .machine.program import Backward, BackwardOfKept, Clip, Config, Freeze, Keep, Setting, Step, ZeroGrad
+from .machine.program import (
+    Backward,
+    BackwardOfKept,
+    Clip,
+    Config,
+    Freeze,
+    Keep,
+    Load,
+    Setting,
+    Step,
+    Uneven,
+    ZeroGrad,
+)
 from .machine.run import Run, run
 from .machine.state_machine import RandomPrograms
 from .machine.trees import Part
@@ -48,3 +60,20 @@ def test_what_is_frozen_between_a_forward_and_its_backward_gets_no_gradient_from
     config = Config(Setting(stage, 2), (Part("linear"), Part("matrix")))
     rest = (Clip(0.5), Step(), ZeroGrad(), Freeze((2,)), Backward(4), Step())
     run(config, *before, Keep(2), Freeze((2,)), BackwardOfKept(), Backward(3), *rest)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_a_block_left_on_a_rank_that_falls_behind_goes_with_the_first_round_of_the_others(stage: int) -> None:
+    config = Config(Setting(stage, 3), (Part("linear"), Part("matrix")), optimizer="sgd")
+    for rest in ((), (Backward(5),)):
+        run(config, Backward(1, sync=False), Uneven(2, (3, 3, 0)), *rest, Clip(1.0), Step())
+
+
+@pytest.mark.parametrize("optimizer", ["asgd", "nadam"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_what_a_class_keeps_beside_its_elementwise_states_has_its_dtype_after_a_load(
+    dtype: str, optimizer: str
+) -> None:
+    config = Config(Setting(1, 2), (Part("linear", dtype=dtype), Part("scalar", dtype=dtype)), optimizer=optimizer)
+    step = (Backward(1), Step(), ZeroGrad())
+    run(config, *step, Load(Setting(3, 3)), *step, Load(Setting(0, 1)), *step)
