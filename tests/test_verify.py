@@ -396,6 +396,9 @@ def test_the_command_ends_with_0_where_no_bit_differs_and_with_1_where_one_does(
         ("no_such_module:f", f"cannot import no_such_module from {os.getcwd()}: ModuleNotFoundError: No module named"),
         ("tests.verified:no_such", "has no function 'no_such'"),
         ("tests.verified:STEPS", "has no function 'STEPS'"),
+        ("sys:no_such", "<module 'sys' (built-in)> has no function 'no_such'"),
+        ("tests.verified:raises", "tests.verified:raises() failed: KeyError: 'lr'"),
+        ("tests.verified:leaves", "tests.verified:leaves() failed: SystemExit: 0"),
         ("tests.verified:nothing_to_verify", "must return a dict of zero.verify's arguments, not NoneType"),
         ("tests.verified:arguments_with_a_gap", "must return a dict of zero.verify's arguments: missing a required"),
         (

@@ -104,6 +104,15 @@ def test_on_real_ranks_the_right_runs_are_right_and_the_wrong_ones_wrong_where_t
 
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.usefixtures("temporary")
+def test_what_differs_between_processes_is_not_blamed_on_a_stage() -> None:
+    found = verify(verified.Squares, verified.pairs, loss_fn=verified.other_in_each_process, world_sizes=(2,), lr=0.1)
+    assert found.plain.step == 1
+    assert found.plain.difference is not None
+    assert found.runs == ()
+
+
+@pytest.mark.timeout(LIMIT)
+@pytest.mark.usefixtures("temporary")
 def test_the_error_of_a_rank_is_one_line_and_nothing_hangs(capsys: pytest.CaptureFixture[str]) -> None:
     assert verification.main(["tests.verified:failing_arguments"]) == 1
     captured = capsys.readouterr()

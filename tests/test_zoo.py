@@ -32,21 +32,19 @@ def test_every_patch_fits_exactly_once_and_changes_code(mutant: Mutant) -> None:
         assert tree(text, file) != tree((ROOT / file).read_text(), file)
 
 
-def functions_of(file: str) -> set[str]:
-    tree = ast.parse((ROOT / "tests" / file).read_text())
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-
-
-def test_every_test_that_is_named_for_a_mutant_exists() -> None:
-    for test in sorted({test for mutant in MUTANTS for test in mutant.tests}):
-        file, _, function = test.partition("::")
-        assert not function or function.partition("[")[0] in functions_of(file), test
-
-
 def test_no_two_mutants_are_the_same() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 50
     sources = {tuple(sorted((f, tree(text, f)) for f, text in patched(m).items())) for m in MUTANTS}
     assert len(sources) == len(MUTANTS)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_tests_that_are_named_for_a_mutant_exist(mutant: Mutant) -> None:
+    assert mutant.tests
+    for test in mutant.tests:
+        file, _, name = test.partition("::")
+        functions = ast.parse((ROOT / "tests" / file).read_text()).body
+        assert name.partition("[")[0] in {node.name for node in functions if isinstance(node, ast.FunctionDef)}, test
 
 
 @pytest.mark.parametrize(
