@@ -310,6 +310,11 @@ def test_a_model_that_is_not_deterministic_by_itself_is_not_blamed_on_a_stage(
         ({"loss_fn": verified.no_loss}, r"loss_fn\(model, batch\) must return the loss, one element .* shape \[\]"),
         ({"loss_fn": verified.predictions}, r"must return the loss, one element with a graph .* shape \[4, 2\]"),
         ({"build_model": verified.Predicts}, r"without loss_fn the model must return the loss, .* not dict"),
+        ({"lr": 0.0, "weight_decay": 0.0}, "the plain loop.*: ValueError: no parameter has moved after 2 steps"),
+        (
+            {"batches": [(torch.full((2, 3), float("inf")), 1.0)] * 4},
+            r"the plain loop.*: ValueError: '.*' holds NaN or infinity after step 1",
+        ),
         (
             {"build_model": verified.other_on_the_ranks, "loss_fn": verified.sum_of, "batches": torch.ones(4, 2, 3)},
             r"rank 0: stage 0 on 1 rank, .*: ValueError: weight is float32 \[1, 2\] in the plain loop and .* here",
