@@ -304,7 +304,7 @@ MUTANTS = (
     Mutant(
         "who-is-trainable-is-asked-once",
         ("L4",),
-        "A parameter that is unfrozen later is still taken for frozen: its gradient never travels.",
+        "A parameter that is unfrozen later is not counted, and its bucket leaves before its gradient comes.",
         (
             Edit(
                 REDUCER,
