@@ -32,7 +32,7 @@ INPUTS, WIDTH, OUTPUTS, ROWS = 5, 6, 4, 3
 TURNS = 2  # micro-batches of each rank in a step
 LEARNING_RATE = 0.05
 CAP_MB = 6e-4  # 600 bytes: two buckets a block
-WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3])
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 _BUILDING = threading.Lock()
 
 

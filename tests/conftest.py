@@ -1,21 +1,34 @@
-"""Profiles and fixtures of the whole suite."""
+"""Profiles and fixtures of the whole suite.
+
+What imports torch is imported inside: the process that hands out the files to the workers runs no test.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-from .pool import GlooPool
-from .programs import CLASSES
+if TYPE_CHECKING:
+    from .pool import GlooPool
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("default", deadline=None, max_examples=40, derandomize=True, suppress_health_check=_SLOW)
 settings.register_profile("thorough", deadline=None, max_examples=400, derandomize=True, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+LONGEST = ("exact", "gloo", "train", "verify_ranks", "units_cases", "units_models", "released", "units_graphs")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest files first, so that no worker is left with one while the others have nothing more to do."""
+    if not hasattr(config, "workerinput"):
+        return  # one process alone keeps the order that it was given
+    place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -25,6 +38,10 @@ def one_thread() -> None:
     The first step of each optimizer also happens here, on one thread: torch and its math library choose their kernels
     at their first use, and nothing says that several threads may do that at once.
     """
+    import torch
+
+    from .programs import CLASSES
+
     torch.set_num_threads(1)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         for cls, arguments in CLASSES.values():
@@ -36,6 +53,9 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[GlooPool]:
     """Four gloo processes for the session."""
+    from .pool import GlooPool, stop_forkserver
+
     pool = GlooPool()
     yield pool
     pool.stop()
+    stop_forkserver()

@@ -124,13 +124,19 @@ def _kinds(description: Description) -> dict[str, int]:
 
 
 def measure(
-    group: dist.ProcessGroup, rank: int, width: int, stage: int = 3, cap_mb: float = 100, collective: str = "auto"
+    group: dist.ProcessGroup,
+    rank: int,
+    width: int,
+    stage: int = 3,
+    cap_mb: float = 100,
+    collective: str = "auto",
+    size_of_process: Callable[[], int | None] = lambda: None,
 ) -> Peaks:
-    """One rank's peaks over a step of a model of `BLOCKS` blocks."""
+    """One rank's peaks over a step of a model of `BLOCKS` blocks; to ask for the size of the process takes long."""
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # which loads much of torch
     gc.collect()
     gc.freeze()  # what is there already need not be looked through at every event
-    start = proportional_set_size()
+    start = size_of_process()
     model = Tower(width)
     optimizer = ZeroOptimizer(model, stage=stage, process_group=group, bucket_cap_mb=cap_mb, collective=collective)
     seen: list[dict[str, int]] = []
@@ -138,7 +144,7 @@ def measure(
 
     def event() -> None:
         seen.append(_kinds(optimizer.describe()))
-        process.append((proportional_set_size() or 0) - (start or 0))
+        process.append((size_of_process() or 0) - (start or 0))
 
     for step in range(STEPS):
         if step == STEPS - 1:
@@ -180,8 +186,8 @@ def main() -> int:
     print(f"{BLOCKS} blocks; MB (10**6 bytes) of rank 0; torch {torch.__version__}")
     print("ranks   model  shard  gathered (bound)  scratch (bound)  above (bound)  process above its start")
     for ranks in ((0,), (0, 1), (0, 1, 2, 3)):
-        pool = GlooPool()  # fresh processes, which have touched no memory yet
-        found: Peaks = pool.run(measure, width, ranks=ranks, limit=600)[0]
+        pool = GlooPool("spawn")  # fresh processes, which have touched no memory yet
+        found: Peaks = pool.run(measure, width, 3, 100, proportional_set_size, ranks=ranks, limit=600)[0]
         pool.stop()
         gathered = found.root + 2 * found.unit if len(ranks) > 1 else 0
         cells = [len(ranks), found.whole, found.between["parameters"], found.gathered, gathered, found.scratch]

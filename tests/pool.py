@@ -1,9 +1,9 @@
 """A pool of real gloo processes, started once for the whole test session.
 
-Starting processes costs about twenty seconds, running a program on the pool a few milliseconds. A program is an
-importable function ``program(group, rank, *arguments)``; it runs on the ranks of ``ranks`` (of the pool's four), with
-a process group of exactly these, and returns something picklable. After a time limit or a lost process the pool is
-thrown away and the next program gets a new one.
+They are forks of a process that has imported torch, which costs more than all else; running a program on the pool takes
+a few milliseconds. A program is an importable function ``program(group, rank, *arguments)``; it runs on the ranks of
+``ranks`` (of the pool's four), with a process group of exactly these, and returns something picklable. After a time
+limit or a lost process the pool is thrown away and the next program gets a new one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ import torch.distributed as dist
 SIZE = 4
 GROUPS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3))
 GROUP_TIMEOUT = 20.0
+IMPORTS = ["torch.distributed", "torch._dynamo"]  # the second is imported by the first optimizer of a process
 PATIENCE = 10.0  # seconds in which an idle process has returned, what measures it included
 
 
@@ -58,9 +60,10 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
 
 
 class GlooPool:
-    """Runs programs on processes that stay."""
+    """Runs programs on processes that stay; with the start method "spawn" they share no memory, and start slowly."""
 
-    def __init__(self) -> None:
+    def __init__(self, start_method: Literal["forkserver", "spawn"] = "forkserver") -> None:
+        self._context: Any = multiprocessing.get_context(start_method)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -105,13 +108,13 @@ class GlooPool:
         self._pipes, self._processes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        self._context.set_forkserver_preload(IMPORTS)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         for rank in range(SIZE):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -120,3 +123,9 @@ class GlooPool:
             if not pipe.poll(120):
                 raise TimeoutError("the pool of processes did not start")
             pipe.recv()
+
+
+def stop_forkserver() -> None:
+    """Wait for the end of the process that the pools fork from, which comes by itself only after this process; what
+    measures coverage would miss it."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]

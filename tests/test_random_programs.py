@@ -6,8 +6,24 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from .machine import program, trees
 from .machine.backends import Threads
+from .machine.program import (
+    Backward,
+    BackwardOfKept,
+    Clip,
+    Config,
+    Freeze,
+    Keep,
+    Load,
+    Setting,
+    Step,
+    Uneven,
+    ZeroGrad,
+)
+from .machine.run import Run, run
 from .machine.state_machine import RandomPrograms
+from .machine.trees import Part
 
 
 class OnThreads(RandomPrograms):
@@ -18,7 +34,46 @@ class OnThreads(RandomPrograms):
 @pytest.mark.timeout(1500)
 def test_random_programs_on_threads_give_the_bits_of_the_plain_loop() -> None:
     thorough = settings.default.max_examples > 100
-    size = settings(max_examples=160 if thorough else 30, stateful_step_count=40 if thorough else 15)
+    size = settings(max_examples=200 if thorough else 24, stateful_step_count=40 if thorough else 12)
     run_state_machine_as_test(OnThreads, settings=size)
-    print(f"{OnThreads.followed} commands")
+    print(f"{OnThreads.followed} commands, {OnThreads.trained} steps with a gradient")
     assert OnThreads.followed >= (5000 if thorough else 300), "too short to say anything"
+    assert OnThreads.trained >= (400 if thorough else 40), "too little was trained to say anything"
+
+
+def test_a_program_prints_as_the_source_text_that_makes_it() -> None:
+    config = Config(Setting(3, 2, 25.0, "ring"), (Part("twice", of=(Part("tied"),)),), integer=True, delays=True)
+    followed = Run(config, Threads())
+    for command in (Backward(1, "retained", sync=False), Clip(float("inf"), float("inf")), Step(), ZeroGrad("none")):
+        followed.do(command)
+    given: list[object] = []
+    eval(str(followed), {**vars(trees), **vars(program), "run": lambda *parts: given.extend(parts)})
+    assert given == [config, *followed.commands]
+    followed.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("before", [(), (Backward(1),)], ids=["first", "on top of another"])
+def test_what_is_frozen_between_a_forward_and_its_backward_gets_no_gradient_from_it(
+    before: tuple[Backward, ...], stage: int
+) -> None:
+    config = Config(Setting(stage, 2), (Part("linear"), Part("matrix")))
+    rest = (Clip(0.5), Step(), ZeroGrad(), Freeze((2,)), Backward(4), Step())
+    run(config, *before, Keep(2), Freeze((2,)), BackwardOfKept(), Backward(3), *rest)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_a_block_left_on_a_rank_that_falls_behind_goes_with_the_first_round_of_the_others(stage: int) -> None:
+    config = Config(Setting(stage, 3), (Part("linear"), Part("matrix")), optimizer="sgd")
+    for rest in ((), (Backward(5),)):
+        run(config, Backward(1, sync=False), Uneven(2, (3, 3, 0)), *rest, Clip(1.0), Step())
+
+
+@pytest.mark.parametrize("optimizer", ["asgd", "nadam"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_what_a_class_keeps_beside_its_elementwise_states_has_its_dtype_after_a_load(
+    dtype: str, optimizer: str
+) -> None:
+    config = Config(Setting(1, 2), (Part("linear", dtype=dtype), Part("scalar", dtype=dtype)), optimizer=optimizer)
+    step = (Backward(1), Step(), ZeroGrad())
+    run(config, *step, Load(Setting(3, 3)), *step, Load(Setting(0, 1)), *step)

@@ -26,5 +26,6 @@ def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: Gloo
         phases=[Phase.explicit, Phase.generate],  # a failure costs a new pool: shrink the program on threads
     )
     run_state_machine_as_test(OnProcesses, settings=once)
-    print(f"{OnProcesses.followed} commands")
+    print(f"{OnProcesses.followed} commands, {OnProcesses.trained} steps with a gradient")
     assert OnProcesses.followed >= (300 if thorough else 40), "too short to say anything"
+    assert OnProcesses.trained >= (80 if thorough else 12), "too little was trained to say anything"

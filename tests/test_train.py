@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +19,14 @@ import pytest
 import torch
 
 import zero
-from zero import cli, measure, train, view
+from zero import cli, launch, measure, plots, train, view
 from zero.config import TrainConfig, parse_arguments, typer_signature
 from zero.data import load_corpus
 from zero.loop import Loop
 from zero.model import build_model, loss_fn
 
 ROOT = Path(__file__).parents[1]
-STEPS, MICRO_BATCHES, BATCH, SEQUENCE = 5, 4, 2, 24
+STEPS, MICRO_BATCHES, BATCH, SEQUENCE = 3, 4, 2, 24
 LIMIT = 100  # seconds for a command; it takes about ten
 
 
@@ -44,6 +45,13 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pictures and hardly a sample: they take longer than the training."""
+    monkeypatch.setattr(plots, "can_draw", lambda: False)
+    monkeypatch.setattr(train, "SAMPLE_LENGTH", 8)
 
 
 def flags(text: Path, out: Path, *more: str) -> list[str]:
@@ -93,6 +101,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 # ---------------------------------------------------------------------------------------------------- the same bits
 
 
+@pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize(
     ("more", "plain"),
     [
@@ -112,20 +121,18 @@ def test_one_rank_gives_the_parameters_of_the_plain_loop(
 
 @pytest.fixture(scope="module")
 def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """The record of a run on two ranks at each stage: through `zero train`, torchrun and `python -m zero.train`."""
-    starts = {
-        0: ("-m", "zero.cli", "train", "--ranks=2"),
-        1: ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "zero.train"),
-        2: ("-m", "zero.train", "--bucket-cap-mb=0.05"),
-    }
-    records = {}
-    for stage, start in starts.items():
-        out = tmp_path_factory.mktemp(f"stage{stage}")
-        ended = command(*start, *flags(text, out, f"--stage={stage}"))
-        assert ended.returncode == 0, ended.stderr
-        assert stage == 1 or ended.stderr == ""  # torchrun talks about OMP_NUM_THREADS
-        records[stage] = run_json(out)
-    return records
+    """The record of a run on two ranks at each stage: through `zero train`, torchrun and what `python -m zero.train`
+    calls."""
+    outs = [tmp_path_factory.mktemp(f"stage{stage}") for stage in range(3)]
+    ended = command("-m", "zero.cli", "train", "--ranks=2", *flags(text, outs[0], "--stage=0"))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")  # talks about OMP_NUM_THREADS
+    ended = command(*torchrun, "-m", "zero.train", *flags(text, outs[1], "--stage=1"))
+    assert ended.returncode == 0, ended.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        assert train.main(flags(text, outs[2], "--stage=2", "--bucket-cap-mb=0.05")) == 0
+    return {stage: run_json(out) for stage, out in enumerate(outs)}
 
 
 @pytest.mark.timeout(3 * LIMIT)
@@ -153,7 +160,7 @@ def test_a_run_leaves_its_record_and_its_pictures(
     model = build_model("tiny", SEQUENCE, 9)
     whole = 4 * sum(parameter.numel() for parameter in model.parameters())
     assert record["parameters"] * 4 == whole
-    assert (record["world_size"], record["stage"], record["steps"], record["micro_batches"]) == (1, 2, 5, 4)
+    assert (record["world_size"], record["stage"], record["steps"], record["micro_batches"]) == (1, 2, STEPS, 4)
     assert len(record["losses"]) == STEPS
     assert record["losses"][0] == pytest.approx(math.log(256), abs=0.2)
     assert record["losses"][-1] < record["losses"][0]
@@ -267,6 +274,7 @@ def test_ranks_that_contradict_the_launcher_are_an_error(
     assert "--ranks 2, but the launcher started 4 (WORLD_SIZE)" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("bare")
 def test_an_error_in_the_middle_is_one_line_and_its_traceback_a_file(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,18 +297,18 @@ FAILING_RANKS = {
         "    record_error(ValueError('what came of it'))\n"
         "    raise SystemExit(1)\n"
         "time.sleep(600)\n",
-        "rank 1: the first error\n",
+        "rank 1: the first error",
     ),
     "a crash, and what came of it": (
         "if rank == '1':\n    os.kill(os.getpid(), 9)\nrecord_error(ValueError('connection lost'))\ntime.sleep(600)\n",
-        "rank 1: the process was ended by SIGKILL and left no message: often a lack of memory\n",
+        "rank 1: the process was ended by SIGKILL and left no message: often a lack of memory",
     ),
 }
 
 
 @pytest.mark.parametrize("what", FAILING_RANKS)
 def test_the_failure_of_a_rank_that_was_launched_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], what: str
 ) -> None:
     program, told = FAILING_RANKS[what]
     (tmp_path / "a_rank_fails.py").write_text(
@@ -309,20 +317,16 @@ def test_the_failure_of_a_rank_that_was_launched_is_told_once(
         "assert started_by_us()\n"
         "rank = os.environ['RANK']\n" + program
     )
-    (tmp_path / "parent.py").write_text(
-        "from zero.launch import RankError, launch_ranks\n"
-        "try:\n"
-        "    launch_ranks('a_rank_fails', [], 3)\n"
-        "except RankError as error:\n"
-        "    print(error)\n"
-        "    assert not error.trace or 'ValueError' in error.trace\n"
-    )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    ended = command(str(tmp_path / "parent.py"))
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, told, "")
-    assert not list((tmp_path / "temporary").iterdir()), "left behind"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    with pytest.raises(launch.RankError) as raised:
+        launch.launch_ranks("a_rank_fails", [], 2)
+    assert (str(raised.value), *capfd.readouterr()) == (told, "", "")
+    assert not raised.value.trace or "ValueError" in raised.value.trace
+    assert not list(temporary.iterdir()), "left behind"
 
 
 # ------------------------------------------------------------------------------------------------------ the parts

@@ -64,7 +64,7 @@ def _forget() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_training_equals_the_compiled_plain_loop_and_compiles_once(name: str, world_size: int) -> None:
     counts: list[tuple[int, int]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,15 @@ def test_no_two_mutants_are_the_same() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 50
     sources = {tuple(sorted((f, tree(text, f)) for f, text in patched(m).items())) for m in MUTANTS}
     assert len(sources) == len(MUTANTS)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_tests_that_are_named_for_a_mutant_exist(mutant: Mutant) -> None:
+    assert mutant.tests
+    for test in mutant.tests:
+        file, _, name = test.partition("::")
+        functions = ast.parse((ROOT / "tests" / file).read_text()).body
+        assert name.partition("[")[0] in {node.name for node in functions if isinstance(node, ast.FunctionDef)}, test
 
 
 @pytest.mark.parametrize(

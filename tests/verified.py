@@ -111,6 +111,10 @@ def ends_the_process() -> nn.Module:
     sys.exit(0)
 
 
+def other_in_each_process(model: nn.Module, batch: Any) -> Tensor:
+    return model(*batch) * os.getpid()
+
+
 def seeded_by_the_batch(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
     torch.manual_seed(int(batch[1] * 100))
     return model(*batch)
@@ -138,6 +142,14 @@ def generator_of_pairs() -> Any:
 
 
 # -- what `zero verify` may be pointed at ------------------------------------------------------------------------------
+
+
+def raises() -> dict[str, Any]:
+    raise KeyError("lr")
+
+
+def leaves() -> dict[str, Any]:
+    sys.exit(0)
 
 
 def right_arguments() -> dict[str, Any]:

@@ -226,6 +226,8 @@ class GradientHooks:
         listener = self._listener()
         if listener is None:
             return
+        if not parameter.requires_grad:  # frozen since its forward: autograd has dropped the gradient
+            return
         gradient = parameter.grad
         if isinstance(gradient, ShardedGradient):
             gradient = gradient.taken()

@@ -1,6 +1,6 @@
 """`zero.verify`: a user's own model, at each stage and number of ranks, against the user's own plain loop.
 
-Knows: the public face of it, and the order: the plain loop in a process of its own, twice; then all stages on the
+Knows: the public face of it, and the order: the plain loop, twice, each time in a new process; then all stages on the
 ranks. Does not know: what the processes do (`verify_ranks`), or how they are told (`program`).
 """
 
@@ -90,7 +90,7 @@ def verify(
 ) -> Verification:
     """Train a model by the plain loop and by `ZeroOptimizer`, and find where the first bit of a parameter differs.
 
-    The plain loop runs in a process of its own, twice, to see that the model is deterministic by itself; then each
+    The plain loop runs twice, each time in a new process, to see that the model is deterministic by itself; then each
     stage runs on each number of ranks, local processes over gloo, and is compared after every step. Prints a line for
     each run as it ends. Torch's random generator is seeded before ``build_model()`` and differently in every process
     after it: dropout has to be seeded by ``loss_fn``, from the batch. Temporary files take the parameters' bytes once
@@ -199,6 +199,7 @@ def _run(program: Program, show: Callable[[str], None]) -> Verification:
         results.touch()
         with _followed(results, show):
             _start("plain", folder, 1)
+            _start("again", folder, 1)
             if all(run.ok for run in _read(results)):
                 _start("ranks", folder, max(program.world_sizes))
         runs = _read(results)
@@ -214,7 +215,7 @@ def _start(what: str, folder: Path, processes: int) -> None:
         launch_ranks("zero.verify_ranks", [what, str(folder)], processes)
     except RankError as error:
         cause = RuntimeError(f"in that process:\n{error.trace}") if error.trace else None
-        raise RuntimeError(error.line if what == "plain" else str(error)) from cause
+        raise RuntimeError(str(error) if what == "ranks" else error.line) from cause
 
 
 def _read(results: Path) -> list[Run]:
@@ -276,12 +277,15 @@ def _arguments(text: str) -> dict[str, Any]:
         raise ValueError(f"{text!r} must be MODULE:FUNCTION, as in `zero verify my_model:arguments`")
     try:
         found = importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"cannot import {module} from {os.getcwd()}: {type(error).__name__}: {error}") from error
     function = getattr(found, name, None)
     if not callable(function):
-        raise ValueError(f"{module} ({found.__file__}) has no function {name!r}")
-    arguments = function()
+        raise ValueError(f"{found!r} has no function {name!r}")
+    try:
+        arguments = function()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{text}() failed: {type(error).__name__}: {error}") from error
     if not isinstance(arguments, dict):
         raise TypeError(f"{text}() must return a dict of zero.verify's arguments, not {type(arguments).__name__}")
     try:

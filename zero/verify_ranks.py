@@ -4,6 +4,7 @@ Knows: the loops, where a process is when it fails, how long it may stay there. 
 started, or how results are shown. The `Program` lies in a folder, and what they find comes to lie there too:
 
     python -m zero.verify_ranks plain FOLDER   one process    step-N.pt: the plain loop's parameters after step N
+    python -m zero.verify_ranks again FOLDER   another one    compares with these after every step
     python -m zero.verify_ranks ranks FOLDER   W processes    compare with these after every step
                                                               runs.jsonl: a line for each run that compared
 """
@@ -147,11 +148,27 @@ def _begin(folder: Path, watch: Watch, name: str, seed: int) -> Work:
     return Work(name, program, model, batches, program.steps(len(batches)))
 
 
-def plain_loops(folder: Path, watch: Watch) -> None:
-    """The plain loop, twice: the first run leaves its parameters after each step, the second compares."""
+def plain_loop(folder: Path, watch: Watch) -> None:
+    """The plain loop, which leaves its parameters after each step. Refuses one that would show nothing."""
+    step = 0
     for step, parameters in _plain_steps(_begin(folder, watch, "the plain loop", seed=1), watch):
+        for name, parameter in parameters.items():
+            if not parameter.isfinite().all():
+                when = f"after step {step}" if step else "as built"
+                raise ValueError(f"{name!r} holds NaN or infinity {when}: training that fails shows nothing")
         copies = {name: parameter.detach().cpu().contiguous().clone() for name, parameter in parameters.items()}
         torch.save(copies, _step_file(folder, step))
+    if step and first_difference(_plain(folder, 0), _plain(folder, step)) is None:
+        raise ValueError(f"no parameter has moved after {step} steps: is the learning rate 0, or is all frozen?")
+
+
+def plain_loop_again(folder: Path, watch: Watch) -> None:
+    """The plain loop, compared with the first one: in another process, since the order of a set, say, differs between
+    processes; and after a step of an earlier loop, since counters go on, as they do from stage to stage on the ranks.
+    """
+    for step, _ in _plain_steps(_begin(folder, watch, "the plain loop, again", seed=2), watch):
+        if step == 1:
+            break
     again = _begin(folder, watch, "the plain loop, again", seed=2)
     for step, parameters in _plain_steps(again, watch):
         found = first_difference(_plain(folder, step), parameters)
@@ -255,7 +272,7 @@ def main() -> int:
     torch.set_num_threads(program.threads)
     watch = Watch(program.timeout)
     try:
-        (plain_loops if what == "plain" else worlds)(folder, watch)
+        {"plain": plain_loop, "again": plain_loop_again, "ranks": worlds}[what](folder, watch)
     except KeyboardInterrupt:
         return 130
     except (Exception, SystemExit) as error:

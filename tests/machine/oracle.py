@@ -3,7 +3,10 @@
 The contract's order of a sum: a rank's i-th contribution is that of its i-th backward outside `no_sync`, with what the
 blocks before it left; the sum takes every rank's first one, rank by rank, then every rank's second one, and so on. What
 blocks left at the end comes last. Where all ranks meet, a rank that ran fewer backwards counts as having run as many as
-the others, with nothing to add.
+the others, with nothing to add but what blocks left, once.
+
+Loading: torch casts what a class keeps beside the element-wise states (ASGD's `eta`, NAdam's `mu_product`) to the
+parameter's dtype, so that its own loop goes on otherwise than it would have without saving. Here they keep their dtype.
 """
 
 from __future__ import annotations
@@ -137,8 +140,10 @@ class Oracle:
 
     def _meet(self) -> None:
         longest = max(map(len, self.rounds))
-        for of_rank in self.rounds:
-            of_rank += [{}] * (longest - len(of_rank))
+        for rank, of_rank in enumerate(self.rounds):
+            while len(of_rank) < longest:
+                of_rank.append(self.local[rank])
+                self.local[rank] = {}
 
     def _sums(self) -> Gradients:
         total = dict(self.before)
@@ -181,3 +186,5 @@ class Oracle:
         self.model.zero_grad()
         self._build()
         self.optimizer.load_state_dict(saved)
+        for number, state in saved["state"].items():
+            self.optimizer.state[self.listed[number]].update({k: v for k, v in state.items() if k != "step"})

@@ -122,7 +122,7 @@ class Divide(Source):
 
 @dataclass(frozen=True, repr=False)
 class Step(Source):
-    """``look``: read all parameters after it, which at stage 3 gathers them."""
+    """``look``: read all parameters after it, which at stage 3 gathers them, and all states."""
 
     look: bool = True
 

@@ -28,8 +28,13 @@ class Run:
         return self.oracle.setting
 
     def do(self, command: Command) -> None:
-        """Follow a command on both sides and compare."""
+        """Follow a command on both sides and compare; where a step is looked at, all states, too."""
         self.commands.append(command)
+        self._follow(command)
+        if isinstance(command, p.Step) and command.look:
+            self._follow(p.Consolidate(0))
+
+    def _follow(self, command: Command) -> None:
         expected = self.oracle.do(command)
         if isinstance(command, p.Load):
             self.backend.start(self.config, command.setting, self.backend.save())

@@ -27,6 +27,15 @@ MASKS = st.sampled_from([-1, 0, 1, 2, 5])
 NUMBERS = st.integers(0, 30)
 FORMS = st.sampled_from(["one", "one", "two forwards", "two losses", "retained", "autograd.grad before"])
 SYNC = st.sampled_from([True, True, False])
+TURNS = st.builds(p.Backward, SEEDS, FORMS, MASKS, SYNC)
+SOME = st.none() | st.lists(NUMBERS, min_size=1, max_size=2).map(tuple)
+LOOKS = (
+    st.builds(p.Evaluate, SEEDS, MASKS, st.booleans())
+    | st.builds(p.Read, SOME)
+    | st.builds(p.FullGrad, NUMBERS)
+    | st.builds(p.Consolidate, st.integers(0, 7))
+    | st.just(p.Describe())
+)
 
 
 def parts(dtypes: tuple[str, ...]) -> st.SearchStrategy[tuple[Part, ...]]:
@@ -80,6 +89,7 @@ class RandomPrograms(RuleBasedStateMachine):
     most_ranks = 8
     exact_in_any_order: tuple[str, ...] = ("ring",)
     followed = 0  # commands of all programs of the class
+    trained = 0  # those that were steps with a gradient to take
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,6 +110,8 @@ class RandomPrograms(RuleBasedStateMachine):
         type(self).followed += 1
         try:
             self.run.do(command)
+            if isinstance(command, p.Step):
+                type(self).trained += any(q.grad is not None for q in self.run.oracle.listed)
         except BaseException:
             note(str(self.run))
             self.run = None
@@ -111,6 +123,8 @@ class RandomPrograms(RuleBasedStateMachine):
         return self.run.setting.stage
 
     def teardown(self) -> None:
+        if self.run is not None:
+            self.finish()
         run, self.run = self.run, None
         if run is not None:
             try:
@@ -119,18 +133,23 @@ class RandomPrograms(RuleBasedStateMachine):
                 note(str(run))
                 raise
 
+    def finish(self) -> None:
+        """Two steps: whatever was done before, what it did to the next update and to the states is seen."""
+        if self.kept:
+            if not self.open:
+                self.zero_grad("zero_grad")
+            self.backward_of_kept(True)
+        for number in range(2):
+            self.whole_step([p.Backward(100 + number)], False)
+
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.open)
-    @rule(
-        seed=SEEDS,
-        form=FORMS,
-        mask=MASKS,
-        sync=SYNC,
-    )
-    def backward(self, seed: int, form: p.Form, mask: int, sync: bool) -> None:
-        self.do(p.Backward(seed, form, mask, sync))
-        self.pending = not sync
+    @rule(turn=TURNS)
+    def backward(self, turn: p.Backward) -> None:
+        if not self.open:
+            self.zero_grad("zero_grad")
+        self.do(turn)
+        self.pending = not turn.sync
 
     @precondition(lambda self: self.open and self.stage < 3)  # at stage 3 every rank runs as many
     @rule(seed=SEEDS, counts=st.lists(st.integers(0, 3), min_size=2, max_size=4).map(tuple), sync=SYNC)
@@ -176,12 +195,11 @@ class RandomPrograms(RuleBasedStateMachine):
         self.do(p.Step(look))
         self.open, self.pending, self.stepped = False, False, True
 
-    @rule(seed=SEEDS, form=FORMS, mask=MASKS, look=st.booleans())
-    def whole_step(self, seed: int, form: p.Form, mask: int, look: bool) -> None:
+    @rule(turns=st.lists(TURNS, min_size=1, max_size=3), look=st.booleans())
+    def whole_step(self, turns: list[p.Backward], look: bool) -> None:
         """What most of a training loop is."""
-        if not self.open:
-            self.zero_grad("zero_grad")
-        self.backward(seed, form, mask, True)
+        for turn in turns:
+            self.backward(turn)
         self.clip(1.0, 2.0)
         self.step(look)
         self.zero_grad("zero_grad")
@@ -215,7 +233,7 @@ class RandomPrograms(RuleBasedStateMachine):
         self.do(p.Schedule())
 
     @precondition(lambda self: not self.kept)
-    @rule(numbers=st.none() | st.lists(NUMBERS, min_size=1, max_size=2).map(tuple), seed=SEEDS)
+    @rule(numbers=SOME, seed=SEEDS)
     def write(self, numbers: p.Numbers, seed: int) -> None:
         self.do(p.Write(numbers, seed))
 
@@ -228,6 +246,8 @@ class RandomPrograms(RuleBasedStateMachine):
     def load(self, data: st.DataObject) -> None:
         assert self.run is not None
         self.drop_kept()
+        if not self.stepped:  # there is nothing to save
+            self.whole_step([p.Backward(100)], False)
         collectives = self.exact_in_any_order if self.run.config.integer else ()
         self.do(p.Load(data.draw(settings(self.most_ranks, collectives))))
         self.open, self.pending, self.stepped = True, False, False
@@ -240,28 +260,19 @@ class RandomPrograms(RuleBasedStateMachine):
 
     # -- what changes nothing -----------------------------------------------------------------------------------------
 
-    @rule(seed=SEEDS, mask=MASKS, inference=st.booleans())
-    def evaluate(self, seed: int, mask: int, inference: bool) -> None:
-        self.do(p.Evaluate(seed, mask, inference))
-
-    @rule(numbers=st.none() | st.lists(NUMBERS, min_size=1, max_size=2).map(tuple))
-    def read(self, numbers: p.Numbers) -> None:
-        self.do(p.Read(numbers))
-
-    @precondition(lambda self: not self.pending)
-    @rule(number=NUMBERS)
-    def full_grad(self, number: int) -> None:
+    @rule(looks=st.lists(LOOKS, min_size=1, max_size=3))
+    def look(self, looks: list[p.Evaluate | p.Read | p.FullGrad | p.Consolidate | p.Describe]) -> None:
         assert self.run is not None
-        oracle = self.run.oracle
-        listed = {id(parameter) for parameter in oracle.listed}
-        numbers = [index for index, parameter in enumerate(oracle.parameters) if id(parameter) in listed]
-        self.do(p.FullGrad(numbers[number % len(numbers)]))
-
-    @rule()
-    def describe(self) -> None:
-        self.do(p.Describe())
-
-    @rule(to=st.integers(0, 7))
-    def consolidate(self, to: int) -> None:
-        assert self.run is not None
-        self.do(p.Consolidate(to % self.run.setting.world_size))
+        for command in looks:
+            match command:
+                case p.FullGrad(number=number) if not self.pending:
+                    oracle = self.run.oracle
+                    listed = {id(parameter) for parameter in oracle.listed}
+                    numbers = [index for index, parameter in enumerate(oracle.parameters) if id(parameter) in listed]
+                    self.do(p.FullGrad(numbers[number % len(numbers)]))
+                case p.FullGrad():
+                    pass
+                case p.Consolidate(to=to):
+                    self.do(p.Consolidate(to % self.run.setting.world_size))
+                case _:
+                    self.do(command)

@@ -7,6 +7,7 @@ times a small integer of the batch: gradients are integers whatever the weights 
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -30,7 +31,11 @@ class Source:
 
     def __repr__(self) -> str:
         told = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in told)})"
+        return f"{type(self).__name__}({', '.join(f'{name}={_source(value)}' for name, value in told)})"
+
+
+def _source(value: object) -> str:
+    return "float('inf')" if value == math.inf else repr(value)
 
 
 @dataclass(frozen=True, repr=False)

@@ -130,7 +130,7 @@ MUTANTS = (
                 "                    pieces[-1:] = [*(p for p in pieces[-1:] if p is not gradient), gradient]\n",
             ),
         ),
-        ("test_face.py::test_padding_and_scratch_cannot_be_observed[2]",),
+        ("test_laws.py::test_padding_and_scratch_cannot_be_observed[2]",),
     ),
     Mutant(
         "a-naive-sum-of-squares",

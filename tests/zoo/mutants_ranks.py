@@ -49,7 +49,7 @@ WAITS = (
                 "for store in stores)\n        self._means_divisor",
             ),
         ),
-        ("test_face.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
+        ("test_gradients.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
     ),
     Mutant(
         "one-request-fewer-is-waited-for",
@@ -79,21 +79,21 @@ WAITS = (
                 "            self._start()\n",
             ),
         ),
-        ("test_collectives.py::test_buckets_are_launched_in_order_as_soon_as_they_may",),
+        ("test_collectives_memory.py::test_buckets_are_launched_in_order_as_soon_as_they_may",),
     ),
     Mutant(
         "any-number-of-buckets-is-in-flight",
         ("L7",),
         "Nothing bounds the buckets under way: a rank holds all of them at once.",
         (Edit(BUCKETING, "        while len(self._flying) >= self._limit:\n            self._land()\n", ""),),
-        ("test_face.py::test_bytes_of_a_rank_are_those_of_the_formulas[0.01-4-2]",),
+        ("test_bytes.py::test_bytes_of_a_rank_are_those_of_the_formulas[0.01-4-2]",),
     ),
     Mutant(
         "stage-2-keeps-whole-gradients",
         ("L7",),
         "The stage table's row of stage 2 is that of stage 1: every rank holds all gradients.",
         (Edit("zero/stages.py", "Stage(2, _W, _S, _S)", "Stage(2, _W, _W, _S)"),),
-        ("test_face.py::test_at_stage_2_no_rank_holds_all_reduced_gradients_after_backward",),
+        ("test_bytes.py::test_at_stage_2_no_rank_holds_all_reduced_gradients_after_backward",),
     ),
 )
 
@@ -113,7 +113,7 @@ RANKS = (
             ),
             Edit(PAIRWISE, "t.isend(source[bounds[to] : bounds[to + 1]], to, tag)", "t.isend(source, to, tag)"),
         ),
-        ("test_face.py::test_traffic_is_the_closed_form[1-1-3-2]",),
+        ("test_bytes.py::test_traffic_is_the_closed_form[1-1-3-2]",),
     ),
     Mutant(
         "the-global-rank-for-the-group-rank",
@@ -192,7 +192,7 @@ RANKS = (
         ("L8",),
         "Ranks in different collectives of one size take each other's bytes.",
         (Edit(TRANSPORT, "if not theirs.same(first.tag) or size != first.size:", "if size != first.size:"),),
-        ("test_collectives.py::test_ranks_in_different_collectives_both_learn_of_both",),
+        ("test_collectives_failures.py::test_ranks_in_different_collectives_both_learn_of_both",),
     ),
     Mutant(
         "two-optimizers-share-a-channel",
@@ -205,7 +205,7 @@ RANKS = (
                 "return Transport(self.carrier, self._ranks, 1 if first else 0)",
             ),
         ),
-        ("test_collectives.py::test_messages_of_forked_channels_do_not_mix",),
+        ("test_collectives_groups.py::test_messages_of_forked_channels_do_not_mix",),
     ),
     Mutant(
         "the-divisor-is-the-class-s",

@@ -133,7 +133,7 @@ MUTANTS = (
                 "                    values[name] = flats[name][slot.offset : end].clone()\n",
             ),
         ),
-        ("test_face.py::test_a_saved_dict_has_torchs_own_form_and_names",),
+        ("test_saving.py::test_a_saved_dict_has_torchs_own_form_and_names",),
     ),
     Mutant(
         "names-are-not-compared",
@@ -172,7 +172,7 @@ MUTANTS = (
                 "                for name in state.elementwise[-1:]:\n                    values",
             ),
         ),
-        ("test_face.py::test_a_saved_dict_has_torchs_own_form_and_names",),
+        ("test_saving.py::test_a_saved_dict_has_torchs_own_form_and_names",),
     ),
     Mutant(
         "states-are-keyed-by-id",
@@ -185,7 +185,7 @@ MUTANTS = (
                 "                result[id(spec)] = values\n",
             ),
         ),
-        ("test_face.py::test_a_saved_dict_has_torchs_own_form_and_names",),
+        ("test_saving.py::test_a_saved_dict_has_torchs_own_form_and_names",),
     ),
     Mutant(
         "a-replaced-parameter-is-not-noticed",

@@ -78,7 +78,7 @@ MUTANTS = (
                 "if stage.contributions_stay:\n            assert",
             ),
         ),
-        ("test_face.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
+        ("test_gradients.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
     ),
     Mutant(
         "the-sum-is-divided-at-each-reduction",
@@ -160,7 +160,7 @@ MUTANTS = (
                 "                parts.insert(0 if start is None else 1, source[low:high])\n",
             ),
         ),
-        ("test_exact.py::test_the_number_of_ranks_and_the_bucket_size_do_not_matter[2-3]",),
+        ("test_exact.py::test_the_number_of_ranks_and_the_bucket_size_do_not_matter[2-3-0.0005]",),
     ),
     Mutant(
         "the-sum-so-far-last",
@@ -175,7 +175,7 @@ MUTANTS = (
                 "        parts += [] if start is None else [start]\n        sends = [t.isend(source[bounds",
             ),
         ),
-        ("test_exact.py::test_the_number_of_ranks_and_the_bucket_size_do_not_matter[2-3]",),
+        ("test_exact.py::test_the_number_of_ranks_and_the_bucket_size_do_not_matter[2-3-0.0005]",),
     ),
     Mutant(
         "positive-zero-for-nothing",
@@ -273,7 +273,7 @@ MUTANTS = (
                 "",
             ),
         ),
-        ("test_face.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
+        ("test_gradients.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
     ),
     Mutant(
         "an-interrupted-backward-is-forgotten",
@@ -299,12 +299,12 @@ MUTANTS = (
                 "",
             ),
         ),
-        ("test_face.py::test_full_grad_is_the_plain_mean_before_and_after_clipping[2]",),
+        ("test_gradients.py::test_full_grad_is_the_plain_mean_before_and_after_clipping[2]",),
     ),
     Mutant(
         "who-is-trainable-is-asked-once",
         ("L4",),
-        "A parameter that is unfrozen later is still taken for frozen: its gradient never travels.",
+        "A parameter that is unfrozen later is not counted, and its bucket leaves before its gradient comes.",
         (
             Edit(
                 REDUCER,

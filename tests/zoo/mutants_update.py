@@ -38,7 +38,7 @@ MUTANTS = (
                 "            unhooked_step(built)()\n",
             ),
         ),
-        ("test_face.py::test_before_the_first_step_there_is_no_state[2]",),
+        ("test_saving.py::test_before_the_first_step_there_is_no_state[2]",),
     ),
     Mutant(
         "every-rank-steps-the-first-slice",

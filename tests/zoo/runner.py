@@ -98,7 +98,7 @@ class Runner:
         record, out = folder / "record.jsonl", folder / "out.txt"
         record.unlink(missing_ok=True)
         options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-p", "tests.zoo.judge", "--tb=short"]
-        options += [] if limit is None else [f"--timeout={limit}"]
+        options += [] if limit is None else [f"--timeout={limit}", "-m", ""]  # also one that is slow
         code = self._ask(
             {
                 "folder": str(folder),

@@ -1,0 +1,113 @@
+"""What the tests of collectives share: awkward numbers, uneven splits, delays, and errors as results."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from collectives import (
+    CollectiveError,
+    Kind,
+    Loopback,
+    Pairwise,
+    Ring,
+    Tag,
+    Transport,
+)
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+SAME = [(dtype, dtype) for dtype in (FP64, FP32, BF16, FP16)]
+MIXED = [(BF16, FP32), (FP16, FP32), (FP32, FP64)]
+BOTH = pytest.mark.parametrize("algorithm", [Pairwise, Ring])
+SOON = 10.0  # seconds in which an error must have come, under a time limit of 60: it was told, not waited for
+PATIENT = 60.0
+FEWER = settings(max_examples=settings().max_examples // 3)  # of the profile: each example starts threads
+
+world_sizes = st.integers(1, 8)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def reduction(label: str = "bucket 0", round_: int = 0, index: int = 0, digest: int = 0) -> Tag:
+    return Tag(Kind.REDUCE_SCATTER, label, round_, index, digest)
+
+
+def splits(world_size: int) -> st.SearchStrategy[list[int]]:
+    """Bounds of a flat tensor, uneven and with empty slices."""
+    sizes = st.lists(st.sampled_from([0, 0, 1, 3, 16, 64, 257]), min_size=world_size, max_size=world_size)
+    return sizes.map(lambda drawn: list(itertools.accumulate(drawn, initial=0)))
+
+
+split_groups = world_sizes.flatmap(splits)
+
+
+def awkward(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Mixed magnitudes and signs, zeros of both signs, subnormals, the largest number, infinities and NaN. Every
+    seventh is -0.0 whatever the seed, so that ranks add nothing but these: their sum is -0.0."""
+    generator = torch.Generator().manual_seed(seed)
+    info = torch.finfo(dtype)
+    exponents = torch.randint(-12, 12, (numel,), generator=generator, dtype=FP64)
+    plain = (torch.randn(numel, generator=generator, dtype=FP64) * 2**exponents).to(dtype)
+    special = torch.tensor(
+        [-0.0, 0.0, math.inf, -math.inf, math.nan, info.max, -info.max, info.tiny, -info.tiny / 4], dtype=FP64
+    ).to(dtype)
+    chosen = special[torch.randint(0, len(special), (numel,), generator=generator)]
+    mixed = torch.where(torch.rand(numel, generator=generator) < 0.3, chosen, plain)
+    mixed[::7] = -0.0
+    return mixed
+
+
+def whole_numbers(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Small enough that every sum of nine is exact in bfloat16."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-15, 16, (numel,), generator=generator).to(dtype)
+
+
+def assert_same_bits(ours: Tensor, theirs: Tensor) -> None:
+    assert ours.dtype == theirs.dtype
+    assert ours.shape == theirs.shape
+    different = ours.contiguous().view(torch.uint8) != theirs.contiguous().view(torch.uint8)
+    assert not different.any(), f"{ours} is not {theirs}"
+
+
+def plain_sum(start: Tensor | None, contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The loop of a single process: the first is taken as it is, the others are added one by one."""
+    parts = [*([] if start is None else [start]), *contributions]
+    total = parts[0].to(dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def each(group: Loopback[Any], program: Callable[[Transport], T]) -> list[T | CollectiveError]:
+    """What each rank returned, or the collective error that it raised."""
+
+    def guarded(transport: Transport) -> T | CollectiveError:
+        try:
+            return program(transport)
+        except CollectiveError as error:
+            return error
+
+    return group.run(guarded)
+
+
+def jitter(seed: int) -> Callable[[int, str, int], None]:
+    """Random delays, which no result may depend on."""
+    sources = [random.Random(seed + rank) for rank in range(8)]
+
+    def interfere(rank: int, event: str, peer: int) -> None:
+        if sources[rank].random() < 0.3:
+            time.sleep(sources[rank].random() * 1e-3)
+
+    return interfere

@@ -1,0 +1,64 @@
+"""What the tests of the public face share: small trainings, and optimizers that count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from collectives import Transport
+from zero import ZeroOptimizer
+
+from .models import odd_batches, odd_loss
+from .programs import locked_build
+
+ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+SHARDED = pytest.mark.parametrize("stage", [1, 2])
+
+
+def trained(transport: Transport, stage: int, steps: int = 1, **arguments: Any) -> tuple[nn.Module, ZeroOptimizer]:
+    """A rank that has run a backward of the next step after ``steps`` whole ones."""
+    model = locked_build(0)
+    optimizer = ZeroOptimizer(model, stage=stage, process_group=transport, bucket_cap_mb=0.0005, lr=1e-2, **arguments)
+    for step in range(steps + 1):
+        odd_loss(model, odd_batches(transport.world_size, step)[transport.rank]).backward()
+        if step < steps:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizer
+
+
+def solo_transport() -> Transport:
+    from collectives import solo
+
+    return solo()
+
+
+class Counting(torch.optim.SGD):
+    """A class that keeps a number in its group, as schedule-free optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / group["k"])
+
+
+class Two(nn.Module):
+    """``a`` is used where the input says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.arange(32.0))
+        self.b = nn.Parameter(torch.arange(40.0) / 7)
+
+    def forward(self, scale: float, use_a: bool = True) -> Tensor:
+        loss = (self.b * scale).square().sum()
+        return loss + (self.a * scale).square().sum() if use_a else loss
+
+
+SGD = torch.optim.SGD

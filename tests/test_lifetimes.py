@@ -1,0 +1,148 @@
+"""Ends: closing, collecting, building again, failures; the model is free afterwards."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from collectives import CollectiveError, Loopback, Transport, on_threads
+from zero import ZeroOptimizer
+from zero.hooks import ShardedGradient
+
+from .faces import ALL_STAGES, SGD, Two, trained
+from .models import odd_batches, odd_loss
+from .plain import assert_same_bits, assert_same_model, plain_step
+from .programs import locked_build
+
+
+@ALL_STAGES
+def test_close_makes_the_model_plain_again(stage: int) -> None:
+    def program(transport: Transport) -> None:
+        model, optimizer = trained(transport, stage)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer.close()
+        optimizer.close()
+        for name, p in model.named_parameters():
+            assert_same_bits(p, before[name])
+            assert p.stride() == before[name].stride()
+            assert p.untyped_storage().nbytes() == p.numel() * 4
+            assert not isinstance(p.grad, ShardedGradient)
+            p.grad = None
+        odd_loss(model, odd_batches(1)[0]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    on_threads(2, program)
+
+
+def test_hooks_do_not_keep_the_optimizer_and_a_deep_copy_is_free() -> None:
+    model = locked_build(0)
+    optimizer = ZeroOptimizer(model)
+    copied = copy.deepcopy(model)
+    odd_loss(copied, odd_batches(1)[0]).backward()
+    assert type(copied.last.weight.grad) is Tensor
+    assert model.last.weight.grad is None
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    odd_loss(model, odd_batches(1)[0]).backward()
+    assert type(model.last.weight.grad) is Tensor
+
+
+def test_an_optimizer_can_be_built_again_over_the_same_model_and_the_old_one_says_so() -> None:
+    model = locked_build(0)
+    old = ZeroOptimizer(model, SGD, lr=0.1)
+    odd_loss(model, odd_batches(1)[0]).backward()
+    new = ZeroOptimizer(model, SGD, lr=0.1)
+    odd_loss(model, odd_batches(1)[0]).backward()
+    new.step()
+    plain = locked_build(0)
+    plain_step(plain, SGD(plain.parameters(), lr=0.1), odd_loss, odd_batches(1), 1)
+    assert_same_model(model, plain)
+    with pytest.raises(RuntimeError, match="a newer ZeroOptimizer took over"):
+        old.step()
+
+
+@ALL_STAGES
+def test_nothing_waits_for_the_garbage_collector(stage: int) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = locked_build(0)
+        optimizer = ZeroOptimizer(model, stage=stage)
+        activations = []
+        for _ in range(3):
+            hidden = model.first(model.embed(torch.tensor([1, 2])))
+            activations.append(weakref.ref(hidden))
+            hidden.square().sum().backward()
+            del hidden
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [reference() for reference in activations] == [None] * 3
+        parts = [weakref.ref(optimizer), weakref.ref(optimizer._reducer), weakref.ref(optimizer._storage.flats[0])]
+        optimizer.close()
+        del optimizer
+        assert [reference() for reference in parts] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_after_a_failure_every_call_names_it_and_close_still_frees_the_model() -> None:
+    def program(transport: Transport) -> list[str]:
+        model = Two()
+        optimizer = ZeroOptimizer(model, SGD, process_group=transport, lr=0.1)
+        model(1.0).backward()
+        messages = []
+        for call in (
+            optimizer.step if transport.rank else optimizer.check_replicas,
+            optimizer.step,
+            model(1.0).backward,
+        ):
+            with pytest.raises(CollectiveError) as caught:
+                call()
+            messages.append(str(caught.value))
+        optimizer.close()
+        model.zero_grad()
+        model(1.0).backward()
+        SGD(model.parameters(), lr=0.1).step()
+        return messages
+
+    for first, *later in on_threads(2, program, timeout=5):
+        assert "step()" in first
+        assert "check_replicas()" in first
+        assert all("closed since an earlier failure" in message for message in later)
+
+
+def test_an_interrupt_inside_a_wait_loses_nothing() -> None:
+    armed = [False]
+
+    def interfere(rank: int, event: str, peer: int) -> None:
+        if armed[0] and rank == 0 and event == "wait":
+            armed[0] = False
+            raise KeyboardInterrupt
+
+    def program(transport: Transport) -> nn.Module:
+        model = Two()
+        optimizer = ZeroOptimizer(model, SGD, process_group=transport, bucket_cap_mb=1e-6, lr=0.1)
+        armed[0] = armed[0] or transport.rank == 0
+        try:
+            model(1.0 + transport.rank).backward()
+        except KeyboardInterrupt:
+            assert transport.rank == 0
+        optimizer.step()
+        return model
+
+    plain = Two()
+    for rank in range(2):
+        plain(1.0 + rank).backward()
+    for p in plain.parameters():
+        p.grad.div_(2)  # type: ignore[union-attr]
+    SGD(plain.parameters(), lr=0.1).step()
+    ours = Loopback[nn.Module](2, timeout=5, interfere=interfere).run(program)[1]
+    assert_same_bits(ours.b, plain.b)
