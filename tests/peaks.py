@@ -187,7 +187,7 @@ def main() -> int:
     print("ranks   model  shard  gathered (bound)  scratch (bound)  above (bound)  process above its start")
     for ranks in ((0,), (0, 1), (0, 1, 2, 3)):
         pool = GlooPool("spawn")  # fresh processes, which have touched no memory yet
-        found: Peaks = pool.run(measure, width, 3, 100, proportional_set_size, ranks=ranks, limit=600)[0]
+        found: Peaks = pool.run(measure, width, 3, 100, "auto", proportional_set_size, ranks=ranks, limit=600)[0]
         pool.stop()
         gathered = found.root + 2 * found.unit if len(ranks) > 1 else 0
         cells = [len(ranks), found.whole, found.between["parameters"], found.gathered, gathered, found.scratch]

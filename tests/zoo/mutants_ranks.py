@@ -25,8 +25,8 @@ WAITS = (
         (
             Edit(
                 PAIRWISE,
-                "        self._recvs.wait()\n",
-                "        for work in list(self._recvs._works)[:1]:\n            work.wait()\n",
+                "            recvs.wait()\n",
+                "            for work in list(recvs._works)[:1]:\n                work.wait()\n",
             ),
         ),
         (f"{EXACT}[2-sgd]",),
@@ -105,13 +105,20 @@ RANKS = (
         (
             Edit(
                 PAIRWISE,
-                "                parts.append(t.scratch(high - low, source.dtype, source.device))\n"
-                "                recvs.append(t.irecv(parts[-1], rank, tag))\n",
-                "                everything = t.scratch(source.numel(), source.dtype, source.device)\n"
-                "                parts.append(everything[low:high])\n"
-                "                recvs.append(t.irecv(everything, rank, tag))\n",
+                "arriving = {rank: t.scratch(high - low, source.dtype, source.device) for rank in t.peers()}",
+                "everything = {rank: t.scratch(source.numel(), source.dtype, source.device) for rank in t.peers()}\n"
+                "        arriving = {rank: whole[low:high] for rank, whole in everything.items()}",
             ),
-            Edit(PAIRWISE, "t.isend(source[bounds[to] : bounds[to + 1]], to, tag)", "t.isend(source, to, tag)"),
+            Edit(
+                PAIRWISE,
+                "[t.irecv(tensor[begin:end], rank, tag) for rank, tensor in arriving.items()]",
+                "[t.irecv(whole, rank, tag) for rank, whole in everything.items()]",
+            ),
+            Edit(
+                PAIRWISE,
+                "{to: source[bounds[to] : bounds[to + 1]] for to in t.peers()}",
+                "dict.fromkeys(t.peers(), source)",
+            ),
         ),
         ("test_bytes.py::test_traffic_is_the_closed_form[1-1-3-2]",),
     ),
@@ -130,7 +137,15 @@ RANKS = (
         "the-owner-is-looked-up-by-another-number",
         ("R5",),
         "A rank of the group is compared with a rank of the world: the owner drops its own contribution.",
-        (Edit(PAIRWISE, "            if rank == t.rank:\n", "            if rank == t.carrier.rank:\n"),),
+        (
+            Edit(
+                PAIRWISE,
+                "                parts.append((source[low:high] if rank == t.rank else arriving[rank])[begin:end])\n",
+                "                own = rank == t.carrier.rank\n"
+                "                if own or rank in arriving:\n"
+                "                    parts.append((source[low:high] if own else arriving[rank])[begin:end])\n",
+            ),
+        ),
         ("test_properties.py::test_groups_of_one_world_train_apart[2]",),
     ),
     Mutant(
@@ -191,7 +206,7 @@ RANKS = (
         "headers-are-not-compared",
         ("L8",),
         "Ranks in different collectives of one size take each other's bytes.",
-        (Edit(TRANSPORT, "if not theirs.same(first.tag) or size != first.size:", "if size != first.size:"),),
+        (Edit(TRANSPORT, "if not same_header(header, first.header):", "if Tag.unpack(header)[1] != first.size:"),),
         ("test_collectives_failures.py::test_ranks_in_different_collectives_both_learn_of_both",),
     ),
     Mutant(

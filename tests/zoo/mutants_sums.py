@@ -135,14 +135,9 @@ MUTANTS = (
         (
             Edit(
                 PAIRWISE,
-                "            else:\n                parts.append(t.scratch",
-                "            else:\n                parts_of_others.append(t.scratch",
-            ),
-            Edit(PAIRWISE, "t.irecv(parts[-1], rank, tag)", "t.irecv(parts_of_others[-1], rank, tag)"),
-            Edit(
-                PAIRWISE,
-                "        recvs: list[Work] = []\n        parts",
-                "        recvs: list[Work] = []\n        parts_of_others: list[Tensor] = []\n        parts",
+                "                parts.append((source[low:high] if rank == t.rank else arriving[rank])[begin:end])\n",
+                "                if rank == t.rank:\n"
+                "                    parts.append(source[low + begin : low + end])\n",
             ),
         ),
         ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
@@ -156,8 +151,9 @@ MUTANTS = (
         (
             Edit(
                 PAIRWISE,
-                "                parts.append(source[low:high])\n",
-                "                parts.insert(0 if start is None else 1, source[low:high])\n",
+                "                parts.append((source[low:high] if rank == t.rank else arriving[rank])[begin:end])\n",
+                "                part = (source[low:high] if rank == t.rank else arriving[rank])[begin:end]\n"
+                "                parts.insert((start is not None) if rank == t.rank else len(parts), part)\n",
             ),
         ),
         ("test_exact.py::test_the_number_of_ranks_and_the_bucket_size_do_not_matter[2-3-0.0005]",),
@@ -168,11 +164,11 @@ MUTANTS = (
         "What came before is added last: (x0 + x1) + sum instead of (sum + x0) + x1, another order than the "
         "plain loop's.",
         (
-            Edit(PAIRWISE, "parts: list[Tensor] = [] if start is None else [start]", "parts: list[Tensor] = []"),
+            Edit(PAIRWISE, "parts = [] if start is None else [start[begin:end]]", "parts = []"),
             Edit(
                 PAIRWISE,
-                "        sends = [t.isend(source[bounds",
-                "        parts += [] if start is None else [start]\n        sends = [t.isend(source[bounds",
+                "            pieces.append(",
+                "            parts += [] if start is None else [start[begin:end]]\n            pieces.append(",
             ),
         ),
         ("test_exact.py::test_the_number_of_ranks_and_the_bucket_size_do_not_matter[2-3-0.0005]",),
@@ -191,10 +187,10 @@ MUTANTS = (
         (
             Edit(
                 FOLD,
-                "    if first.dtype != out.dtype:  # then no part can be out itself\n        out.copy_(first)\n"
-                "        first = out\n",
+                "    running = torch.empty(",
                 "    if parts[-1].dtype != out.dtype:\n"
-                "        out.copy_(sum(part.to(parts[-1].dtype) for part in parts))\n        return\n",
+                "        out.copy_(sum(part.to(parts[-1].dtype) for part in parts))\n        return\n"
+                "    running = torch.empty(",
             ),
         ),
         ("test_collectives.py::test_pairwise_adds_narrow_contributions_in_the_wide_accumulator",),

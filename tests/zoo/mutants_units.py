@@ -17,8 +17,8 @@ MUTANTS = (
         (
             Edit(
                 RESIDENCY,
-                "            target[low:high].copy_(shelf.shard)\n        digest",
-                "            assert high - low == shelf.shard.numel()\n        digest",
+                "            target[low:high].copy_(shelf.shard)\n        return",
+                "            assert high - low == shelf.shard.numel()\n        return",
             ),
         ),
         (f"{EXACT}[3-sgd]",),
@@ -202,8 +202,9 @@ MUTANTS = (
         (
             Edit(
                 SHARDED,
-                "        broadcast(self._direct, self._transport, [flat])\n        if",
-                "        if updated:\n            broadcast(self._direct, self._transport, [flat])\n        if",
+                "            broadcast(self._direct, self._transport, [flat])\n            if",
+                "            if updated:\n"
+                "                broadcast(self._direct, self._transport, [flat])\n            if",
             ),
         ),
         ("test_stage3_properties.py::test_weights_that_are_not_listed_are_rank_0s_too",),
