@@ -1,0 +1,167 @@
+"""What is timed: a reduce-scatter or an all-gather by each algorithm, by gloo itself, and by nobody (the roofline).
+
+    roofline of a reduce-scatter    fold W private slices into one
+    roofline of an all-gather       copy W - 1 private slices
+
+which are the reads and writes of a collective through memory that all ranks see, without the others. A contribution
+lies where the algorithm's transport puts it; gloo's lies in ordinary memory, in equal slices, so that it has nothing to
+pad. Values are small integers, so that every order of a sum gives the same.
+
+Knows: algorithms by name, their buffers, and the right results. Does not know: when they run, or what time is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from collectives import Collective, Kind, Tag, Transport
+from collectives.fold import fold
+
+GLOO, ROOFLINE = "gloo", "roofline"
+CPU, DTYPE = torch.device("cpu"), torch.float32
+_PERIOD = 1021  # a prime: no slice begins where another does
+
+
+class Operation(Enum):
+    """A collective, by the name that a table prints."""
+
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_GATHER = "all-gather"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One algorithm with its buffers. ``given``: this rank's contribution, or its slice; ``result``: what is to come.
+    Of an all-gather in place, ``given`` is part of ``result``."""
+
+    name: str
+    run: Callable[[], None]
+    given: Tensor
+    result: Tensor
+    transport: Transport | None  # whose traffic is counted; None for gloo and the roofline
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``numel`` elements in equal slices, seen from one rank."""
+
+    rank: int
+    world_size: int
+    numel: int
+
+    @property
+    def width(self) -> int:
+        return self.numel // self.world_size
+
+    @property
+    def bounds(self) -> list[int]:
+        return [self.width * rank for rank in range(self.world_size + 1)]
+
+
+def cases(operation: Operation, shape: Shape, algorithms: Sequence[Collective], roofline: bool) -> list[Case]:
+    """One of each algorithm, of gloo and, if asked for, of the roofline, in fresh buffers."""
+    own = _reduce_scatter if operation is Operation.REDUCE_SCATTER else _all_gather
+    theirs = _gloo_reduce_scatter if operation is Operation.REDUCE_SCATTER else _gloo_all_gather
+    made = [*(own(algorithm, shape) for algorithm in algorithms), theirs(shape)]
+    if roofline:
+        made.append((_fold_alone if operation is Operation.REDUCE_SCATTER else _copy_alone)(shape))
+    return made
+
+
+def check(operation: Operation, shape: Shape, case: Case) -> None:
+    """Run a case once on known values; `AssertionError` where its result is wrong. All ranks."""
+    case.result.fill_(torch.nan)
+    begin = 0 if operation is Operation.REDUCE_SCATTER else shape.rank * shape.width
+    write_values(case.given, shape.rank, begin)
+    case.run()
+    if case.name == ROOFLINE:
+        return
+    expected = torch.zeros_like(case.result)
+    part = torch.empty(shape.width, dtype=DTYPE)
+    for rank in range(shape.world_size):
+        if operation is Operation.REDUCE_SCATTER:
+            write_values(part, rank, shape.rank * shape.width)
+            expected += part
+        else:
+            write_values(expected[rank * shape.width : (rank + 1) * shape.width], rank, rank * shape.width)
+    if not torch.equal(case.result, expected):
+        raise AssertionError(f"{case.name} gave a wrong {operation.value} of {shape.numel} elements")
+
+
+def write_values(out: Tensor, rank: int, begin: int) -> None:
+    """What rank ``rank`` contributes at elements ``begin`` and after: small integers, another row for each rank."""
+    row = (torch.arange(_PERIOD) * (2 * rank + 3) % _PERIOD).to(DTYPE).repeat(257)
+    shift = begin % _PERIOD
+    for low in range(0, out.numel(), 256 * _PERIOD):
+        part = out[low : low + 256 * _PERIOD]
+        part.copy_(row[shift : shift + part.numel()])
+
+
+def _tags(kind: Kind, label: str) -> Callable[[], Tag]:
+    # One round: what an algorithm says once a backward is not what a bucket costs.
+    count = itertools.count()
+    return lambda: Tag(kind, label, round=1, index=next(count))
+
+
+def _reduce_scatter(algorithm: Collective, shape: Shape) -> Case:
+    tag = _tags(Kind.REDUCE_SCATTER, "a reduce-scatter")
+    source = algorithm.transport.empty(shape.numel, DTYPE, CPU)
+    out = torch.empty(shape.width, dtype=DTYPE)
+
+    def run() -> None:
+        algorithm.reduce_scatter(source, shape.bounds, out, start=None, tag=tag()).wait()
+
+    return Case(algorithm.name, run, source, out, algorithm.transport)
+
+
+def _all_gather(algorithm: Collective, shape: Shape) -> Case:
+    tag = _tags(Kind.ALL_GATHER, "an all-gather")
+    buffer = algorithm.transport.empty(shape.numel, DTYPE, CPU)
+    own = buffer[shape.bounds[shape.rank] : shape.bounds[shape.rank + 1]]
+
+    def run() -> None:
+        algorithm.all_gather(buffer, shape.bounds, tag=tag()).wait()
+
+    return Case(algorithm.name, run, own, buffer, algorithm.transport)
+
+
+def _gloo_reduce_scatter(shape: Shape) -> Case:
+    source, out = torch.empty(shape.numel, dtype=DTYPE), torch.empty(shape.width, dtype=DTYPE)
+    call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return Case(GLOO, lambda: call(out, source), source, out, None)
+
+
+def _gloo_all_gather(shape: Shape) -> Case:
+    own, out = torch.empty(shape.width, dtype=DTYPE), torch.empty(shape.numel, dtype=DTYPE)
+    call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return Case(GLOO, lambda: call(out, own), own, out, None)
+
+
+def _fold_alone(shape: Shape) -> Case:
+    source, out = torch.empty(shape.numel, dtype=DTYPE), torch.empty(shape.width, dtype=DTYPE)
+    parts = _slices(source, shape.width)
+    return Case(ROOFLINE, lambda: fold(parts, out), source, out, None)
+
+
+def _copy_alone(shape: Shape) -> Case:
+    source = torch.empty(shape.numel - shape.width, dtype=DTYPE)
+    out = torch.empty_like(source)
+    pairs = list(zip(_slices(out, shape.width), _slices(source, shape.width), strict=True))
+
+    def run() -> None:
+        for target, part in pairs:
+            target.copy_(part)
+
+    return Case(ROOFLINE, run, source, out, None)
+
+
+def _slices(tensor: Tensor, width: int) -> list[Tensor]:
+    return [tensor[low : low + width] for low in range(0, tensor.numel(), width)]

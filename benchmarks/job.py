@@ -1,0 +1,89 @@
+"""What the ranks are asked to measure, and what they answer: plain values that travel as JSON.
+
+Knows: fields. Does not know: processes, tables.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median, quantiles
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """``sizes``: bytes of a whole buffer. ``seconds``: how long a size may take, in ``least`` to ``most`` rounds.
+    ``interface``: whose counters are read around every run. ``late``: seconds by which one rank comes late where the
+    CPU time of those that wait is measured; 0: it is not."""
+
+    algorithms: Sequence[str]
+    sizes: Sequence[int]
+    seconds: float
+    least: int
+    most: int
+    roofline: bool = False
+    interface: str = ""
+    late: float = 0.0
+    timeout: float = 120.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One algorithm at one size. ``seconds``: of each round, that of the slowest rank. By rank, medians over rounds, of
+    one run: ``left`` and ``came``, the bytes that left and reached its host by the interface's counters; ``crossed``,
+    what the library counted itself."""
+
+    operation: str
+    world_size: int
+    nbytes: int
+    algorithm: str
+    seconds: list[float]
+    left: list[int] = field(default_factory=list)
+    came: list[int] = field(default_factory=list)
+    crossed: list[int] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The quartiles."""
+        if len(self.seconds) < 2:
+            return self.seconds[0], self.seconds[0]
+        low, _, high = quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
+
+    @property
+    def algbw(self) -> float:
+        """Bytes of the whole buffer a second, as nccl-tests define it."""
+        return self.nbytes / self.median
+
+    @property
+    def busbw(self) -> float:
+        """`algbw` times (W - 1) / W, as nccl-tests define it: what a rank must receive a second."""
+        return self.algbw * (self.world_size - 1) / self.world_size
+
+
+@dataclass(frozen=True)
+class Waited:
+    """CPU seconds of the rank that burnt most while it waited ``late`` seconds for another."""
+
+    world_size: int
+    algorithm: str
+    late: float
+    cpu_seconds: float
+
+
+def read(record: dict[str, Any]) -> Measured | Waited:
+    """A record from JSON."""
+    return Waited(**record) if "cpu_seconds" in record else Measured(**record)

@@ -1,0 +1,181 @@
+"""One rank of a benchmark: joins its group, measures what the job says, and rank 0 prints records, one JSON a line.
+
+    round        barrier, algorithm a, barrier, algorithm b, ...; the next round begins with b
+    its time     that of the slowest rank
+
+Knows: rounds, clocks, counters of a network interface. Does not know: who started it, or what becomes of the records.
+Started as `python -m benchmarks.rank JOB MEETING`, with RANK and WORLD_SIZE set.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import gc
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from collectives import ALGORITHMS, Collective, Kind, Tag, Transport
+from collectives.native import connect
+
+from .cases import Case, Operation, Shape, cases, check
+from .job import Job, Measured, Waited
+
+ITEMSIZE = 4
+WAITED_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run on this rank: bytes that left and came by the interface, and that the library counted."""
+
+    seconds: float
+    left: int
+    came: int
+    crossed: int
+
+
+class Ranks:
+    """This rank's side of what all ranks do together."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        group = connect()
+        self.rank, self.world_size = group.rank, group.world_size
+        self.algorithms: list[Collective] = [ALGORITHMS[name](group.fork()) for name in job.algorithms]
+        # The shorter the way of the barrier's messages, the less apart the ranks begin.
+        near = [algorithm.transport for algorithm in self.algorithms if algorithm.name == "shared"]
+        self._transport: Transport = (near[0] if near else group).fork()
+        self._count = itertools.count()
+
+    def barrier(self) -> None:
+        self._transport.announce(self._tag()).wait()
+
+    def everybodys(self, values: Sequence[float]) -> list[list[float]]:
+        """The values of every rank, in rank order."""
+        data = self._transport.exchange(array.array("d", values).tobytes(), self._tag())
+        return [array.array("d", part).tolist() for part in data]
+
+    def _tag(self) -> Tag:
+        return Tag(Kind.EXCHANGE, "the benchmark", index=next(self._count))
+
+    def measure(self, operation: Operation, nbytes: int) -> list[Measured]:
+        """Every algorithm at one size. All ranks."""
+        shape = Shape(self.rank, self.world_size, nbytes // ITEMSIZE)
+        made = cases(operation, shape, self.algorithms, self.job.roofline)
+        for case in made:
+            check(operation, shape, case)
+        once = max(sum(seconds) for seconds in self.everybodys([self._once(case).seconds for case in made]))
+        rounds = min(max(int(self.job.seconds / once), self.job.least), self.job.most)
+        gc.collect()
+        gc.disable()
+        runs: list[list[_Run]] = [[] for _ in made]
+        for number in range(rounds):
+            for i in range(len(made)):
+                which = (number + i) % len(made)
+                runs[which].append(self._once(made[which]))
+        gc.enable()
+        return [
+            self._slowest(operation, nbytes, case.name, case_runs) for case, case_runs in zip(made, runs, strict=True)
+        ]
+
+    def _once(self, case: Case) -> _Run:
+        crossed = _crossed(case)
+        self.barrier()
+        left, came = _counters(self.job.interface)
+        if self.job.interface:
+            self.barrier()  # so that nobody's first bytes are there before the counters are read
+        begin = time.perf_counter()
+        case.run()
+        seconds = time.perf_counter() - begin
+        if self.job.interface:
+            self.barrier()
+            time.sleep(0.005)  # the last acknowledgements
+            after = _counters(self.job.interface)
+            left, came = after[0] - left, after[1] - came
+        return _Run(seconds, left, came, _crossed(case) - crossed)
+
+    def _slowest(self, operation: Operation, nbytes: int, name: str, runs: Sequence[_Run]) -> Measured:
+        seconds = [max(column) for column in zip(*self.everybodys([run.seconds for run in runs]), strict=True)]
+        if not self.job.interface:
+            return Measured(operation.value, self.world_size, nbytes, name, seconds)
+        counted = self.everybodys(
+            [median(getattr(run, field) for run in runs) for field in ("left", "came", "crossed")]
+        )
+        left, came, crossed = ([int(value) for value in column] for column in zip(*counted, strict=True))
+        return Measured(operation.value, self.world_size, nbytes, name, seconds, left, came, crossed)
+
+    def wait_for_a_late_rank(self) -> list[Waited]:
+        """What the other ranks burn while rank 0 comes late. All ranks."""
+        shape = Shape(self.rank, self.world_size, WAITED_BYTES // ITEMSIZE)
+        waited = []
+        for case in cases(Operation.REDUCE_SCATTER, shape, self.algorithms, roofline=False):
+            case.given.zero_()
+            self.barrier()
+            begin = time.process_time()
+            if self.rank == 0:
+                time.sleep(self.job.late)
+            case.run()
+            burnt = time.process_time() - begin
+            most = max(row[0] for row in self.everybodys([burnt])[1:])
+            waited.append(Waited(self.world_size, case.name, self.job.late, most))
+        return waited
+
+
+def _crossed(case: Case) -> int:
+    """What the library says that it sent to other hosts; 0 where it does not say."""
+    return getattr(case.transport.carrier, "crossed", 0) if case.transport is not None else 0
+
+
+def _counters(interface: str) -> tuple[int, int]:
+    if not interface:
+        return 0, 0
+    folder = Path("/sys/class/net", interface, "statistics")
+    return int((folder / "tx_bytes").read_text()), int((folder / "rx_bytes").read_text())
+
+
+def _end_with_parent() -> None:
+    """Whatever ends the benchmark ends its ranks."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def main(job: Job, meeting: str) -> None:
+    _end_with_parent()
+    torch.set_num_threads(1)  # ranks are as many as cores, or more
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=job.timeout),
+    )
+    ranks = Ranks(job)
+    for operation in Operation:
+        for nbytes in job.sizes:
+            for record in ranks.measure(operation, nbytes):
+                if rank == 0:
+                    print(json.dumps(asdict(record)), flush=True)
+    if job.late:
+        for waited in ranks.wait_for_a_late_rank():
+            if rank == 0:
+                print(json.dumps(asdict(waited)), flush=True)
+    ranks.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Job.from_json(sys.argv[1]), sys.argv[2])
