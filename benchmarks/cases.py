@@ -2,17 +2,21 @@
 
     roofline of a reduce-scatter    fold W private slices into one
     roofline of an all-gather       copy W - 1 private slices
+    in common                       an all-gather where all ranks have the buffer in common, so that nothing is copied;
+    in common, touched              the same and a look at every page, which the kernel maps anew each time
 
-which are the reads and writes of a collective through memory that all ranks see, without the others. A contribution
-lies where the algorithm's transport puts it; gloo's lies in ordinary memory, in equal slices, so that it has nothing to
-pad. Values are small integers, so that every order of a sum gives the same.
+The rooflines are the reads and writes of a collective through memory that all ranks see, without the other ranks. A
+contribution lies where the algorithm's transport puts it; gloo's lies in ordinary memory, in equal slices, so that it
+has nothing to pad. Values are small integers, so that every order of a sum gives the same.
 
 Knows: algorithms by name, their buffers, and the right results. Does not know: when they run, or what time is.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -22,10 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives import Collective, Kind, Tag, Transport
+from collectives import Collective, Kind, Region, Tag, Transport
 from collectives.fold import fold
 
 GLOO, ROOFLINE = "gloo", "roofline"
+IN_COMMON, TOUCHED = "in common", "in common, touched"
 CPU, DTYPE = torch.device("cpu"), torch.float32
 _PERIOD = 1021  # a prime: no slice begins where another does
 
@@ -46,7 +51,8 @@ class Case:
     run: Callable[[], None]
     given: Tensor
     result: Tensor
-    transport: Transport | None  # whose traffic is counted; None for gloo and the roofline
+    transport: Transport | None = None  # whose traffic is counted; None for gloo and the roofline
+    before: Callable[[], object] = lambda: None  # outside the timing
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,9 @@ def cases(operation: Operation, shape: Shape, algorithms: Sequence[Collective], 
     own = _reduce_scatter if operation is Operation.REDUCE_SCATTER else _all_gather
     theirs = _gloo_reduce_scatter if operation is Operation.REDUCE_SCATTER else _gloo_all_gather
     made = [*(own(algorithm, shape) for algorithm in algorithms), theirs(shape)]
+    if operation is Operation.ALL_GATHER:
+        for algorithm in algorithms:
+            made += _in_common(algorithm.transport, shape)
     if roofline:
         made.append((_fold_alone if operation is Operation.REDUCE_SCATTER else _copy_alone)(shape))
     return made
@@ -133,22 +142,44 @@ def _all_gather(algorithm: Collective, shape: Shape) -> Case:
     return Case(algorithm.name, run, own, buffer, algorithm.transport)
 
 
+def _in_common(transport: Transport, shape: Shape) -> list[Case]:
+    """The gather of a unit in stage 3 of the optimizer; none where the ranks cannot have memory in common."""
+    nbytes, regions = shape.numel * DTYPE.itemsize, transport.common([shape.numel * DTYPE.itemsize] * 2)
+    if regions is None:
+        return []
+    tag = _tags(Kind.ALL_GATHER, "an all-gather in common")
+    made = []
+    for name, region in zip((IN_COMMON, TOUCHED), regions, strict=True):
+        whole, width = region.whole().view(DTYPE), nbytes // shape.world_size
+        own = region.own(shape.rank * width, (shape.rank + 1) * width).view(DTYPE)
+        touch = functools.partial(torch.sum, whole[:: mmap.PAGESIZE // DTYPE.itemsize])
+        after: Callable[[], object] = touch if name == TOUCHED else lambda: None
+
+        def run(region: Region = region, after: Callable[[], object] = after) -> None:
+            region.refresh()
+            transport.announce(tag()).wait()
+            after()
+
+        made.append(Case(name, run, own, whole, transport, before=touch))  # so that there are pages to forget
+    return made
+
+
 def _gloo_reduce_scatter(shape: Shape) -> Case:
     source, out = torch.empty(shape.numel, dtype=DTYPE), torch.empty(shape.width, dtype=DTYPE)
     call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return Case(GLOO, lambda: call(out, source), source, out, None)
+    return Case(GLOO, lambda: call(out, source), source, out)
 
 
 def _gloo_all_gather(shape: Shape) -> Case:
     own, out = torch.empty(shape.width, dtype=DTYPE), torch.empty(shape.numel, dtype=DTYPE)
     call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return Case(GLOO, lambda: call(out, own), own, out, None)
+    return Case(GLOO, lambda: call(out, own), own, out)
 
 
 def _fold_alone(shape: Shape) -> Case:
     source, out = torch.empty(shape.numel, dtype=DTYPE), torch.empty(shape.width, dtype=DTYPE)
     parts = _slices(source, shape.width)
-    return Case(ROOFLINE, lambda: fold(parts, out), source, out, None)
+    return Case(ROOFLINE, lambda: fold(parts, out), source, out)
 
 
 def _copy_alone(shape: Shape) -> Case:
@@ -160,7 +191,7 @@ def _copy_alone(shape: Shape) -> Case:
         for target, part in pairs:
             target.copy_(part)
 
-    return Case(ROOFLINE, run, source, out, None)
+    return Case(ROOFLINE, run, source, out)
 
 
 def _slices(tensor: Tensor, width: int) -> list[Tensor]:

@@ -11,12 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from .cases import GLOO, ROOFLINE
+from .cases import GLOO, IN_COMMON, ROOFLINE, TOUCHED
 from .job import Measured
 from .tables import Results, size
 
 COLORS = {"shared": "#c4552d", "pairwise": "#2f6f9f", "ring": "#6aa084", GLOO: "#555555", ROOFLINE: "#999999"}
-MARKERS = {"shared": "o", "pairwise": "s", "ring": "^", GLOO: "D"}
+COLORS |= {IN_COMMON: "#d9a441", TOUCHED: "#7a5195"}
+MARKERS = {"shared": "o", "pairwise": "s", "ring": "^", GLOO: "D", IN_COMMON: "v", TOUCHED: "x"}
 PANEL, RESOLUTION = (5.6, 3.6), 150
 
 
@@ -34,7 +35,7 @@ def draw(path: Path, results: Results, footer: str) -> None:
         axes.set_ylabel("busbw, GB/s")
     for axes in panels[-1]:
         axes.set_xlabel("bytes of the whole buffer, fp32")
-    handles, labels = panels[0][0].get_legend_handles_labels()
+    handles, labels = panels[-1][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
     figure.supxlabel(footer, fontsize=7, color="0.4")
     figure.savefig(path, dpi=RESOLUTION)
@@ -42,7 +43,7 @@ def draw(path: Path, results: Results, footer: str) -> None:
 
 def _panel(axes: Axes, results: Results, operation: str, world_size: int) -> None:
     sizes = results.sizes(operation, world_size)
-    for name in results.algorithms():
+    for name in results.algorithms(operation, world_size):
         found = [m for n in sizes if (m := results.get(operation, world_size, n, name)) is not None]
         if found:
             _line(axes, name, found)
@@ -58,7 +59,7 @@ def _panel(axes: Axes, results: Results, operation: str, world_size: int) -> Non
 def _line(axes: Axes, name: str, found: list[Measured]) -> None:
     """Medians, and a shade between the quartiles."""
     sizes = [m.nbytes for m in found]
-    color = COLORS.get(name, "#7a5195")
+    color = COLORS[name]
     style = "--" if name == ROOFLINE else "-"
     values = [m.busbw / 1e9 for m in found]
     axes.plot(sizes, values, style, color=color, marker=MARKERS.get(name, ""), markersize=4, linewidth=1.6, label=name)

@@ -39,7 +39,15 @@ def run_ranks(job: Job, commands: Sequence[Sequence[str]], interface: str = "lo"
                 "GLOO_SOCKET_IFNAME": interface,
                 "OMP_NUM_THREADS": "1",
             }
-            arguments = [*command, sys.executable, "-m", "benchmarks.rank", job.to_json(), str(folder / "meeting")]
+            arguments = [
+                *command,
+                sys.executable,
+                "-m",
+                "benchmarks.rank",
+                job.to_json(),
+                str(folder / "meeting"),
+                str(os.getpid()),
+            ]
             words = stack.enter_context((folder / f"rank{rank}").open("w"))
             output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             processes.append(

@@ -4,7 +4,7 @@
     its time     that of the slowest rank
 
 Knows: rounds, clocks, counters of a network interface. Does not know: who started it, or what becomes of the records.
-Started as `python -m benchmarks.rank JOB MEETING`, with RANK and WORLD_SIZE set.
+Started as `python -m benchmarks.rank JOB MEETING PARENT`, with RANK and WORLD_SIZE set.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class Ranks:
 
     def _once(self, case: Case) -> _Run:
         crossed = _crossed(case)
+        case.before()
         self.barrier()
         left, came = _counters(self.job.interface)
         if self.job.interface:
@@ -146,14 +147,16 @@ def _counters(interface: str) -> tuple[int, int]:
     return int((folder / "tx_bytes").read_text()), int((folder / "rx_bytes").read_text())
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """Whatever ends the benchmark ends its ranks."""
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        sys.exit(1)
 
 
-def main(job: Job, meeting: str) -> None:
-    _end_with_parent()
+def main(job: Job, meeting: str, parent: int) -> None:
+    _end_with(parent)
     torch.set_num_threads(1)  # ranks are as many as cores, or more
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
@@ -178,4 +181,4 @@ def main(job: Job, meeting: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Job.from_json(sys.argv[1]), sys.argv[2])
+    main(Job.from_json(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

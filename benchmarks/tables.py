@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .cases import GLOO, ROOFLINE, Operation
+from .cases import GLOO, IN_COMMON, ROOFLINE, Operation
 from .job import Measured, Waited
 from .wire import Wire
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table as RichTable
 
-WIDTH = 150  # columns of the widest table
+WIDTH = 130  # columns of the widest table
 KIB, MIB = 1 << 10, 1 << 20
 
 
@@ -78,8 +78,9 @@ class Results:
     def sizes(self, operation: str, world_size: int) -> list[int]:
         return sorted({n for o, w, n, _ in self._found if (o, w) == (operation, world_size)})
 
-    def algorithms(self) -> list[str]:
-        return list(dict.fromkeys(m.algorithm for m in self.measured))
+    def algorithms(self, operation: str, world_size: int) -> list[str]:
+        of = (operation, world_size)
+        return list(dict.fromkeys(m.algorithm for m in self.measured if (m.operation, m.world_size) == of))
 
     def get(self, operation: str, world_size: int, nbytes: int, algorithm: str) -> Measured | None:
         return self._found.get((operation, world_size, nbytes, algorithm))
@@ -112,9 +113,9 @@ def every_number(results: Results) -> Iterator[Table]:
 
 def by_size(results: Results) -> Iterator[Table]:
     """For README.md: medians of every algorithm beside each other, and the ratios of shared memory."""
-    names = results.algorithms()
-    columns = ["size", *(f"{name} ms" for name in names), "shared busbw GB/s", "× gloo", "× roofline"]
     for operation, world_size in results.groups():
+        names = results.algorithms(operation, world_size)
+        columns = ["size", *(f"{name} ms" for name in names), "shared busbw GB/s", "× gloo", "× roofline"]
         rows = []
         for nbytes in results.sizes(operation, world_size):
             found = {name: results.get(operation, world_size, nbytes, name) for name in names}
@@ -144,6 +145,7 @@ TARGETS: Sequence[tuple[Operation, Sequence[int], str, dict[int, float]]] = (
     (Operation.ALL_GATHER, (64 * KIB,), GLOO, {2: 8, 4: 8}),
 )
 MOST_CPU = 0.05  # of a second of waiting
+SAME_COST = 1.5  # the same cost at every size, but for noise
 
 
 def targets(results: Results, waits: Sequence[Waited]) -> Table:
@@ -157,6 +159,7 @@ def targets(results: Results, waits: Sequence[Waited]) -> Table:
                 what = f"shared {operation.value}, {', '.join(map(size, sizes))}, × {than}"
                 seen = ", ".join(f"{value:.2f}" for value in times)
                 rows.append([what, str(world_size), f"≥ {target:g}", seen, _met(min(times) >= target)])
+    rows += _whatever_the_size(results)
     for wait in waits:
         if wait.algorithm != GLOO:
             what = f"{wait.algorithm}: CPU while another rank is {wait.late:g} s late"
@@ -167,8 +170,19 @@ def targets(results: Results, waits: Sequence[Waited]) -> Table:
     return Table("What must be seen on one host", ["measure", "ranks", "target", "measured", "met"], rows)
 
 
+def _whatever_the_size(results: Results) -> Iterator[list[str]]:
+    operation = Operation.ALL_GATHER.value
+    for _, world_size in (group for group in results.groups() if group[0] == operation):
+        sizes = results.sizes(operation, world_size)
+        found = [m for n in sizes if (m := results.get(operation, world_size, n, IN_COMMON)) is not None]
+        if found:
+            ratio = found[-1].median / found[0].median
+            what = f"gather in common, time of {size(found[-1].nbytes)} ÷ {size(found[0].nbytes)}"
+            yield [what, str(world_size), f"≤ {SAME_COST:g}", f"{ratio:.2f}", _met(ratio <= SAME_COST)]
+
+
 def _met(yes: bool) -> str:
-    return "yes" if yes else "**no**"
+    return "yes" if yes else "no"
 
 
 # -- several hosts ----------------------------------------------------------------------------------------------------
@@ -219,8 +233,8 @@ class Crossing:
 
 def crossings(found: Sequence[Crossing]) -> Iterator[Table]:
     """All that was measured between hosts: a table for each number of hosts and of ranks on each."""
-    columns = ["collective", "algorithm", "ms", "quartiles", "× gloo", "÷ wire time"]
-    columns += ["MB left each host", "÷ least", "÷ closed form", "counted ÷ form", "÷ own bytes' time"]
+    columns = ["collective", "algorithm", "ms", "quartiles", "× gloo", "÷ wire"]
+    columns += ["MB left", "÷ least", "÷ form", "counted", "÷ own"]
     for wire, group in itertools.groupby(found, key=lambda c: c.wire):
         own = list(group)
         results = Results([c.measured for c in own])
