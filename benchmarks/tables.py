@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table as RichTable
 
-WIDTH = 130  # columns of the widest table
+WIDTH = 150  # columns of the widest table
 KIB, MIB = 1 << 10, 1 << 20
 
 
