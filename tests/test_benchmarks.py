@@ -231,7 +231,12 @@ def test_namespaces_are_removed_whatever_happens(fails: int, monkeypatch: pytest
     played = _PlayedIp(others | {"zero-bench-99999999-host0"}, fails)  # and of a process that was killed
     monkeypatch.setattr(network, "_call", played)
     expected = network.NetworkError if fails < CALLS else KeyboardInterrupt
-    with pytest.raises(expected), network.hosts(2, 1000) as names:
-        assert played.there == others | {*names, f"zero-bench-{os.getpid()}-switch"}
-        raise KeyboardInterrupt
+
+    def use() -> None:
+        with network.hosts(2, 1000) as names:
+            assert played.there == others | {*names, f"zero-bench-{os.getpid()}-switch"}
+            raise KeyboardInterrupt
+
+    with pytest.raises(expected):
+        use()
     assert played.there == others
