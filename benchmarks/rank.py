@@ -27,7 +27,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from collectives import ALGORITHMS, Collective, Kind, Tag, Transport
+from collectives import Collective, Kind, Tag, Transport, build
 from collectives.native import connect
 
 from .cases import Case, Operation, Shape, cases, check
@@ -54,7 +54,7 @@ class Ranks:
         self.job = job
         group = connect()
         self.rank, self.world_size = group.rank, group.world_size
-        self.algorithms: list[Collective] = [ALGORITHMS[name](group.fork()) for name in job.algorithms]
+        self.algorithms: list[Collective] = [build(group.fork(), name).collective for name in job.algorithms]
         # The shorter the way of the barrier's messages, the less apart the ranks begin.
         near = [algorithm.transport for algorithm in self.algorithms if algorithm.name == "shared"]
         self._transport: Transport = (near[0] if near else group).fork()
