@@ -26,7 +26,7 @@ from .report import Report
 SIZES = [4 << 10 << 2 * step for step in range(9)]  # 4 KiB to 256 MiB
 QUICK_SIZES = SIZES[::2][:4]  # 4 KiB to 16 MiB
 ALGORITHMS = ("shared", "pairwise", "ring")
-FULL = Job(ALGORITHMS, SIZES, seconds=2.5, least=5, most=400, roofline=True, late=1.0)
+FULL = Job(ALGORITHMS, SIZES, seconds=2.0, least=5, most=400, roofline=True, late=1.0)
 QUICK = replace(FULL, sizes=QUICK_SIZES, seconds=0.2, least=3)
 
 

@@ -20,7 +20,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+
+from .processes import endings_as_exceptions
 
 INTERFACE = "eth0"  # of each host
 PREFIX = "zero-bench"
@@ -47,7 +48,7 @@ def hosts(count: int, megabits: int) -> Iterator[list[str]]:
     interrupt or a signal to end."""
     switch = f"{PREFIX}-{os.getpid()}-switch"
     names = [f"{PREFIX}-{os.getpid()}-host{number}" for number in range(count)]
-    with _endings_as_exceptions():
+    with endings_as_exceptions():
         _remove(_abandoned())
         try:
             _make(switch, names, megabits)
@@ -99,18 +100,3 @@ def _remove(names: list[str]) -> None:
             _call(f"ip netns delete {name}")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _endings_as_exceptions() -> Iterator[None]:
-    """A signal to end raises, so that `finally` is reached."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

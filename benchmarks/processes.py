@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 
 from .job import Job, Measured, Waited, read
 
@@ -28,6 +30,7 @@ def run_ranks(job: Job, commands: Sequence[Sequence[str]], interface: str = "lo"
     """Start one rank for each of ``commands``, which are put in front of its own (`ip netns exec ...`, or nothing), and
     yield records as they come. ``interface``: what gloo talks over."""
     with ExitStack() as stack:
+        stack.enter_context(endings_as_exceptions())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-benchmark-")))
         processes: list[subprocess.Popen[str]] = []
         stack.callback(_end, processes)
@@ -83,3 +86,18 @@ def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+@contextmanager
+def endings_as_exceptions() -> Iterator[None]:
+    """A signal to end raises, so that `finally` is reached."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
