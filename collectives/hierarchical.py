@@ -167,8 +167,10 @@ class _ReduceScatter:
         self._source = t.within_reach(source)
         self._lends = Chain([t.lend(self._source, to, tag) for to in neighbours])
         mine = [(hop, plan) for plan in plans for hop, stop in enumerate(plan.stops) if stop.at == t.rank]
-        self._stops = deque(sorted(mine, key=lambda item: (item[0], item[1].owner)))
-        self._sums = {(hop, plan.owner): self._sum(hop, plan) for hop, plan in self._stops}
+        mine.sort(key=lambda item: (item[0], item[1].owner))
+        self._sums = {(hop, plan.owner): self._sum(hop, plan) for hop, plan in mine}
+        # What others wait for first: at home a rank waits itself, for all that comes from elsewhere.
+        self._stops = deque(sorted(mine, key=lambda item: item[0] + 1 == len(item[1].stops)))
         self._direct = {
             rank: self._receive(t, source.dtype, t.rank, rank)
             for rank in plans[t.rank].stops[-1].adds
