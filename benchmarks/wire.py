@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from collectives.hierarchical import Hosts, Plan
+from collectives.plans import Hosts, plans
 
 from .cases import Operation
 
@@ -96,7 +96,6 @@ class Wire:
                 yield owner, self.places.delegate(owner, host)
 
     def _plans(self) -> Iterator[tuple[int, int]]:
-        for owner in range(self.world_size):
-            plan = Plan.best(self.places, owner, False, 1, 1)
+        for plan in plans(self.places, False, 1, 1):
             yield from itertools.pairwise(stop.at for stop in plan.stops)
-            yield from ((rank, owner) for rank in plan.stops[-1].adds)
+            yield from ((rank, plan.owner) for rank in plan.stops[-1].adds)

@@ -10,96 +10,26 @@ memory, and what is left from the other hosts directly, one message for each ran
     slice of rank 0:    A: x_0 + x_1  ->  B: + x_2 + x_3  ->  A, home                   2 crossings
                    or:  A, at home: x_0 + x_1 + x_2 + x_3, where x_2 and x_3 crossed    2 crossings
 
-`Plan` takes the number of runs with the fewest bytes. With no sum so far a slice of host h then crosses `crossings`
-times, between hosts - 1 (one rank a host, or the last host's slices) and, with many ranks a host, hosts - 1 + 1: on
-average over H equal hosts of L > 1 ranks at most H - 1/H of a slice's bytes for the H - 1 of a single-rank exchange.
-All-gather crosses H - 1 times: each slice goes to one rank of each other host, where the others read it.
+`plans` chooses; its file says how often a slice crosses. All-gather crosses hosts - 1 times: each slice goes to one
+rank of each other host, where the others read it.
 
 Knows: which ranks share a host. Does not know: how hosts were found, or what carries bytes.
 """
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from .fold import fold
 from .messages import Chain, CollectiveError, Tag, Work
+from .plans import Hosts, Plan, plans
 from .transport import Loan, Transport, chunks
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """The ranks of each host, ascending."""
-
-    ranks: tuple[tuple[int, ...], ...]
-
-    @cached_property
-    def of(self) -> dict[int, int]:
-        """rank -> host"""
-        return {rank: host for host, ranks in enumerate(self.ranks) for rank in ranks}
-
-    @cached_property
-    def runs(self) -> list[list[int]]:
-        """All ranks in order, cut where the host changes."""
-        runs: list[list[int]] = []
-        for rank in sorted(self.of):
-            if runs and self.of[runs[-1][-1]] == self.of[rank]:
-                runs[-1].append(rank)
-            else:
-                runs.append([rank])
-        return runs
-
-    def delegate(self, owner: int, host: int) -> int:
-        """The rank of ``host`` that works for ``owner``: itself at home, else evenly spread."""
-        if self.of[owner] == host:
-            return owner
-        place = self.ranks[self.of[owner]].index(owner)
-        return self.ranks[host][place % len(self.ranks[host])]
-
-
-@dataclass(frozen=True)
-class Stop:
-    """A rank that adds the contributions of ``adds``, in this order, to the running sum of a slice."""
-
-    at: int
-    adds: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How the sum of one owner's slice is formed. The last stop is the owner; elsewhere only neighbours' contributions
-    are added. A sum so far is sent to the first stop."""
-
-    owner: int
-    stops: tuple[Stop, ...]
-    bytes_per_element: int  # that cross between hosts
-
-    @classmethod
-    def best(cls, hosts: Hosts, owner: int, started: bool, travel: int, accumulate: int) -> Plan:
-        """The plan with the fewest bytes between hosts. ``started``: there is a sum so far, at the owner; ``travel``
-        and ``accumulate``: bytes of an element of a contribution and of a sum."""
-        plans = [cls._of(hosts, owner, length, started, travel, accumulate) for length in range(len(hosts.runs) + 1)]
-        return min(plans, key=lambda plan: (plan.bytes_per_element, len(plan.stops)))
-
-    @classmethod
-    def _of(cls, hosts: Hosts, owner: int, length: int, started: bool, travel: int, accumulate: int) -> Plan:
-        stops = [Stop(hosts.delegate(owner, hosts.of[run[0]]), tuple(run)) for run in hosts.runs[:length]]
-        rest = tuple(rank for run in hosts.runs[length:] for rank in run)
-        if stops and stops[-1].at == owner:
-            rest = stops.pop().adds + rest
-        stops.append(Stop(owner, rest))
-        path = [owner] * started + [stop.at for stop in stops]
-        crossings = sum(hosts.of[a] != hosts.of[b] for a, b in itertools.pairwise(path))
-        direct = sum(hosts.of[rank] != hosts.of[owner] for rank in rest)
-        return cls(owner, tuple(stops), crossings * accumulate + direct * travel)
 
 
 class Hierarchical:
@@ -116,6 +46,7 @@ class Hierarchical:
         # has an order of its own.
         self.onward, self.relay = transport.sibling(1), transport.sibling(2)
         self.neighbours = [r for r in self.hosts.ranks[self.hosts.of[transport.rank]] if r != transport.rank]
+        self._plans: dict[tuple[bool, int, int], list[Plan]] = {}
         self._announced = 0  # the last round that the other ranks were told of
 
     def reduce_scatter(
@@ -128,11 +59,10 @@ class Hierarchical:
         if tag.round != self._announced:
             self._announced = tag.round
             works.append(t.announce(tag))
-        plans = [
-            Plan.best(self.hosts, owner, start is not None, source.itemsize, out.itemsize)
-            for owner in range(t.world_size)
-        ]
-        return Chain([*works, _ReduceScatter(self, source, bounds, out, start, tag, plans)])
+        way = (start is not None, source.itemsize, out.itemsize)
+        if way not in self._plans:
+            self._plans[way] = plans(self.hosts, *way)
+        return Chain([*works, _ReduceScatter(self, source, bounds, out, start, tag, self._plans[way])])
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`."""

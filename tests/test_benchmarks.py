@@ -19,8 +19,8 @@ from benchmarks.processes import RankError, run_ranks
 from benchmarks.tables import Crossing
 from benchmarks.wire import Wire
 from collectives import Hierarchical, Kind, Loopback, Pairwise, Ring, Tag, Transport
-from collectives.hierarchical import Plan
 from collectives.messages import HEADER_BYTES
+from collectives.plans import plans
 
 typer = pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
@@ -109,10 +109,7 @@ def test_what_crosses_between_hosts_is_the_closed_form(wire: Wire, operation: Op
     assert wire.busiest(name, operation, nbytes) == max(left + came)
     assert sum(left) >= wire.hosts * wire.least(nbytes)
     if name == "hierarchical" and operation is Operation.REDUCE_SCATTER:
-        owners = range(wire.world_size)
-        assert sum(left) == ELEMENTS * sum(
-            Plan.best(wire.places, owner, False, 4, 4).bytes_per_element for owner in owners
-        )
+        assert sum(left) == ELEMENTS * sum(plan.bytes_per_element for plan in plans(wire.places, False, 4, 4))
 
 
 def _crossed(wire: Wire, operation: Operation, name: str) -> tuple[list[int], list[int]]:

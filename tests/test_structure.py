@@ -185,6 +185,8 @@ def test_inside_collectives_imports_run_from_messages_to_transport_to_algorithms
         "bucketing": {"messages"},
         "native": {"transport", "messages", "loopback"},
         "arena": set[str](),
+        "plans": set[str](),
+        "hierarchical": {"transport", "messages", "fold", "plans"},
         "host": {"arena", "messages"},
         "routed": {"host", "messages", "transport"},
         "rendezvous": {"arena", "host", "messages", "transport"},

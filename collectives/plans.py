@@ -1,0 +1,113 @@
+"""How a sum is formed over several hosts: which ranks it stops at, and what crosses between hosts.
+
+With no sum so far a slice crosses at least hosts - 1 times. One rank a host: exactly that, by direct exchange, as in a
+ring. Several ranks a host: hosts - 1 times for slices of the last host (in rank order), else once more, as the sum has
+to come home; on average over H equal hosts H - 1/H times. A sum so far, which has to reach the first host, costs up to
+one crossing more.
+
+Knows: which ranks share a host. Does not know: bytes, transports.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The ranks of each host, ascending."""
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def of(self) -> dict[int, int]:
+        """rank -> host"""
+        return {rank: host for host, ranks in enumerate(self.ranks) for rank in ranks}
+
+    @cached_property
+    def runs(self) -> list[list[int]]:
+        """All ranks in order, cut where the host changes."""
+        runs: list[list[int]] = []
+        for rank in sorted(self.of):
+            if runs and self.of[runs[-1][-1]] == self.of[rank]:
+                runs[-1].append(rank)
+            else:
+                runs.append([rank])
+        return runs
+
+    def delegate(self, owner: int, host: int) -> int:
+        """The rank of ``host`` that works for ``owner``: itself at home, else evenly spread."""
+        if self.of[owner] == host:
+            return owner
+        place = self.ranks[self.of[owner]].index(owner)
+        return self.ranks[host][place % len(self.ranks[host])]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A rank that adds the contributions of ``adds``, in this order, to the running sum of a slice."""
+
+    at: int
+    adds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the sum of one owner's slice is formed. The last stop is the owner; elsewhere only neighbours' contributions
+    are added. A sum so far is sent to the first stop."""
+
+    owner: int
+    stops: tuple[Stop, ...]
+    links: tuple[tuple[int, int, int], ...]  # (host, other host, bytes of an element) for each crossing
+
+    @classmethod
+    def of(cls, hosts: Hosts, owner: int, length: int, started: bool, travel: int, accumulate: int) -> Plan:
+        stops = [Stop(hosts.delegate(owner, hosts.of[run[0]]), tuple(run)) for run in hosts.runs[:length]]
+        rest = tuple(rank for run in hosts.runs[length:] for rank in run)
+        if stops and stops[-1].at == owner:
+            rest = stops.pop().adds + rest
+        stops.append(Stop(owner, rest))
+        path = [owner] * started + [stop.at for stop in stops]
+        moves = [(a, b, accumulate) for a, b in itertools.pairwise(path)] + [(rank, owner, travel) for rank in rest]
+        links = [(hosts.of[a], hosts.of[b], size) for a, b, size in moves if hosts.of[a] != hosts.of[b]]
+        return cls(owner, tuple(stops), tuple(links))
+
+    @property
+    def bytes_per_element(self) -> int:
+        """That cross between hosts, of the owner's slice."""
+        return sum(size for _, _, size in self.links)
+
+
+def plans(hosts: Hosts, started: bool, travel: int, accumulate: int) -> list[Plan]:
+    """A plan for each owner: of those with the fewest bytes between hosts one that loads no link much. ``started``:
+    there is a sum so far, at the owner; ``travel`` and ``accumulate``: bytes of an element of a contribution and of a
+    sum. Slices count as equally long. The same on every rank."""
+    choices = {owner: _cheapest(hosts, owner, started, travel, accumulate) for owner in sorted(hosts.of)}
+    load: Counter[tuple[int, bool]] = Counter()  # (host, outwards) -> bytes
+    chosen: dict[int, Plan] = {}
+    for owner in sorted(choices, key=lambda owner: (len(choices[owner]), owner)):  # those without a choice first
+        chosen[owner] = min(choices[owner], key=lambda plan: (_busiest(load + _load(plan)), len(plan.stops)))
+        load += _load(chosen[owner])
+    return [chosen[owner] for owner in sorted(chosen)]
+
+
+def _cheapest(hosts: Hosts, owner: int, started: bool, travel: int, accumulate: int) -> list[Plan]:
+    """All plans with the fewest bytes, the shortest first."""
+    found = [Plan.of(hosts, owner, length, started, travel, accumulate) for length in range(len(hosts.runs) + 1)]
+    least = min(plan.bytes_per_element for plan in found)
+    return [plan for plan in found if plan.bytes_per_element == least]
+
+
+def _load(plan: Plan) -> Counter[tuple[int, bool]]:
+    load: Counter[tuple[int, bool]] = Counter()
+    for sender, receiver, size in plan.links:
+        load[sender, True] += size
+        load[receiver, False] += size
+    return load
+
+
+def _busiest(load: Counter[tuple[int, bool]]) -> list[int]:
+    return sorted(load.values(), reverse=True)
