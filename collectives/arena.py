@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 PAGE = mmap.PAGESIZE
+_OF_A_FILE, _HERE = 1 << 61, -1 << 62  # bits of /proc/self/pagemap (the second: in memory or in swap)
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python does not name
 
 
@@ -114,9 +115,25 @@ class Region:
         """All bytes, 1-D, as all ranks wrote them, but for what was written here."""
         return _tensor(memoryview(self._copies), self._begin, self._size)
 
+    def written(self) -> list[tuple[int, int]]:
+        """Where this rank has written into `whole` since `refresh`, in bytes, by whole pages, as the kernel tells."""
+        pages = -(-self._size // PAGE)
+        first = self.whole().data_ptr() // PAGE
+        try:
+            with open("/proc/self/pagemap", "rb", buffering=0) as file:
+                data = os.pread(file.fileno(), 8 * pages, 8 * first)
+        except OSError:  # forbidden: then everything may have been
+            return [(0, self._size)]
+        entries = torch.frombuffer(bytearray(data), dtype=torch.int64)
+        here = (entries & _HERE) != 0
+        copied = (here & ((entries & _OF_A_FILE) == 0)).nonzero().flatten().tolist()
+        return [(page * PAGE, min((page + 1) * PAGE, self._size)) for page in copied]
+
     def refresh(self) -> None:
         """Forget what was written into `whole`."""
-        self._copies.madvise(mmap.MADV_DONTNEED, self._begin, self._size)
+        for begin, end in self.written():
+            begin += self._begin
+            self._copies.madvise(mmap.MADV_DONTNEED, begin, end + self._begin - begin)
 
 
 def file_of(sizes: Sequence[int]) -> int:

@@ -169,6 +169,9 @@ class Region(Protocol):
     def whole(self) -> Tensor:
         """All bytes, 1-D, to be read."""
 
+    def written(self) -> list[tuple[int, int]]:
+        """Where this rank may have written into `whole` since `refresh`: begin and end in bytes."""
+
     def refresh(self) -> None:
         """Forget what this rank wrote into `whole`."""
 

@@ -144,7 +144,8 @@ class Residency:
         digest = zlib.crc32(f"{unit.name} {shelf.updated}".encode())  # the label may be cut
         tag = Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=bucket.index, digest=digest)
         if shelf.region is not None:
-            shelf.region.refresh()  # of what a stranger, or a NaN, wrote into what was lent
+            if lent is not None:
+                shelf.region.refresh()  # of a NaN, or what a stranger wrote
             shelf.whole = shelf.region.whole().view(shelf.shard.dtype) if lent is None else lent
             return self._transport.announce(tag)  # nothing travels but that everybody has written
         if self._alone:
@@ -209,13 +210,28 @@ class Residency:
         return self._alone and shelf.owns(slot) and bool(shelf.nans[slot].isnan().all())
 
     def _compare(self, shelf: Shelf) -> None:
-        """Find an edit that left no trace in a version, by what became of this rank's own slice."""
-        low, high = shelf.bucket.owned(self._transport.rank)
+        """Find an edit that left no trace in a version: in common memory where this rank has written, else by what
+        became of its own slice."""
         assert shelf.whole is not None
-        if not same_bits(shelf.whole[low:high], shelf.shard):
+        region, itemsize = shelf.region, shelf.shard.itemsize
+        if region is None:
+            low, high = shelf.bucket.owned(self._transport.rank)
+            self._compare_slice(shelf, low, high, shelf.shard)
+            return
+        written = region.written()
+        if not shelf.accepted:
+            for begin, end in written:
+                low, high = begin // itemsize, end // itemsize
+                self._compare_slice(shelf, low, high, region.own(begin, end).view(shelf.shard.dtype))
+        shelf.accepted = False
+        if written:
+            region.refresh()
+
+    def _compare_slice(self, shelf: Shelf, low: int, high: int, kept: Tensor) -> None:
+        assert shelf.whole is not None
+        if not same_bits(shelf.whole[low:high], kept):
             for piece in shelf.bucket.pieces(low, high):
-                kept = shelf.shard[piece.begin - low : piece.end - low]
-                if not same_bits(shelf.whole[piece.begin : piece.end], kept):
+                if not same_bits(shelf.whole[piece.begin : piece.end], kept[piece.begin - low : piece.end - low]):
                     self._tell_edited(shelf, piece.slot)
 
     def _tell_edited(self, shelf: Shelf, slot: int) -> None:
@@ -227,6 +243,7 @@ class Residency:
     def accept(self, shelf: Shelf, slots: Sequence[int]) -> None:
         """The values of these slots, which are shown, are equal on all ranks: they are the parameters' own from now."""
         low, high = shelf.bucket.owned(self._transport.rank)
+        shelf.accepted = True
         if not self._alone and shelf.whole is not None:
             for piece in shelf.bucket.pieces(low, high):
                 if piece.slot in slots:
@@ -293,14 +310,17 @@ class Residency:
         for shelf in list(self._lenders):
             if shelf.lent is not None and holders(shelf.lent) == 0:
                 self._reclaim(shelf)
+            else:
+                shelf.estranged = True
 
     def _reclaim(self, shelf: Shelf) -> None:
         if shelf.lent is not None:
             self._forget(shelf)
             shelf.lent = None
             self._lenders.remove(shelf)
-            if shelf.region is not None:
+            if shelf.region is not None and shelf.estranged:
                 shelf.region.refresh()
+            shelf.estranged = False
 
     def _forget(self, shelf: Shelf) -> None:
         """What lies at a buffer's address from now on is somebody else's."""

@@ -30,6 +30,8 @@ class Shelf:
     region: Region | None = None  # where every rank sees every slice, the whole; None where slices must travel
     whole: Tensor | None = None
     lent: Tensor | None = None  # a buffer that was dropped while somebody else held it
+    accepted: bool = False  # what was written into the whole is everybody's
+    estranged: bool = False  # somebody else has held what is lent
     address: int = 0  # of the whole or lent buffer's memory, when it came
 
     def __post_init__(self) -> None:
