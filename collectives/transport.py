@@ -39,6 +39,7 @@ from .messages import (
     Chain,
     CollectiveError,
     CommonMemory,
+    GoneError,
     Kind,
     Memory,
     MismatchError,
@@ -137,7 +138,8 @@ class Loan(_Recv):
         """Say that it was read: the peer may write there again."""
         t = self._transport
         if self.size:
-            t._bytes.send_bytes(_RETURNED.pack(self._number), t._ranks[self.source], t._slot(_RETURN_LANE))
+            with t._whole_messages(self.source, self.tag):
+                t._bytes.send_bytes(_RETURNED.pack(self._number), t._ranks[self.source], t._slot(_RETURN_LANE))
 
 
 class _Stream:
@@ -294,7 +296,7 @@ class Transport:
         self.check()
         data = _as_bytes(tensor)
         size = data.numel()
-        with self._whole_messages(tag):
+        with self._whole_messages(to, tag):
             pendings = [self._send_header(tag, size, to)]
             if size:
                 pendings.append(self.carrier.send(data, self._ranks[to], self._slot(_PAYLOAD_LANE)))
@@ -309,7 +311,7 @@ class Transport:
         self.check()
         data = _as_bytes(tensor)
         size = data.numel()
-        with self._whole_messages(tag):
+        with self._whole_messages(source, tag):
             self._post_header(source)
             payload = self.carrier.recv(data, self._ranks[source], self._slot(_PAYLOAD_LANE)) if size else None
         if control:
@@ -331,11 +333,8 @@ class Transport:
             place = self.memory.place(tensor)
             assert place is not None, "not within reach"
             header = with_place(header, place)
-        try:
+        with self._whole_messages(to, tag):
             pending = self._send_packed(header, to)
-        except BaseException as error:
-            self._half_done(tag, error)
-            raise
         self._counted.sent += size
         return _Lent(self, tensor, to, tag) if size else _Send(self, [pending], to, tag)
 
@@ -343,11 +342,8 @@ class Transport:
         """Expect rank ``source`` to `lend` this many elements."""
         self.check()
         loan = Loan(self, source, tag, numel, dtype)
-        try:
+        with self._whole_messages(source, tag):
             self._post_header(source)
-        except BaseException as error:
-            self._half_done(tag, error)
-            raise
         self._counted.received += loan.size
         self._streams[source].expected.append(loan)
         return loan
@@ -421,6 +417,9 @@ class Transport:
                 header = self._send_header(tag, len(text), to)
                 words = self._bytes.send_bytes(text, self._ranks[to], self._slot(_TEXT_LANE))
                 _Send(self, [header, words], to, tag)
+                if self.memory is not None:
+                    for lane in (_PAYLOAD_LANE, _RETURN_LANE):  # where it may wait for what is not read any more
+                        self.memory.give_up(self._ranks[to], self._slot(lane))
             except Exception:  # a peer that is gone cannot be told; the others still are
                 continue
         # What was sent must outlive this object until its receivers ask for it.
@@ -490,8 +489,7 @@ class Transport:
         if kind_of(header) == Kind.ABORT:
             _, size = Tag.unpack(header)
             text = self._bytes.recv_bytes(size, self._ranks[source], self._slot(_TEXT_LANE))
-            message = self._wait_bytes(text, source, tag).decode(errors="replace")
-            raise self._fail(PeerError(f"rank {self.rank}, in {tag.label}: rank {source} failed: {message}"))
+            raise self._told(source, tag, self._wait_bytes(text, source, tag).decode(errors="replace"))
         return header
 
     def _confirm_expected(self, source: int) -> None:
@@ -515,7 +513,7 @@ class Transport:
             expected.popleft()
 
     def _send_control(self, data: bytes, to: int, tag: Tag) -> Work:
-        with self._whole_messages(tag):
+        with self._whole_messages(to, tag):
             pendings = [self._send_header(tag, len(data), to)]
             if data:
                 pendings.append(self._bytes.send_bytes(data, self._ranks[to], self._slot(_PAYLOAD_LANE)))
@@ -550,22 +548,42 @@ class Transport:
             raise self._no_answer(peer, tag, begin, error) from error
 
     def _no_answer(self, peer: int, tag: Tag, begin: float, error: PeerError) -> CollectiveError:
+        reason = self._last_words(peer) if isinstance(error, GoneError) else None
+        if reason is not None:
+            return self._told(peer, tag, reason)
         waited = time.monotonic() - begin
         text = f"rank {self.rank}, in {tag.label}: no answer from rank {peer} after {waited:.1f} s ({error})"
         return self._fail(PeerError(text))
 
+    def _told(self, peer: int, tag: Tag, reason: str) -> CollectiveError:
+        return self._fail(PeerError(f"rank {self.rank}, in {tag.label}: rank {peer} failed: {reason}"))
+
+    def _last_words(self, peer: int) -> str | None:
+        """Why a peer failed that will say nothing more; None where it has not said so."""
+        posted = self._streams[peer].posted
+        try:
+            while True:
+                if not posted:
+                    self._post_header(peer)
+                header = posted.popleft().wait(0.0)
+                if kind_of(header) == Kind.ABORT:
+                    _, size = Tag.unpack(header)
+                    text = self._bytes.recv_bytes(size, self._ranks[peer], self._slot(_TEXT_LANE))
+                    return text.wait(0.0).decode(errors="replace")
+        except PeerError:
+            return None
+
     @contextmanager
-    def _whole_messages(self, tag: Tag) -> Iterator[None]:
+    def _whole_messages(self, peer: int, tag: Tag) -> Iterator[None]:
         """After an interrupt or a strange error between a header and its bytes nobody knows what the next bytes are."""
+        begin = time.monotonic()
         try:
             yield
+        except PeerError as error:
+            raise self._no_answer(peer, tag, begin, error) from error
         except BaseException as error:
-            self._half_done(tag, error)
-            raise
-
-    def _half_done(self, tag: Tag, error: BaseException) -> None:
-        if not isinstance(error, PeerError):
             self.abort(f"rank {self.rank}, in {tag.label}: {type(error).__name__}: {error}")
+            raise
 
     def _mismatch(self, source: int, mine: Tag, theirs: Tag, size: int = 0, their_size: int = 0) -> CollectiveError:
         sizes = f" ({size} and {their_size} bytes)" if size != their_size and mine.same(theirs) else ""
