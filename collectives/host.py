@@ -147,7 +147,8 @@ class HostCarrier:
         return self._peer(source).window.look(place, nbytes)
 
     def common(self, sizes: Sequence[int]) -> list[Region] | None:
-        """Regions of these bytes that are the same for all; None where there is no memory for them. Collective."""
+        """Regions of these bytes that are the same for all; None where there is no memory for them, which ranks may
+        find apart. Collective."""
         if self.rank != 0:
             fd = self._peer(0).receive_descriptor(self.timeout)
         else:
@@ -158,7 +159,10 @@ class HostCarrier:
             for peer in self._peers:
                 if peer is not None:
                     peer.send_descriptor(fd)
-        return None if fd is None else regions_of(fd, sizes)
+        try:
+            return None if fd is None else regions_of(fd, sizes)
+        except OSError:  # no address space is left
+            return None
 
     def give_up(self, to: int, slot: int) -> None:
         self.put(to, slot, _END)

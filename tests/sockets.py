@@ -5,14 +5,16 @@ Knows: how carriers are connected. Does not know: what is sent.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from torch import Tensor
+
 from collectives import Loopback, Transport
 from collectives.arena import Arena, Window
 from collectives.host import HostCarrier, Peer
+from collectives.messages import Carrier, Pending
 from collectives.rendezvous import Door, exchange_cards, join
 from collectives.routed import RoutedCarrier
 
@@ -28,7 +30,7 @@ def mesh(world_size: int, timeout: float = 5.0) -> list[HostCarrier]:
         for b in range(a):
             ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             for rank, other, end in zip((a, b), (b, a), ends, strict=True):
-                peers[rank][other] = Peer(end, socket.socket(), Window(os.dup(arenas[other].fd)), 0, 0.0)
+                peers[rank][other] = Peer(end, socket.socket(), Window(arenas[other].fd), 0, 0.0)
     return [HostCarrier(rank, peers[rank], arenas[rank], timeout) for rank in range(world_size)]
 
 
@@ -60,3 +62,27 @@ def routed(transport: Transport, hosts: Sequence[Sequence[int]]) -> Transport:
 def on_sockets(world_size: int, program: Callable[[Transport], T], *, timeout: float = 20.0) -> list[T]:
     """As `collectives.on_threads`, through sockets and shared memory."""
     return Loopback[T](world_size, timeout=timeout).run(lambda transport: program(Transport(meet(transport))))
+
+
+class Wire:
+    """Threads' mailboxes as a network: a carrier whose ranks see none of each other's memory."""
+
+    name = "wire"
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self.rank, self.world_size, self.timeout = carrier.rank, carrier.world_size, carrier.timeout
+        self.sent = 0  # bytes
+
+    def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
+        self.sent += tensor.numel()
+        return self._carrier.send(tensor, to, slot)
+
+    def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
+        return self._carrier.recv(tensor, source, slot)
+
+
+def on_wires(world_size: int, program: Callable[[Transport], T], *, timeout: float = 20.0) -> list[T]:
+    """As `collectives.on_threads`, without memory that others see."""
+    group = Loopback[T](world_size, timeout=timeout)
+    return group.run(lambda transport: program(Transport(Wire(transport.carrier))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -176,9 +175,7 @@ def with_a_socket_that_outlives_its_process(check: Callable[[HostCarrier], None]
         assert process.stdout is not None
         process.stdout.readline()
         arena = Arena(ARENA)
-        carrier = HostCarrier(
-            0, [None, Peer(ours, socket.socket(), Window(os.dup(arena.fd)), process.pid, 0.0)], arena, 60.0
-        )
+        carrier = HostCarrier(0, [None, Peer(ours, socket.socket(), Window(arena.fd), process.pid, 0.0)], arena, 60.0)
         timer = threading.Timer(0.2 if fill else 0.0, process.kill)
         timer.start()
         begin = time.monotonic()
