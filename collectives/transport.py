@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -207,6 +208,7 @@ class Transport:
         self._family: list[weakref.ref[Transport]] = [weakref.ref(self)]  # that fail together
         self._bytes: ByteCarrier = carrier if isinstance(carrier, ByteCarrier) else ByTensors(carrier)
         self.memory: Memory | None = carrier if isinstance(carrier, Memory) else None
+        self._allocate = partial(_allocate, self.memory)  # which holds nothing that holds this
         self.pool = Pool(allocate=self._allocate)
         self._broken: str | None = None
         self._packed: tuple[Tag | None, int, bytes] = (None, 0, b"")
@@ -222,11 +224,6 @@ class Transport:
             return torch.empty(0, dtype=dtype, device=device)
         storage = self._allocate(numel * dtype.itemsize, device)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
-
-    def _allocate(self, nbytes: int, device: torch.device) -> UntypedStorage:
-        if self.memory is None or device.type != "cpu":
-            return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-        return self.memory.allocate(nbytes)
 
     def reaches(self, tensor: Tensor) -> bool:
         """True where peers on this host can read a tensor's memory."""
@@ -248,11 +245,11 @@ class Transport:
         self.check()
         if self.world_size < self.carrier.world_size or not isinstance(self.carrier, CommonMemory) or not sum(sizes):
             return None
-        try:
-            return self.carrier.common(sizes)
-        except PeerError as error:
-            text = f"rank {self.rank}, in making memory for all ranks: no answer from rank 0 ({error})"
-            raise self._fail(PeerError(text)) from error
+        tag = Tag(Kind.EXCHANGE, "making memory for all ranks")
+        with self._whole_messages(0, tag):
+            regions = self.carrier.common(sizes)
+        problems = self.exchange(b"" if regions is not None else b"none", tag)
+        return None if any(problems) else regions
 
     # -- groups ---------------------------------------------------------------------------------------------------
 
@@ -597,6 +594,12 @@ class Transport:
     def _fail(self, error: CollectiveError) -> CollectiveError:
         self.abort(str(error))
         return error
+
+
+def _allocate(memory: Memory | None, nbytes: int, device: torch.device) -> UntypedStorage:
+    if memory is None or device.type != "cpu":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+    return memory.allocate(nbytes)
 
 
 def chunks(numel: int, itemsize: int) -> Iterator[tuple[int, int]]:
