@@ -94,7 +94,7 @@ class _Lent:
         stream = t._streams[self._to]
         while self._number in stream.lent:
             if stream.coming_back is None:
-                stream.coming_back = t._bytes.recv_bytes(_RETURNED.size, t._ranks[self._to], t._slot(_RETURN_LANE))
+                stream.coming_back = t._expect(_RETURNED.size, self._to, _RETURN_LANE, self._tag)
             (number,) = _RETURNED.unpack(t._wait_bytes(stream.coming_back, self._to, self._tag))
             stream.coming_back = None
             del stream.lent[number]
@@ -377,7 +377,7 @@ class Transport:
         self.check()
         sends: list[Work] = []
         while True:
-            sends += [_Send(self, [self._send_header(tag, 0, to)], to, tag) for to in self.peers()]
+            sends += [self._send_control(b"", to, tag) for to in self.peers()]
             if all(self._arrived(source, tag) for source in self.peers()):
                 Chain(sends).wait()
                 return tag
@@ -480,12 +480,13 @@ class Transport:
             header, stream.returned = stream.returned, None
             return header
         if not stream.posted:
-            self._post_header(source)
+            with self._whole_messages(source, tag):
+                self._post_header(source)
         header = self._wait_bytes(stream.posted[0], source, tag)
         stream.posted.popleft()
         if kind_of(header) == Kind.ABORT:
             _, size = Tag.unpack(header)
-            text = self._bytes.recv_bytes(size, self._ranks[source], self._slot(_TEXT_LANE))
+            text = self._expect(size, source, _TEXT_LANE, tag)
             raise self._told(source, tag, self._wait_bytes(text, source, tag).decode(errors="replace"))
         return header
 
@@ -525,8 +526,11 @@ class Transport:
         self._counted.control_received += size
         if not size:
             return b""
-        pending = self._bytes.recv_bytes(size, self._ranks[source], self._slot(_PAYLOAD_LANE))
-        return self._wait_bytes(pending, source, tag)
+        return self._wait_bytes(self._expect(size, source, _PAYLOAD_LANE, tag), source, tag)
+
+    def _expect(self, size: int, source: int, lane: int, tag: Tag) -> PendingBytes:
+        with self._whole_messages(source, tag):
+            return self._bytes.recv_bytes(size, self._ranks[source], self._slot(lane))
 
     def _wait(self, pending: Pending, peer: int, tag: Tag) -> None:
         self.check()
