@@ -119,13 +119,17 @@ def named_files() -> list[str]:
     return [file for file in found if re.match("/(dev/shm|tmp|run)/", file) and not file.endswith(".so")]
 
 
-def rank_of(case: Case, rank: int, port: int, pipe: Connection) -> None:
-    """The program of one rank's process."""
+def enter(rank: int, world_size: int, port: int, limit: float) -> None:
+    """Become a rank of the default group."""
     torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=limit))
+
+
+def rank_of(rank: int, port: int, pipe: Connection, case: Case) -> None:
+    """The program of one rank's process."""
     before = named_files()
-    store = dist.TCPStore("127.0.0.1", port, case.world_size, is_master=False)
-    limit = timedelta(seconds=case.limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world_size, timeout=limit)
+    enter(rank, case.world_size, port, case.limit)
     collective = ALGORITHMS[case.algorithm](connect())
     pipe.send(sorted(set(named_files()) - set(before)))
     pipe.recv()
@@ -150,27 +154,26 @@ def rank_of(case: Case, rank: int, port: int, pipe: Connection) -> None:
 
 
 class Group:
-    """The processes of a case."""
+    """The processes of a group, each of which runs ``program(rank, port, pipe, *arguments)``."""
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
+    def __init__(self, program: Callable[..., None], world_size: int, *arguments: Any) -> None:
+        self.about = f"{program.__name__}{arguments}"
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        store = dist.TCPStore("127.0.0.1", 0, case.world_size, is_master=True, wait_for_workers=False)
-        self.pipes, self.processes = [], []
-        for rank in range(case.world_size):
+        context.set_forkserver_preload([__name__, "zero"])
+        self._store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+        self.pipes: list[Any] = []
+        self.processes: list[Any] = []
+        for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=rank_of, args=(case, rank, store.port, theirs), daemon=True)
+            process = context.Process(target=program, args=(rank, self._store.port, theirs, *arguments), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
-        self._store = store
-        self.left_over = [file for rank in range(case.world_size) for file in self.hear(rank, PATIENCE)]
 
-    def hear(self, rank: int, limit: float) -> Any:
+    def hear(self, rank: int, limit: float = PATIENCE) -> Any:
         if not self.pipes[rank].poll(limit):
-            raise AssertionError(f"{self.case}: rank {rank} hangs")
+            raise AssertionError(f"{self.about}: rank {rank} hangs")
         return self.pipes[rank].recv()
 
     def end(self) -> None:
@@ -184,14 +187,15 @@ class Group:
         for process in self.processes:
             process.kill()
             process.join()
-        assert not hanging, f"{self.case}: ranks {hanging} do not end"
+        assert not hanging, f"{self.about}: ranks {hanging} do not end"
 
 
 def run(case: Case) -> None:
     """Run a case, and raise `AssertionError` where anything is not as promised."""
-    group = Group(case)
+    group = Group(rank_of, case.world_size, case)
     try:
-        assert group.left_over == []
+        named = [group.hear(rank) for rank in range(case.world_size)]
+        assert named == [[]] * case.world_size, f"{case}: files that may be left behind: {named}"
         for pipe in group.pipes:
             pipe.send("go")
         if case.moment is None:
@@ -199,7 +203,7 @@ def run(case: Case) -> None:
             begin = time.monotonic()
             os.kill(group.processes[case.victim].pid or 0, signal.SIGKILL)
         else:
-            begin = group.hear(case.victim, PATIENCE)
+            begin = group.hear(case.victim)
         allowed = SOON + (case.limit if case.end is End.STOPPED else 0.0)
         for rank in range(case.world_size):
             if rank != case.victim:
