@@ -17,8 +17,8 @@ from collectives.hierarchical import Hosts, Plan
 from collectives.messages import HEADER_BYTES
 from collectives.routed import RoutedCarrier
 
+from .carried import splits
 from .sockets import Wire, routed
-from .test_collectives import splits
 
 FEWER = settings(max_examples=settings().max_examples // 3)
 PAYLOAD = 1  # the lane of bytes

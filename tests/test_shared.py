@@ -32,11 +32,9 @@ from collectives import (
 )
 from collectives.fold import fold
 
-from .sockets import meet, routed
-from .test_collectives import (
+from .carried import (
     MIXED,
     SAME,
-    WAYS,
     assert_same_bits,
     awkward,
     jitter,
@@ -44,6 +42,8 @@ from .test_collectives import (
     splits,
     whole_numbers,
 )
+from .sockets import meet, routed
+from .test_collectives import WAYS
 
 CPU = torch.device("cpu")
 FEWER = settings(max_examples=settings().max_examples // 2)
