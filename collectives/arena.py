@@ -16,6 +16,7 @@ import mmap
 import os
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -36,9 +37,12 @@ class Spans:
 
     def __init__(self, pages: int) -> None:
         self._free = [(0, pages)]  # begin, end
+        self._given: deque[tuple[int, int]] = deque()
 
     def take(self, pages: int) -> int | None:
         """The first page of the first free part that is large enough; None where there is none."""
+        while self._given:
+            self._merge(*self._given.popleft())
         for number, (begin, end) in enumerate(self._free):
             if end - begin >= pages:
                 self._free[number : number + 1] = [(begin + pages, end)] if end - begin > pages else []
@@ -46,6 +50,10 @@ class Spans:
         return None
 
     def give(self, begin: int, pages: int) -> None:
+        """At any moment, in any thread, in the middle of `take` too: that is when last holders let go."""
+        self._given.append((begin, pages))
+
+    def _merge(self, begin: int, pages: int) -> None:
         end = begin + pages
         number = bisect.bisect_left(self._free, (begin, end))
         if number < len(self._free) and self._free[number][0] == end:
@@ -174,12 +182,8 @@ class Window:
     """A peer's arena, to be read."""
 
     def __init__(self, fd: int) -> None:
-        """Takes the descriptor over."""
-        try:
-            mapping = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
-        finally:
-            os.close(fd)
-        self._memory = memoryview(mapping)
+        """``fd``: of its file; it may be closed afterwards. Raises `OSError` where there is no address space left."""
+        self._memory = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns once that nobody must write there
             self.look(0, 1)

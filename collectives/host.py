@@ -4,6 +4,7 @@
     bytes   a few bytes, in the body
     place   where many bytes lie in the sender's arena, and how many; the receiver reads them there and answers
     read    "I have read the first of those that you gave me a place of"
+    end     "I failed: nothing of this slot is sent or read any more"
 
 A frame is one system call on each side, which orders memory on every CPU; a peer that ended shows as the end of its
 socket, or, where a child that it forked still holds that, by its process descriptor. A rank that waits sleeps.
@@ -25,11 +26,11 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from .arena import Arena, Region, Window, file_of, regions_of
-from .messages import PeerError
+from .messages import GoneError, PeerError
 
 _FRAME = struct.Struct("<IB")
 _PLACE = struct.Struct("<qq")
-_BYTES, _AT, _READ = 0, 1, 2
+_BYTES, _AT, _READ, _END = 0, 1, 2, 3
 INLINE = 4096  # bytes up to which a message travels in a frame
 _FRAME_BYTES = _FRAME.size + INLINE
 _NOW, _SEND = int(socket.MSG_DONTWAIT), int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -105,6 +106,7 @@ class HostCarrier:
         self._frames: defaultdict[tuple[int, int, bool], deque[tuple[int, bytes]]] = defaultdict(deque)
         self.lent: defaultdict[tuple[int, int], int] = defaultdict(int)
         self.returned: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._ended: set[tuple[int, int]] = set()  # rank and slot
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -145,7 +147,8 @@ class HostCarrier:
         return self._peer(source).window.look(place, nbytes)
 
     def common(self, sizes: Sequence[int]) -> list[Region] | None:
-        """Regions of these bytes that are the same for all; None where there is no memory for them. Collective."""
+        """Regions of these bytes that are the same for all; None where there is no memory for them, which ranks may
+        find apart. Collective."""
         if self.rank != 0:
             fd = self._peer(0).receive_descriptor(self.timeout)
         else:
@@ -156,7 +159,13 @@ class HostCarrier:
             for peer in self._peers:
                 if peer is not None:
                     peer.send_descriptor(fd)
-        return None if fd is None else regions_of(fd, sizes)
+        try:
+            return None if fd is None else regions_of(fd, sizes)
+        except OSError:  # no address space is left
+            return None
+
+    def give_up(self, to: int, slot: int) -> None:
+        self.put(to, slot, _END)
 
     # -- frames ---------------------------------------------------------------------------------------------------
 
@@ -173,12 +182,14 @@ class HostCarrier:
                 limit = time.monotonic() + self.timeout if limit is None else limit
                 self._make_room(peer, limit)
             except OSError as error:
-                raise PeerError(_GONE.format(rank=to)) from error
+                raise GoneError(_GONE) from error
 
     def next_frame(self, source: int, slot: int, timeout: float, answer: bool = False) -> tuple[int, bytes]:
         """Kind and body of the next message of a rank in a slot, or its next answer there."""
         frames = self._frames[source, slot, answer]
         while not frames:
+            if (source, slot) in self._ended:
+                raise GoneError("it gave up")
             self._read(source, timeout)
         return frames.popleft()
 
@@ -188,22 +199,34 @@ class HostCarrier:
         if frame is None:
             raise PeerError(f"time limit of {timeout} s passed")
         if not frame:
-            raise PeerError(_GONE.format(rank=source))
+            raise GoneError(_GONE)
         slot, kind = _FRAME.unpack_from(frame)
+        if kind == _END:
+            self._ended.add((source, slot))
+            return
         self._frames[source, slot, kind == _READ].append((kind, frame[_FRAME.size :]))
 
     def _make_room(self, peer: Peer, limit: float) -> None:
         poll = select.poll()
-        poll.register(peer.socket, select.POLLOUT)
-        ranks = {other.socket.fileno(): rank for rank, other in enumerate(self._peers) if other is not None}
-        for descriptor in ranks:
-            poll.register(descriptor, select.POLLIN | (select.POLLOUT if descriptor == peer.socket.fileno() else 0))
+        ranks: dict[int, int] = {}
+        for rank, other in enumerate(self._peers):
+            if other is not None and not other.gone:
+                ranks[other.socket.fileno()] = rank
+                poll.register(other.socket, select.POLLIN | (select.POLLOUT if other is peer else 0))
+        if peer.life is not None:
+            poll.register(peer.life, select.POLLIN)
         ready = poll.poll(max(0.0, limit - time.monotonic()) * 1000)
         if not ready:
             raise PeerError(f"time limit of {self.timeout} s passed")
         for descriptor, event in ready:
-            if event & select.POLLIN:
-                self._read(ranks[descriptor], 0)
+            if descriptor == peer.life:
+                raise GoneError(_GONE)
+            if event & ~select.POLLOUT:
+                try:
+                    self._read(ranks[descriptor], 0)
+                except GoneError:
+                    if self._peers[ranks[descriptor]] is peer:
+                        raise  # another one may have done its part, and left
 
     def _peer(self, rank: int) -> Peer:
         peer = self._peers[rank]
@@ -211,7 +234,7 @@ class HostCarrier:
         return peer
 
 
-_GONE = "rank {rank} is gone: its process ended, or closed its optimizer"
+_GONE = "its process ended, or closed its optimizer"
 
 
 class Peer:
@@ -224,21 +247,23 @@ class Peer:
         here, 0 where it has none that this one can see; ``spin``: seconds for which `receive` looks again and again
         before it sleeps."""
         self.socket, self.window, self.spin, self._files = connection, window, spin, files
+        connection.setblocking(False)
+        self.gone = False  # nothing more will come
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
-        self._life: int | None = None
+        self.life: int | None = None  # readable when the peer's process has ended
         if process > 0 and hasattr(os, "pidfd_open"):
             try:
-                self._life = os.pidfd_open(process)
+                self.life = os.pidfd_open(process)
             except OSError:  # a kernel without it; the socket's end tells of most deaths
                 return
-            self._poll.register(self._life, select.POLLIN)
+            self._poll.register(self.life, select.POLLIN)
 
     def __del__(self) -> None:
         self.socket.close()
         self._files.close()
-        if self._life is not None:
-            os.close(self._life)
+        if self.life is not None:
+            os.close(self.life)
 
     def send_descriptor(self, fd: int | None) -> None:
         try:
@@ -260,24 +285,31 @@ class Peer:
         """The next frame; empty where the peer is gone, None where ``timeout`` seconds passed."""
         begin = time.monotonic()
         while True:
-            try:
-                return self.socket.recv(_FRAME_BYTES, _NOW)
-            except BlockingIOError:
-                pass
-            except OSError:
-                return b""
+            frame = self._arrived()
+            if frame is not None:
+                return frame
             waited = time.monotonic() - begin
             if waited < self.spin:
                 continue
             if waited >= timeout:
                 return None
             events = self._poll.poll((timeout - waited) * 1000)
-            if events and all(descriptor == self._life for descriptor, _ in events):
-                return self._last()
+            if events and all(descriptor == self.life for descriptor, _ in events):
+                # What the process sent before it ended is still there; a child of it may keep the socket open.
+                return self._arrived() or self._end()
 
-    def _last(self) -> bytes:
-        """The peer's process has ended: what it sent before is still there."""
-        try:
-            return self.socket.recv(_FRAME_BYTES, _NOW)
-        except OSError:
-            return b""
+    def _arrived(self) -> bytes | None:
+        """The next frame that is here; empty where the peer is gone, None where none is here yet."""
+        while True:
+            try:
+                return self.socket.recv(_FRAME_BYTES, _NOW) or self._end()
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:  # told once: it left some of ours unread; what it sent is still here
+                continue
+            except OSError:
+                return self._end()
+
+    def _end(self) -> bytes:
+        self.gone = True
+        return b""

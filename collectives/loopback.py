@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, UntypedStorage
 
-from .messages import PeerError
+from .messages import GoneError, PeerError
 from .transport import Transport
 
 T = TypeVar("T")
@@ -33,12 +33,12 @@ class _Transfer:
 class _Side:
     """One end's handle on a transfer."""
 
-    def __init__(self, world: _World, transfer: _Transfer, rank: int, peer: int) -> None:
-        self._world, self._transfer, self._rank, self._peer = world, transfer, rank, peer
+    def __init__(self, world: _World, transfer: _Transfer, rank: int, peer: int, slot: int) -> None:
+        self._world, self._transfer, self._rank, self._peer, self._slot = world, transfer, rank, peer, slot
 
     def wait(self, timeout: float) -> None:
         self._world.interfere(self._rank, "wait", self._peer)
-        self._world.complete(self._transfer, self._peer, timeout)
+        self._world.complete(self._transfer, self._peer, (self._peer, self._rank, self._slot), timeout)
 
 
 class _World:
@@ -49,6 +49,7 @@ class _World:
         self._sends: defaultdict[tuple[int, int, int], deque[_Transfer]] = defaultdict(deque)
         self._recvs: defaultdict[tuple[int, int, int], deque[_Transfer]] = defaultdict(deque)
         self._gone: dict[int, str] = {}
+        self._given_up: set[tuple[int, int, int]] = set()  # who, to whom, slot
         self.interfere: Interference = interfere or (lambda rank, event, peer: None)
 
     def post(self, key: tuple[int, int, int], tensor: Tensor, sending: bool) -> _Transfer:
@@ -64,10 +65,12 @@ class _World:
             self._changed.notify_all()
         return transfer
 
-    def complete(self, transfer: _Transfer, peer: int, timeout: float) -> None:
+    def complete(self, transfer: _Transfer, peer: int, key: tuple[int, int, int], timeout: float) -> None:
         limit = time.monotonic() + timeout
         with self._changed:
             while not transfer.done and (transfer.source is None or transfer.target is None):
+                if key in self._given_up:
+                    raise GoneError("it gave up")
                 if peer in self._gone:
                     raise PeerError(f"rank {peer} left: {self._gone[peer]}")
                 if not self._changed.wait(limit - time.monotonic()) and time.monotonic() >= limit:
@@ -77,6 +80,11 @@ class _World:
                     raise PeerError(f"{transfer.source.numel()} bytes came where {transfer.target.numel()} fit")
                 transfer.target.copy_(transfer.source)
                 transfer.done, transfer.source, transfer.target = True, None, None
+
+    def give_up(self, key: tuple[int, int, int]) -> None:
+        with self._changed:
+            self._given_up.add(key)
+            self._changed.notify_all()
 
     def leave(self, rank: int, why: str) -> None:
         with self._changed:
@@ -94,14 +102,17 @@ class LoopbackCarrier:
 
     def send(self, tensor: Tensor, to: int, slot: int) -> _Side:
         self._world.interfere(self.rank, "send", to)
-        return _Side(self._world, self._world.post((self.rank, to, slot), tensor, True), self.rank, to)
+        return _Side(self._world, self._world.post((self.rank, to, slot), tensor, True), self.rank, to, slot)
 
     def recv(self, tensor: Tensor, source: int, slot: int) -> _Side:
         self._world.interfere(self.rank, "recv", source)
-        return _Side(self._world, self._world.post((source, self.rank, slot), tensor, False), self.rank, source)
+        return _Side(self._world, self._world.post((source, self.rank, slot), tensor, False), self.rank, source, slot)
 
     def allocate(self, nbytes: int) -> UntypedStorage:
         return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+
+    def give_up(self, to: int, slot: int) -> None:
+        self._world.give_up((self.rank, to, slot))
 
     def place(self, tensor: Tensor) -> int | None:
         return tensor.data_ptr() if tensor.device.type == "cpu" else None

@@ -95,6 +95,10 @@ class PeerError(CollectiveError):
     """Another rank failed, left or did not answer in time."""
 
 
+class GoneError(PeerError):
+    """Another rank will say nothing more; what it said before, why it failed perhaps, is still to be read."""
+
+
 @dataclass(frozen=True)
 class Traffic:
     """Bytes and messages of one rank so far. Payload is what algorithms move; control is headers and exchanges."""
@@ -151,6 +155,10 @@ class Memory(Protocol):
 
     def allocate(self, nbytes: int) -> UntypedStorage:
         """``nbytes`` with undefined content, freed with their last holder; `MemoryError` where there are none."""
+
+    def give_up(self, to: int, slot: int) -> None:
+        """Tell a peer that nothing is sent to it any more in this slot, nor read of what it sent: its waits there raise
+        `GoneError`."""
 
     def place(self, tensor: Tensor) -> int | None:
         """What tells a peer where the tensor's first byte lies; None where it lies elsewhere."""

@@ -111,29 +111,51 @@ def _first_problem(cards: Sequence[Card]) -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class _Link:
+    """What connects two ranks: ``files`` is for descriptors, ``arena`` the descriptor of the other's."""
+
+    connection: socket.socket
+    files: socket.socket
+    arena: int
+    process: int  # of the other; 0 where it has none that this one can see
+
+
 def _connect(transport: Transport, door: Door, cards: Sequence[Card]) -> HostCarrier:
+    """Nothing that depends on how much memory is left happens before all ranks are connected: where it fails on one
+    of them, nobody waits for it here."""
     assert door.listener is not None
     assert door.arena is not None
-    rank, peers = transport.rank, list[Peer | None]([None] * transport.world_size)
+    rank, spin = transport.rank, _spin(transport.world_size)
+    patience = min(PATIENCE, transport.timeout / 2)  # so that the others, who wait to be told, still wait
     with ExitStack() as opened, closing(door.listener):
         outgoing = {}
         for to in range(rank + 1, transport.world_size):
             connection = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            connection.settimeout(min(PATIENCE, transport.timeout))
+            connection.settimeout(patience)
             connection.connect(b"\0zero-" + cards[to].address.encode())
             files, theirs = socket.socketpair()
             hello = _HELLO.pack(rank, bytes.fromhex(cards[to].token))
             with theirs:
                 socket.send_fds(connection, [hello], [door.arena.fd, theirs.fileno()])
             outgoing[to] = (connection, opened.enter_context(files))
-        door.listener.settimeout(min(PATIENCE, transport.timeout))
-        for _ in range(rank):
-            source, peer = _accept(door, rank, _spin(transport.world_size))
-            peers[source] = peer
-        for to, (connection, files) in outgoing.items():
-            process = _check_user(connection)
-            _, (arena,) = _receive(connection, 1)
-            peers[to] = Peer(connection, files, Window(arena), process, _spin(transport.world_size))
+        door.listener.settimeout(patience)
+        with ExitStack() as arenas:
+            links = {}
+            for _ in range(rank):
+                source, link = _accept(door, rank)
+                for end in (link.connection, link.files):
+                    opened.enter_context(end)
+                arenas.callback(os.close, link.arena)
+                links[source] = link
+            for to, (connection, files) in outgoing.items():
+                process = _check_user(connection)
+                _, (arena,) = _receive(connection, 1)
+                arenas.callback(os.close, arena)
+                links[to] = _Link(connection, files, arena, process)
+            peers = list[Peer | None]([None] * transport.world_size)
+            for other, link in links.items():
+                peers[other] = Peer(link.connection, link.files, Window(link.arena), link.process, spin)
         opened.pop_all()
     return HostCarrier(rank, peers, door.arena, transport.timeout)
 
@@ -143,7 +165,7 @@ def _spin(ranks: int) -> float:
     return SPIN if ranks <= len(os.sched_getaffinity(0)) else 0.0
 
 
-def _accept(door: Door, rank: int, spin: float) -> tuple[int, Peer]:
+def _accept(door: Door, rank: int) -> tuple[int, _Link]:
     """The next lower rank that connects; whoever does not know the token is sent away."""
     assert door.listener is not None
     assert door.arena is not None
@@ -152,16 +174,17 @@ def _accept(door: Door, rank: int, spin: float) -> tuple[int, Peer]:
         connection.settimeout(door.listener.gettimeout())
         try:
             process = _check_user(connection)
-            hello, (arena, descriptor) = _receive(connection, 2)
-            window, files = Window(arena), socket.socket(fileno=descriptor)
-            source, token = _HELLO.unpack(hello)
-            if not secrets.compare_digest(token, bytes.fromhex(door.card.token)) or not source < rank:
-                raise PermissionError("a stranger")
-        except (OSError, struct.error, PermissionError):
+            hello, (arena, files) = _receive(connection, 2)
+        except OSError:
             connection.close()
             continue
-        socket.send_fds(connection, [b"welcome"], [door.arena.fd])
-        return source, Peer(connection, files, window, process, spin)
+        source, token = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (rank, b"")
+        if secrets.compare_digest(token, bytes.fromhex(door.card.token)) and source < rank:
+            socket.send_fds(connection, [b"welcome"], [door.arena.fd])
+            return source, _Link(connection, socket.socket(fileno=files), arena, process)
+        for stranger in (arena, files):
+            os.close(stranger)
+        connection.close()
 
 
 def _check_user(connection: socket.socket) -> int:

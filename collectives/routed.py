@@ -47,6 +47,10 @@ class RoutedCarrier:
             return self._local.recv_bytes(size, self._places[source], slot)
         return self._remote_bytes.recv_bytes(size, source, slot)
 
+    def give_up(self, to: int, slot: int) -> None:
+        if to in self._places:
+            self._local.give_up(self._places[to], slot)
+
     def allocate(self, nbytes: int) -> UntypedStorage:
         return self._local.allocate(nbytes)
 

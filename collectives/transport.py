@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -39,6 +40,7 @@ from .messages import (
     Chain,
     CollectiveError,
     CommonMemory,
+    GoneError,
     Kind,
     Memory,
     MismatchError,
@@ -92,7 +94,7 @@ class _Lent:
         stream = t._streams[self._to]
         while self._number in stream.lent:
             if stream.coming_back is None:
-                stream.coming_back = t._bytes.recv_bytes(_RETURNED.size, t._ranks[self._to], t._slot(_RETURN_LANE))
+                stream.coming_back = t._expect(_RETURNED.size, self._to, _RETURN_LANE, self._tag)
             (number,) = _RETURNED.unpack(t._wait_bytes(stream.coming_back, self._to, self._tag))
             stream.coming_back = None
             del stream.lent[number]
@@ -137,7 +139,8 @@ class Loan(_Recv):
         """Say that it was read: the peer may write there again."""
         t = self._transport
         if self.size:
-            t._bytes.send_bytes(_RETURNED.pack(self._number), t._ranks[self.source], t._slot(_RETURN_LANE))
+            with t._whole_messages(self.source, self.tag):
+                t._bytes.send_bytes(_RETURNED.pack(self._number), t._ranks[self.source], t._slot(_RETURN_LANE))
 
 
 class _Stream:
@@ -205,6 +208,7 @@ class Transport:
         self._family: list[weakref.ref[Transport]] = [weakref.ref(self)]  # that fail together
         self._bytes: ByteCarrier = carrier if isinstance(carrier, ByteCarrier) else ByTensors(carrier)
         self.memory: Memory | None = carrier if isinstance(carrier, Memory) else None
+        self._allocate = partial(_allocate, self.memory)  # which holds nothing that holds this
         self.pool = Pool(allocate=self._allocate)
         self._broken: str | None = None
         self._packed: tuple[Tag | None, int, bytes] = (None, 0, b"")
@@ -220,11 +224,6 @@ class Transport:
             return torch.empty(0, dtype=dtype, device=device)
         storage = self._allocate(numel * dtype.itemsize, device)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
-
-    def _allocate(self, nbytes: int, device: torch.device) -> UntypedStorage:
-        if self.memory is None or device.type != "cpu":
-            return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-        return self.memory.allocate(nbytes)
 
     def reaches(self, tensor: Tensor) -> bool:
         """True where peers on this host can read a tensor's memory."""
@@ -246,11 +245,11 @@ class Transport:
         self.check()
         if self.world_size < self.carrier.world_size or not isinstance(self.carrier, CommonMemory) or not sum(sizes):
             return None
-        try:
-            return self.carrier.common(sizes)
-        except PeerError as error:
-            text = f"rank {self.rank}, in making memory for all ranks: no answer from rank 0 ({error})"
-            raise self._fail(PeerError(text)) from error
+        tag = Tag(Kind.EXCHANGE, "making memory for all ranks")
+        with self._whole_messages(0, tag):
+            regions = self.carrier.common(sizes)
+        problems = self.exchange(b"" if regions is not None else b"none", tag)
+        return None if any(problems) else regions
 
     # -- groups ---------------------------------------------------------------------------------------------------
 
@@ -294,7 +293,7 @@ class Transport:
         self.check()
         data = _as_bytes(tensor)
         size = data.numel()
-        with self._whole_messages(tag):
+        with self._whole_messages(to, tag):
             pendings = [self._send_header(tag, size, to)]
             if size:
                 pendings.append(self.carrier.send(data, self._ranks[to], self._slot(_PAYLOAD_LANE)))
@@ -309,7 +308,7 @@ class Transport:
         self.check()
         data = _as_bytes(tensor)
         size = data.numel()
-        with self._whole_messages(tag):
+        with self._whole_messages(source, tag):
             self._post_header(source)
             payload = self.carrier.recv(data, self._ranks[source], self._slot(_PAYLOAD_LANE)) if size else None
         if control:
@@ -331,11 +330,8 @@ class Transport:
             place = self.memory.place(tensor)
             assert place is not None, "not within reach"
             header = with_place(header, place)
-        try:
+        with self._whole_messages(to, tag):
             pending = self._send_packed(header, to)
-        except BaseException as error:
-            self._half_done(tag, error)
-            raise
         self._counted.sent += size
         return _Lent(self, tensor, to, tag) if size else _Send(self, [pending], to, tag)
 
@@ -343,11 +339,8 @@ class Transport:
         """Expect rank ``source`` to `lend` this many elements."""
         self.check()
         loan = Loan(self, source, tag, numel, dtype)
-        try:
+        with self._whole_messages(source, tag):
             self._post_header(source)
-        except BaseException as error:
-            self._half_done(tag, error)
-            raise
         self._counted.received += loan.size
         self._streams[source].expected.append(loan)
         return loan
@@ -384,7 +377,7 @@ class Transport:
         self.check()
         sends: list[Work] = []
         while True:
-            sends += [_Send(self, [self._send_header(tag, 0, to)], to, tag) for to in self.peers()]
+            sends += [self._send_control(b"", to, tag) for to in self.peers()]
             if all(self._arrived(source, tag) for source in self.peers()):
                 Chain(sends).wait()
                 return tag
@@ -421,6 +414,9 @@ class Transport:
                 header = self._send_header(tag, len(text), to)
                 words = self._bytes.send_bytes(text, self._ranks[to], self._slot(_TEXT_LANE))
                 _Send(self, [header, words], to, tag)
+                if self.memory is not None:
+                    for lane in (_PAYLOAD_LANE, _RETURN_LANE):  # where it may wait for what is not read any more
+                        self.memory.give_up(self._ranks[to], self._slot(lane))
             except Exception:  # a peer that is gone cannot be told; the others still are
                 continue
         # What was sent must outlive this object until its receivers ask for it.
@@ -484,14 +480,14 @@ class Transport:
             header, stream.returned = stream.returned, None
             return header
         if not stream.posted:
-            self._post_header(source)
+            with self._whole_messages(source, tag):
+                self._post_header(source)
         header = self._wait_bytes(stream.posted[0], source, tag)
         stream.posted.popleft()
         if kind_of(header) == Kind.ABORT:
             _, size = Tag.unpack(header)
-            text = self._bytes.recv_bytes(size, self._ranks[source], self._slot(_TEXT_LANE))
-            message = self._wait_bytes(text, source, tag).decode(errors="replace")
-            raise self._fail(PeerError(f"rank {self.rank}, in {tag.label}: rank {source} failed: {message}"))
+            text = self._expect(size, source, _TEXT_LANE, tag)
+            raise self._told(source, tag, self._wait_bytes(text, source, tag).decode(errors="replace"))
         return header
 
     def _confirm_expected(self, source: int) -> None:
@@ -515,7 +511,7 @@ class Transport:
             expected.popleft()
 
     def _send_control(self, data: bytes, to: int, tag: Tag) -> Work:
-        with self._whole_messages(tag):
+        with self._whole_messages(to, tag):
             pendings = [self._send_header(tag, len(data), to)]
             if data:
                 pendings.append(self._bytes.send_bytes(data, self._ranks[to], self._slot(_PAYLOAD_LANE)))
@@ -530,8 +526,11 @@ class Transport:
         self._counted.control_received += size
         if not size:
             return b""
-        pending = self._bytes.recv_bytes(size, self._ranks[source], self._slot(_PAYLOAD_LANE))
-        return self._wait_bytes(pending, source, tag)
+        return self._wait_bytes(self._expect(size, source, _PAYLOAD_LANE, tag), source, tag)
+
+    def _expect(self, size: int, source: int, lane: int, tag: Tag) -> PendingBytes:
+        with self._whole_messages(source, tag):
+            return self._bytes.recv_bytes(size, self._ranks[source], self._slot(lane))
 
     def _wait(self, pending: Pending, peer: int, tag: Tag) -> None:
         self.check()
@@ -550,22 +549,42 @@ class Transport:
             raise self._no_answer(peer, tag, begin, error) from error
 
     def _no_answer(self, peer: int, tag: Tag, begin: float, error: PeerError) -> CollectiveError:
+        reason = self._last_words(peer) if isinstance(error, GoneError) else None
+        if reason is not None:
+            return self._told(peer, tag, reason)
         waited = time.monotonic() - begin
         text = f"rank {self.rank}, in {tag.label}: no answer from rank {peer} after {waited:.1f} s ({error})"
         return self._fail(PeerError(text))
 
+    def _told(self, peer: int, tag: Tag, reason: str) -> CollectiveError:
+        return self._fail(PeerError(f"rank {self.rank}, in {tag.label}: rank {peer} failed: {reason}"))
+
+    def _last_words(self, peer: int) -> str | None:
+        """Why a peer failed that will say nothing more; None where it has not said so."""
+        posted = self._streams[peer].posted
+        try:
+            while True:
+                if not posted:
+                    self._post_header(peer)
+                header = posted.popleft().wait(0.0)
+                if kind_of(header) == Kind.ABORT:
+                    _, size = Tag.unpack(header)
+                    text = self._bytes.recv_bytes(size, self._ranks[peer], self._slot(_TEXT_LANE))
+                    return text.wait(0.0).decode(errors="replace")
+        except PeerError:
+            return None
+
     @contextmanager
-    def _whole_messages(self, tag: Tag) -> Iterator[None]:
+    def _whole_messages(self, peer: int, tag: Tag) -> Iterator[None]:
         """After an interrupt or a strange error between a header and its bytes nobody knows what the next bytes are."""
+        begin = time.monotonic()
         try:
             yield
+        except PeerError as error:
+            raise self._no_answer(peer, tag, begin, error) from error
         except BaseException as error:
-            self._half_done(tag, error)
-            raise
-
-    def _half_done(self, tag: Tag, error: BaseException) -> None:
-        if not isinstance(error, PeerError):
             self.abort(f"rank {self.rank}, in {tag.label}: {type(error).__name__}: {error}")
+            raise
 
     def _mismatch(self, source: int, mine: Tag, theirs: Tag, size: int = 0, their_size: int = 0) -> CollectiveError:
         sizes = f" ({size} and {their_size} bytes)" if size != their_size and mine.same(theirs) else ""
@@ -579,6 +598,12 @@ class Transport:
     def _fail(self, error: CollectiveError) -> CollectiveError:
         self.abort(str(error))
         return error
+
+
+def _allocate(memory: Memory | None, nbytes: int, device: torch.device) -> UntypedStorage:
+    if memory is None or device.type != "cpu":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+    return memory.allocate(nbytes)
 
 
 def chunks(numel: int, itemsize: int) -> Iterator[tuple[int, int]]:

@@ -16,11 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from collectives import (
+    Collective,
     CollectiveError,
+    Hierarchical,
     Kind,
     Loopback,
     Pairwise,
     Ring,
+    Shared,
     Tag,
     Transport,
 )
@@ -30,6 +33,15 @@ CPU = torch.device("cpu")
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 SAME = [(dtype, dtype) for dtype in (FP64, FP32, BF16, FP16)]
 MIXED = [(BF16, FP32), (FP16, FP32), (FP32, FP64)]
+
+
+def between_hosts(transport: Transport) -> Collective:
+    """Every other rank on one host, the rest on another."""
+    ranks = range(transport.world_size)
+    return Hierarchical(transport, [ranks[::2], ranks[1::2]] if len(ranks) > 1 else [ranks])
+
+
+EVERY = pytest.mark.parametrize("algorithm", [Pairwise, Ring, Shared, between_hosts])
 BOTH = pytest.mark.parametrize("algorithm", [Pairwise, Ring])
 SOON = 10.0  # seconds in which an error must have come, under a time limit of 60: it was told, not waited for
 PATIENT = 60.0

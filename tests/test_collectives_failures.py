@@ -20,14 +20,16 @@ from collectives import (
     Pairwise,
     PeerError,
     Ring,
+    Shared,
     Tag,
     Transport,
 )
 
 from .carried import (
-    BOTH,
+    EVERY,
     PATIENT,
     SOON,
+    between_hosts,
     each,
     reduction,
 )
@@ -43,7 +45,7 @@ OTHER_TAGS = [
 ]
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("other", OTHER_TAGS)
 def test_ranks_in_different_collectives_both_learn_of_both(algorithm: Algorithm, other: Tag) -> None:
     tags = [Tag(Kind.REDUCE_SCATTER, "the first", 3, 4, 5), other]
@@ -66,7 +68,7 @@ def test_ranks_in_different_collectives_both_learn_of_both(algorithm: Algorithm,
             assert f"rank {who} is in {said}" in str(error)
 
 
-@BOTH
+@EVERY
 def test_ranks_with_different_sizes_both_learn_of_both(algorithm: Algorithm) -> None:
     def program(transport: Transport) -> None:
         size = 2 + transport.rank
@@ -83,7 +85,7 @@ def test_ranks_with_different_sizes_both_learn_of_both(algorithm: Algorithm) -> 
     assert "(12 and 8 bytes)" in str(second)
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("bounds", [[0, 0, 4], [0, 4, 4]])
 def test_a_mismatch_is_found_where_slices_are_empty(algorithm: Algorithm, bounds: list[int]) -> None:
     def program(transport: Transport) -> None:
@@ -151,6 +153,10 @@ WAITS: dict[str, Callable[[Transport], Any]] = {
     "pairwise all-gather": _in_all_gather(Pairwise),
     "ring reduce-scatter": _in_reduce_scatter(Ring),
     "ring all-gather": _in_all_gather(Ring),
+    "shared reduce-scatter": _in_reduce_scatter(Shared),
+    "shared all-gather": _in_all_gather(Shared),
+    "hierarchical reduce-scatter": _in_reduce_scatter(between_hosts),
+    "hierarchical all-gather": _in_all_gather(between_hosts),
     "exchange": lambda transport: transport.exchange(b"", Tag(Kind.EXCHANGE, "step()")),
     "meet": lambda transport: transport.meet(Tag(Kind.MEET, "step()"), lambda: None),
     "fork": lambda transport: transport.fork(),

@@ -23,7 +23,7 @@ from collectives import (
 )
 
 from .carried import (
-    BOTH,
+    EVERY,
     FEWER,
     PATIENT,
     each,
@@ -93,7 +93,7 @@ def check_meetings(
         assert found == [[value] * sizes[rank] for value in sums]
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 @given(data=st.data())
 @FEWER
@@ -109,7 +109,7 @@ def test_a_rank_that_is_behind_catches_up_exactly_what_it_missed(
     check_meetings(algorithm, sizes, plan, agree, seed)
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("sizes", [[0, 0, 16], [16, 0, 0], [0, 16, 0], [0, 0, 0]])
 @pytest.mark.parametrize("before", list(itertools.permutations([0, 1, 2])))
 def test_a_rank_that_is_behind_learns_of_rounds_that_send_it_no_bytes(
@@ -142,7 +142,7 @@ def test_ranks_at_different_meetings_both_learn_of_both() -> None:
             assert f"rank {rank} is in {purpose} [meet, round 2, index 1]" in str(error)
 
 
-@BOTH
+@EVERY
 def test_ranks_at_different_meetings_after_different_rounds_both_learn_of_both(algorithm: Algorithm) -> None:
     def program(transport: Transport) -> None:
         rounds = Rounds(transport, algorithm, [3, 3], agree=False)

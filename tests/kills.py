@@ -1,0 +1,253 @@
+"""Ranks that die, stop, fail or leave in the middle of collectives, as real processes; and what the others say.
+
+    python -m tests.kills [number of kills, 200]
+
+kills a rank at random, in the middle of random collectives of every algorithm, again and again, and checks each time
+that every other rank raises one error that names the dead rank and the collective, in time, and that nothing is left.
+
+Knows: how a group of processes is started and watched. Does not know: optimizers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from collectives import Collective, CollectiveError, Hierarchical, Kind, Pairwise, Ring, Tag, Transport, shared
+from collectives.native import connect
+
+from .sockets import routed
+
+SOON = 5.0  # seconds in which the other ranks have raised
+PATIENCE = 60.0  # seconds for processes to start and to end
+LABEL = "the sum that never ends"
+ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
+    "shared": shared,
+    "pairwise": Pairwise,
+    "ring": Ring,
+    "hierarchical": lambda t: Hierarchical(routed(t, halves(t.world_size)), halves(t.world_size)),
+}
+
+
+class End(Enum):
+    """What becomes of a rank."""
+
+    KILLED = "killed"
+    STOPPED = "stopped"
+    RAISED = "raised"
+    LEFT = "left"
+
+
+@dataclass(frozen=True)
+class Case:
+    """``moment``: the victim ends itself in the collective of this number; None where it is killed from outside, at
+    ``delay`` seconds. ``limit``: the group's time limit."""
+
+    algorithm: str
+    collective: str
+    world_size: int
+    victim: int
+    end: End = End.KILLED
+    numel: int = 5000
+    moment: int | None = 3
+    delay: float = 0.0
+    limit: float = 60.0
+
+    @property
+    def culprit(self) -> str:
+        """Whom the others name. Over gloo a rank may see the end of one that failed because of the victim, and has
+        ended, before it hears why."""
+        return f"rank {self.victim}" if self.algorithm == "shared" else r"no answer from rank \d|rank \d failed"
+
+
+def halves(world_size: int) -> list[list[int]]:
+    """Two hosts, which share the ranks evenly, every other one."""
+    return [list(range(0, world_size, 2)), list(range(1, world_size, 2))][: min(2, world_size)]
+
+
+def launch(collective: Collective, what: str, number: int, numel: int) -> Callable[[], Any]:
+    """Enter a collective; what is returned completes it."""
+    t = collective.transport
+    bounds = [numel * rank // t.world_size for rank in range(t.world_size + 1)]
+    if what == "reduce_scatter":
+        source = t.scratch(numel, torch.float32, torch.device("cpu")).fill_(1.0)
+        out = torch.empty(bounds[t.rank + 1] - bounds[t.rank])
+        tag = Tag(Kind.REDUCE_SCATTER, LABEL, number, number)
+        return collective.reduce_scatter(source, bounds, out, start=None, tag=tag).wait
+    if what == "all_gather":
+        return collective.all_gather(torch.ones(numel), bounds, tag=Tag(Kind.ALL_GATHER, LABEL, number, number)).wait
+    if what == "exchange":
+        return lambda: t.exchange(bytes(numel), Tag(Kind.EXCHANGE, LABEL, number, number))
+    return lambda: t.meet(Tag(Kind.MEET, LABEL, 0, number), lambda: None)
+
+
+def end_self(end: End) -> None:
+    if end is End.KILLED:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if end is End.STOPPED:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if end is End.RAISED:
+        raise ZeroDivisionError("in the user's model")
+    if end is End.LEFT:
+        raise SystemExit
+
+
+def named_files() -> list[str]:
+    """Files with a name that this process holds, and which it could leave behind."""
+    places = [*Path("/proc/self/fd").iterdir(), *Path("/proc/self/map_files").iterdir()]
+    found = []
+    for place in places:
+        try:
+            found.append(os.readlink(place))
+        except OSError:
+            continue
+    return [file for file in found if re.match("/(dev/shm|tmp|run)/", file) and not file.endswith(".so")]
+
+
+def enter(rank: int, world_size: int, port: int, limit: float) -> None:
+    """Become a rank of the default group."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=limit))
+
+
+def rank_of(rank: int, port: int, pipe: Connection, case: Case) -> None:
+    """The program of one rank's process."""
+    before = named_files()
+    enter(rank, case.world_size, port, case.limit)
+    collective = ALGORITHMS[case.algorithm](connect())
+    pipe.send(sorted(set(named_files()) - set(before)))
+    pipe.recv()
+    number, errors = 0, list[str]()
+    while not errors:
+        number += 1
+        try:
+            wait = launch(collective, case.collective, number, case.numel)
+            if (rank, number) == (case.victim, case.moment):
+                pipe.send(time.monotonic())
+                end_self(case.end)
+            wait()
+        except CollectiveError as error:
+            errors.append(str(error))
+    pipe.send((time.monotonic(), errors[0]))
+    try:
+        launch(collective, case.collective, number, case.numel)()
+    except CollectiveError as error:
+        pipe.send(str(error))
+    if case.algorithm == "shared":
+        pipe.poll(PATIENCE)  # it stays: the others do not need its end to learn of anything
+
+
+class Group:
+    """The processes of a group, each of which runs ``program(rank, port, pipe, *arguments)``."""
+
+    def __init__(self, program: Callable[..., None], world_size: int, *arguments: Any) -> None:
+        self.about = f"{program.__name__}{arguments}"
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "zero"])
+        self._store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+        self.pipes: list[Any] = []
+        self.processes: list[Any] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=program, args=(rank, self._store.port, theirs, *arguments), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def hear(self, rank: int, limit: float = PATIENCE) -> Any:
+        if not self.pipes[rank].poll(limit):
+            raise AssertionError(f"{self.about}: rank {rank} hangs")
+        return self.pipes[rank].recv()
+
+    def end(self) -> None:
+        """Let all go; whoever does not is killed, which is an error."""
+        for pipe in self.pipes:
+            pipe.close()
+        end = time.monotonic() + PATIENCE
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+        hanging = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
+        for process in self.processes:
+            process.kill()
+            process.join()
+        assert not hanging, f"{self.about}: ranks {hanging} do not end"
+
+
+def run(case: Case) -> None:
+    """Run a case, and raise `AssertionError` where anything is not as promised."""
+    group = Group(rank_of, case.world_size, case)
+    try:
+        named = [group.hear(rank) for rank in range(case.world_size)]
+        assert named == [[]] * case.world_size, f"{case}: files that may be left behind: {named}"
+        for pipe in group.pipes:
+            pipe.send("go")
+        if case.moment is None:
+            time.sleep(case.delay)
+            begin = time.monotonic()
+            os.kill(group.processes[case.victim].pid or 0, signal.SIGKILL)
+        else:
+            begin = group.hear(case.victim)
+        unseen = case.end is End.STOPPED or case.algorithm != "shared"  # gloo misses the end of a peer now and then
+        allowed = SOON + (case.limit if unseen else 0.0)
+        for rank in range(case.world_size):
+            if rank != case.victim:
+                at, error = group.hear(rank, PATIENCE + allowed)
+                assert at - begin < allowed, f"{case}: rank {rank} needed {at - begin:.1f} s: {error}"
+                assert re.search(case.culprit, error), f"{case}: on rank {rank}: {error}"
+                assert LABEL in error, f"{case}: on rank {rank}: {error}"
+                again = group.hear(rank, SOON)
+                assert "this communicator is closed since an earlier failure" in again, f"{case}: {again}"
+        if case.end is End.STOPPED:
+            os.kill(group.processes[case.victim].pid or 0, signal.SIGCONT)
+            _, error = group.hear(case.victim, allowed)
+            assert LABEL in error, f"{case}: on rank {case.victim}, which went on: {error}"
+    finally:
+        group.end()
+
+
+def drawn(seed: int) -> Case:
+    source = random.Random(seed)
+    world_size = source.randint(2, 4)
+    algorithm = source.choice(sorted(ALGORITHMS))
+    return Case(
+        algorithm,
+        source.choice(["reduce_scatter", "all_gather", "exchange", "meet"]),
+        world_size,
+        source.randrange(world_size),
+        numel=source.choice([0, 7, 5000, 1 << 20]),
+        moment=None,
+        delay=source.random() * 0.1,
+        limit=60.0 if algorithm == "shared" else 10.0,
+    )
+
+
+def main(count: int) -> None:
+    begin, names = time.monotonic(), {path.name for path in Path("/dev/shm").iterdir()}
+    for number in range(count):
+        run(drawn(number))
+        print(f"\r{number + 1} of {count} kills", end="", flush=True)
+    sockets = Path("/proc/net/unix").read_text().count("@zero-")
+    left = {path.name for path in Path("/dev/shm").iterdir()} - names
+    print(f" in {time.monotonic() - begin:.0f} s; every other rank said so in time")
+    print(f"left: in /dev/shm {sorted(left)}, sockets {sockets}, children {multiprocessing.active_children()}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 200)
