@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from collectives import Hierarchical, Kind, Loopback, Tag, Transport
-from collectives.hierarchical import Hosts, Plan
 from collectives.messages import HEADER_BYTES
+from collectives.plans import Hosts, Plan, plans
 from collectives.routed import RoutedCarrier
 
 from .carried import splits
@@ -42,10 +42,9 @@ def test_a_plan_adds_every_rank_once_in_order_where_its_memory_is_seen(
     assignment: list[int], width: tuple[int, int], started: bool
 ) -> None:
     hosts = hosts_of(assignment)
-    for owner in range(len(assignment)):
-        plan = Plan.best(hosts, owner, started, *width)
+    for owner, plan in enumerate(plans(hosts, started, *width)):
         assert [rank for stop in plan.stops for rank in stop.adds] == list(range(len(assignment)))
-        assert plan.stops[-1].at == owner
+        assert plan.owner == plan.stops[-1].at == owner
         for stop in plan.stops[:-1]:
             assert {hosts.of[rank] for rank in stop.adds} == {hosts.of[stop.at]}
         assert all(a.at != b.at for a, b in itertools.pairwise(plan.stops))
@@ -64,8 +63,7 @@ def test_a_plan_is_never_worse_than_a_direct_exchange(
     assignment: list[int], width: tuple[int, int], started: bool
 ) -> None:
     hosts = hosts_of(assignment)
-    for owner in range(len(assignment)):
-        plan = Plan.best(hosts, owner, started, *width)
+    for owner, plan in enumerate(plans(hosts, started, *width)):
         apart = sum(host != assignment[owner] for host in assignment)
         assert plan.bytes_per_element == crossed(plan, hosts, started, *width) <= apart * width[0]
 
@@ -74,7 +72,7 @@ def test_a_plan_is_never_worse_than_a_direct_exchange(
 def test_equal_hosts_cross_as_often_as_the_closed_form_says(count: int, ranks: int) -> None:
     """H - 1 times for one rank a host and for the last host's slices, else H: H - 1/H on average for many ranks."""
     hosts, world_size = equal_hosts(count, ranks), count * ranks
-    crossings = [Plan.best(hosts, owner, False, 4, 4).bytes_per_element // 4 for owner in range(world_size)]
+    crossings = [plan.bytes_per_element // 4 for plan in plans(hosts, False, 4, 4)]
     elsewhere = count - 1 if ranks == 1 else count
     assert crossings == [elsewhere] * (world_size - ranks) + [count - 1] * ranks
     if ranks > 1:
@@ -126,8 +124,8 @@ def test_what_crosses_between_hosts_is_what_the_plans_say(drawn: tuple[list[int]
     hosts = hosts_of(assignment)
     reduced, gathered, sent = run_counted(assignment, bounds, started)
     sizes = [high - low for low, high in itertools.pairwise(bounds)]
-    plans = [Plan.best(hosts, owner, started, 4, 4) for owner in range(len(assignment))]
-    assert sum(reduced) == sum(plan.bytes_per_element * size for plan, size in zip(plans, sizes, strict=True))
+    planned = zip(plans(hosts, started, 4, 4), sizes, strict=True)
+    assert sum(reduced) == sum(plan.bytes_per_element * size for plan, size in planned)
     others = len(hosts.ranks) - 1
     assert gathered == [4 * size * others for size in sizes], "each rank sends its slice once to each other host"
     assert (sent - sum(reduced) - sum(gathered)) % HEADER_BYTES == 0
