@@ -41,7 +41,7 @@ class Hierarchical:
     def __init__(self, transport: Transport, hosts: Sequence[Sequence[int]]) -> None:
         """``transport``: over a carrier whose ranks see the memory of the ranks of their own host."""
         self.transport = transport
-        self.hosts = Hosts(tuple(tuple(ranks) for ranks in hosts))
+        self.hosts = Hosts(hosts)
         # What passes through a rank leaves it when somebody waits, perhaps after later collectives were launched: so it
         # has an order of its own.
         self.onward, self.relay = transport.sibling(1), transport.sibling(2)

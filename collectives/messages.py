@@ -200,6 +200,9 @@ class Work(Protocol):
 class Collective(Protocol):
     """An algorithm over a transport. All ranks of the group call each method, with equal bounds and tag.
 
+    Works are waited for in the order in which they were launched, by every rank: a wait may end only when peers have
+    read what this rank gave them.
+
     ``bounds`` has world_size + 1 entries, ascending from 0 to the number of elements: rank r owns
     ``[bounds[r], bounds[r + 1])``, which may be uneven or empty.
     """

@@ -12,31 +12,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 
-@dataclass(frozen=True)
 class Hosts:
-    """The ranks of each host, ascending."""
+    """The ranks of each host, ascending; ``of``: rank -> host; ``runs``: all ranks in order, cut where the host changes."""
 
-    ranks: tuple[tuple[int, ...], ...]
-
-    @cached_property
-    def of(self) -> dict[int, int]:
-        """rank -> host"""
-        return {rank: host for host, ranks in enumerate(self.ranks) for rank in ranks}
-
-    @cached_property
-    def runs(self) -> list[list[int]]:
-        """All ranks in order, cut where the host changes."""
-        runs: list[list[int]] = []
-        for rank in sorted(self.of):
-            if runs and self.of[runs[-1][-1]] == self.of[rank]:
-                runs[-1].append(rank)
-            else:
-                runs.append([rank])
-        return runs
+    def __init__(self, ranks: Sequence[Sequence[int]]) -> None:
+        self.ranks = tuple(map(tuple, ranks))
+        self.of = {rank: host for host, members in enumerate(self.ranks) for rank in members}
+        self.runs = [list(run) for _, run in itertools.groupby(sorted(self.of), key=self.of.__getitem__)]
 
     def delegate(self, owner: int, host: int) -> int:
         """The rank of ``host`` that works for ``owner``: itself at home, else evenly spread."""

@@ -55,7 +55,7 @@ def meet_neighbours(transport: Transport) -> Neighbours:
 
 def shared(transport: Transport) -> Collective:
     """`Shared` among ranks of one host; `CollectiveError` where they are not, or cannot share memory. Collective."""
-    if transport.memory is not None:
+    if isinstance(transport.carrier, LoopbackCarrier):
         return Shared(transport)
     neighbours = meet_neighbours(transport)
     if len(neighbours.hosts) > 1:
@@ -96,7 +96,7 @@ def choose(transport: Transport) -> Choice:
 def hierarchical(transport: Transport) -> Collective:
     """`Hierarchical` among the hosts of the ranks; `CollectiveError` where ranks of a host cannot share memory.
     Collective."""
-    if transport.memory is not None:
+    if isinstance(transport.carrier, LoopbackCarrier):
         return Hierarchical(transport, [range(transport.world_size)])
     neighbours = meet_neighbours(transport)
     if neighbours.local is None:

@@ -45,7 +45,7 @@ def test_a_plan_adds_every_rank_once_in_order_where_its_memory_is_seen(
     hosts = hosts_of(assignment)
     for owner, plan in enumerate(plans(hosts, started, *width)):
         assert [rank for stop in plan.stops for rank in stop.adds] == list(range(len(assignment)))
-        assert plan.stops[-1].at == owner
+        assert plan.owner == plan.stops[-1].at == owner
         for stop in plan.stops[:-1]:
             assert {hosts.of[rank] for rank in stop.adds} == {hosts.of[stop.at]}
         assert all(a.at != b.at for a, b in itertools.pairwise(plan.stops))
