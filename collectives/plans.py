@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 class Hosts:
-    """The ranks of each host, ascending; ``of``: rank -> host; ``runs``: all ranks in order, cut where the host changes."""
+    """``ranks`` of each host, ascending; ``of``: rank -> host; ``runs``: all ranks in order, cut where hosts change."""
 
     def __init__(self, ranks: Sequence[Sequence[int]]) -> None:
         self.ranks = tuple(map(tuple, ranks))
