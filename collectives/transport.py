@@ -57,7 +57,7 @@ from .messages import (
     with_place,
 )
 
-CHUNK = 1 << 20  # bytes
+CHUNK = 4 << 20  # bytes
 LAST_WORDS = 60.0  # seconds for which a failed rank's messages are kept for their receivers
 _HEADER_LANE, _PAYLOAD_LANE, _TEXT_LANE, _RETURN_LANE, _LANES = 0, 1, 2, 3, 4
 _RETURNED = struct.Struct("<q")
