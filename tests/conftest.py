@@ -20,7 +20,17 @@ settings.register_profile("default", deadline=None, max_examples=40, derandomize
 settings.register_profile("thorough", deadline=None, max_examples=400, derandomize=True, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
-LONGEST = ("exact", "gloo", "train", "verify_ranks", "units_cases", "units_models", "released", "units_graphs")
+LONGEST = (
+    "random_programs",
+    "exact",
+    "gloo",
+    "train",
+    "verify_ranks",
+    "units_cases",
+    "units_models",
+    "released",
+    "units_graphs",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
+Clear = Literal["zero_grad", "zeros", "module", "module zeros", "none"]
+
+
 @dataclass(frozen=True)
 class Round:
     """``sync``: outside `no_sync`. ``ranks``: how many ranks, from 0 up, run a backward; the others have nothing."""
@@ -55,7 +58,7 @@ class Step:
     lr: float | None = None
     toggle: tuple[str, ...] = ()
     step: bool = True
-    clear: str = "zero_grad"  # "zeros", "module", "module zeros", "none"
+    clear: Clear = "zero_grad"
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ def run_rank(
         norms += [optimizer.clip_grad_norm_(max_norm, norm_type) for max_norm, norm_type in step.clips]
         if step.step:
             optimizer.step()
-        clear(model, optimizer, step)
+        clear(model, optimizer, step.clear)
         with optimizer.gathered():
             trace.append([p.detach().clone() for p in model.parameters()])
     optimizer.check_replicas()
@@ -200,8 +203,9 @@ def run_rank(
     return model, norms, trace, states
 
 
-def clear(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step) -> None:
-    match step.clear:
+def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: Clear) -> None:
+    """Forget the gradients, in one of the ways that a loop has."""
+    match how:
         case "zero_grad":
             optimizer.zero_grad()
         case "zeros":

@@ -17,7 +17,7 @@ from zero.hooks import ShardedGradient
 from .faces import ALL_STAGES, SGD, SHARDED, Two, solo_transport, trained
 from .models import odd_batches, odd_loss
 from .plain import assert_same_bits, assert_same_model, plain_step
-from .programs import locked_build
+from .programs import Clear, clear, locked_build
 
 READS: dict[str, Callable[[Tensor], Any]] = {
     "torch.nn.utils.clip_grad_norm_": lambda p: torch.nn.utils.clip_grad_norm_([p], 1.0),
@@ -276,11 +276,8 @@ def test_checkpointed_models_are_exact(stage: int) -> None:
 
 
 @ALL_STAGES
-@pytest.mark.parametrize("clear", ["zeros", "module zeros", "none", "zero_grad"])
-def test_a_gradient_that_one_rank_alone_held_does_not_survive_a_clear(stage: int, clear: str) -> None:
-    from .programs import Step
-    from .programs import clear as clear_as
-
+@pytest.mark.parametrize("how", ["zeros", "module zeros", "none", "zero_grad"])
+def test_a_gradient_that_one_rank_alone_held_does_not_survive_a_clear(stage: int, how: Clear) -> None:
     def program(transport: Transport) -> nn.Module:
         model = Two()
         optimizer = ZeroOptimizer(model, SGD, stage=stage, process_group=transport, bucket_cap_mb=1e-6, lr=0.1)
@@ -288,7 +285,7 @@ def test_a_gradient_that_one_rank_alone_held_does_not_survive_a_clear(stage: int
             model(1.0, transport.rank == 0).backward()
         optimizer.clip_grad_norm_(float("inf"))
         model.a.requires_grad_(False)
-        clear_as(model, optimizer, Step(clear=clear))
+        clear(model, optimizer, how)
         model.a.requires_grad_(True)
         model(3.0).backward()
         optimizer.step()

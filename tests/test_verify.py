@@ -249,6 +249,7 @@ def test_one_line_a_run_and_a_conclusion(capsys: pytest.CaptureFixture[str]) -> 
         {"build_model": verified.with_dropout, "loss_fn": verified.seeded_by_the_batch},
         {"optimizer_class": torch.optim.SGD, "lr": torch.tensor(0.1), "momentum": 0.9},
         {"units": verified.is_linear},
+        {"build_model": verified.Masked},
     ],
 )
 def test_batches_of_every_kind_and_what_goes_through(

@@ -119,7 +119,8 @@ def verify(
 
     Raises:
         ValueError, TypeError: an argument that cannot be.
-        RuntimeError: a process failed; the message says where it was, and the cause is its traceback.
+        RuntimeError: a process failed, or the plain loop showed nothing (a trained parameter turned NaN or infinite, or
+            none moved); the message says where it was, and the cause is its traceback.
     """
     _check_place()
     sizes = _integers(world_sizes, "world_sizes")

@@ -150,12 +150,13 @@ def _begin(folder: Path, watch: Watch, name: str, seed: int) -> Work:
 
 def plain_loop(folder: Path, watch: Watch) -> None:
     """The plain loop, which leaves its parameters after each step. Refuses one that would show nothing."""
-    step = 0
+    step, finite = 0, list[str]()
     for step, parameters in _plain_steps(_begin(folder, watch, "the plain loop", seed=1), watch):
-        for name, parameter in parameters.items():
-            if not parameter.isfinite().all():
-                when = f"after step {step}" if step else "as built"
-                raise ValueError(f"{name!r} holds NaN or infinity {when}: training that fails shows nothing")
+        if step == 0:  # what is trained; a frozen mask may hold infinities
+            finite = [name for name, p in parameters.items() if p.requires_grad and p.isfinite().all()]
+        for name in finite:
+            if not parameters[name].isfinite().all():
+                raise ValueError(f"{name!r} holds NaN or infinity after step {step}: training that fails shows nothing")
         copies = {name: parameter.detach().cpu().contiguous().clone() for name, parameter in parameters.items()}
         torch.save(copies, _step_file(folder, step))
     if step and first_difference(_plain(folder, 0), _plain(folder, step)) is None:

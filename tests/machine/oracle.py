@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zero import clip_grad_norm_
 
-from ..programs import CLASSES
+from ..programs import CLASSES, clear
 from . import program as p
 from .program import Command, Config, Setting
 
@@ -172,7 +172,7 @@ class Oracle:
     def _zero_grad(self, command: p.ZeroGrad) -> None:
         self._meet()
         zeros = {index: torch.zeros_like(gradient) for index, gradient in self._sums().items()}
-        p.clear(self.model, self.optimizer, command.how)
+        clear(self.model, self.optimizer, command.how)
         kept = self.kept
         self._clear()
         self.kept = kept

@@ -12,12 +12,11 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..programs import CLASSES
+from ..programs import CLASSES, Clear
 from .trees import Batch, Part, Source, Tree, batch_of, build
 
 Numbers: TypeAlias = tuple[int, ...] | None  # None: all
 Form = Literal["one", "two forwards", "two losses", "retained", "autograd.grad before"]
-Clear = Literal["zero_grad", "zeros", "module", "module zeros", "none"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -279,21 +278,6 @@ def edit(parameter: Tensor, seed: int, rank: int) -> None:
     generator = torch.Generator().manual_seed(seed + 77 * rank)
     with torch.no_grad():
         parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype) / 8)
-
-
-def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: Clear) -> None:
-    match how:
-        case "zero_grad":
-            optimizer.zero_grad()
-        case "zeros":
-            optimizer.zero_grad(set_to_none=False)
-        case "module":
-            model.zero_grad()
-        case "module zeros":
-            model.zero_grad(set_to_none=False)
-        case "none":
-            for parameter in model.parameters():
-                parameter.grad = None
 
 
 def change(optimizer: torch.optim.Optimizer, command: Change) -> None:

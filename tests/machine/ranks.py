@@ -10,7 +10,7 @@ import torch
 
 from zero import ZeroOptimizer
 
-from ..programs import CLASSES
+from ..programs import CLASSES, clear
 from . import program as p
 from .program import Command, Config, Setting
 from .trees import Batch, PlannedError
@@ -70,7 +70,7 @@ class Rank:
                 self.optimizer.step()
                 return self._read(None) if command.look else None
             case p.ZeroGrad():
-                p.clear(self.model, self.optimizer, command.how)
+                clear(self.model, self.optimizer, command.how)
             case p.Freeze():
                 for parameter in p.chosen(self.model, command.numbers):
                     parameter.requires_grad_(not parameter.requires_grad)
