@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .bucketing import BucketQueue
+from .carriers import Region
 from .hierarchical import Hierarchical
 from .loopback import Loopback, on_threads, solo
 from .messages import (
@@ -17,7 +18,6 @@ from .messages import (
     Kind,
     MismatchError,
     PeerError,
-    Region,
     Tag,
     Traffic,
     Work,

@@ -186,11 +186,11 @@ class Window:
         self._memory = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns once that nobody must write there
-            self.look(0, 1)
+            self.look(0, 1, torch.uint8)
 
-    def look(self, place: int, nbytes: int) -> Tensor:
+    def look(self, place: int, nbytes: int, dtype: torch.dtype) -> Tensor:
         """``nbytes`` of the peer's own memory, 1-D. To write there is a segmentation fault."""
-        return _tensor(self._memory, place, nbytes)
+        return torch.frombuffer(self._memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=place)
 
 
 def _exhausted(nbytes: int) -> MemoryError:

@@ -28,16 +28,22 @@ def fold(parts: Sequence[Tensor], out: Tensor) -> None:
         torch.add(first, parts[1], out=out)
         return
     running = torch.empty(min(BLOCK, size), dtype=out.dtype, device=out.device)
+    if size <= BLOCK:
+        _fold_block(parts, out, running)
+        return
     for begin in range(0, size, BLOCK):
         end = min(begin + BLOCK, size)
-        total = running[: end - begin]
-        if first.dtype == out.dtype:
-            torch.add(first[begin:end], parts[1][begin:end], out=total)
-        else:
-            total.copy_(first[begin:end]).add_(parts[1][begin:end])
-        for part in parts[2:-1]:
-            total.add_(part[begin:end])
-        if len(parts) > 2:
-            torch.add(total, parts[-1][begin:end], out=out[begin:end])
-        else:
-            out[begin:end].copy_(total)
+        _fold_block([part[begin:end] for part in parts], out[begin:end], running[: end - begin])
+
+
+def _fold_block(parts: Sequence[Tensor], out: Tensor, total: Tensor) -> None:
+    if parts[0].dtype == out.dtype:
+        torch.add(parts[0], parts[1], out=total)
+    else:
+        total.copy_(parts[0]).add_(parts[1])
+    for part in parts[2:-1]:
+        total.add_(part)
+    if len(parts) > 2:
+        torch.add(total, parts[-1], out=out)
+    else:
+        out.copy_(total)

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from .fold import fold
+from .lending import Borrowed
 from .messages import Chain, CollectiveError, Tag, Work
 from .plans import Hosts, Plan, plans
-from .transport import Loan, Transport, chunks
+from .transport import Transport, chunks
 
 
 class Hierarchical:
@@ -93,9 +94,10 @@ class _ReduceScatter:
         t, neighbours = algorithm.transport, algorithm.neighbours
         self._transport, self._onward, self._tag = t, algorithm.onward, tag
         self._bounds, self._out, self._start = bounds, out, start
-        self._loans = {rank: t.borrow(rank, tag, source.numel(), source.dtype) for rank in neighbours}
+        self._neighbours = neighbours
+        self._borrowed = t.borrow([(rank, source.numel()) for rank in neighbours], source.dtype, tag)
         self._source = t.within_reach(source)
-        self._lends = Chain([t.lend(self._source, to, tag) for to in neighbours])
+        self._lent = t.lend(self._source, [(to, 0, source.numel()) for to in neighbours], tag)
         mine = [(hop, plan) for plan in plans for hop, stop in enumerate(plan.stops) if stop.at == t.rank]
         mine.sort(key=lambda item: (item[0], item[1].owner))
         self._sums = {(hop, plan.owner): self._sum(hop, plan) for hop, plan in mine}
@@ -104,14 +106,13 @@ class _ReduceScatter:
         self._direct = {
             rank: self._receive(t, source.dtype, t.rank, rank)
             for rank in plans[t.rank].stops[-1].adds
-            if rank != t.rank and rank not in self._loans
+            if rank != t.rank and rank not in neighbours
         }
         self._sends = [*self._send_start(plans[t.rank]), *self._send_contributions(plans)]
 
     def wait(self) -> None:
         if self._stops:
-            for loan in self._loans.values():
-                loan.wait()
+            self._borrowed.wait()
         while self._stops:
             try:
                 self._stop(*self._stops[0])
@@ -122,10 +123,9 @@ class _ReduceScatter:
                 raise
             self._stops.popleft()
             if not self._stops:
-                for loan in self._loans.values():
-                    loan.give_back()
+                self._borrowed.give_back()
         Chain(self._sends).wait()
-        self._lends.wait()
+        self._lent.wait()
 
     # -- what is sent and expected at once ----------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class _ReduceScatter:
         """Those of this rank that owners on other hosts add."""
         rank = self._transport.rank
         for plan in plans:
-            if plan.owner != rank and plan.owner not in self._loans and rank in plan.stops[-1].adds:
+            if plan.owner != rank and plan.owner not in self._neighbours and rank in plan.stops[-1].adds:
                 yield from self._send(self._slice(self._source, plan.owner), plan.owner, plan.owner)
 
     # -- what is done when somebody waits -----------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class _ReduceScatter:
     def _contribution(self, rank: int, owner: int) -> _Arriving:
         if rank in self._direct:
             return self._direct[rank]
-        whole = self._loans[rank].tensor() if rank in self._loans else self._source
+        whole = self._borrowed.tensor(rank) if rank in self._neighbours else self._source
         return _Arriving(self._slice(whole, owner), ())
 
 
@@ -201,7 +201,7 @@ class _AllGather:
         self._algorithm, self._buffer, self._bounds, self._tag = algorithm, buffer, bounds, tag
         here = hosts.of[t.rank]
         self._relayed = {owner: hosts.delegate(owner, here) for owner in range(t.world_size) if hosts.of[owner] != here}
-        self._loans = {rank: self._borrow(t, rank, rank) for rank in neighbours}
+        self._borrowed = {rank: self._borrow(t, rank, rank) for rank in neighbours}
         self._arriving = {}
         for owner, delegate in self._relayed.items():
             if delegate == t.rank:
@@ -209,7 +209,7 @@ class _AllGather:
                 works = [t.irecv(target[low:high], owner, tag) for low, high in chunks(target.numel(), target.itemsize)]
                 self._arriving[owner] = _Arriving(target, works)
         own = t.within_reach(self._slice(t.rank))
-        self._lends: list[Work] = [t.lend(own, to, tag) for to in neighbours]
+        self._lent = [t.lend(own, [(to, 0, own.numel()) for to in neighbours], tag)]
         delegates = [hosts.delegate(t.rank, host) for host in range(len(hosts.ranks)) if host != here]
         self._sends = [
             t.isend(own[low:high], to, tag) for low, high in chunks(own.numel(), own.itemsize) for to in delegates
@@ -223,15 +223,16 @@ class _AllGather:
         relayed = {o: self._borrow(onward, d, o) for o, d in self._relayed.items() if d != t.rank}
         for owner, arriving in self._arriving.items():
             Chain(arriving.works).wait()
-            self._lends += [onward.lend(arriving.tensor, to, self._tag) for to in neighbours]
+            spans = [(to, 0, arriving.tensor.numel()) for to in neighbours]
+            self._lent.append(onward.lend(arriving.tensor, spans, self._tag))
             if arriving.tensor.data_ptr() != self._slice(owner).data_ptr():
                 self._slice(owner).copy_(arriving.tensor)
-        for owner, loan in (self._loans | relayed).items():
-            loan.wait()
-            self._slice(owner).copy_(loan.tensor())
-            loan.give_back()
+        for owner, (source, borrowed) in (self._borrowed | relayed).items():
+            borrowed.wait()
+            self._slice(owner).copy_(borrowed.tensor(source))
+            borrowed.give_back()
         self._done = True
-        Chain([*self._sends, *self._lends]).wait()
+        Chain([*self._sends, *self._lent]).wait()
 
     def _slice(self, owner: int) -> Tensor:
         return self._buffer[self._bounds[owner] : self._bounds[owner + 1]]
@@ -243,5 +244,6 @@ class _AllGather:
             return place
         return t.scratch(place.numel(), place.dtype, torch.device("cpu"))
 
-    def _borrow(self, transport: Transport, source: int, owner: int) -> Loan:
-        return transport.borrow(source, self._tag, self._bounds[owner + 1] - self._bounds[owner], self._buffer.dtype)
+    def _borrow(self, transport: Transport, source: int, owner: int) -> tuple[int, Borrowed]:
+        spans = [(source, self._bounds[owner + 1] - self._bounds[owner])]
+        return source, transport.borrow(spans, self._buffer.dtype, self._tag)

@@ -72,7 +72,7 @@ class _Expected:
             arrived, size = torch.frombuffer(bytearray(body), dtype=torch.uint8), len(body)
         else:
             place, size = _PLACE.unpack(body)
-            arrived = self._carrier.look(self._source, place, size)
+            arrived = self._carrier.look(self._source, place, size, torch.uint8)
         if size != self._tensor.numel():
             raise PeerError(f"{size} bytes came where {self._tensor.numel()} fit")
         self._tensor.copy_(arrived)
@@ -81,6 +81,8 @@ class _Expected:
 
 
 class _ExpectedBytes:
+    __slots__ = ("_carrier", "_slot", "_source")
+
     def __init__(self, carrier: HostCarrier, source: int, slot: int) -> None:
         self._carrier, self._source, self._slot = carrier, source, slot
 
@@ -89,7 +91,7 @@ class _ExpectedBytes:
         if kind == _BYTES:
             return body
         place, size = _PLACE.unpack(body)
-        data = self._carrier.look(self._source, place, size).numpy().tobytes()
+        data = self._carrier.look(self._source, place, size, torch.uint8).numpy().tobytes()
         self._carrier.put(self._source, self._slot, _READ)
         return data
 
@@ -143,8 +145,8 @@ class HostCarrier:
     def place(self, tensor: Tensor) -> int | None:
         return self._arena.place(tensor)
 
-    def look(self, source: int, place: int, nbytes: int) -> Tensor:
-        return self._peer(source).window.look(place, nbytes)
+    def look(self, source: int, place: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        return self._peer(source).window.look(place, nbytes, dtype)
 
     def common(self, sizes: Sequence[int]) -> list[Region] | None:
         """Regions of these bytes that are the same for all; None where there is no memory for them, which ranks may
@@ -172,7 +174,8 @@ class HostCarrier:
     def put(self, to: int, slot: int, kind: int, body: bytes = b"") -> None:
         """Send a frame. Where the peer's socket is full, what came here is read meanwhile: the peer may do the same."""
         frame = _FRAME.pack(slot, kind) + body
-        peer = self._peer(to)
+        peer = self._peers[to]
+        assert peer is not None, "a rank sends itself nothing"
         limit: float | None = None
         while True:
             try:
@@ -186,15 +189,20 @@ class HostCarrier:
 
     def next_frame(self, source: int, slot: int, timeout: float, answer: bool = False) -> tuple[int, bytes]:
         """Kind and body of the next message of a rank in a slot, or its next answer there."""
-        frames = self._frames[source, slot, answer]
+        key = source, slot, answer
+        frames = self._frames.get(key)
         while not frames:
-            if (source, slot) in self._ended:
+            if self._ended and (source, slot) in self._ended:
                 raise GoneError("it gave up")
-            self._read(source, timeout)
+            read = self._read(source, timeout)
+            if read is not None:
+                if read[0] == key:
+                    return read[1]
+                self._frames[read[0]].append(read[1])
         return frames.popleft()
 
-    def _read(self, source: int, timeout: float) -> None:
-        """Read one frame of a rank, and put it where it belongs."""
+    def _read(self, source: int, timeout: float) -> tuple[tuple[int, int, bool], tuple[int, bytes]] | None:
+        """One frame of a rank: where it belongs, and what it is; None where it was the last of a slot."""
         frame = self._peer(source).receive(timeout)
         if frame is None:
             raise PeerError(f"time limit of {timeout} s passed")
@@ -203,8 +211,8 @@ class HostCarrier:
         slot, kind = _FRAME.unpack_from(frame)
         if kind == _END:
             self._ended.add((source, slot))
-            return
-        self._frames[source, slot, kind == _READ].append((kind, frame[_FRAME.size :]))
+            return None
+        return (source, slot, kind == _READ), (kind, frame[_FRAME.size :])
 
     def _make_room(self, peer: Peer, limit: float) -> None:
         poll = select.poll()
@@ -223,7 +231,9 @@ class HostCarrier:
                 raise GoneError(_GONE)
             if event & ~select.POLLOUT:
                 try:
-                    self._read(ranks[descriptor], 0)
+                    read = self._read(ranks[descriptor], 0)
+                    if read is not None:
+                        self._frames[read[0]].append(read[1])
                 except GoneError:
                     if self._peers[ranks[descriptor]] is peer:
                         raise  # another one may have done its part, and left

@@ -117,9 +117,9 @@ class LoopbackCarrier:
     def place(self, tensor: Tensor) -> int | None:
         return tensor.data_ptr() if tensor.device.type == "cpu" else None
 
-    def look(self, source: int, place: int, nbytes: int) -> Tensor:
-        """The bytes at an address, as another process would see them: nothing here keeps them alive."""
-        return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(place), dtype=torch.uint8)
+    def look(self, source: int, place: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        """The elements at an address, as another process would see them: nothing here keeps them alive."""
+        return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(place), dtype=dtype)
 
 
 class Loopback(Generic[T]):

@@ -1,4 +1,4 @@
-"""The words that transports and algorithms share: tags, errors, counters, and the protocols between them.
+"""The words that transports and algorithms share: tags and headers, errors, counters, and what an algorithm is.
 
 Knows what a message says about itself. Does not know how it travels, or what an algorithm does with it.
 """
@@ -10,18 +10,17 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 if TYPE_CHECKING:
     from .transport import Transport
 
 LABEL_BYTES = 76
-_HEADER = struct.Struct(f"<iqiqqH{LABEL_BYTES}s")
+_TAG = struct.Struct(f"<iqiqqH{LABEL_BYTES}s10x")
 _PLACE = struct.Struct("<q")
-HEADER_BYTES = 128
-_PLACE_BEGIN = HEADER_BYTES - _PLACE.size
+HEADER_BYTES = _TAG.size + _PLACE.size  # 128
 
 
 class Kind(IntEnum):
@@ -50,13 +49,13 @@ class Tag:
     digest: int = 0
 
     def pack(self, size: int) -> bytes:
+        """What the header of a message of ``size`` bytes begins with; `at` completes it."""
         label = _cut(self.label)
-        packed = _HEADER.pack(int(self.kind), self.round, self.index, self.digest, size, len(label), label)
-        return packed.ljust(HEADER_BYTES, b"\0")
+        return _TAG.pack(self.kind, self.round, self.index, self.digest, size, len(label), label)
 
     @classmethod
     def unpack(cls, header: bytes) -> tuple[Tag, int]:
-        kind, round_, index, digest, size, length, label = _HEADER.unpack_from(header)
+        kind, round_, index, digest, size, length, label = _TAG.unpack_from(header)
         return cls(Kind(kind), label[:length].decode(), round_, index, digest), size
 
     def same(self, other: Tag) -> bool:
@@ -65,22 +64,17 @@ class Tag:
         return mine == (other.kind, other.round, other.index, other.digest, _cut(other.label))
 
 
-def kind_of(header: bytes) -> int:
-    return int.from_bytes(header[:4], "little")
-
-
-def with_place(header: bytes, place: int) -> bytes:
+def at(packed: bytes, place: int = 0) -> bytes:
     """A header that says where the message's bytes lie, in memory that the receiver can see."""
-    return header[:_PLACE_BEGIN] + _PLACE.pack(place)
+    return packed + _PLACE.pack(place)
 
 
 def place_of(header: bytes) -> int:
-    return int(_PLACE.unpack_from(header, _PLACE_BEGIN)[0])
+    return int(_PLACE.unpack_from(header, _TAG.size)[0])
 
 
-def same_header(a: bytes, b: bytes) -> bool:
-    """True where two headers say the same but for a place."""
-    return a[:_PLACE_BEGIN] == b[:_PLACE_BEGIN]
+def is_abort(header: bytes) -> bool:
+    return int.from_bytes(header[:4], "little") == Kind.ABORT
 
 
 class CollectiveError(RuntimeError):
@@ -111,84 +105,6 @@ class Traffic:
 
     def __sub__(self, earlier: Traffic) -> Traffic:
         return Traffic(*(getattr(self, f) - getattr(earlier, f) for f in self.__dataclass_fields__))
-
-
-class Pending(Protocol):
-    """A transfer of a carrier under way."""
-
-    def wait(self, timeout: float) -> None:
-        """Return when the tensor may be used again; raise `PeerError` where that cannot happen any more."""
-
-
-class Carrier(Protocol):
-    """Moves bytes between two ranks, in order for each (pair, slot). Tensors are 1-D, contiguous, uint8, not empty."""
-
-    name: str
-    rank: int
-    world_size: int
-    timeout: float
-
-    def send(self, tensor: Tensor, to: int, slot: int) -> Pending: ...
-
-    def recv(self, tensor: Tensor, source: int, slot: int) -> Pending: ...
-
-
-class PendingBytes(Protocol):
-    """A few bytes that are expected."""
-
-    def wait(self, timeout: float) -> bytes:
-        """The bytes; raises `PeerError` where they cannot come any more."""
-
-
-@runtime_checkable
-class ByteCarrier(Protocol):
-    """A carrier with a short way for a few bytes, as headers are."""
-
-    def send_bytes(self, data: bytes, to: int, slot: int) -> Pending: ...
-
-    def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes: ...
-
-
-@runtime_checkable
-class Memory(Protocol):
-    """Memory of a rank that its peers can read, each from where it is."""
-
-    def allocate(self, nbytes: int) -> UntypedStorage:
-        """``nbytes`` with undefined content, freed with their last holder; `MemoryError` where there are none."""
-
-    def give_up(self, to: int, slot: int) -> None:
-        """Tell a peer that nothing is sent to it any more in this slot, nor read of what it sent: its waits there raise
-        `GoneError`."""
-
-    def place(self, tensor: Tensor) -> int | None:
-        """What tells a peer where the tensor's first byte lies; None where it lies elsewhere."""
-
-    def look(self, source: int, place: int, nbytes: int) -> Tensor:
-        """Bytes of rank ``source``, 1-D, in its own memory: to be read only, and only while it lends them."""
-
-
-class Region(Protocol):
-    """Memory that is the same for all ranks. Each writes in its own part, for all; what it reads is as all wrote it,
-    but for what it writes there itself, which nobody else sees."""
-
-    def own(self, low: int, high: int) -> Tensor:
-        """The bytes from ``low`` to ``high``, 1-D, which this rank writes for all."""
-
-    def whole(self) -> Tensor:
-        """All bytes, 1-D, to be read."""
-
-    def written(self) -> list[tuple[int, int]]:
-        """Where this rank may have written into `whole` since `refresh`: begin and end in bytes."""
-
-    def refresh(self) -> None:
-        """Forget what this rank wrote into `whole`."""
-
-
-@runtime_checkable
-class CommonMemory(Protocol):
-    """A carrier all of whose ranks can have memory in common."""
-
-    def common(self, sizes: Sequence[int]) -> Sequence[Region] | None: ...
 
 
 class Work(Protocol):
@@ -244,4 +160,5 @@ class Chain:
 
 def _cut(label: str) -> bytes:
     """What of a label fits into a header, in whole characters."""
-    return label.encode(errors="replace")[:LABEL_BYTES].decode(errors="ignore").encode()
+    encoded = label.encode(errors="replace")
+    return encoded if len(encoded) <= LABEL_BYTES else encoded[:LABEL_BYTES].decode(errors="ignore").encode()

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, UntypedStorage
 
+from .carriers import ByTensors, Carrier, Pending, PendingBytes
 from .host import HostCarrier
-from .messages import Carrier, Pending, PendingBytes
-from .transport import ByTensors
 
 
 class RoutedCarrier:
@@ -57,5 +57,5 @@ class RoutedCarrier:
     def place(self, tensor: Tensor) -> int | None:
         return self._local.place(tensor)
 
-    def look(self, source: int, place: int, nbytes: int) -> Tensor:
-        return self._local.look(self._places[source], place, nbytes)
+    def look(self, source: int, place: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        return self._local.look(self._places[source], place, nbytes, dtype)

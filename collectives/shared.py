@@ -14,32 +14,29 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from .fold import fold
-from .messages import Chain, CollectiveError, Tag, Work
-from .transport import Loan, Transport
+from .lending import Borrowed, Lent
+from .messages import CollectiveError, Tag, Work
+from .transport import Transport
 
 
 class _Reading:
     """Memory of the peers that is read when all of it is there, and given back; then this rank's own is free again."""
 
-    def __init__(
-        self, transport: Transport, loans: Sequence[Loan], lends: Sequence[Work], read: Callable[[], None]
-    ) -> None:
-        self._transport, self._loans, self._lends = transport, Chain(loans), Chain(lends)
-        self._borrowed: Sequence[Loan] = loans
+    def __init__(self, transport: Transport, borrowed: Borrowed, lent: Lent, read: Callable[[], None]) -> None:
+        self._transport, self._borrowed, self._lent = transport, borrowed, lent
         self._read: Callable[[], None] | None = read
 
     def wait(self) -> None:
-        self._loans.wait()
         if self._read is not None:
+            self._borrowed.wait()
             read, self._read = self._read, None
             try:
                 read()
             except BaseException as error:  # half a sum is no sum
                 self._transport.abort(f"rank {self._transport.rank}, while reading: {type(error).__name__}: {error}")
                 raise
-            for loan in self._borrowed:
-                loan.give_back()
-        self._lends.wait()
+            self._borrowed.give_back()
+        self._lent.wait()
 
 
 class Shared:
@@ -60,27 +57,27 @@ class Shared:
         """See `collectives.Collective.reduce_scatter`. Needs no scratch memory but a block of the fold's."""
         t = self.transport
         low, high = bounds[t.rank], bounds[t.rank + 1]
-        loans = {rank: t.borrow(rank, tag, high - low, source.dtype) for rank in t.peers()}
-        reach = t.within_reach(source)
-        lends = [t.lend(reach[bounds[to] : bounds[to + 1]], to, tag) for to in t.peers()]
+        borrowed = t.borrow([(rank, high - low) for rank in t.peers()], source.dtype, tag)
+        lent = t.lend(source, [(to, bounds[to], bounds[to + 1]) for to in t.peers()], tag)
 
         def read() -> None:
             parts = [] if start is None else [start]
             for rank in range(t.world_size):
-                parts.append(source[low:high] if rank == t.rank else loans[rank].tensor().to(source.device))
+                part = source[low:high] if rank == t.rank else borrowed.tensor(rank)
+                parts.append(part if part.device == out.device else part.to(out.device))
             fold(parts, out)
 
-        return _Reading(t, list(loans.values()), lends, read)
+        return _Reading(t, borrowed, lent, read)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. One copy out of each peer's slice."""
         t = self.transport
-        loans = {rank: t.borrow(rank, tag, bounds[rank + 1] - bounds[rank], buffer.dtype) for rank in t.peers()}
-        own = t.within_reach(buffer[bounds[t.rank] : bounds[t.rank + 1]])
-        lends = [t.lend(own, to, tag) for to in t.peers()]
+        own = buffer[bounds[t.rank] : bounds[t.rank + 1]]
+        borrowed = t.borrow([(r, bounds[r + 1] - bounds[r]) for r in t.peers()], buffer.dtype, tag)
+        lent = t.lend(own, [(to, 0, own.numel()) for to in t.peers()], tag)
 
         def read() -> None:
-            for rank, loan in loans.items():
-                buffer[bounds[rank] : bounds[rank + 1]].copy_(loan.tensor())
+            for rank in t.peers():
+                buffer[bounds[rank] : bounds[rank + 1]].copy_(borrowed.tensor(rank))
 
-        return _Reading(t, list(loans.values()), lends, read)
+        return _Reading(t, borrowed, lent, read)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from collectives import Loopback, Transport
 from collectives.arena import Arena, Window
+from collectives.carriers import Carrier, Pending
 from collectives.host import HostCarrier, Peer
-from collectives.messages import Carrier, Pending
 from collectives.rendezvous import Door, exchange_cards, join
 from collectives.routed import RoutedCarrier
 

@@ -97,9 +97,9 @@ def test_a_region_outlives_its_arena_and_nothing_is_left_of_both() -> None:
     storage = memory.allocate(PAGE)
     torch.empty(0).set_(storage, 0, (3,), (1,)).fill_(5.0)
     del memory
-    assert window.look(0, 12).view(torch.float32).tolist() == [5.0] * 3
+    assert window.look(0, 12, torch.float32).tolist() == [5.0] * 3
     del storage
-    assert window.look(0, 12).view(torch.float32).tolist() == [0.0] * 3, "the pages are gone"
+    assert window.look(0, 12, torch.float32).tolist() == [0.0] * 3, "the pages are gone"
     del window
     assert set(os.listdir("/proc/self/fd")) == descriptors
 
@@ -107,7 +107,7 @@ def test_a_region_outlives_its_arena_and_nothing_is_left_of_both() -> None:
 def test_a_window_cannot_be_written() -> None:
     memory = Arena(4 * PAGE)
     window = Window(memory.fd)
-    address = hex(window.look(0, 1).data_ptr())[2:]
+    address = hex(window.look(0, 1, torch.uint8).data_ptr())[2:]
     line = next(line for line in Path("/proc/self/maps").read_text().splitlines() if line.startswith(address))
     assert line.split()[1] == "r--s"
 

@@ -204,7 +204,7 @@ def test_so_it_is_where_its_socket_is_full() -> None:
 
 
 def lend(transport: Transport) -> Any:
-    return transport.lend(transport.scratch(5, torch.float32, torch.device("cpu")), 1, TAG)
+    return transport.lend(transport.scratch(5, torch.float32, torch.device("cpu")), [(1, 0, 5)], TAG)
 
 
 def send(transport: Transport) -> Any:
@@ -247,7 +247,7 @@ def test_a_loan_cannot_be_given_back_to_a_rank_that_is_gone() -> None:
     carriers = mesh(2)
     first, second = map(Transport, carriers)
     lend(first)
-    loan = second.borrow(0, TAG, 5, torch.float32)
+    loan = second.borrow([(0, 5)], torch.float32, TAG)
     loan.wait()
     leave(carriers[0])
     with pytest.raises(PeerError, match=r"rank 1, in bucket 3: .*rank 0 .*its process ended"):

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Kind, Loopback, Pairwise, Tag, Transport, Work, on_threads
+from collectives.carriers import Carrier, Pending
 from collectives.loopback import Interference
-from collectives.messages import HEADER_BYTES, Pending
+from collectives.messages import HEADER_BYTES
 from zero import ZeroOptimizer
 from zero.stages import STAGES
 
@@ -242,11 +243,10 @@ class Spy:
     """A carrier that writes down what leaves this rank through channels that were opened (not the opening itself,
     which draws a number by chance)."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._carrier, self.messages = transport.carrier, list[Message]()
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier, self.messages = carrier, list[Message]()
         self.name, self.timeout = self._carrier.name, self._carrier.timeout
         self.rank, self.world_size = self._carrier.rank, self._carrier.world_size
-        transport.carrier = self
 
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
         if slot >= LANES:
@@ -263,8 +263,9 @@ def wire(stage: int) -> tuple[list[list[Message]], list[Any]]:
     models = [build(rank) for rank in range(2)]
 
     def program(transport: Transport) -> tuple[list[Message], Any]:
-        spy, model, norms = Spy(transport), models[transport.rank], list[Tensor]()
-        optimizer = ZeroOptimizer(model, stage=stage, process_group=transport, **ARGUMENTS)
+        spy, model, norms = Spy(transport.carrier), models[transport.rank], list[Tensor]()
+        given = {**ARGUMENTS, "collective": "pairwise"}
+        optimizer = ZeroOptimizer(model, stage=stage, process_group=transport.over(spy), **given)
         for step in range(2):
             one_step(model, optimizer, step, norms, nothing)
         optimizer.check_replicas()

@@ -6,6 +6,7 @@ from .mutant import Edit, Mutant
 
 BUCKETING, MESSAGES, PAIRWISE = "collectives/bucketing.py", "collectives/messages.py", "collectives/pairwise.py"
 MEMORY, NATIVE, TRANSPORT = "collectives/memory.py", "collectives/native.py", "collectives/transport.py"
+CHANNEL = "collectives/channel.py"
 GRADIENTS, LAYOUT, REDUCER = "zero/gradients.py", "zero/layout.py", "zero/reducer.py"
 EXACT = "test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
 DIFFERENT = "test_errors.py::test_ranks_that_built_different_models_learn_the_first_difference"
@@ -128,7 +129,9 @@ RANKS = (
         "In a sub-group the rank follows from the rank in the world: {1, 3} are 1 and 1, and nobody is 0.",
         (
             Edit(
-                TRANSPORT, "self.rank = self._ranks.index(carrier.rank)", "self.rank = carrier.rank % len(self._ranks)"
+                CHANNEL,
+                "self.rank, self.timeout = self.ranks.index(carrier.rank)",
+                "self.rank, self.timeout = carrier.rank % len(ranks)",
             ),
         ),
         ("test_properties.py::test_groups_of_one_world_train_apart[2]",),
@@ -195,8 +198,8 @@ RANKS = (
         "A rank that fails keeps it to itself: the others wait until their time limit and learn no reason.",
         (
             Edit(
-                TRANSPORT,
-                '        tag = Tag(Kind.ABORT, "abort")\n        for to in self.peers():\n',
+                CHANNEL,
+                '        tag = Tag(Kind.ABORT, "abort")\n        for to in self.peers:\n',
                 '        tag = Tag(Kind.ABORT, "abort")\n        for to in ():\n',
             ),
         ),
@@ -206,7 +209,7 @@ RANKS = (
         "headers-are-not-compared",
         ("L8",),
         "Ranks in different collectives of one size take each other's bytes.",
-        (Edit(TRANSPORT, "if not same_header(header, first.header):", "if Tag.unpack(header)[1] != first.size:"),),
+        (Edit(CHANNEL, "if not header.startswith(first.packed):", "if Tag.unpack(header)[1] != first.size:"),),
         ("test_collectives_failures.py::test_ranks_in_different_collectives_both_learn_of_both",),
     ),
     Mutant(
@@ -216,8 +219,8 @@ RANKS = (
         (
             Edit(
                 TRANSPORT,
-                'return Transport(self.carrier, self._ranks, int.from_bytes(first, "little"))',
-                "return Transport(self.carrier, self._ranks, 1 if first else 0)",
+                'return Transport(self.carrier, self._channel.ranks, int.from_bytes(first, "little"))',
+                "return Transport(self.carrier, self._channel.ranks, 1 if first else 0)",
             ),
         ),
         ("test_collectives_groups.py::test_messages_of_forked_channels_do_not_mix",),

@@ -169,8 +169,8 @@ MUTANTS = (
         (
             Edit(
                 RESIDENCY,
-                "        if not same_bits(shelf.whole[low:high], shelf.shard):\n",
-                "        if shelf.whole[low:high].numel() != shelf.shard.numel():\n",
+                "        if not same_bits(shelf.whole[low:high], kept):\n",
+                "        if shelf.whole[low:high].numel() != kept.numel():\n",
             ),
         ),
         ("test_stage3_properties.py::test_an_edit_past_the_version_counter_is_told_by_the_owner",),

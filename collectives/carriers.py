@@ -1,0 +1,114 @@
+"""What moves bytes between ranks, as transports see it: protocols, and the short way over a carrier without one.
+
+Knows: ranks and slots of a carrier. Does not know: headers, or what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, UntypedStorage
+
+
+class Pending(Protocol):
+    """A transfer of a carrier under way."""
+
+    def wait(self, timeout: float) -> None:
+        """Return when the tensor may be used again; raise `PeerError` where that cannot happen any more."""
+
+
+class Carrier(Protocol):
+    """Moves bytes between two ranks, in order for each (pair, slot). Tensors are 1-D, contiguous, uint8, not empty."""
+
+    name: str
+    rank: int
+    world_size: int
+    timeout: float
+
+    def send(self, tensor: Tensor, to: int, slot: int) -> Pending: ...
+
+    def recv(self, tensor: Tensor, source: int, slot: int) -> Pending: ...
+
+
+class PendingBytes(Protocol):
+    """A few bytes that are expected."""
+
+    def wait(self, timeout: float) -> bytes:
+        """The bytes; raises `PeerError` where they cannot come any more."""
+
+
+@runtime_checkable
+class ByteCarrier(Protocol):
+    """A carrier with a short way for a few bytes, as headers are."""
+
+    def send_bytes(self, data: bytes, to: int, slot: int) -> Pending: ...
+
+    def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes: ...
+
+
+@runtime_checkable
+class Memory(Protocol):
+    """Memory of a rank that its peers can read, each from where it is."""
+
+    def allocate(self, nbytes: int) -> UntypedStorage:
+        """``nbytes`` with undefined content, freed with their last holder; `MemoryError` where there are none."""
+
+    def give_up(self, to: int, slot: int) -> None:
+        """Tell a peer that nothing is sent to it any more in this slot, nor read of what it sent: its waits there raise
+        `GoneError`."""
+
+    def place(self, tensor: Tensor) -> int | None:
+        """What tells a peer where the tensor's first byte lies; None where it lies elsewhere."""
+
+    def look(self, source: int, place: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        """Elements of rank ``source``, 1-D, in its own memory: to be read only, and only while it lends them."""
+
+
+class Region(Protocol):
+    """Memory that is the same for all ranks. Each writes in its own part, for all; what it reads is as all wrote it,
+    but for what it writes there itself, which nobody else sees."""
+
+    def own(self, low: int, high: int) -> Tensor:
+        """The bytes from ``low`` to ``high``, 1-D, which this rank writes for all."""
+
+    def whole(self) -> Tensor:
+        """All bytes, 1-D, to be read."""
+
+    def written(self) -> list[tuple[int, int]]:
+        """Where this rank may have written into `whole` since `refresh`: begin and end in bytes."""
+
+    def refresh(self) -> None:
+        """Forget what this rank wrote into `whole`."""
+
+
+@runtime_checkable
+class CommonMemory(Protocol):
+    """A carrier all of whose ranks can have memory in common."""
+
+    def common(self, sizes: Sequence[int]) -> Sequence[Region] | None: ...
+
+
+class ByTensors:
+    """The short way for a few bytes over a carrier that knows tensors alone."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+
+    def send_bytes(self, data: bytes, to: int, slot: int) -> Pending:
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return self._carrier.send(tensor, to, slot)
+
+    def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes:
+        buffer = torch.empty(size, dtype=torch.uint8)
+        return _BytesOfTensor(buffer, self._carrier.recv(buffer, source, slot))
+
+
+class _BytesOfTensor:
+    def __init__(self, buffer: Tensor, pending: Pending) -> None:
+        self._buffer, self._pending = buffer, pending
+
+    def wait(self, timeout: float) -> bytes:
+        self._pending.wait(timeout)
+        return self._buffer.numpy().tobytes()
