@@ -5,7 +5,7 @@ Knows: ranks and slots of a carrier. Does not know: headers, or what is sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -42,6 +42,8 @@ class PendingBytes(Protocol):
 @runtime_checkable
 class ByteCarrier(Protocol):
     """A carrier with a short way for a few bytes, as headers are."""
+
+    distant: Collection[int]  # ranks over a network, which wants to know early what is expected
 
     def send_bytes(self, data: bytes, to: int, slot: int) -> Pending: ...
 
@@ -95,6 +97,7 @@ class ByTensors:
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
+        self.distant: Collection[int] = range(carrier.world_size)
 
     def send_bytes(self, data: bytes, to: int, slot: int) -> Pending:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)

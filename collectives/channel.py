@@ -5,11 +5,16 @@ ranks:
 
     lane 0   | header | header | header |        kind, round, index, digest, size, label, place
     lane 1   | bytes  |        | bytes  |        (a header of size 0 has none)
-    lane 2   text of an abort
+    lane 2   why a rank failed
     lane 3   "I have read what you lent me", where bytes stay in memory that both sides see (`lending`)
 
 The receiver says which header it expects. Another one is an error that names both, on both sides, and an abort is a
 header too: so a rank that waits learns at once why nothing will come, and the carrier itself stays whole for its user.
+
+Over a network nothing leaves before its receiver has asked for it. So why a rank failed is asked for from the start,
+and is still heard when that rank is gone. A message's header is asked for, and sent, behind its bytes: a network may
+never tell of an end in the middle of many bytes, but of one before a header it does, and when that is here, they are.
+And a rank that asks for all that it expects before it sends lets the others' sends end, also where it fails then.
 
 Knows: one carrier, and the ranks of one group. Does not know: what is sent, or what a collective is.
 """
@@ -20,7 +25,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +35,9 @@ from torch import Tensor
 from .carriers import ByteCarrier, ByTensors, Carrier, Memory, Pending, PendingBytes
 from .messages import (
     HEADER_BYTES,
+    WORDS_BYTES,
     CollectiveError,
+    Failure,
     GoneError,
     Kind,
     MismatchError,
@@ -42,6 +50,8 @@ from .messages import (
 
 HEADER_LANE, PAYLOAD_LANE, TEXT_LANE, RETURN_LANE, LANES = 0, 1, 2, 3, 4
 LAST_WORDS = 60.0  # seconds for which a failed rank's messages are kept for their receivers
+SMALL = 1 << 16  # bytes that a network takes at once
+LISTEN = 0.5  # seconds in which the words of a rank that is gone are here, if it said any
 
 
 @dataclass
@@ -57,9 +67,11 @@ class Counters:
 
 class Stream:
     """Messages of one rank: headers asked for, those expected, at most one that was read and put back, and what this
-    rank lends it."""
+    rank lends it. ``distant``: it is reached over a network."""
 
-    def __init__(self) -> None:
+    def __init__(self, distant: bool) -> None:
+        self.distant = distant
+        self.words: PendingBytes | None = None
         self.posted: deque[PendingBytes] = deque()
         self.expected: deque[Expected] = deque()
         self.returned: bytes | None = None
@@ -81,8 +93,9 @@ class Expected:
 class Send:
     """A message under way. The channel holds it until it was waited for: a carrier may drop what nobody holds."""
 
-    def __init__(self, channel: Channel, pendings: Sequence[Pending], to: int, tag: Tag) -> None:
+    def __init__(self, channel: Channel, pendings: Sequence[Pending], to: int, tag: Tag, size: int) -> None:
         self._channel, self._pendings, self._to, self._tag = channel, list(pendings), to, tag
+        self.size, self.distant = size, channel.streams[to].distant
         channel.unsent[id(self)] = self
 
     def wait(self) -> None:
@@ -90,6 +103,22 @@ class Send:
             self._channel.wait(self._pendings[0], self._to, self._tag)
             self._pendings.pop(0)
         self._channel.unsent.pop(id(self), None)
+
+
+class Settled:
+    """Sends to peers that had asked for them before they sent what was read of them since: these are under way. To wait
+    would be to ask the network, which may have lost sight of one whose peer is gone just now; so that is left to the
+    next time, when the peers have been heard of again."""
+
+    def __init__(self, channel: Channel, sends: Sequence[Send]) -> None:
+        self._channel, self._sends = channel, sends
+
+    def wait(self) -> None:
+        settled = self._channel.settled
+        for send in (*settled, *(send for send in self._sends if not send.distant or send.size > SMALL)):
+            send.wait()
+        settled[:] = [send for send in self._sends if send.distant and send.size <= SMALL]
+        self._sends = ()
 
 
 class Recv:
@@ -113,7 +142,6 @@ class Channel:
         and fails."""
         self.carrier, self.ranks, self.number = carrier, tuple(ranks), number
         self.bytes: ByteCarrier = carrier if isinstance(carrier, ByteCarrier) else ByTensors(carrier)
-        self._posts = self.bytes is not carrier  # receives of tensors, which a network wants early
         self.memory: Memory | None = carrier if isinstance(carrier, Memory) else None
         self.rank, self.timeout = self.ranks.index(carrier.rank), carrier.timeout
         self._header_slot = self.slot(HEADER_LANE)
@@ -123,8 +151,13 @@ class Channel:
         self._family.append(weakref.ref(self))
         self.broken: str | None = None
         self.unsent: dict[int, Send] = {}  # sends that nobody has waited for yet
-        self.streams = [Stream() for _ in ranks]
+        self.settled: list[Send] = []  # of these, those that nobody need wait for
+        self.streams = [Stream(carried in self.bytes.distant) for carried in self.ranks]
         self._packed: tuple[Tag | None, int, bytes] = (None, 0, b"")
+        for peer in self.peers:
+            if self.streams[peer].distant:
+                with suppress(PeerError):  # who is gone already is told of when something is expected of it
+                    self._listen(peer)
 
     def slot(self, lane: int) -> int:
         return self.number * LANES + lane
@@ -152,11 +185,24 @@ class Channel:
 
     def expect(self, tag: Tag, size: int, source: int) -> Expected:
         """Expect a message of ``size`` bytes after all that were expected of this rank before."""
-        if self._posts:
-            self._post_header(source)
+        stream = self.streams[source]
+        if stream.distant:
+            self._ask(source)
         expected = Expected(source, tag, size, self.packed(tag, size))
-        self.streams[source].expected.append(expected)
+        stream.expected.append(expected)
         return expected
+
+    def ask(self, source: int, tag: Tag) -> None:
+        """Ask for one header more than are expected, where that is of use now."""
+        try:
+            self._ask(source)
+        except BaseException as error:
+            raise self.cut_off(error, source, tag) from error
+
+    def _ask(self, source: int) -> None:
+        stream = self.streams[source]
+        if stream.distant and len(stream.posted) + (stream.returned is not None) <= len(stream.expected):
+            self._post_header(source)
 
     def _post_header(self, source: int) -> None:
         pending = self.bytes.recv_bytes(HEADER_BYTES, self.ranks[source], self._header_slot)
@@ -167,7 +213,7 @@ class Channel:
         """The next header from ``source``, whatever it is; an abort raises."""
         header = self._read_header(source, tag)
         if is_abort(header):
-            raise self._aborted(header, source, tag)
+            raise self._aborted(source, tag)
         return header
 
     def _read_header(self, source: int, tag: Tag) -> bytes:
@@ -192,7 +238,7 @@ class Channel:
             header = self._read_header(work.source, first.tag)
             if not header.startswith(first.packed):
                 if is_abort(header):
-                    raise self._aborted(header, work.source, first.tag)
+                    raise self._aborted(work.source, first.tag)
                 theirs, size = Tag.unpack(header)
                 if theirs.kind is Kind.MEET and theirs.round < first.tag.round:
                     continue  # it had nothing of its own for this round, and will catch up
@@ -213,42 +259,58 @@ class Channel:
         """A header, and a tensor of bytes behind it."""
         size = data.numel()
         try:
-            pendings = [self.send_header(self.packed(tag, size), to)]
-            if size:
-                pendings.append(self.carrier.send(data, self.ranks[to], self.slot(PAYLOAD_LANE)))
+            pendings = [self.carrier.send(data, self.ranks[to], self.slot(PAYLOAD_LANE))] if size else []
+            pendings.append(self.send_header(self.packed(tag, size), to))
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
-        return Send(self, pendings, to, tag)
+        return Send(self, pendings, to, tag, size)
 
     def recv(self, data: Tensor, source: int, tag: Tag) -> Recv:
         """Expect what `send` sends."""
         size = data.numel()
         try:
-            expected = self.expect(tag, size, source)
             payload = self.carrier.recv(data, self.ranks[source], self.slot(PAYLOAD_LANE)) if size else None
+            expected = self.expect(tag, size, source)
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
         return Recv(self, expected, payload)
 
-    def send_control(self, data: bytes, to: int, tag: Tag) -> Send:
-        """A header, and a few bytes behind it."""
+    def send_control(self, data: bytes, to: int, tag: Tag) -> list[Send]:
+        """A header that says how many bytes there are, and those at once where no network is in the way."""
         try:
             pendings = [self.send_header(self.packed(tag, len(data)), to)]
-            if data:
+            if data and not self.streams[to].distant:
                 pendings.append(self.bytes.send_bytes(data, self.ranks[to], self.slot(PAYLOAD_LANE)))
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
         self.counted.control_sent += len(data)
-        return Send(self, pendings, to, tag)
+        return [Send(self, pendings, to, tag, len(data))]
 
-    def recv_control(self, source: int, tag: Tag) -> bytes:
-        """The bytes that come next from ``source``, however many."""
+    def send_rest(self, data: bytes, to: int, tag: Tag) -> list[Send]:
+        """What `send_control` has left; when it is known how many bytes come from the others, and they were asked for."""
+        if not data or not self.streams[to].distant:
+            return []
+        return [self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, tag)]
+
+    def recv_control(self, source: int, tag: Tag) -> Callable[[], bytes]:
+        """Read how many bytes come next from ``source``; what is returned waits for them."""
         self.confirm_expected(source)
         theirs, size = Tag.unpack(self.next_header(source, tag))
         if not theirs.same(tag):
             raise self.mismatch(source, tag, theirs)
         self.counted.control_received += size
-        return self.wait_bytes(self.recv_bytes(size, source, PAYLOAD_LANE, tag), source, tag) if size else b""
+        if not size:
+            return bytes
+        if not self.streams[source].distant:
+            return lambda: self.wait_bytes(self.recv_bytes(size, source, PAYLOAD_LANE, tag), source, tag)
+        data = torch.empty(size, dtype=torch.uint8)
+        work = self.recv(data, source, tag)
+
+        def wait() -> bytes:
+            work.wait()
+            return data.numpy().tobytes()
+
+        return wait
 
     def recv_bytes(self, size: int, source: int, lane: int, tag: Tag) -> PendingBytes:
         try:
@@ -284,35 +346,45 @@ class Channel:
         return error
 
     def _no_answer(self, peer: int, tag: Tag, begin: float, error: PeerError) -> CollectiveError:
-        reason = self._last_words(peer) if isinstance(error, GoneError) else None
-        if reason is not None:
-            return self._told(peer, tag, reason)
+        failure = self._last_words(peer, error)
+        if failure is not None:
+            return self._told(tag, failure)
         waited = time.monotonic() - begin
         text = f"rank {self.rank}, in {tag.label}: no answer from rank {peer} after {waited:.1f} s ({error})"
-        return self.fail(PeerError(text))
+        return self.fail(PeerError(text), Failure(peer, text))
 
-    def _aborted(self, header: bytes, source: int, tag: Tag) -> CollectiveError:
-        _, size = Tag.unpack(header)
-        text = self.wait_bytes(self.recv_bytes(size, source, TEXT_LANE, tag), source, tag)
-        return self._told(source, tag, text.decode(errors="replace"))
+    def _aborted(self, source: int, tag: Tag) -> CollectiveError:
+        return self._told(tag, Failure.unpack(self.wait_bytes(self._listen(source), source, tag)))
 
-    def _told(self, peer: int, tag: Tag, reason: str) -> CollectiveError:
-        return self.fail(PeerError(f"rank {self.rank}, in {tag.label}: rank {peer} failed: {reason}"))
+    def _told(self, tag: Tag, failure: Failure) -> CollectiveError:
+        text = f"rank {self.rank}, in {tag.label}: rank {failure.culprit} failed: {failure.reason}"
+        return self.fail(PeerError(text), failure)
 
-    def _last_words(self, peer: int) -> str | None:
+    def _listen(self, peer: int) -> PendingBytes:
+        """Expect to hear, once, why a rank failed."""
+        stream = self.streams[peer]
+        if stream.words is None:
+            stream.words = self.bytes.recv_bytes(WORDS_BYTES, self.ranks[peer], self.slot(TEXT_LANE))
+        return stream.words
+
+    def _last_words(self, peer: int, error: PeerError) -> Failure | None:
         """Why a peer failed that will say nothing more; None where it has not said so."""
-        posted = self.streams[peer].posted
         try:
-            while True:
-                if not posted:
-                    self._post_header(peer)
-                header = posted.popleft().wait(0.0)
-                if is_abort(header):
-                    _, size = Tag.unpack(header)
-                    text = self.bytes.recv_bytes(size, self.ranks[peer], self.slot(TEXT_LANE))
-                    return text.wait(0.0).decode(errors="replace")
+            if self.streams[peer].distant:
+                return Failure.unpack(self._listen(peer).wait(LISTEN))
+            while isinstance(error, GoneError):
+                if is_abort(self._read_now(peer)):
+                    return Failure.unpack(self._listen(peer).wait(0.0))
         except PeerError:
-            return None
+            pass
+        return None
+
+    def _read_now(self, peer: int) -> bytes:
+        """The next header of a peer that will say nothing more."""
+        posted = self.streams[peer].posted
+        if not posted:
+            self._post_header(peer)
+        return posted.popleft().wait(0.0)
 
     def mismatch(self, source: int, mine: Tag, theirs: Tag, size: int = 0, their_size: int = 0) -> CollectiveError:
         sizes = f" ({size} and {their_size} bytes)" if size != their_size and mine.same(theirs) else ""
@@ -323,26 +395,26 @@ class Channel:
             )
         )
 
-    def fail(self, error: CollectiveError) -> CollectiveError:
-        self.abort(str(error))
+    def fail(self, error: CollectiveError, failure: Failure | None = None) -> CollectiveError:
+        self.abort(str(error), failure)
         return error
 
-    def abort(self, reason: str) -> None:
-        """Tell every other rank that this one failed. The channel and its family are of no use afterwards."""
+    def abort(self, reason: str, failure: Failure | None = None) -> None:
+        """Tell every other rank that this one failed: because of ``failure``, or else by itself. The channel and its
+        family are of no use afterwards."""
         for reference in self._family:
             member = reference()
             if member is not None and member.broken is None:
-                member._abort(reason)
+                member._abort(reason, failure or Failure(self.rank, reason))
 
-    def _abort(self, reason: str) -> None:
+    def _abort(self, reason: str, failure: Failure) -> None:
         self.broken = reason
-        text = reason.encode()[:4096] or b"?"
-        tag = Tag(Kind.ABORT, "abort")
+        words, tag = failure.pack(), Tag(Kind.ABORT, "abort")
         for to in self.peers:
             try:
-                header = self.send_header(tag.pack(len(text)), to)
-                words = self.bytes.send_bytes(text, self.ranks[to], self.slot(TEXT_LANE))
-                Send(self, [header, words], to, tag)
+                told = self.bytes.send_bytes(words, self.ranks[to], self.slot(TEXT_LANE))
+                header = self.send_header(tag.pack(0), to)
+                Send(self, [told, header], to, tag, WORDS_BYTES)
                 if self.memory is not None:
                     for lane in (PAYLOAD_LANE, RETURN_LANE):  # where it may wait for what is not read any more
                         self.memory.give_up(self.ranks[to], self.slot(lane))

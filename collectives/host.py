@@ -104,6 +104,7 @@ class HostCarrier:
     def __init__(self, rank: int, peers: Sequence[Peer | None], arena: Arena, timeout: float) -> None:
         """``peers``: of each rank of the group; None for this one."""
         self.rank, self.world_size, self.timeout = rank, len(peers), timeout
+        self.distant: Sequence[int] = ()
         self._peers, self._arena = list(peers), arena
         self._frames: defaultdict[tuple[int, int, bool], deque[tuple[int, bytes]]] = defaultdict(deque)
         self.lent: defaultdict[tuple[int, int], int] = defaultdict(int)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .transport import Transport
 
 LABEL_BYTES = 76
+WORDS_BYTES = 4096  # of why a rank failed
+_WORDS = struct.Struct("<iI")  # culprit, length of the reason
 _TAG = struct.Struct(f"<iqiqqH{LABEL_BYTES}s10x")
 _PLACE = struct.Struct("<q")
 HEADER_BYTES = _TAG.size + _PLACE.size  # 128
@@ -91,6 +93,25 @@ class PeerError(CollectiveError):
 
 class GoneError(PeerError):
     """Another rank will say nothing more; what it said before, why it failed perhaps, is still to be read."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a group can do nothing more. ``culprit``: the rank with which it began, as far as is known; ``reason``: in the
+    words of the first that saw it."""
+
+    culprit: int
+    reason: str
+
+    def pack(self) -> bytes:
+        """`WORDS_BYTES`, whatever the reason: they are expected before anybody knows of one."""
+        text = self.reason.encode(errors="replace")[: WORDS_BYTES - _WORDS.size]
+        return (_WORDS.pack(self.culprit, len(text)) + text).ljust(WORDS_BYTES, b"\0")
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Failure:
+        culprit, length = _WORDS.unpack_from(data)
+        return cls(culprit, data[_WORDS.size :][:length].decode(errors="replace"))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class RoutedCarrier:
         self.rank, self.world_size, self.timeout = remote.rank, remote.world_size, remote.timeout
         self._remote, self._remote_bytes, self._local = remote, ByTensors(remote), local
         self._places = {rank: place for place, rank in enumerate(ranks)}
+        self.distant = [rank for rank in range(remote.world_size) if rank not in self._places]
         self.crossed = 0  # bytes that this rank has sent to other hosts
 
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from .carriers import Carrier, CommonMemory, Memory, Region
-from .channel import Channel, as_bytes
+from .channel import Channel, Send, Settled, as_bytes
 from .lending import Borrowed, Lent
 from .memory import Pool
 from .messages import Chain, Kind, Tag, Traffic, Work
@@ -94,7 +94,8 @@ class Transport:
 
     def over(self, carrier: Carrier) -> Transport:
         """The same group over another carrier with the same ranks; this transport is not to be used any more."""
-        return Transport(carrier, self._channel.ranks, self._channel.number)
+        ranks = self._channel.ranks  # a channel of its own: this one has asked for messages that it will not read
+        return Transport(carrier, ranks, self._derived(ranks, -1))
 
     def carried(self, ranks: Sequence[int]) -> list[int]:
         """What the carrier calls these ranks."""
@@ -159,20 +160,29 @@ class Transport:
     def exchange(self, data: bytes, tag: Tag) -> list[bytes]:
         """Every rank's bytes, in rank order; lengths may differ. Collective."""
         self.check()
-        sends = [self._channel.send_control(data, to, tag) for to in self.peers()]
-        result = [b""] * self.world_size
-        result[self.rank] = data
-        for source in self.peers():
-            result[source] = self._channel.recv_control(source, tag)
-        Chain(sends).wait()
+        channel, result = self._channel, [data] * self.world_size
+        sends = self._enter(data, tag)
+        recvs = {source: channel.recv_control(source, tag) for source in self.peers()}
+        for to in self.peers():
+            sends += channel.send_rest(data, to, tag)
+        for source, wait in recvs.items():
+            result[source] = wait()
+        Settled(channel, sends).wait()
         return result
+
+    def _enter(self, data: bytes, tag: Tag) -> list[Send]:
+        """Begin a message to every other rank, and ask for theirs before."""
+        for source in self.peers():
+            self._channel.ask(source, tag)
+        return [send for to in self.peers() for send in self._channel.send_control(data, to, tag)]
 
     def announce(self, tag: Tag) -> Work:
         """Say to every other rank that this one entered ``tag``, and expect the same of them, without any bytes."""
         self.check()
         nothing = torch.empty(0, dtype=torch.uint8)
         recvs = [self._channel.recv(nothing, source, tag) for source in self.peers()]
-        return Chain([*recvs, *(self._channel.send(nothing, to, tag) for to in self.peers())])
+        sends = [self._channel.send(nothing, to, tag) for to in self.peers()]
+        return Chain([*recvs, Settled(self._channel, sends)])
 
     def meet(self, tag: Tag, catch_up: Callable[[], None]) -> Tag:
         """Return when all ranks are here, at the same ``tag.round``. Collective; the agreed tag is returned.
@@ -185,11 +195,11 @@ class Transport:
         an announcement that is overtaken by a later round is dropped by whoever reads it (`Channel.confirm`).
         """
         self.check()
-        sends: list[Work] = []
+        sends: list[Send] = []
         while True:
-            sends += [self._channel.send_control(b"", to, tag) for to in self.peers()]
+            sends += self._enter(b"", tag)
             if all(self._arrived(source, tag) for source in self.peers()):
-                Chain(sends).wait()
+                Settled(self._channel, sends).wait()
                 return tag
             catch_up()
             tag = replace(tag, round=tag.round + 1)

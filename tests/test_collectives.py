@@ -262,13 +262,15 @@ def test_pairwise_sends_all_but_its_own_slice() -> None:
 
 
 def test_an_exchange_is_control_traffic() -> None:
+    """One header says how many bytes come, and over a network another one that they are here."""
+
     def program(transport: Transport) -> Traffic:
         transport.exchange(b"x" * (10 + transport.rank), Tag(Kind.EXCHANGE, "step()"))
         return transport.traffic
 
     first, second = on_threads(2, program)
-    assert first == Traffic(0, 0, HEADER_BYTES + 10, HEADER_BYTES + 11, 1)
-    assert second == Traffic(0, 0, HEADER_BYTES + 11, HEADER_BYTES + 10, 1)
+    assert first == Traffic(0, 0, 2 * HEADER_BYTES + 10, 2 * HEADER_BYTES + 11, 2)
+    assert second == Traffic(0, 0, 2 * HEADER_BYTES + 11, 2 * HEADER_BYTES + 10, 2)
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
