@@ -24,15 +24,14 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .carriers import ByteCarrier, ByTensors, Carrier, Memory, Pending, PendingBytes
+from .inflight import Counters, Expected, Recv, Send, Stream
 from .messages import (
     HEADER_BYTES,
     WORDS_BYTES,
@@ -44,94 +43,15 @@ from .messages import (
     PeerError,
     Tag,
     at,
+    describe,
     is_abort,
     place_of,
 )
 
 HEADER_LANE, PAYLOAD_LANE, TEXT_LANE, RETURN_LANE, LANES = 0, 1, 2, 3, 4
 LAST_WORDS = 60.0  # seconds for which a failed rank's messages are kept for their receivers
-SMALL = 1 << 16  # bytes that a network takes at once
+GRACE = 1.0  # seconds
 LISTEN = 0.5  # seconds in which the words of a rank that is gone are here, if it said any
-
-
-@dataclass
-class Counters:
-    """`messages.Traffic` while it grows."""
-
-    sent: int = 0
-    received: int = 0
-    control_sent: int = 0
-    control_received: int = 0
-    messages: int = 0
-
-
-class Stream:
-    """Messages of one rank: headers asked for, those expected, at most one that was read and put back, and what this
-    rank lends it. ``distant``: it is reached over a network."""
-
-    def __init__(self, distant: bool) -> None:
-        self.distant = distant
-        self.words: PendingBytes | None = None
-        self.posted: deque[PendingBytes] = deque()
-        self.expected: deque[Expected] = deque()
-        self.returned: bytes | None = None
-        self.lent: dict[int, Tensor] = {}  # by number, as both sides count
-        self.lends = self.borrowed = 0
-        self.coming_back: PendingBytes | None = None
-
-
-class Expected:
-    """A header that is expected from one rank."""
-
-    __slots__ = ("confirmed", "packed", "place", "size", "source", "tag")
-
-    def __init__(self, source: int, tag: Tag, size: int, packed: bytes) -> None:
-        self.source, self.tag, self.size, self.packed = source, tag, size, packed
-        self.confirmed, self.place = False, 0
-
-
-class Send:
-    """A message under way. The channel holds it until it was waited for: a carrier may drop what nobody holds."""
-
-    def __init__(self, channel: Channel, pendings: Sequence[Pending], to: int, tag: Tag, size: int) -> None:
-        self._channel, self._pendings, self._to, self._tag = channel, list(pendings), to, tag
-        self.size, self.distant = size, channel.streams[to].distant
-        channel.unsent[id(self)] = self
-
-    def wait(self) -> None:
-        while self._pendings:
-            self._channel.wait(self._pendings[0], self._to, self._tag)
-            self._pendings.pop(0)
-        self._channel.unsent.pop(id(self), None)
-
-
-class Settled:
-    """Sends to peers that had asked for them before they sent what was read of them since: these are under way. To wait
-    would be to ask the network, which may have lost sight of one whose peer is gone just now; so that is left to the
-    next time, when the peers have been heard of again."""
-
-    def __init__(self, channel: Channel, sends: Sequence[Send]) -> None:
-        self._channel, self._sends = channel, sends
-
-    def wait(self) -> None:
-        settled = self._channel.settled
-        for send in (*settled, *(send for send in self._sends if not send.distant or send.size > SMALL)):
-            send.wait()
-        settled[:] = [send for send in self._sends if send.distant and send.size <= SMALL]
-        self._sends = ()
-
-
-class Recv:
-    """A message that is expected from one rank. Its header is read before its bytes are believed."""
-
-    def __init__(self, channel: Channel, expected: Expected, payload: Pending | None) -> None:
-        self._channel, self._expected, self._payload = channel, expected, payload
-
-    def wait(self) -> None:
-        self._channel.confirm(self._expected)
-        if self._payload is not None:
-            self._channel.wait(self._payload, self._expected.source, self._expected.tag)
-            self._payload = None
 
 
 class Channel:
@@ -152,7 +72,10 @@ class Channel:
         self.broken: str | None = None
         self.unsent: dict[int, Send] = {}  # sends that nobody has waited for yet
         self.settled: list[Send] = []  # of these, those that nobody need wait for
-        self.streams = [Stream(carried in self.bytes.distant) for carried in self.ranks]
+        # A rank of this host may itself wait for one of another, and is to say so before it is given up.
+        distant = self.bytes.distant
+        near = self.timeout + GRACE if distant else self.timeout
+        self.streams = [Stream(r in distant, self.timeout if r in distant else near) for r in self.ranks]
         self._packed: tuple[Tag | None, int, bytes] = (None, 0, b"")
         for peer in self.peers:
             if self.streams[peer].distant:
@@ -287,7 +210,7 @@ class Channel:
         return [Send(self, pendings, to, tag, len(data))]
 
     def send_rest(self, data: bytes, to: int, tag: Tag) -> list[Send]:
-        """What `send_control` has left; when it is known how many bytes come from the others, and they were asked for."""
+        """What `send_control` has left. Called when all that comes from the others was asked for."""
         if not data or not self.streams[to].distant:
             return []
         return [self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, tag)]
@@ -324,7 +247,7 @@ class Channel:
         self.check()
         begin = time.monotonic()
         try:
-            pending.wait(self.timeout)
+            pending.wait(self.streams[peer].limit)
         except PeerError as error:
             raise self._no_answer(peer, tag, begin, error) from error
 
@@ -333,7 +256,7 @@ class Channel:
             self.check()
         begin = time.monotonic()
         try:
-            return pending.wait(self.timeout)
+            return pending.wait(self.streams[peer].limit)
         except PeerError as error:
             raise self._no_answer(peer, tag, begin, error) from error
 
@@ -390,7 +313,7 @@ class Channel:
         sizes = f" ({size} and {their_size} bytes)" if size != their_size and mine.same(theirs) else ""
         return self.fail(
             MismatchError(
-                f"rank {self.rank} is in {_describe(mine)}, but rank {source} is in {_describe(theirs)}{sizes}: all "
+                f"rank {self.rank} is in {describe(mine)}, but rank {source} is in {describe(theirs)}{sizes}: all "
                 "ranks of a group must make the same calls in the same order, with the same parameters trainable"
             )
         )
@@ -425,14 +348,3 @@ class Channel:
         keeper = threading.Timer(min(self.timeout, LAST_WORDS), lambda kept: None, [kept])
         keeper.daemon = True
         keeper.start()
-
-
-def _describe(tag: Tag) -> str:
-    return f"{tag.label} [{tag.kind.name.lower()}, round {tag.round}, index {tag.index}]"
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes."""
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(f"a 1-D contiguous tensor is needed, not shape {tuple(tensor.shape)}")
-    return tensor.detach().view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .channel import RETURN_LANE, Channel, Expected
+from .channel import RETURN_LANE, Channel
+from .inflight import Expected
 from .messages import Tag
 
 _RETURNED = struct.Struct("<q")

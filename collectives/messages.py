@@ -75,6 +75,10 @@ def place_of(header: bytes) -> int:
     return int(_PLACE.unpack_from(header, _TAG.size)[0])
 
 
+def describe(tag: Tag) -> str:
+    return f"{tag.label} [{tag.kind.name.lower()}, round {tag.round}, index {tag.index}]"
+
+
 def is_abort(header: bytes) -> bool:
     return int.from_bytes(header[:4], "little") == Kind.ABORT
 
@@ -97,8 +101,8 @@ class GoneError(PeerError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a group can do nothing more. ``culprit``: the rank with which it began, as far as is known; ``reason``: in the
-    words of the first that saw it."""
+    """Why a group can do nothing more. ``culprit``: the rank with which it began, as far as is known; ``reason``: in
+    the words of the first that saw it."""
 
     culprit: int
     reason: str

@@ -50,8 +50,8 @@ class ProcessGroupCarrier:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.timeout = timeout
-        # What nobody has waited for, for as long as the group is there. gloo moves nothing more between two ranks once it
-        # finds that a message's memory is gone; so that stays, also where whoever began it has failed and is forgotten.
+        # What nobody has waited for, for as long as the group is there: gloo moves nothing more between two ranks once
+        # it finds that a message's memory is gone, also where whoever began it has failed and is forgotten.
         self._under_way = set[_GlooPending]()
         weakref.finalize(group, self._under_way.clear).atexit = False
 

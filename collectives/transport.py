@@ -15,8 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor, UntypedStorage
 
-from .carriers import Carrier, CommonMemory, Memory, Region
-from .channel import Channel, Send, Settled, as_bytes
+from .carriers import Carrier, CommonMemory, Memory, Region, as_bytes
+from .channel import Channel
+from .inflight import Send, Settled
 from .lending import Borrowed, Lent
 from .memory import Pool
 from .messages import Chain, Kind, Tag, Traffic, Work

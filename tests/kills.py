@@ -56,7 +56,8 @@ class End(Enum):
 @dataclass(frozen=True)
 class Case:
     """``moment``: the victim ends itself in the collective of this number; None where it is killed from outside, at
-    ``delay`` seconds. ``limit``: the group's time limit."""
+    ``delay`` seconds. ``limit``: the group's time limit. ``stays``: the others do not end when they have said what they
+    know."""
 
     algorithm: str
     collective: str
@@ -67,6 +68,7 @@ class Case:
     moment: int | None = 3
     delay: float = 0.0
     limit: float = 60.0
+    stays: bool = False
 
     @property
     def named(self) -> str:
@@ -148,8 +150,8 @@ def rank_of(rank: int, port: int, pipe: Connection, case: Case) -> None:
         launch(collective, case.collective, number, case.numel)()
     except CollectiveError as error:
         pipe.send(str(error))
-    if case.algorithm == "shared":
-        pipe.poll(PATIENCE)  # it stays: the others do not need its end to learn of anything
+    if case.stays:
+        pipe.poll(PATIENCE)  # the others do not need its end to learn of anything
 
 
 class Group:
@@ -203,8 +205,7 @@ def run(case: Case) -> None:
             os.kill(group.processes[case.victim].pid or 0, signal.SIGKILL)
         else:
             begin = group.hear(case.victim)
-        unseen = case.end is End.STOPPED or case.algorithm != "shared"  # gloo misses the end of a peer now and then
-        allowed = SOON + (case.limit if unseen else 0.0)
+        allowed = SOON + (case.limit if case.end is End.STOPPED else 0.0)
         for rank in range(case.world_size):
             if rank != case.victim:
                 at, error = group.hear(rank, PATIENCE + allowed)
@@ -216,6 +217,7 @@ def run(case: Case) -> None:
             os.kill(group.processes[case.victim].pid or 0, signal.SIGCONT)
             _, error = group.hear(case.victim, allowed)
             assert LABEL in error, f"{case}: on rank {case.victim}, which went on: {error}"
+            group.hear(case.victim, SOON)
     finally:
         group.end()
 
@@ -232,7 +234,7 @@ def drawn(seed: int) -> Case:
         numel=source.choice([0, 7, 5000, 1 << 20]),
         moment=None,
         delay=source.random() * 0.1,
-        limit=60.0 if algorithm == "shared" else 10.0,
+        stays=source.random() < 0.5,
     )
 
 

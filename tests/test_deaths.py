@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 from itertools import product
 from multiprocessing.connection import Connection
@@ -14,17 +15,23 @@ import pytest
 import torch
 from torch import nn
 
+from collectives import CollectiveError, Kind, Pairwise, Tag
+from collectives.native import connect
 from zero import ZeroOptimizer
 
 from .kills import Case, End, Group, drawn, enter, run
 
+RAISED, LEFT = End.RAISED, End.LEFT
 KINDS = ["reduce_scatter", "all_gather", "exchange", "meet"]
+NETWORKED = ["pairwise", "ring", "hierarchical"]
 CASES = [
-    *(Case("shared", kind, 3, 1) for kind in KINDS),
-    *(Case(algorithm, "reduce_scatter", 3, 2) for algorithm in ("pairwise", "ring")),
-    *(Case("hierarchical", kind, 4, 3) for kind in KINDS[:2]),
-    *(Case("shared", "reduce_scatter", 3, 0, end) for end in (End.RAISED, End.LEFT)),
-    *(Case("shared", kind, 3, 2, End.STOPPED, limit=1.0) for kind in KINDS[:2]),
+    *(Case("shared", kind, 3, 1, stays=True) for kind in KINDS),
+    *(Case(algorithm, kind, 3, 2) for algorithm in ("pairwise", "ring") for kind in KINDS),
+    *(Case("hierarchical", kind, 4, 3) for kind in KINDS),
+    *(Case(algorithm, "reduce_scatter", 3, 0, end) for algorithm in ("shared", *NETWORKED) for end in (RAISED, LEFT)),
+    *(Case("shared", kind, 3, 2, End.STOPPED, limit=3.0, stays=True) for kind in KINDS[:2]),
+    *(Case("pairwise", kind, 3, 2, End.STOPPED, limit=3.0, stays=True) for kind in KINDS[::2]),
+    *(Case("hierarchical", kind, 4, 0, End.STOPPED, limit=3.0, stays=True) for kind in KINDS[:2]),
 ]
 
 
@@ -64,6 +71,34 @@ def test_ranks_in_different_calls_learn_of_both_through_shared_memory(stage: int
             assert chosen == "shared memory"
             assert "rank 0 is in step()" in error
             assert "rank 1 is in consolidate_state_dict(to=0)" in error
+    finally:
+        group.end()
+
+
+def different_sizes(rank: int, port: int, pipe: Connection) -> None:
+    """Two ranks enter collectives of different sizes, and forget the transport; then they use the group again."""
+    enter(rank, 2, port, 60.0)
+    numel, transport = 40 + 8 * rank, connect().fork()
+    out, tag = torch.empty(numel // 2), Tag(Kind.REDUCE_SCATTER, f"bucket {rank}")
+    try:
+        Pairwise(transport).reduce_scatter(torch.ones(numel), [0, numel // 2, numel], out, start=None, tag=tag).wait()
+    except CollectiveError as error:
+        pipe.send(str(error))
+    del transport
+    gc.collect()
+    pipe.send(connect().fork().exchange(bytes([rank]), Tag(Kind.EXCHANGE, "the next")))
+    pipe.poll(None)
+
+
+def test_different_sizes_over_gloo_are_an_error_on_both_ranks_and_the_group_stays_whole() -> None:
+    group = Group(different_sizes, 2)
+    try:
+        for rank in range(2):
+            error = group.hear(rank)
+            assert "is in bucket 0" in error
+            assert "is in bucket 1" in error
+        for rank in range(2):
+            assert group.hear(rank) == [b"\0", b"\1"]
     finally:
         group.end()
 

@@ -15,7 +15,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import Collective, CollectiveError, Hierarchical, Kind, Loopback, Pairwise, Ring, Shared, Tag, Transport
+from collectives import (
+    Collective,
+    CollectiveError,
+    Hierarchical,
+    Kind,
+    Loopback,
+    Pairwise,
+    Ring,
+    Shared,
+    Tag,
+    Transport,
+)
 
 from .carried import FEWER, SOON, reduction
 from .kills import LABEL, halves, launch
@@ -56,9 +67,7 @@ def until_one_fails(collective: Collective, what: str) -> str:
 
 @pytest.mark.parametrize("what", ["reduce_scatter", "all_gather", "exchange", "meet"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@given(
-    world_size=st.integers(2, 4), victim=st.integers(0, 3), step=st.integers(0, 80), leaves=st.booleans()
-)
+@given(world_size=st.integers(2, 4), victim=st.integers(0, 3), step=st.integers(0, 80), leaves=st.booleans())
 @FEWER
 def test_a_rank_that_fails_at_any_step_is_named_by_all_at_once(
     algorithm: str, what: str, world_size: int, victim: int, step: int, leaves: bool

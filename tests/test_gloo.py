@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives import Collective, Kind, Pairwise, Tag, Transport, Work
+from collectives.messages import WORDS_BYTES
 from collectives.native import Native, connect
 from zero import ZeroOptimizer
 
@@ -168,7 +169,8 @@ def test_a_rank_holds_its_shards_the_root_two_units_and_three_buckets_at_most(
         gathered = found.root + 2 * found.unit if len(ranks) > 1 else 0
         assert found.gathered == (gathered if collective == "pairwise" else 0)
         assert found.scratch <= 3 * found.unit
-        assert found.above <= gathered + 3 * found.unit + padding
+        words = WORDS_BYTES * (len(ranks) - 1)  # for why another rank fails
+        assert found.above <= gathered + 3 * found.unit + padding + words
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -1,0 +1,101 @@
+"""What is under way between this rank and another: messages that are sent, expected or lent, and who waits for them.
+
+Knows: a channel, by what it does when somebody waits. Does not know: how anything travels, or what it is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .carriers import Pending, PendingBytes
+from .messages import Tag
+
+if TYPE_CHECKING:
+    from .channel import Channel
+
+SMALL = 1 << 16  # bytes that a network takes at once
+
+
+@dataclass
+class Counters:
+    """`messages.Traffic` while it grows."""
+
+    sent: int = 0
+    received: int = 0
+    control_sent: int = 0
+    control_received: int = 0
+    messages: int = 0
+
+
+class Stream:
+    """Messages of one rank: headers asked for, those expected, at most one that was read and put back, and what this
+    rank lends it. ``distant``: it is reached over a network; ``limit``: seconds for which it is waited for."""
+
+    def __init__(self, distant: bool, limit: float) -> None:
+        self.distant, self.limit = distant, limit
+        self.words: PendingBytes | None = None
+        self.posted: deque[PendingBytes] = deque()
+        self.expected: deque[Expected] = deque()
+        self.returned: bytes | None = None
+        self.lent: dict[int, Tensor] = {}  # by number, as both sides count
+        self.lends = self.borrowed = 0
+        self.coming_back: PendingBytes | None = None
+
+
+class Expected:
+    """A header that is expected from one rank."""
+
+    __slots__ = ("confirmed", "packed", "place", "size", "source", "tag")
+
+    def __init__(self, source: int, tag: Tag, size: int, packed: bytes) -> None:
+        self.source, self.tag, self.size, self.packed = source, tag, size, packed
+        self.confirmed, self.place = False, 0
+
+
+class Send:
+    """A message under way. The channel holds it until it was waited for: a carrier may drop what nobody holds."""
+
+    def __init__(self, channel: Channel, pendings: Sequence[Pending], to: int, tag: Tag, size: int) -> None:
+        self._channel, self._pendings, self._to, self._tag = channel, list(pendings), to, tag
+        self.size, self.distant = size, channel.streams[to].distant
+        channel.unsent[id(self)] = self
+
+    def wait(self) -> None:
+        while self._pendings:
+            self._channel.wait(self._pendings[0], self._to, self._tag)
+            self._pendings.pop(0)
+        self._channel.unsent.pop(id(self), None)
+
+
+class Settled:
+    """Sends to peers that had asked for them before they sent what was read of them since: these are under way. To wait
+    would be to ask the network, which may have lost sight of one whose peer is gone just now; so that is left to the
+    next time, when the peers have been heard of again."""
+
+    def __init__(self, channel: Channel, sends: Sequence[Send]) -> None:
+        self._channel, self._sends = channel, sends
+
+    def wait(self) -> None:
+        settled = self._channel.settled
+        for send in (*settled, *(send for send in self._sends if not send.distant or send.size > SMALL)):
+            send.wait()
+        settled[:] = [send for send in self._sends if send.distant and send.size <= SMALL]
+        self._sends = ()
+
+
+class Recv:
+    """A message that is expected from one rank. Its header is read before its bytes are believed."""
+
+    def __init__(self, channel: Channel, expected: Expected, payload: Pending | None) -> None:
+        self._channel, self._expected, self._payload = channel, expected, payload
+
+    def wait(self) -> None:
+        self._channel.confirm(self._expected)
+        if self._payload is not None:
+            self._channel.wait(self._payload, self._expected.source, self._expected.tag)
+            self._payload = None
