@@ -7,6 +7,7 @@ ranks:
     lane 1   | bytes  |        | bytes  |        (a header of size 0 has none)
     lane 2   why a rank failed
     lane 3   "I have read what you lent me", where bytes stay in memory that both sides see (`lending`)
+    lane 4   "I have read what you sent me", where it is much, and came over a network
 
 The receiver says which header it expects. Another one is an error that names both, on both sides, and an abort is a
 header too: so a rank that waits learns at once why nothing will come, and the carrier itself stays whole for its user.
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 from .carriers import ByteCarrier, ByTensors, Carrier, Memory, Pending, PendingBytes
-from .inflight import Counters, Expected, Recv, Send, Stream
+from .inflight import SMALL, Counters, Expected, Recv, Send, Stream
 from .messages import (
     HEADER_BYTES,
     WORDS_BYTES,
@@ -48,7 +49,8 @@ from .messages import (
     place_of,
 )
 
-HEADER_LANE, PAYLOAD_LANE, TEXT_LANE, RETURN_LANE, LANES = 0, 1, 2, 3, 4
+HEADER_LANE, PAYLOAD_LANE, TEXT_LANE, RETURN_LANE, ANSWER_LANE, LANES = 0, 1, 2, 3, 4, 5
+READ, GAVE_UP = b"r", b"g"
 LAST_WORDS = 60.0  # seconds for which a failed rank's messages are kept for their receivers
 GRACE = 1.0  # seconds
 LISTEN = 0.5  # seconds in which the words of a rank that is gone are here, if it said any
@@ -184,6 +186,8 @@ class Channel:
         try:
             pendings = [self.carrier.send(data, self.ranks[to], self.slot(PAYLOAD_LANE))] if size else []
             pendings.append(self.send_header(self.packed(tag, size), to))
+            if size > SMALL and self.streams[to].distant:
+                self._ask_answer(to)
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
         return Send(self, pendings, to, tag, size)
@@ -197,6 +201,31 @@ class Channel:
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
         return Recv(self, expected, payload)
+
+    def _ask_answer(self, to: int) -> None:
+        """To many bytes: a network may never say that they did not leave, where their reader is gone; but a peer that
+        answers has read them, and one that is gone does not answer."""
+        stream = self.streams[to]
+        stream.answers.append(self.bytes.recv_bytes(1, self.ranks[to], self.slot(ANSWER_LANE)))
+        stream.asked += 1
+
+    def wait_answers(self, to: int, number: int, tag: Tag) -> None:
+        stream = self.streams[to]
+        while stream.answered < number:
+            if self.wait_bytes(stream.answers[0], to, tag) == GAVE_UP:
+                raise self._aborted(to, tag)
+            stream.answers.popleft()
+            stream.answered += 1
+
+    def answer(self, read: Expected) -> None:
+        """Say that the bytes of a message were read, where that is waited for."""
+        stream = self.streams[read.source]
+        if stream.distant and read.size > SMALL:
+            try:
+                said = self.bytes.send_bytes(READ, self.ranks[read.source], self.slot(ANSWER_LANE))
+            except BaseException as error:
+                raise self.cut_off(error, read.source, read.tag) from error
+            self.settled.append(Send(self, [said], read.source, read.tag, len(READ)))
 
     def send_control(self, data: bytes, to: int, tag: Tag) -> list[Send]:
         """A header that says how many bytes there are, and those at once where no network is in the way."""
@@ -337,6 +366,8 @@ class Channel:
             try:
                 told = self.bytes.send_bytes(words, self.ranks[to], self.slot(TEXT_LANE))
                 header = self.send_header(tag.pack(0), to)
+                if self.streams[to].distant:
+                    self.bytes.send_bytes(GAVE_UP, self.ranks[to], self.slot(ANSWER_LANE))
                 Send(self, [told, header], to, tag, WORDS_BYTES)
                 if self.memory is not None:
                     for lane in (PAYLOAD_LANE, RETURN_LANE):  # where it may wait for what is not read any more

@@ -39,6 +39,8 @@ class Stream:
     def __init__(self, distant: bool, limit: float) -> None:
         self.distant, self.limit = distant, limit
         self.words: PendingBytes | None = None
+        self.answers: deque[PendingBytes] = deque()  # to what was sent
+        self.asked = self.answered = 0
         self.posted: deque[PendingBytes] = deque()
         self.expected: deque[Expected] = deque()
         self.returned: bytes | None = None
@@ -62,10 +64,14 @@ class Send:
 
     def __init__(self, channel: Channel, pendings: Sequence[Pending], to: int, tag: Tag, size: int) -> None:
         self._channel, self._pendings, self._to, self._tag = channel, list(pendings), to, tag
-        self.size, self.distant = size, channel.streams[to].distant
+        stream = channel.streams[to]
+        self.size, self.distant = size, stream.distant
+        self.answers = stream.asked if stream.distant and size > SMALL else 0  # which one says that this was read
         channel.unsent[id(self)] = self
 
     def wait(self) -> None:
+        if self.answers:
+            self._channel.wait_answers(self._to, self.answers, self._tag)
         while self._pendings:
             self._channel.wait(self._pendings[0], self._to, self._tag)
             self._pendings.pop(0)
@@ -99,3 +105,4 @@ class Recv:
         if self._payload is not None:
             self._channel.wait(self._payload, self._expected.source, self._expected.tag)
             self._payload = None
+            self._channel.answer(self._expected)

@@ -43,7 +43,7 @@ from .test_laws import (
     trained,
 )
 
-HEADERS, LANES = 0, 4
+HEADERS, LANES = 0, 5
 
 
 # -- order and number -------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def wire(stage: int) -> tuple[list[list[Message]], list[Any]]:
     def program(transport: Transport) -> tuple[list[Message], Any]:
         spy, model, norms = Spy(transport.carrier), models[transport.rank], list[Tensor]()
         given = {**ARGUMENTS, "collective": "pairwise"}
-        optimizer = ZeroOptimizer(model, stage=stage, process_group=transport.over(spy), **given)
+        optimizer = ZeroOptimizer(model, stage=stage, process_group=Transport(spy), **given)
         for step in range(2):
             one_step(model, optimizer, step, norms, nothing)
         optimizer.check_replicas()
