@@ -15,7 +15,6 @@ Knows: algorithms by name, their buffers, and the right results. Does not know: 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import mmap
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives import Collective, Kind, Tag, Transport
+from collectives import Collective, Kind, Region, Tag, Transport
 from collectives.fold import fold
 
 GLOO, ROOFLINE = "gloo", "roofline"
@@ -89,6 +88,7 @@ def cases(operation: Operation, shape: Shape, algorithms: Sequence[Collective], 
 def check(operation: Operation, shape: Shape, case: Case) -> None:
     """Run a case once on known values; `AssertionError` where its result is wrong. All ranks."""
     case.result.fill_(torch.nan)
+    case.before()
     begin = 0 if operation is Operation.REDUCE_SCATTER else shape.rank * shape.width
     write_values(case.given, shape.rank, begin)
     case.run()
@@ -153,14 +153,18 @@ def _in_common(transport: Transport, shape: Shape) -> list[Case]:
     for name, region in zip((IN_COMMON, RELEASED), regions, strict=True):
         whole, width = region.whole().view(DTYPE), nbytes // shape.world_size
         own = region.own(shape.rank * width, (shape.rank + 1) * width).view(DTYPE)
-        touch = functools.partial(torch.sum, whole[:: mmap.PAGESIZE // DTYPE.itemsize])
+
+        def fresh(region: Region = region, whole: Tensor = whole) -> None:
+            region.refresh()
+            whole[:: mmap.PAGESIZE // DTYPE.itemsize].sum()  # so that there are pages to be asked about
+
         after: Callable[[], object] = region.written if name == RELEASED else lambda: None
 
         def run(after: Callable[[], object] = after) -> None:
             transport.announce(tag()).wait()
             after()
 
-        made.append(Case(name, run, own, whole, transport, before=touch))  # so that there are pages to be asked about
+        made.append(Case(name, run, own, whole, transport, before=fresh))
     return made
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import network
-from benchmarks.cases import GLOO, IN_COMMON, ROOFLINE, RELEASED, Case, Operation, Shape, check, write_values
+from benchmarks.cases import GLOO, IN_COMMON, RELEASED, ROOFLINE, Case, Operation, Shape, check, write_values
 from benchmarks.job import Job, Measured
 from benchmarks.processes import RankError, run_ranks
 from benchmarks.tables import Crossing
