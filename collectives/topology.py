@@ -4,6 +4,7 @@
     ranks that are threads            pairwise: tests ask for others by name
     all on one host                   shared
     on several hosts                  hierarchical
+    each on a host of its own         pairwise, which is the same then, without a detour through shared memory
     memory that cannot be shared      pairwise, with a warning
 
 Knows: the ranks' hosts, found from the ranks themselves, and every algorithm by what it needs. Does not know: bytes.
@@ -88,6 +89,8 @@ def choose(transport: Transport) -> Choice:
         return Choice(Pairwise(transport), why)
     if len(hosts) == 1:
         return Choice(Shared(Transport(local)), f"all {transport.world_size} ranks are on one host")
+    if len(hosts) == transport.world_size:
+        return Choice(Pairwise(transport), f"each of the {len(hosts)} ranks has a host of its own")
     return Choice(
         _between_hosts(transport, neighbours, local), f"{transport.world_size} ranks are on {len(hosts)} hosts"
     )
