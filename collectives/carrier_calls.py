@@ -118,7 +118,7 @@ class CarrierCalls:
 def _lost(transport: Transport, tag: Tag, error: PeerError) -> PeerError:
     """What to raise where a collective of the carrier failed, which does not say because of whom: whoever cannot be
     told so may be the one."""
-    where = f"rank {transport.rank}, in {tag.label}"
-    untold = transport.abort(f"{where}: the process group's own collective failed ({error})")
-    who = " or ".join(map(str, untold or transport.peers()))
-    return PeerError(f"{where}: no answer from rank {who} ({error})")
+    reason = f"rank {transport.rank}, in {tag.label}: the process group's own collective failed ({error})"
+    untold = transport.abort(reason)
+    who = f"; no answer from rank {' or '.join(map(str, untold))}" if untold else ""
+    return PeerError(reason + who)

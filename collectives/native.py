@@ -41,7 +41,10 @@ class _TorchPending:
 
 class ProcessGroupCarrier:
     """torch.distributed's isend and irecv over a gloo group, and its own collectives, which the backend of the tensor's
-    device moves. Messages of device memory are staged through the host. See `carriers.OwnCollectives`."""
+    device moves. Messages of device memory are staged through the host. See `carriers.OwnCollectives`.
+
+    A wait has a time limit, so it also holds up the host where NCCL's alone would hold up nothing but the stream.
+    """
 
     name = "gloo"
 
