@@ -117,8 +117,8 @@ class CarrierCalls:
 
 def _lost(transport: Transport, tag: Tag, error: PeerError) -> PeerError:
     """What to raise where a collective of the carrier failed, which does not say because of whom: whoever cannot be
-    told so may be the one. Where a time limit passed in its midst nobody is named: gloo then closes connections at will,
-    so that silence is no proof, and all the others wait as this rank does."""
+    told so may be the one. Where a time limit passed in its midst nobody is named: gloo then closes connections as it
+    likes, so that silence is no proof, and all the others wait as this rank does."""
     reason = f"rank {transport.rank}, in {tag.label}: the process group's own collective failed ({error})"
     untold = transport.abort(reason)
     who = f"; no answer from rank {' or '.join(map(str, untold))}" if untold else ""

@@ -62,6 +62,16 @@ def test_all_to_all_is_the_fold_in_rank_order_and_pairwise_bit_for_bit(gloo: Glo
     check(gloo, job, awkward, ("all_to_all", "pairwise"), assert_same_bits)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("bounds", [(0, 300), (0, 257, 300), (0, 257, 257, 401), (0, 0, 257, 300, 600)])
+def test_the_sum_so_far_comes_first_wherever_it_is(
+    gloo: GlooPool, bounds: tuple[int, ...], way: tuple[str, str]
+) -> None:
+    for dtypes in SAME:
+        job = Job(bounds, (0,) * (len(bounds) - 1), dtypes, way, 2, 7, False)
+        check(gloo, job, awkward, ("all_to_all", "pairwise"), assert_same_bits)
+
+
 @given(job=jobs(MIXED, OWN, most_ranks=SIZE))
 @FEWER
 def test_all_to_all_adds_narrow_contributions_in_the_wide_accumulator(gloo: GlooPool, job: Job) -> None:
