@@ -43,6 +43,9 @@ class PendingBytes(Protocol):
 class ByteCarrier(Protocol):
     """A carrier with a short way for a few bytes, as headers are."""
 
+    def posts(self, source: int) -> bool:
+        """True where receives from a rank should be posted before it sends, as over a network."""
+
     def send_bytes(self, data: bytes, to: int, slot: int) -> Pending: ...
 
     def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes: ...
@@ -116,6 +119,9 @@ class ByTensors:
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
+
+    def posts(self, source: int) -> bool:
+        return True
 
     def send_bytes(self, data: bytes, to: int, slot: int) -> Pending:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -93,7 +93,7 @@ class Send:
 
 
 class Recv:
-    """A message that is expected from one rank. Its header is read before its bytes are believed."""
+    """A part of a message that is expected from one rank. The header is read before its bytes are believed."""
 
     def __init__(self, channel: Channel, expected: Expected, payload: Pending | None) -> None:
         self._channel, self._expected, self._payload = channel, expected, payload
@@ -113,7 +113,6 @@ class Channel:
         and fails."""
         self.carrier, self.ranks, self.number = carrier, tuple(ranks), number
         self.bytes: ByteCarrier = carrier if isinstance(carrier, ByteCarrier) else ByTensors(carrier)
-        self._posts = self.bytes is not carrier  # receives of tensors, which a network wants early
         self.memory: Memory | None = carrier if isinstance(carrier, Memory) else None
         self.rank, self.timeout = self.ranks.index(carrier.rank), carrier.timeout
         self._header_slot = self.slot(HEADER_LANE)
@@ -152,7 +151,7 @@ class Channel:
 
     def expect(self, tag: Tag, size: int, source: int) -> Expected:
         """Expect a message of ``size`` bytes after all that were expected of this rank before."""
-        if self._posts:
+        if self.bytes.posts(self.ranks[source]):
             self._post_header(source)
         expected = Expected(source, tag, size, self.packed(tag, size))
         self.streams[source].expected.append(expected)
@@ -209,26 +208,23 @@ class Channel:
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def send(self, data: Tensor, to: int, tag: Tag) -> Send:
-        """A header, and a tensor of bytes behind it."""
-        size = data.numel()
+    def send(self, parts: Sequence[Tensor], to: int, tag: Tag) -> Send:
+        """A header, and the parts of a tensor of bytes behind it, of which none is empty."""
         try:
-            pendings = [self.send_header(self.packed(tag, size), to)]
-            if size:
-                pendings.append(self.carrier.send(data, self.ranks[to], self.slot(PAYLOAD_LANE)))
+            pendings = [self.send_header(self.packed(tag, _size(parts)), to)]
+            pendings += [self.carrier.send(part, self.ranks[to], self.slot(PAYLOAD_LANE)) for part in parts]
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
         return Send(self, pendings, to, tag)
 
-    def recv(self, data: Tensor, source: int, tag: Tag) -> Recv:
-        """Expect what `send` sends."""
-        size = data.numel()
+    def recv(self, parts: Sequence[Tensor], source: int, tag: Tag) -> list[Recv]:
+        """Expect what `send` sends; the parts are to be waited for in order. Of no parts there is still a header."""
         try:
-            expected = self.expect(tag, size, source)
-            payload = self.carrier.recv(data, self.ranks[source], self.slot(PAYLOAD_LANE)) if size else None
+            expected = self.expect(tag, _size(parts), source)
+            payloads = [self.carrier.recv(part, self.ranks[source], self.slot(PAYLOAD_LANE)) for part in parts]
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
-        return Recv(self, expected, payload)
+        return [Recv(self, expected, payload) for payload in payloads] or [Recv(self, expected, None)]
 
     def send_control(self, data: bytes, to: int, tag: Tag) -> Send:
         """A header, and a few bytes behind it."""
@@ -362,6 +358,10 @@ class Channel:
 
 def _describe(tag: Tag) -> str:
     return f"{tag.label} [{tag.kind.name.lower()}, round {tag.round}, index {tag.index}]"
+
+
+def _size(parts: Sequence[Tensor]) -> int:
+    return sum(part.numel() for part in parts)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -128,6 +128,9 @@ class HostCarrier:
     def recv(self, tensor: Tensor, source: int, slot: int) -> _Expected:
         return _Expected(self, tensor, source, slot)
 
+    def posts(self, source: int) -> bool:
+        return False
+
     def send_bytes(self, data: bytes, to: int, slot: int) -> _Sent | _Lent:
         if len(data) > INLINE:
             return self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, slot)

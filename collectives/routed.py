@@ -36,6 +36,9 @@ class RoutedCarrier:
             return self._local.recv(tensor, self._places[source], slot)
         return self._remote.recv(tensor, source, slot)
 
+    def posts(self, source: int) -> bool:
+        return source not in self._places
+
     def send_bytes(self, data: bytes, to: int, slot: int) -> Pending:
         if to in self._places:
             return self._local.send_bytes(data, self._places[to], slot)

@@ -4,6 +4,7 @@
     ranks that are threads            pairwise: tests ask for others by name
     all on one host                   shared
     on several hosts                  hierarchical
+    each on a host of its own         pairwise, which is the same then, without a detour through shared memory
     GPUs on one host, with NCCL       all_to_all
     GPUs on several hosts, with NCCL  native: it sends less, and adds in an order of its own
     memory that cannot be shared      pairwise, with a warning
@@ -106,6 +107,8 @@ def choose(transport: Transport, device: torch.device = CPU) -> Choice:
         return Choice(Pairwise(transport), why)
     if len(hosts) == 1:
         return Choice(Shared(Transport(local)), f"all {transport.world_size} ranks are on one host")
+    if len(hosts) == transport.world_size:
+        return Choice(Pairwise(transport), f"each of the {len(hosts)} ranks has a host of its own")
     return Choice(
         _between_hosts(transport, neighbours, local), f"{transport.world_size} ranks are on {len(hosts)} hosts"
     )

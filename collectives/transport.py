@@ -21,7 +21,7 @@ from .lending import Borrowed, Lent
 from .memory import Pool
 from .messages import Chain, Kind, Tag, Traffic, Work
 
-CHUNK = 4 << 20  # bytes
+CHUNK = 1 << 20  # elements
 
 
 class Transport:
@@ -122,7 +122,7 @@ class Transport:
     def isend(self, tensor: Tensor, to: int, tag: Tag, *, control: bool = False) -> Work:
         """Start to send a 1-D contiguous tensor to rank ``to``; it must not be written before ``wait`` returns."""
         self.check()
-        work, size = self._channel.send(as_bytes(tensor), to, tag), tensor.numel() * tensor.itemsize
+        work, size = self._channel.send(_parts(tensor), to, tag), tensor.numel() * tensor.itemsize
         if control:
             self._channel.counted.control_sent += size
         else:
@@ -131,13 +131,17 @@ class Transport:
 
     def irecv(self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False) -> Work:
         """Start to receive a 1-D contiguous tensor of exactly this size from rank ``source``."""
+        return Chain(self.irecv_chunks(tensor, source, tag, control=control))
+
+    def irecv_chunks(self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False) -> Sequence[Work]:
+        """As `irecv`, for who begins before all is there: each of `chunks` is waited for, in order."""
         self.check()
-        work, size = self._channel.recv(as_bytes(tensor), source, tag), tensor.numel() * tensor.itemsize
+        works, size = self._channel.recv(_parts(tensor), source, tag), tensor.numel() * tensor.itemsize
         if control:
             self._channel.counted.control_received += size
         else:
             self._channel.counted.received += size
-        return work
+        return works
 
     def lend(self, tensor: Tensor, spans: Sequence[tuple[int, int, int]], tag: Tag) -> Lent:
         """Let ranks, which call `borrow`, read elements of a 1-D contiguous tensor where they are, or in a copy where
@@ -170,9 +174,8 @@ class Transport:
     def announce(self, tag: Tag) -> Work:
         """Say to every other rank that this one entered ``tag``, and expect the same of them, without any bytes."""
         self.check()
-        nothing = torch.empty(0, dtype=torch.uint8)
-        recvs = [self._channel.recv(nothing, source, tag) for source in self.peers()]
-        return Chain([*recvs, *(self._channel.send(nothing, to, tag) for to in self.peers())])
+        recvs = [self._channel.recv((), source, tag)[0] for source in self.peers()]
+        return Chain([*recvs, *(self._channel.send((), to, tag) for to in self.peers())])
 
     def meet(self, tag: Tag, catch_up: Callable[[], None]) -> Tag:
         """Return when all ranks are here, at the same ``tag.round``. Collective; the agreed tag is returned.
@@ -242,9 +245,15 @@ def _allocate(memory: Memory | None, nbytes: int, device: torch.device) -> Untyp
     return memory.allocate(nbytes)
 
 
-def chunks(numel: int, itemsize: int) -> Iterator[tuple[int, int]]:
+def chunks(numel: int) -> Iterator[tuple[int, int]]:
     """The parts, as begin and end in elements, in which many bytes travel over a network, so that what follows a part
     hides behind the next; both sides cut alike. Nothing is one empty part, of which at least a header tells."""
-    step = max(1, CHUNK // itemsize)
-    for begin in range(0, max(numel, 1), step):
-        yield begin, min(begin + step, numel)
+    for begin in range(0, max(numel, 1), CHUNK):
+        yield begin, min(begin + CHUNK, numel)
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    data, size = as_bytes(tensor), tensor.itemsize
+    if tensor.numel() <= CHUNK:
+        return [data] if tensor.numel() else []
+    return [data[begin * size : end * size] for begin, end in chunks(tensor.numel())]
