@@ -21,7 +21,8 @@ from .lending import Borrowed, Lent
 from .memory import Pool
 from .messages import Chain, Kind, Tag, Traffic, Work
 
-CHUNK = 1 << 20  # elements
+CHUNK, LEAST = 1 << 20, 1 << 17  # elements of a chunk at most, and at least
+_LANES = 64  # elements that a kernel takes at once, at most: a cut leaves it no other rest than there would be
 
 
 class Transport:
@@ -247,13 +248,15 @@ def _allocate(memory: Memory | None, nbytes: int, device: torch.device) -> Untyp
 
 def chunks(numel: int) -> Iterator[tuple[int, int]]:
     """The parts, as begin and end in elements, in which many bytes travel over a network, so that what follows a part
-    hides behind the next; both sides cut alike. Nothing is one empty part, of which at least a header tells."""
-    for begin in range(0, max(numel, 1), CHUNK):
-        yield begin, min(begin + CHUNK, numel)
+    hides behind the next: quarters, as long as each is worth a message. Both sides cut alike. Nothing is one empty
+    part, of which at least a header tells."""
+    step = min(CHUNK, max(LEAST, -(-numel // (4 * _LANES)) * _LANES))
+    for begin in range(0, max(numel, 1), step):
+        yield begin, min(begin + step, numel)
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
     data, size = as_bytes(tensor), tensor.itemsize
-    if tensor.numel() <= CHUNK:
-        return [data] if tensor.numel() else []
+    if not tensor.numel():
+        return []
     return [data[begin * size : end * size] for begin, end in chunks(tensor.numel())]

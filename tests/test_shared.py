@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 FEWER = settings(max_examples=settings().max_examples // 2)
 transport_module = sys.modules["collectives.transport"]
 shared_module = sys.modules["collectives.shared"]  # `collectives.shared` is a function
-SMALL = 16  # elements of a chunk here, so that few elements are many chunks
+SMALL = 64  # elements of a chunk here at most, so that few elements are many chunks
 
 
 @dataclass(frozen=True)

@@ -112,13 +112,13 @@ RANKS = (
             ),
             Edit(
                 PAIRWISE,
-                "[t.irecv(tensor[begin:end], rank, tag) for rank, tensor in arriving.items()]",
-                "[t.irecv(whole, rank, tag) for rank, whole in everything.items()]",
+                "[t.irecv_chunks(tensor, rank, tag) for rank, tensor in arriving.items()]",
+                "[t.irecv_chunks(whole, rank, tag) for rank, whole in everything.items()]",
             ),
             Edit(
                 PAIRWISE,
-                "{to: source[bounds[to] : bounds[to + 1]] for to in t.peers()}",
-                "dict.fromkeys(t.peers(), source)",
+                "[t.isend(source[bounds[to] : bounds[to + 1]], to, tag) for to in t.peers()]",
+                "[t.isend(source, to, tag) for to in t.peers()]",
             ),
         ),
         ("test_bytes.py::test_traffic_is_the_closed_form[1-1-3-2]",),
