@@ -93,6 +93,27 @@ class CommonMemory(Protocol):
     def common(self, sizes: Sequence[int]) -> Sequence[Region] | None: ...
 
 
+@runtime_checkable
+class OwnCollectives(Protocol):
+    """A carrier with collectives of its own, among all of its ranks, which begin them in the same order.
+
+    Tensors are 1-D and contiguous, and stay as they are until the wait. The sizes that a rank expects are those that
+    the others send; nothing tells where they are not, so the ranks must have agreed before.
+    """
+
+    def backend(self, device: torch.device) -> str:
+        """What moves tensors of this device in these collectives; empty where nothing does."""
+
+    def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> Pending:
+        """Send each rank its part of ``source``, in rank order; ``out``: what each rank sent here, in rank order."""
+
+    def all_gather(self, out: Tensor, source: Tensor) -> Pending:
+        """Put every rank's ``source``, all equally long, into ``out``. ``source`` may be its own part of ``out``."""
+
+    def reduce_scatter(self, out: Tensor, source: Tensor) -> Pending:
+        """Put the sum over all ranks of this one's part of ``source`` into ``out``; parts are equally long."""
+
+
 class ByTensors:
     """The short way for a few bytes over a carrier that knows tensors alone."""
 

@@ -323,15 +323,19 @@ class Channel:
         self.abort(str(error))
         return error
 
-    def abort(self, reason: str) -> None:
-        """Tell every other rank that this one failed. The channel and its family are of no use afterwards."""
+    def abort(self, reason: str) -> list[int]:
+        """Tell every other rank that this one failed, and return those that could not be told. The channel and its
+        family are of no use afterwards."""
+        untold: list[int] = []
         for reference in self._family:
             member = reference()
             if member is not None and member.broken is None:
-                member._abort(reason)
+                found = member._abort(reason)
+                untold = found if member is self else untold
+        return untold
 
-    def _abort(self, reason: str) -> None:
-        self.broken = reason
+    def _abort(self, reason: str) -> list[int]:
+        self.broken, untold = reason, list[int]()
         text = reason.encode()[:4096] or b"?"
         tag = Tag(Kind.ABORT, "abort")
         for to in self.peers:
@@ -343,12 +347,13 @@ class Channel:
                     for lane in (PAYLOAD_LANE, RETURN_LANE):  # where it may wait for what is not read any more
                         self.memory.give_up(self.ranks[to], self.slot(lane))
             except Exception:  # a peer that is gone cannot be told; the others still are
-                continue
+                untold.append(to)
         # What was sent must outlive this object until its receivers ask for it.
         kept = [*self.unsent.values(), *(lent for stream in self.streams for lent in stream.lent.values())]
         keeper = threading.Timer(min(self.timeout, LAST_WORDS), lambda kept: None, [kept])
         keeper.daemon = True
         keeper.start()
+        return untold
 
 
 def _describe(tag: Tag) -> str:

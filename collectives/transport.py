@@ -214,9 +214,10 @@ class Transport:
 
     # -- failures and counts --------------------------------------------------------------------------------------
 
-    def abort(self, reason: str) -> None:
-        """Tell every other rank that this one failed. The transport is of no use afterwards; the carrier is."""
-        self._channel.abort(reason)
+    def abort(self, reason: str) -> list[int]:
+        """Tell every other rank that this one failed, and return those that could not be told. The transport is of no
+        use afterwards; the carrier is."""
+        return self._channel.abort(reason)
 
     @property
     def broken(self) -> bool:

@@ -28,7 +28,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from collectives import Collective, CollectiveError, Hierarchical, Kind, Pairwise, Ring, Tag, Transport, shared
+from collectives import (
+    AllToAll,
+    Collective,
+    CollectiveError,
+    Hierarchical,
+    Kind,
+    Pairwise,
+    Ring,
+    Tag,
+    Transport,
+    shared,
+)
 from collectives.native import connect
 
 from .sockets import routed
@@ -40,6 +51,7 @@ ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
     "shared": shared,
     "pairwise": Pairwise,
     "ring": Ring,
+    "all_to_all": AllToAll,
     "hierarchical": lambda t: Hierarchical(routed(t, halves(t.world_size)), halves(t.world_size)),
 }
 

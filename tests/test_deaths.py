@@ -16,13 +16,15 @@ from torch import nn
 
 from zero import ZeroOptimizer
 
-from .kills import Case, End, Group, drawn, enter, run
+from .kills import ALGORITHMS, Case, End, Group, drawn, enter, run
 
 KINDS = ["reduce_scatter", "all_gather", "exchange", "meet"]
 CASES = [
     *(Case("shared", kind, 3, 1) for kind in KINDS),
     *(Case(algorithm, "reduce_scatter", 3, 2) for algorithm in ("pairwise", "ring")),
     *(Case("hierarchical", kind, 4, 3) for kind in KINDS[:2]),
+    *(Case("all_to_all", kind, 3, 1) for kind in KINDS[:2]),
+    Case("all_to_all", "reduce_scatter", 3, 1, End.RAISED),
     *(Case("shared", "reduce_scatter", 3, 0, end) for end in (End.RAISED, End.LEFT)),
     *(Case("shared", kind, 3, 2, End.STOPPED, limit=1.0) for kind in KINDS[:2]),
 ]
@@ -38,7 +40,7 @@ def test_every_other_rank_names_the_rank_that_is_gone_and_the_collective(case: C
 def test_random_kills_strike_every_algorithm_in_every_collective() -> None:
     cases = [drawn(seed) for seed in range(200)]
     struck = {(case.algorithm, case.collective) for case in cases}
-    assert struck == set(product(("shared", "pairwise", "ring", "hierarchical"), KINDS))
+    assert struck == set(product(ALGORITHMS, KINDS))
     assert {case.victim for case in cases} == {0, 1, 2, 3}
 
 

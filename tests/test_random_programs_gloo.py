@@ -17,7 +17,7 @@ def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: Gloo
     class OnProcesses(RandomPrograms):
         make_backend = staticmethod(lambda: Processes(gloo))
         most_ranks = SIZE
-        collectives = Collectives(("auto", "pairwise", "hierarchical"), ("ring", "native"))
+        collectives = Collectives(("auto", "pairwise", "hierarchical"), ("ring", "native", "all_to_all"))
 
     thorough = settings.default.max_examples > 100
     once = settings(

@@ -87,7 +87,9 @@ class Job:
         ]
 
 
-def jobs(dtypes: Sequence[tuple[torch.dtype, torch.dtype]], ways: Sequence[tuple[str, str]] = WAYS) -> Any:
+def jobs(
+    dtypes: Sequence[tuple[torch.dtype, torch.dtype]], ways: Sequence[tuple[str, str]] = WAYS, most_ranks: int = 8
+) -> Any:
     def of(world_size: int) -> Any:
         hosts = st.lists(st.integers(0, min(3, world_size - 1)), min_size=world_size, max_size=world_size)
         return st.builds(
@@ -101,7 +103,7 @@ def jobs(dtypes: Sequence[tuple[torch.dtype, torch.dtype]], ways: Sequence[tuple
             st.booleans(),
         )
 
-    return st.integers(1, 8).flatmap(of)
+    return st.integers(1, most_ranks).flatmap(of)
 
 
 def program(job: Job, make: Any, algorithm: Callable[[Transport], Any], transport: Transport) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .mutant import Edit, Mutant
 
 BUCKETING, MESSAGES, PAIRWISE = "collectives/bucketing.py", "collectives/messages.py", "collectives/pairwise.py"
-MEMORY, NATIVE, TRANSPORT = "collectives/memory.py", "collectives/native.py", "collectives/transport.py"
+MEMORY, TRANSPORT = "collectives/memory.py", "collectives/transport.py"
 CHANNEL = "collectives/channel.py"
 GRADIENTS, LAYOUT, REDUCER = "zero/gradients.py", "zero/layout.py", "zero/reducer.py"
 EXACT = "test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
@@ -171,7 +171,7 @@ RANKS = (
         "The native gather takes what arrived for slices in a row, although uneven ones come padded to one width.",
         (
             Edit(
-                NATIVE,
+                "collectives/carrier_calls.py",
                 "(buffer[low:high], padded[rank * width : rank * width + high - low])",
                 "(buffer[low:high], padded[low:high])",
             ),
