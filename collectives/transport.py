@@ -151,8 +151,11 @@ class Transport:
         assert self.memory is not None
         place = self.memory.place(tensor) if tensor.numel() else 0
         if place is None:
-            tensor = self.scratch(tensor.numel(), tensor.dtype, torch.device("cpu")).copy_(tensor)
-            place = self.memory.place(tensor)
+            first = min((begin for _, begin, _ in spans), default=0)
+            last = max((end for _, _, end in spans), default=0)
+            tensor = self.within_reach(tensor[first:last])
+            spans = [(to, begin - first, end - first) for to, begin, end in spans]
+            place = self.memory.place(tensor) if tensor.numel() else 0
         assert place is not None, "scratch memory is within reach"
         return Lent(self._channel, tensor, place, spans, tag)
 
