@@ -3,7 +3,8 @@
     roofline of a reduce-scatter    fold W private slices into one
     roofline of an all-gather       copy W - 1 private slices
     in common                       an all-gather where all ranks have the buffer in common, so that nothing is copied;
-    in common, touched              the same and a look at every page, which the kernel maps anew each time
+    in common, released             the same, and the kernel is asked which pages this rank has written, as when a
+                                    gathered unit is released
 
 The rooflines are the reads and writes of a collective through memory that all ranks see, without the other ranks. A
 contribution lies where the algorithm's transport puts it; gloo's lies in ordinary memory, in equal slices, so that it
@@ -14,7 +15,6 @@ Knows: algorithms by name, their buffers, and the right results. Does not know: 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import mmap
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from collectives import Collective, Kind, Region, Tag, Transport
 from collectives.fold import fold
 
 GLOO, ROOFLINE = "gloo", "roofline"
-IN_COMMON, TOUCHED = "in common", "in common, touched"
+IN_COMMON, RELEASED = "in common", "in common, released"
 CPU, DTYPE = torch.device("cpu"), torch.float32
 _PERIOD = 1021  # a prime: no slice begins where another does
 
@@ -88,6 +88,7 @@ def cases(operation: Operation, shape: Shape, algorithms: Sequence[Collective], 
 def check(operation: Operation, shape: Shape, case: Case) -> None:
     """Run a case once on known values; `AssertionError` where its result is wrong. All ranks."""
     case.result.fill_(torch.nan)
+    case.before()
     begin = 0 if operation is Operation.REDUCE_SCATTER else shape.rank * shape.width
     write_values(case.given, shape.rank, begin)
     case.run()
@@ -149,18 +150,21 @@ def _in_common(transport: Transport, shape: Shape) -> list[Case]:
         return []
     tag = _tags(Kind.ALL_GATHER, "an all-gather in common")
     made = []
-    for name, region in zip((IN_COMMON, TOUCHED), regions, strict=True):
+    for name, region in zip((IN_COMMON, RELEASED), regions, strict=True):
         whole, width = region.whole().view(DTYPE), nbytes // shape.world_size
         own = region.own(shape.rank * width, (shape.rank + 1) * width).view(DTYPE)
-        touch = functools.partial(torch.sum, whole[:: mmap.PAGESIZE // DTYPE.itemsize])
-        after: Callable[[], object] = touch if name == TOUCHED else lambda: None
 
-        def run(region: Region = region, after: Callable[[], object] = after) -> None:
+        def fresh(region: Region = region, whole: Tensor = whole) -> None:
             region.refresh()
+            whole[:: mmap.PAGESIZE // DTYPE.itemsize].sum()  # so that there are pages to be asked about
+
+        after: Callable[[], object] = region.written if name == RELEASED else lambda: None
+
+        def run(after: Callable[[], object] = after) -> None:
             transport.announce(tag()).wait()
             after()
 
-        made.append(Case(name, run, own, whole, transport, before=touch))  # so that there are pages to forget
+        made.append(Case(name, run, own, whole, transport, before=fresh))
     return made
 
 

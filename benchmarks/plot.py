@@ -11,13 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from .cases import GLOO, IN_COMMON, ROOFLINE, TOUCHED
+from .cases import GLOO, IN_COMMON, RELEASED, ROOFLINE
 from .job import Measured
 from .tables import Results, size
 
 COLORS = {"shared": "#c4552d", "pairwise": "#2f6f9f", "ring": "#6aa084", GLOO: "#555555", ROOFLINE: "#999999"}
-COLORS |= {IN_COMMON: "#d9a441", TOUCHED: "#7a5195"}
-MARKERS = {"shared": "o", "pairwise": "s", "ring": "^", GLOO: "D", IN_COMMON: "v", TOUCHED: "x"}
+COLORS |= {IN_COMMON: "#d9a441", RELEASED: "#7a5195"}
+MARKERS = {"shared": "o", "pairwise": "s", "ring": "^", GLOO: "D", IN_COMMON: "v", RELEASED: "x"}
 PANEL, RESOLUTION = (5.6, 3.6), 150
 
 

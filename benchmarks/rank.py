@@ -54,7 +54,8 @@ class Ranks:
         self.job = job
         group = connect()
         self.rank, self.world_size = group.rank, group.world_size
-        self.algorithms: list[Collective] = [build(group.fork(), name).collective for name in job.algorithms]
+        made = [build(group.fork(), name).collective for name in job.algorithms]
+        self.algorithms: list[Collective] = list({algorithm.name: algorithm for algorithm in made}.values())
         # The shorter the way of the barrier's messages, the less apart the ranks begin.
         near = [algorithm.transport for algorithm in self.algorithms if algorithm.name == "shared"]
         self._transport: Transport = (near[0] if near else group).fork()

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
+from .all_to_all import AllToAll
 from .bucketing import BucketQueue
 from .carriers import Region
 from .hierarchical import Hierarchical
@@ -25,7 +28,7 @@ from .messages import (
 from .pairwise import Pairwise
 from .ring import Ring
 from .shared import Shared
-from .topology import Choice, choose, hierarchical, shared
+from .topology import CPU, Choice, choose, hierarchical, shared
 from .transport import Transport
 
 Algorithm = Callable[[Transport], Collective]
@@ -42,6 +45,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "shared": shared,
     "hierarchical": hierarchical,
     "ring": Ring,
+    "all_to_all": AllToAll,
     "native": _native,
 }
 
@@ -52,11 +56,12 @@ def check_name(algorithm: str | Algorithm) -> None:
         raise ValueError(f"collective must be one of auto, {', '.join(ALGORITHMS)} or a class, not {algorithm!r}")
 
 
-def build(transport: Transport, algorithm: str | Algorithm) -> Choice:
-    """An algorithm on a transport: "auto", one of `ALGORITHMS` by name, or a class. Collective."""
+def build(transport: Transport, algorithm: str | Algorithm, device: torch.device = CPU) -> Choice:
+    """An algorithm on a transport: "auto", one of `ALGORITHMS` by name, or a class. Collective. ``device``: where the
+    tensors that it moves are, for "auto"."""
     check_name(algorithm)
     if algorithm == "auto":
-        return choose(transport)
+        return choose(transport, device)
     if isinstance(algorithm, str):
         return Choice(ALGORITHMS[algorithm](transport), "asked for by name")
     return Choice(algorithm(transport), "asked for as a class")
@@ -65,6 +70,7 @@ def build(transport: Transport, algorithm: str | Algorithm) -> Choice:
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
+    "AllToAll",
     "BucketQueue",
     "Chain",
     "Choice",

@@ -5,7 +5,7 @@ Knows: ranks and slots of a carrier. Does not know: headers, or what is sent.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -43,7 +43,8 @@ class PendingBytes(Protocol):
 class ByteCarrier(Protocol):
     """A carrier with a short way for a few bytes, as headers are."""
 
-    distant: Collection[int]  # ranks over a network, which wants to know early what is expected
+    def posts(self, source: int) -> bool:
+        """True where receives from a rank should be posted before it sends, as over a network."""
 
     def send_bytes(self, data: bytes, to: int, slot: int) -> Pending: ...
 
@@ -92,12 +93,35 @@ class CommonMemory(Protocol):
     def common(self, sizes: Sequence[int]) -> Sequence[Region] | None: ...
 
 
+@runtime_checkable
+class OwnCollectives(Protocol):
+    """A carrier with collectives of its own, among all of its ranks, which begin them in the same order.
+
+    Tensors are 1-D and contiguous, and stay as they are until the wait. The sizes that a rank expects are those that
+    the others send; nothing tells where they are not, so the ranks must have agreed before.
+    """
+
+    def backend(self, device: torch.device) -> str:
+        """What moves tensors of this device in these collectives; empty where nothing does."""
+
+    def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> Pending:
+        """Send each rank its part of ``source``, in rank order; ``out``: what each rank sent here, in rank order."""
+
+    def all_gather(self, out: Tensor, source: Tensor) -> Pending:
+        """Put every rank's ``source``, all equally long, into ``out``. ``source`` may be its own part of ``out``."""
+
+    def reduce_scatter(self, out: Tensor, source: Tensor) -> Pending:
+        """Put the sum over all ranks of this one's part of ``source`` into ``out``; parts are equally long."""
+
+
 class ByTensors:
     """The short way for a few bytes over a carrier that knows tensors alone."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
-        self.distant: Collection[int] = range(carrier.world_size)
+
+    def posts(self, source: int) -> bool:
+        return True
 
     def send_bytes(self, data: bytes, to: int, slot: int) -> Pending:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -8,13 +8,15 @@ ranks:
     lane 2   why a rank failed
     lane 3   "I have read what you lent me", where bytes stay in memory that both sides see (`lending`)
     lane 4   "I have read what you sent me", where it is much, and came over a network
+    lane 5   "a part of it has left", behind each part
 
 The receiver says which header it expects. Another one is an error that names both, on both sides, and an abort is a
 header too: so a rank that waits learns at once why nothing will come, and the carrier itself stays whole for its user.
 
 Over a network nothing leaves before its receiver has asked for it. So why a rank failed is asked for from the start,
-and is still heard when that rank is gone. A message's header is asked for, and sent, behind its bytes: a network may
-never tell of an end in the middle of many bytes, but of one before a header it does, and when that is here, they are.
+and is still heard when that rank is gone. Something small is asked for, and sent, behind a message's bytes: its header,
+or where they are many, and used part by part, a byte behind each part. For a network may never tell of an end in the
+middle of many bytes, but of one before something small it does, and when that is here, they are.
 And a rank that asks for all that it expects before it sends lets the others' sends end, also where it fails then.
 
 Knows: one carrier, and the ranks of one group. Does not know: what is sent, or what a collective is.
@@ -49,8 +51,8 @@ from .messages import (
     place_of,
 )
 
-HEADER_LANE, PAYLOAD_LANE, TEXT_LANE, RETURN_LANE, ANSWER_LANE, LANES = 0, 1, 2, 3, 4, 5
-READ, GAVE_UP = b"r", b"g"
+HEADER_LANE, PAYLOAD_LANE, TEXT_LANE, RETURN_LANE, ANSWER_LANE, HERE_LANE, LANES = 0, 1, 2, 3, 4, 5, 6
+READ, HERE, GAVE_UP = b"r", b"h", b"g"
 LAST_WORDS = 60.0  # seconds for which a failed rank's messages are kept for their receivers
 GRACE = 1.0  # seconds
 LISTEN = 0.5  # seconds in which the words of a rank that is gone are here, if it said any
@@ -75,9 +77,9 @@ class Channel:
         self.unsent: dict[int, Send] = {}  # sends that nobody has waited for yet
         self.settled: list[Send] = []  # of these, those that nobody need wait for
         # A rank of this host may itself wait for one of another, and is to say so before it is given up.
-        distant = self.bytes.distant
-        near = self.timeout + GRACE if distant else self.timeout
-        self.streams = [Stream(r in distant, self.timeout if r in distant else near) for r in self.ranks]
+        distant = [self.bytes.posts(carried) for carried in self.ranks]
+        near = self.timeout + GRACE if any(distant) else self.timeout
+        self.streams = [Stream(far, self.timeout if far else near) for far in distant]
         self._packed: tuple[Tag | None, int, bytes] = (None, 0, b"")
         for peer in self.peers:
             if self.streams[peer].distant:
@@ -180,27 +182,48 @@ class Channel:
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def send(self, data: Tensor, to: int, tag: Tag) -> Send:
-        """A header, and a tensor of bytes behind it."""
-        size = data.numel()
+    def send(self, parts: Sequence[Tensor], to: int, tag: Tag) -> Send:
+        """A header, and the parts of a tensor of bytes behind it, of which none is empty."""
         try:
-            pendings = [self.carrier.send(data, self.ranks[to], self.slot(PAYLOAD_LANE))] if size else []
-            pendings.append(self.send_header(self.packed(tag, size), to))
-            if size > SMALL and self.streams[to].distant:
-                self._ask_answer(to)
+            pendings = self._send_all(parts, to, tag)
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
-        return Send(self, pendings, to, tag, size)
+        return Send(self, pendings, to, tag, _size(parts))
 
-    def recv(self, data: Tensor, source: int, tag: Tag) -> Recv:
-        """Expect what `send` sends."""
-        size = data.numel()
+    def _send_all(self, parts: Sequence[Tensor], to: int, tag: Tag) -> list[Pending]:
+        size, rank, slot = _size(parts), self.ranks[to], self.slot(PAYLOAD_LANE)
+        if size <= SMALL:
+            return [
+                *(self.carrier.send(part, rank, slot) for part in parts),
+                self.send_header(self.packed(tag, size), to),
+            ]
+        pendings = [self.send_header(self.packed(tag, size), to)]
+        for part in parts:
+            pendings.append(self.carrier.send(part, rank, slot))
+            if self.streams[to].distant:
+                pendings.append(self.bytes.send_bytes(HERE, rank, self.slot(HERE_LANE)))
+        if self.streams[to].distant:
+            self._ask_answer(to)
+        return pendings
+
+    def _recv_part(self, part: Tensor, source: int, size: int) -> tuple[Pending, PendingBytes | None]:
+        payload, here = self.carrier.recv(part, self.ranks[source], self.slot(PAYLOAD_LANE)), None
+        if size > SMALL and self.streams[source].distant:
+            here = self.bytes.recv_bytes(1, self.ranks[source], self.slot(HERE_LANE))
+        return payload, here
+
+    def recv(self, parts: Sequence[Tensor], source: int, tag: Tag) -> list[Recv]:
+        """Expect what `send` sends; the parts are to be waited for in order. Of no parts there is still a header."""
+        size = _size(parts)
         try:
-            payload = self.carrier.recv(data, self.ranks[source], self.slot(PAYLOAD_LANE)) if size else None
+            payloads = [self._recv_part(part, source, size) for part in parts if size <= SMALL]
             expected = self.expect(tag, size, source)
+            payloads += [self._recv_part(part, source, size) for part in parts if size > SMALL]
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
-        return Recv(self, expected, payload)
+        last = len(payloads) - 1
+        works = [Recv(self, expected, *payload, last=n == last) for n, payload in enumerate(payloads)]
+        return works or [Recv(self, expected, None, None, last=False)]
 
     def _ask_answer(self, to: int) -> None:
         """To many bytes: a network may never say that they did not leave, where their reader is gone; but a peer that
@@ -216,6 +239,10 @@ class Channel:
                 raise self._aborted(to, tag)
             stream.answers.popleft()
             stream.answered += 1
+
+    def wait_here(self, here: PendingBytes, source: int, tag: Tag) -> None:
+        if self.wait_bytes(here, source, tag) == GAVE_UP:
+            raise self._aborted(source, tag)
 
     def answer(self, read: Expected) -> None:
         """Say that the bytes of a message were read, where that is waited for."""
@@ -242,7 +269,7 @@ class Channel:
         """What `send_control` has left. Called when all that comes from the others was asked for."""
         if not data or not self.streams[to].distant:
             return []
-        return [self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, tag)]
+        return [self.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], to, tag)]
 
     def recv_control(self, source: int, tag: Tag) -> Callable[[], bytes]:
         """Read how many bytes come next from ``source``; what is returned waits for them."""
@@ -256,7 +283,7 @@ class Channel:
         if not self.streams[source].distant:
             return lambda: self.wait_bytes(self.recv_bytes(size, source, PAYLOAD_LANE, tag), source, tag)
         data = torch.empty(size, dtype=torch.uint8)
-        work = self.recv(data, source, tag)
+        (work,) = self.recv([data], source, tag)
 
         def wait() -> bytes:
             work.wait()
@@ -351,31 +378,40 @@ class Channel:
         self.abort(str(error), failure)
         return error
 
-    def abort(self, reason: str, failure: Failure | None = None) -> None:
-        """Tell every other rank that this one failed: because of ``failure``, or else by itself. The channel and its
-        family are of no use afterwards."""
+    def abort(self, reason: str, failure: Failure | None = None) -> list[int]:
+        """Tell every other rank that this one failed, because of ``failure`` or else by itself, and return those that
+        could not be told. The channel and its family are of no use afterwards."""
+        untold: list[int] = []
         for reference in self._family:
             member = reference()
             if member is not None and member.broken is None:
-                member._abort(reason, failure or Failure(self.rank, reason))
+                found = member._abort(reason, failure or Failure(self.rank, reason))
+                untold = found if member is self else untold
+        return untold
 
-    def _abort(self, reason: str, failure: Failure) -> None:
-        self.broken = reason
+    def _abort(self, reason: str, failure: Failure) -> list[int]:
+        self.broken, untold = reason, list[int]()
         words, tag = failure.pack(), Tag(Kind.ABORT, "abort")
         for to in self.peers:
             try:
                 told = self.bytes.send_bytes(words, self.ranks[to], self.slot(TEXT_LANE))
                 header = self.send_header(tag.pack(0), to)
                 if self.streams[to].distant:
-                    self.bytes.send_bytes(GAVE_UP, self.ranks[to], self.slot(ANSWER_LANE))
+                    for lane in (ANSWER_LANE, HERE_LANE):
+                        self.bytes.send_bytes(GAVE_UP, self.ranks[to], self.slot(lane))
                 Send(self, [told, header], to, tag, WORDS_BYTES)
                 if self.memory is not None:
                     for lane in (PAYLOAD_LANE, RETURN_LANE):  # where it may wait for what is not read any more
                         self.memory.give_up(self.ranks[to], self.slot(lane))
             except Exception:  # a peer that is gone cannot be told; the others still are
-                continue
+                untold.append(to)
         # What was sent must outlive this object until its receivers ask for it.
         kept = [*self.unsent.values(), *(lent for stream in self.streams for lent in stream.lent.values())]
         keeper = threading.Timer(min(self.timeout, LAST_WORDS), lambda kept: None, [kept])
         keeper.daemon = True
         keeper.start()
+        return untold
+
+
+def _size(parts: Sequence[Tensor]) -> int:
+    return sum(part.numel() for part in parts)

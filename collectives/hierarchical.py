@@ -104,7 +104,7 @@ class _ReduceScatter:
         # What others wait for first: at home a rank waits itself, for all that comes from elsewhere.
         self._stops = deque(sorted(mine, key=lambda item: item[0] + 1 == len(item[1].stops)))
         self._direct = {
-            rank: self._receive(t, source.dtype, t.rank, rank)
+            rank: self._receive(source.dtype, t.rank, rank)
             for rank in plans[t.rank].stops[-1].adds
             if rank != t.rank and rank not in neighbours
         }
@@ -133,37 +133,45 @@ class _ReduceScatter:
         return tensor[self._bounds[owner] : self._bounds[owner + 1]]
 
     def _chunks(self, owner: int) -> Iterator[tuple[int, int]]:
-        return chunks(self._bounds[owner + 1] - self._bounds[owner], self._out.itemsize)
+        return chunks(self._bounds[owner + 1] - self._bounds[owner])
 
-    def _receive(self, transport: Transport, dtype: torch.dtype, owner: int, source: int) -> _Arriving:
-        target = self._transport.scratch(self._bounds[owner + 1] - self._bounds[owner], dtype, self._source.device)
-        works = [transport.irecv(target[low:high], source, self._tag) for low, high in self._chunks(owner)]
+    def _receive(self, dtype: torch.dtype, owner: int, source: int) -> _Arriving:
+        """What its sender has from the start: one message."""
+        target = self._scratch(dtype, owner)
+        return _Arriving(target, self._transport.irecv_chunks(target, source, self._tag))
+
+    def _receive_onward(self, owner: int, source: int) -> _Arriving:
+        """What its sender adds up itself: a message a chunk."""
+        target = self._scratch(self._out.dtype, owner)
+        works = [self._onward.irecv(target[low:high], source, self._tag) for low, high in self._chunks(owner)]
         return _Arriving(target, works)
 
-    def _send(self, tensor: Tensor, to: int, owner: int) -> list[Work]:
-        return [self._transport.isend(tensor[low:high], to, self._tag) for low, high in self._chunks(owner)]
+    def _scratch(self, dtype: torch.dtype, owner: int) -> Tensor:
+        return self._transport.scratch(self._bounds[owner + 1] - self._bounds[owner], dtype, self._source.device)
 
     def _sum(self, hop: int, plan: Plan) -> _Arriving | None:
         """The sum that comes to a stop of this rank; None where there is none yet."""
         if hop:
-            return self._receive(self._onward, self._out.dtype, plan.owner, plan.stops[hop - 1].at)
+            return self._receive_onward(plan.owner, plan.stops[hop - 1].at)
         if self._start is None:
             return None
         if plan.owner == self._transport.rank:
             return _Arriving(self._start, ())
-        return self._receive(self._transport, self._out.dtype, plan.owner, plan.owner)
+        return self._receive(self._out.dtype, plan.owner, plan.owner)
 
     def _send_start(self, plan: Plan) -> list[Work]:
         """The sum so far to where it is added to first."""
         first = plan.stops[0].at
-        return [] if self._start is None or first == plan.owner else self._send(self._start, first, plan.owner)
+        if self._start is None or first == plan.owner:
+            return []
+        return [self._transport.isend(self._start, first, self._tag)]
 
     def _send_contributions(self, plans: Sequence[Plan]) -> Iterator[Work]:
         """Those of this rank that owners on other hosts add."""
         rank = self._transport.rank
         for plan in plans:
             if plan.owner != rank and plan.owner not in self._neighbours and rank in plan.stops[-1].adds:
-                yield from self._send(self._slice(self._source, plan.owner), plan.owner, plan.owner)
+                yield self._transport.isend(self._slice(self._source, plan.owner), plan.owner, self._tag)
 
     # -- what is done when somebody waits -----------------------------------------------------------------------------
 
@@ -175,9 +183,7 @@ class _ReduceScatter:
         parts += [self._contribution(rank, plan.owner) for rank in plan.stops[hop].adds]
         out = self._out
         if onward is not None:
-            out = self._transport.scratch(
-                self._bounds[plan.owner + 1] - self._bounds[plan.owner], out.dtype, out.device
-            )
+            out = self._scratch(out.dtype, plan.owner)
         for number, (low, high) in enumerate(self._chunks(plan.owner)):
             for part in parts:
                 if part.works:
@@ -206,14 +212,11 @@ class _AllGather:
         for owner, delegate in self._relayed.items():
             if delegate == t.rank:
                 target = self._reachable(owner)
-                works = [t.irecv(target[low:high], owner, tag) for low, high in chunks(target.numel(), target.itemsize)]
-                self._arriving[owner] = _Arriving(target, works)
+                self._arriving[owner] = _Arriving(target, [t.irecv(target, owner, tag)])
         own = t.within_reach(self._slice(t.rank))
         self._lent = [t.lend(own, [(to, 0, own.numel()) for to in neighbours], tag)]
         delegates = [hosts.delegate(t.rank, host) for host in range(len(hosts.ranks)) if host != here]
-        self._sends = [
-            t.isend(own[low:high], to, tag) for low, high in chunks(own.numel(), own.itemsize) for to in delegates
-        ]
+        self._sends = [t.isend(own, to, tag) for to in delegates]
         self._done = False
 
     def wait(self) -> None:

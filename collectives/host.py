@@ -104,7 +104,6 @@ class HostCarrier:
     def __init__(self, rank: int, peers: Sequence[Peer | None], arena: Arena, timeout: float) -> None:
         """``peers``: of each rank of the group; None for this one."""
         self.rank, self.world_size, self.timeout = rank, len(peers), timeout
-        self.distant: Sequence[int] = ()
         self._peers, self._arena = list(peers), arena
         self._frames: defaultdict[tuple[int, int, bool], deque[tuple[int, bytes]]] = defaultdict(deque)
         self.lent: defaultdict[tuple[int, int], int] = defaultdict(int)
@@ -128,6 +127,9 @@ class HostCarrier:
 
     def recv(self, tensor: Tensor, source: int, slot: int) -> _Expected:
         return _Expected(self, tensor, source, slot)
+
+    def posts(self, source: int) -> bool:
+        return False
 
     def send_bytes(self, data: bytes, to: int, slot: int) -> _Sent | _Lent:
         if len(data) > INLINE:

@@ -95,14 +95,22 @@ class Settled:
 
 
 class Recv:
-    """A message that is expected from one rank. Its header is read before its bytes are believed."""
+    """A part of a message that is expected from one rank. The header is read before its bytes are believed."""
 
-    def __init__(self, channel: Channel, expected: Expected, payload: Pending | None) -> None:
+    def __init__(
+        self, channel: Channel, expected: Expected, payload: Pending | None, here: PendingBytes | None, *, last: bool
+    ) -> None:
         self._channel, self._expected, self._payload = channel, expected, payload
+        self._here, self._last = here, last
 
     def wait(self) -> None:
-        self._channel.confirm(self._expected)
+        channel, expected = self._channel, self._expected
+        channel.confirm(expected)
+        if self._here is not None:
+            channel.wait_here(self._here, expected.source, expected.tag)
+            self._here = None
         if self._payload is not None:
-            self._channel.wait(self._payload, self._expected.source, self._expected.tag)
+            channel.wait(self._payload, expected.source, expected.tag)
             self._payload = None
-            self._channel.answer(self._expected)
+            if self._last:
+                channel.answer(expected)

@@ -59,33 +59,18 @@ class Pairwise:
         t = self.transport
         low, high = bounds[t.rank], bounds[t.rank + 1]
         arriving = {rank: t.scratch(high - low, source.dtype, source.device) for rank in t.peers()}
+        works = [t.irecv_chunks(tensor, rank, tag) for rank, tensor in arriving.items()]
         pieces = []
-        for begin, end in chunks(high - low, source.itemsize):
-            recvs = [t.irecv(tensor[begin:end], rank, tag) for rank, tensor in arriving.items()]
+        for number, (begin, end) in enumerate(chunks(high - low)):
             parts = [] if start is None else [start[begin:end]]
             for rank in range(t.world_size):
                 parts.append((source[low:high] if rank == t.rank else arriving[rank])[begin:end])
-            pieces.append((Chain(recvs), parts, out[begin:end]))
-        return _ReduceScatter(t, pieces, _sends(t, {to: source[bounds[to] : bounds[to + 1]] for to in t.peers()}, tag))
+            pieces.append((Chain(chunk[number] for chunk in works), parts, out[begin:end]))
+        return _ReduceScatter(t, pieces, [t.isend(source[bounds[to] : bounds[to + 1]], to, tag) for to in t.peers()])
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. Each slice arrives in its place; no scratch memory."""
         t = self.transport
-        recvs = []
-        for source in t.peers():
-            slice_ = buffer[bounds[source] : bounds[source + 1]]
-            recvs += [t.irecv(slice_[begin:end], source, tag) for begin, end in chunks(slice_.numel(), slice_.itemsize)]
+        recvs = [t.irecv(buffer[bounds[source] : bounds[source + 1]], source, tag) for source in t.peers()]
         own = buffer[bounds[t.rank] : bounds[t.rank + 1]]
-        return Chain([*recvs, *_sends(t, dict.fromkeys(t.peers(), own), tag)])
-
-
-def _sends(transport: Transport, slices: dict[int, Tensor], tag: Tag) -> list[Work]:
-    """Send each peer its slice, a chunk of each in turn, so that none waits for all of another's."""
-    cuts = {to: deque(chunks(slice_.numel(), slice_.itemsize)) for to, slice_ in slices.items()}
-    sends = []
-    while any(cuts.values()):
-        for to, left in cuts.items():
-            if left:
-                begin, end = left.popleft()
-                sends.append(transport.isend(slices[to][begin:end], to, tag))
-    return sends
+        return Chain([*recvs, *(t.isend(own, to, tag) for to in t.peers())])

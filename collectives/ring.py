@@ -82,15 +82,14 @@ class Ring:
         t = self.transport
         right, left = (t.rank + 1) % t.world_size, (t.rank - 1) % t.world_size
         recvs = [
-            [t.irecv(target[begin:end], left, tag) for begin, end in chunks(target.numel(), target.itemsize)]
-            for target in arriving
+            [t.irecv(target[begin:end], left, tag) for begin, end in chunks(target.numel())] for target in arriving
         ]
         first = order[0]
         sends: list[Work] = []
         if arriving:
-            sends = [t.isend(first[begin:end], right, tag) for begin, end in chunks(first.numel(), first.itemsize)]
+            sends = [t.isend(first[begin:end], right, tag) for begin, end in chunks(first.numel())]
         for part, target, works in zip(order[1:], arriving, recvs, strict=True):
-            for (begin, end), work in zip(chunks(part.numel(), part.itemsize), works, strict=True):
+            for (begin, end), work in zip(chunks(part.numel()), works, strict=True):
                 work.wait()
                 if add is not None:
                     add(part[begin:end], target[begin:end])

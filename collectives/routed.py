@@ -23,7 +23,6 @@ class RoutedCarrier:
         self.rank, self.world_size, self.timeout = remote.rank, remote.world_size, remote.timeout
         self._remote, self._remote_bytes, self._local = remote, ByTensors(remote), local
         self._places = {rank: place for place, rank in enumerate(ranks)}
-        self.distant = [rank for rank in range(remote.world_size) if rank not in self._places]
         self.crossed = 0  # bytes that this rank has sent to other hosts
 
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
@@ -36,6 +35,9 @@ class RoutedCarrier:
         if source in self._places:
             return self._local.recv(tensor, self._places[source], slot)
         return self._remote.recv(tensor, source, slot)
+
+    def posts(self, source: int) -> bool:
+        return source not in self._places
 
     def send_bytes(self, data: bytes, to: int, slot: int) -> Pending:
         if to in self._places:

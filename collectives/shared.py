@@ -64,7 +64,7 @@ class Shared:
             parts = [] if start is None else [start]
             for rank in range(t.world_size):
                 part = source[low:high] if rank == t.rank else borrowed.tensor(rank)
-                parts.append(part if part.device == out.device else part.to(out.device))
+                parts.append(part if out.device.type == "cpu" else part.to(out.device))
             fold(parts, out)
 
         return _Reading(t, borrowed, lent, read)
@@ -72,9 +72,9 @@ class Shared:
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. One copy out of each peer's slice."""
         t = self.transport
-        own = buffer[bounds[t.rank] : bounds[t.rank + 1]]
+        low, high = bounds[t.rank], bounds[t.rank + 1]
         borrowed = t.borrow([(r, bounds[r + 1] - bounds[r]) for r in t.peers()], buffer.dtype, tag)
-        lent = t.lend(own, [(to, 0, own.numel()) for to in t.peers()], tag)
+        lent = t.lend(buffer, [(to, low, high) for to in t.peers()], tag)
 
         def read() -> None:
             for rank in t.peers():

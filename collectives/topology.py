@@ -4,6 +4,9 @@
     ranks that are threads            pairwise: tests ask for others by name
     all on one host                   shared
     on several hosts                  hierarchical
+    each on a host of its own         pairwise, which is the same then, without a detour through shared memory
+    GPUs on one host, with NCCL       all_to_all
+    GPUs on several hosts, with NCCL  native: it sends less, and adds in an order of its own
     memory that cannot be shared      pairwise, with a warning
 
 Knows: the ranks' hosts, found from the ranks themselves, and every algorithm by what it needs. Does not know: bytes.
@@ -12,17 +15,24 @@ Knows: the ranks' hosts, found from the ranks themselves, and every algorithm by
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from .all_to_all import AllToAll
+from .carriers import OwnCollectives
 from .hierarchical import Hierarchical
 from .host import HostCarrier
 from .loopback import LoopbackCarrier
 from .messages import Collective, CollectiveError, Kind, Tag
 from .pairwise import Pairwise
-from .rendezvous import Door, exchange_cards, join
+from .rendezvous import Card, Door, exchange_cards, join
 from .routed import RoutedCarrier
 from .shared import Shared
 from .transport import Transport
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -39,10 +49,8 @@ def meet_neighbours(transport: Transport) -> Neighbours:
     door = Door()
     try:
         cards = exchange_cards(transport, door)
-        by_host: dict[str, list[int]] = {}
-        for rank, card in enumerate(cards):
-            by_host.setdefault(card.host, []).append(rank)
-        mine = by_host[cards[transport.rank].host]
+        hosts = _hosts(cards)
+        mine = next(ranks for ranks in hosts if transport.rank in ranks)
         carrier = join(transport.split(mine), door, [cards[rank] for rank in mine])
     finally:
         door.close()
@@ -50,7 +58,15 @@ def meet_neighbours(transport: Transport) -> Neighbours:
     told = transport.exchange(problem.encode(), Tag(Kind.EXCHANGE, "who shares memory"))
     problem = next((text.decode(errors="replace") for text in told if text), "")
     local = None if isinstance(carrier, str) or problem else carrier
-    return Neighbours(tuple(map(tuple, by_host.values())), local, problem)
+    return Neighbours(hosts, local, problem)
+
+
+def _hosts(cards: Sequence[Card]) -> tuple[tuple[int, ...], ...]:
+    """See `Neighbours.hosts`."""
+    by_host: dict[str, list[int]] = {}
+    for rank, card in enumerate(cards):
+        by_host.setdefault(card.host, []).append(rank)
+    return tuple(map(tuple, by_host.values()))
 
 
 def shared(transport: Transport) -> Collective:
@@ -73,12 +89,15 @@ class Choice:
     why: str
 
 
-def choose(transport: Transport) -> Choice:
-    """The fastest exact algorithm for where the ranks are. Collective."""
+def choose(transport: Transport, device: torch.device = CPU) -> Choice:
+    """The fastest algorithm for where the ranks are, and exact but for GPUs of several hosts. Collective. ``device``:
+    where most tensors are that it will move."""
     if transport.world_size == 1:
         return Choice(Pairwise(transport), "one rank sends nothing")
     if isinstance(transport.carrier, LoopbackCarrier):
         return Choice(Pairwise(transport), "the ranks are threads")
+    if _all_have_nccl(transport, device):
+        return _by_nccl(transport)
     neighbours = meet_neighbours(transport)
     hosts, local = neighbours.hosts, neighbours.local
     if local is None:
@@ -88,8 +107,35 @@ def choose(transport: Transport) -> Choice:
         return Choice(Pairwise(transport), why)
     if len(hosts) == 1:
         return Choice(Shared(Transport(local)), f"all {transport.world_size} ranks are on one host")
+    if len(hosts) == transport.world_size:
+        return Choice(Pairwise(transport), f"each of the {len(hosts)} ranks has a host of its own")
     return Choice(
         _between_hosts(transport, neighbours, local), f"{transport.world_size} ranks are on {len(hosts)} hosts"
+    )
+
+
+def _all_have_nccl(transport: Transport, device: torch.device) -> bool:
+    """True where NCCL moves the tensors of every rank, which is asked: ranks must choose alike. Collective."""
+    carrier = transport.carrier
+    backend = carrier.backend(device) if isinstance(carrier, OwnCollectives) else ""
+    told = transport.exchange(backend.encode(), Tag(Kind.EXCHANGE, "telling what moves a device's tensors"))
+    return all(name == b"nccl" for name in told)
+
+
+def _by_nccl(transport: Transport) -> Choice:
+    door = Door()
+    try:
+        hosts = _hosts(exchange_cards(transport, door))
+    finally:
+        door.close()
+    if len(hosts) == 1:
+        return Choice(AllToAll(transport), f"all {transport.world_size} ranks are on one host, with NCCL")
+    from .native import Native  # the one module that needs torch.distributed
+
+    return Choice(
+        Native(transport),
+        f"{transport.world_size} ranks are on {len(hosts)} hosts, where NCCL's own reduce-scatter sends less, but adds "
+        "in an order of its own: collective='pairwise' keeps the bits of the plain loop",
     )
 
 

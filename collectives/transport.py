@@ -22,7 +22,8 @@ from .lending import Borrowed, Lent
 from .memory import Pool
 from .messages import Chain, Kind, Tag, Traffic, Work
 
-CHUNK = 4 << 20  # bytes
+CHUNK, LEAST = 1 << 20, 1 << 17  # elements of a chunk at most, and at least
+_LANES = 64  # elements that a kernel takes at once, at most: a cut leaves it no other rest than there would be
 
 
 class Transport:
@@ -124,7 +125,7 @@ class Transport:
     def isend(self, tensor: Tensor, to: int, tag: Tag, *, control: bool = False) -> Work:
         """Start to send a 1-D contiguous tensor to rank ``to``; it must not be written before ``wait`` returns."""
         self.check()
-        work, size = self._channel.send(as_bytes(tensor), to, tag), tensor.numel() * tensor.itemsize
+        work, size = self._channel.send(_parts(tensor), to, tag), tensor.numel() * tensor.itemsize
         if control:
             self._channel.counted.control_sent += size
         else:
@@ -133,13 +134,17 @@ class Transport:
 
     def irecv(self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False) -> Work:
         """Start to receive a 1-D contiguous tensor of exactly this size from rank ``source``."""
+        return Chain(self.irecv_chunks(tensor, source, tag, control=control))
+
+    def irecv_chunks(self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False) -> Sequence[Work]:
+        """As `irecv`, for who begins before all is there: each of `chunks` is waited for, in order."""
         self.check()
-        work, size = self._channel.recv(as_bytes(tensor), source, tag), tensor.numel() * tensor.itemsize
+        works, size = self._channel.recv(_parts(tensor), source, tag), tensor.numel() * tensor.itemsize
         if control:
             self._channel.counted.control_received += size
         else:
             self._channel.counted.received += size
-        return work
+        return works
 
     def lend(self, tensor: Tensor, spans: Sequence[tuple[int, int, int]], tag: Tag) -> Lent:
         """Let ranks, which call `borrow`, read elements of a 1-D contiguous tensor where they are, or in a copy where
@@ -148,8 +153,11 @@ class Transport:
         assert self.memory is not None
         place = self.memory.place(tensor) if tensor.numel() else 0
         if place is None:
-            tensor = self.scratch(tensor.numel(), tensor.dtype, torch.device("cpu")).copy_(tensor)
-            place = self.memory.place(tensor)
+            first = min((begin for _, begin, _ in spans), default=0)
+            last = max((end for _, _, end in spans), default=0)
+            tensor = self.within_reach(tensor[first:last])
+            spans = [(to, begin - first, end - first) for to, begin, end in spans]
+            place = self.memory.place(tensor) if tensor.numel() else 0
         assert place is not None, "scratch memory is within reach"
         return Lent(self._channel, tensor, place, spans, tag)
 
@@ -180,9 +188,8 @@ class Transport:
     def announce(self, tag: Tag) -> Work:
         """Say to every other rank that this one entered ``tag``, and expect the same of them, without any bytes."""
         self.check()
-        nothing = torch.empty(0, dtype=torch.uint8)
-        recvs = [self._channel.recv(nothing, source, tag) for source in self.peers()]
-        sends = [self._channel.send(nothing, to, tag) for to in self.peers()]
+        recvs = [self._channel.recv((), source, tag)[0] for source in self.peers()]
+        sends = [self._channel.send((), to, tag) for to in self.peers()]
         return Chain([*recvs, Settled(self._channel, sends)])
 
     def meet(self, tag: Tag, catch_up: Callable[[], None]) -> Tag:
@@ -221,9 +228,10 @@ class Transport:
 
     # -- failures and counts --------------------------------------------------------------------------------------
 
-    def abort(self, reason: str) -> None:
-        """Tell every other rank that this one failed. The transport is of no use afterwards; the carrier is."""
-        self._channel.abort(reason)
+    def abort(self, reason: str) -> list[int]:
+        """Tell every other rank that this one failed, and return those that could not be told. The transport is of no
+        use afterwards; the carrier is."""
+        return self._channel.abort(reason)
 
     @property
     def broken(self) -> bool:
@@ -252,9 +260,17 @@ def _allocate(memory: Memory | None, nbytes: int, device: torch.device) -> Untyp
     return memory.allocate(nbytes)
 
 
-def chunks(numel: int, itemsize: int) -> Iterator[tuple[int, int]]:
+def chunks(numel: int) -> Iterator[tuple[int, int]]:
     """The parts, as begin and end in elements, in which many bytes travel over a network, so that what follows a part
-    hides behind the next; both sides cut alike. Nothing is one empty part, of which at least a header tells."""
-    step = max(1, CHUNK // itemsize)
+    hides behind the next: quarters, as long as each is worth a message. Both sides cut alike. Nothing is one empty
+    part, of which at least a header tells."""
+    step = min(CHUNK, max(LEAST, -(-numel // (4 * _LANES)) * _LANES))
     for begin in range(0, max(numel, 1), step):
         yield begin, min(begin + step, numel)
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    data, size = as_bytes(tensor), tensor.itemsize
+    if not tensor.numel():
+        return []
+    return [data[begin * size : end * size] for begin, end in chunks(tensor.numel())]

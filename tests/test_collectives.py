@@ -31,6 +31,7 @@ from collectives import (
 )
 from collectives.fold import BLOCK
 from collectives.messages import HEADER_BYTES
+from collectives.transport import CHUNK, LEAST, chunks
 
 from .carried import (
     BF16,
@@ -415,3 +416,34 @@ def test_only_flat_tensors_travel() -> None:
         with pytest.raises(ValueError, match="1-D contiguous"):
             transport.irecv(tensor, 1, reduction())
     assert transport.traffic == Traffic()
+
+
+@given(st.integers(0, 1 << 24))
+def test_chunks_are_a_cut_of_everything_that_leaves_kernels_the_rest_that_there_was(numel: int) -> None:
+    """Vector kernels and the scalar loops for what is left over may differ in the bits of a NaN."""
+    cuts = list(chunks(numel))
+    assert [begin for begin, _ in cuts] == [0, *(end for _, end in cuts[:-1])]
+    assert cuts[-1][1] == numel
+    assert all(end % 64 == 0 for _, end in cuts[:-1])
+    assert all(end - begin <= CHUNK for begin, end in cuts)
+    assert len(cuts) == 1 or all(end - begin >= LEAST for begin, end in cuts[:-1])
+
+
+def test_a_message_in_chunks_has_one_header_and_is_read_chunk_by_chunk() -> None:
+    numel = 3 * LEAST + 5
+
+    def program(transport: Transport) -> list[float]:
+        if transport.rank == 0:
+            transport.isend(torch.arange(numel, dtype=torch.float32), 1, reduction()).wait()
+            assert transport.traffic == Traffic(payload_sent=4 * numel, control_sent=HEADER_BYTES, messages=1)
+            return []
+        target = torch.zeros(numel)
+        works = transport.irecv_chunks(target, 0, reduction())
+        last = [end - 1 for _, end in chunks(numel)]
+        seen = []
+        for number, work in enumerate(works):
+            work.wait()
+            seen.append(float(target[last[number]]))
+        return seen
+
+    assert on_threads(2, program)[1] == [float(end - 1) for _, end in chunks(numel)]

@@ -66,7 +66,7 @@ def strange_groups(group: dist.ProcessGroup, rank: int) -> list[str]:
     with pytest.raises(ValueError, match="not a rank of the process group") as stranger:
         connect(dist.GroupMember.NON_GROUP_MEMBER)
     other = pytest.raises(NotImplementedError, match="'cpu:gloo,cuda:nccl'")
-    with mock.patch("torch.distributed.get_backend", return_value="nccl"), other:
+    with mock.patch("torch.distributed.get_backend_config", return_value="cuda:nccl"), other:
         connect(group)
     with pytest.raises(CollectiveError, match="exactly these ranks") as part:
         Native(connect(group).split([0, 1] if rank < 2 else [2, 1]))

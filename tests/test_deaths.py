@@ -19,7 +19,7 @@ from collectives import CollectiveError, Kind, Pairwise, Tag
 from collectives.native import connect
 from zero import ZeroOptimizer
 
-from .kills import Case, End, Group, drawn, enter, run
+from .kills import ALGORITHMS, Case, End, Group, drawn, enter, run
 
 RAISED, LEFT = End.RAISED, End.LEFT
 KINDS = ["reduce_scatter", "all_gather", "exchange", "meet"]
@@ -32,6 +32,8 @@ CASES = [
     *(Case("shared", kind, 3, 2, End.STOPPED, limit=3.0, stays=True) for kind in KINDS[:2]),
     *(Case("pairwise", kind, 3, 2, End.STOPPED, limit=3.0, stays=True) for kind in KINDS[::2]),
     *(Case("hierarchical", kind, 4, 0, End.STOPPED, limit=3.0, stays=True) for kind in KINDS[:2]),
+    *(Case("all_to_all", kind, 3, 1) for kind in KINDS[:2]),
+    Case("all_to_all", "reduce_scatter", 3, 1, End.RAISED),
 ]
 
 
@@ -45,7 +47,7 @@ def test_every_other_rank_names_the_rank_that_is_gone_and_the_collective(case: C
 def test_random_kills_strike_every_algorithm_in_every_collective() -> None:
     cases = [drawn(seed) for seed in range(200)]
     struck = {(case.algorithm, case.collective) for case in cases}
-    assert struck == set(product(("shared", "pairwise", "ring", "hierarchical"), KINDS))
+    assert struck == set(product(ALGORITHMS, KINDS))
     assert {case.victim for case in cases} == {0, 1, 2, 3}
 
 

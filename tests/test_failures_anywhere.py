@@ -31,7 +31,7 @@ from collectives import (
 from .carried import FEWER, SOON, reduction
 from .kills import LABEL, halves, launch
 
-NUMEL = 12
+NUMELS = [0, 12, 1 << 17]  # of which the last is sent in parts, and answered
 LIMIT = 5.0
 ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
     "pairwise": Pairwise,
@@ -54,23 +54,29 @@ class Failing:
                 raise ZeroDivisionError
 
 
-def until_one_fails(collective: Collective, what: str) -> str:
+def until_one_fails(collective: Collective, what: str, numel: int) -> str:
     """Enter the same kind of collective again and again; the error that ends it."""
     number = 0
     while True:
         number += 1
         try:
-            launch(collective, what, number, NUMEL)()
+            launch(collective, what, number, numel)()
         except CollectiveError as error:
             return str(error)
 
 
 @pytest.mark.parametrize("what", ["reduce_scatter", "all_gather", "exchange", "meet"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@given(world_size=st.integers(2, 4), victim=st.integers(0, 3), step=st.integers(0, 80), leaves=st.booleans())
+@given(
+    world_size=st.integers(2, 4),
+    victim=st.integers(0, 3),
+    step=st.integers(0, 80),
+    leaves=st.booleans(),
+    numel=st.sampled_from(NUMELS),
+)
 @FEWER
 def test_a_rank_that_fails_at_any_step_is_named_by_all_at_once(
-    algorithm: str, what: str, world_size: int, victim: int, step: int, leaves: bool
+    algorithm: str, what: str, world_size: int, victim: int, step: int, leaves: bool, numel: int
 ) -> None:
     victim %= world_size
     failing = Failing(victim, step)
@@ -81,7 +87,7 @@ def test_a_rank_that_fails_at_any_step_is_named_by_all_at_once(
         ready.wait()
         failing.armed = True
         try:
-            errors[transport.rank] = until_one_fails(collective, what)
+            errors[transport.rank] = until_one_fails(collective, what, numel)
         except ZeroDivisionError:
             collective.transport.abort("the disk is full")
             if leaves:

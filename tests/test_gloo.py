@@ -75,7 +75,7 @@ def uneven_rounds(group: dist.ProcessGroup, rank: int, algorithm: str) -> nn.Mod
     return model
 
 
-@pytest.mark.parametrize("algorithm", ["pairwise", "ring", "native"])
+@pytest.mark.parametrize("algorithm", ["pairwise", "ring", "all_to_all", "native"])
 def test_ranks_with_fewer_backwards_catch_up_with_every_algorithm(gloo: GlooPool, algorithm: str) -> None:
     for model in gloo.run(uneven_rounds, algorithm, ranks=range(3)):
         expected = 2 - 0.5 * (3 * 1 + 2 * 2 + 1 * 3) / 4
@@ -156,7 +156,7 @@ def test_units_are_gathered_one_ahead_and_buckets_launched_while_earlier_units_r
             assert later.index(f"launch {5 - n}") < later.index(f"backward {n - 1} ends")
 
 
-@pytest.mark.parametrize("collective", ["auto", "pairwise"])
+@pytest.mark.parametrize("collective", ["auto", "pairwise", "all_to_all"])
 @pytest.mark.parametrize("ranks", [(0,), (0, 1), (0, 1, 2, 3)])
 def test_a_rank_holds_its_shards_the_root_two_units_and_three_buckets_at_most(
     gloo: GlooPool, ranks: tuple[int, ...], collective: str
@@ -167,10 +167,11 @@ def test_a_rank_holds_its_shards_the_root_two_units_and_three_buckets_at_most(
         for kind, factor in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
             assert abs(found.between[kind] - factor * share) <= padding, kind
         gathered = found.root + 2 * found.unit if len(ranks) > 1 else 0
-        assert found.gathered == (gathered if collective == "pairwise" else 0)
+        assert found.gathered == (0 if collective == "auto" else gathered)
         assert found.scratch <= 3 * found.unit
+        own = found.unit / len(ranks) if collective == "all_to_all" else 0  # which it sends itself, too
         words = WORDS_BYTES * (len(ranks) - 1)  # for why another rank fails
-        assert found.above <= gathered + 3 * found.unit + padding + words
+        assert found.above <= gathered + 3 * found.unit + own + padding + words
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -222,7 +223,7 @@ def integer_gradients(group: dist.ProcessGroup, rank: int, algorithm: str, stage
     return model
 
 
-@pytest.mark.parametrize("algorithm", ["pairwise", "ring", "native"])
+@pytest.mark.parametrize("algorithm", ["pairwise", "ring", "all_to_all", "native"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_every_algorithm_gives_the_same_bits_on_integers(gloo: GlooPool, algorithm: str, stage: int) -> None:
     expected = gloo.run(integer_gradients, "pairwise", 2, ranks=range(3))[0]

@@ -43,7 +43,7 @@ from .test_laws import (
     trained,
 )
 
-HEADERS, LANES = 0, 5
+HEADERS, LANES = 0, 6
 
 
 # -- order and number -------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from .machine.backends import Processes
-from .machine.state_machine import RandomPrograms
+from .machine.state_machine import Collectives, RandomPrograms
 from .pool import SIZE, GlooPool
 
 
@@ -17,7 +17,7 @@ def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: Gloo
     class OnProcesses(RandomPrograms):
         make_backend = staticmethod(lambda: Processes(gloo))
         most_ranks = SIZE
-        exact_in_any_order = ("ring", "native")
+        collectives = Collectives(("auto", "pairwise", "hierarchical"), ("ring", "native", "all_to_all"))
 
     thorough = settings.default.max_examples > 100
     once = settings(

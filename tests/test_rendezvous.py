@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import socket
 import threading
@@ -82,8 +83,9 @@ def once(call: Callable[..., Any], error: Exception) -> Callable[..., Any]:
 @pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1, 0], [0, 0, 1, 1], [2, 1, 0]])
 def test_what_is_chosen_follows_from_where_the_ranks_are(monkeypatch: pytest.MonkeyPatch, hosts: list[int]) -> None:
     on_hosts(monkeypatch, hosts)
-    one_host = len(set(hosts)) == 1
-    assert on_wires(len(hosts), outcome(automatic)) == ["shared" if one_host else "hierarchical"] * len(hosts)
+    one_host, all_apart = len(set(hosts)) == 1, len(set(hosts)) == len(hosts)
+    expected = "shared" if one_host else "pairwise" if all_apart else "hierarchical"
+    assert on_wires(len(hosts), outcome(automatic)) == [expected] * len(hosts)
     assert on_wires(len(hosts), outcome(hierarchical)) == ["hierarchical"] * len(hosts)
     for found in on_wires(len(hosts), outcome(shared)):
         assert found == "shared" if one_host else "collective 'shared' is for ranks of one host" in found
@@ -221,8 +223,8 @@ def test_a_process_of_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatc
     user = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
     monkeypatch.setattr(rendezvous, "_user", lambda: user)
-    with pytest.raises(CollectiveError, match=r"could not connect: .*(process of user|timed out)"):
-        on_wires(2, shared, timeout=0.5)
+    with pytest.raises(CollectiveError, match=r"could not connect: .*(process of user|timed out|Broken pipe|reset)"):
+        on_wires(2, shared, timeout=3.0)
 
 
 # -- what is left ------------------------------------------------------------------------------------------------------
@@ -238,6 +240,7 @@ def listening(address: str) -> bool:
 
 
 def test_the_door_is_shut_when_all_are_in_and_nothing_is_left_of_a_group() -> None:
+    gc.collect()  # what earlier tests left in cycles
     before, mapped_before = set(os.listdir("/proc/self/fd")), mapped()
 
     def program(transport: Transport) -> tuple[str, bool, bool]:

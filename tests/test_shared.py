@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 FEWER = settings(max_examples=settings().max_examples // 2)
 transport_module = sys.modules["collectives.transport"]
 shared_module = sys.modules["collectives.shared"]  # `collectives.shared` is a function
-SMALL = 64  # bytes of a chunk here, so that few elements are many chunks
+SMALL = 64  # elements of a chunk here at most, so that few elements are many chunks
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,9 @@ class Job:
         ]
 
 
-def jobs(dtypes: Sequence[tuple[torch.dtype, torch.dtype]], ways: Sequence[tuple[str, str]] = WAYS) -> Any:
+def jobs(
+    dtypes: Sequence[tuple[torch.dtype, torch.dtype]], ways: Sequence[tuple[str, str]] = WAYS, most_ranks: int = 8
+) -> Any:
     def of(world_size: int) -> Any:
         hosts = st.lists(st.integers(0, min(3, world_size - 1)), min_size=world_size, max_size=world_size)
         return st.builds(
@@ -101,7 +103,7 @@ def jobs(dtypes: Sequence[tuple[torch.dtype, torch.dtype]], ways: Sequence[tuple
             st.booleans(),
         )
 
-    return st.integers(1, 8).flatmap(of)
+    return st.integers(1, most_ranks).flatmap(of)
 
 
 def program(job: Job, make: Any, algorithm: Callable[[Transport], Any], transport: Transport) -> list[Tensor]:

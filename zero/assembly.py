@@ -42,12 +42,14 @@ class Assembly:
         process_group: ProcessGroup | Transport | None,
         bucket_cap_mb: float,
         collective: str | Algorithm,
+        device: torch.device,
         units: Predicate | None,
     ) -> None:
+        """``device``: where the parameters are."""
         self.stage, self.module, self.inner = stage, module, inner
         self._bucket_bytes = _bucket_bytes(bucket_cap_mb)
         check_name(collective)
-        self.choice = build_collective(_transport(process_group).fork(), collective)
+        self.choice = build_collective(_transport(process_group).fork(), collective, device)
         self.collective: Collective = self.choice.collective
         self.transport = self.collective.transport
         try:

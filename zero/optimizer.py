@@ -29,7 +29,7 @@ from .clip import check_finite, check_norm_arguments, clip_factor
 from .describe import Description, describe
 from .inner import InnerOptimizer
 from .norm import PowerSum
-from .parameters import as_groups, check_listed_once
+from .parameters import as_groups, check_listed_once, device_of
 from .replicas import compare
 from .stages import Placement, stage_of
 from .units import Predicate
@@ -56,7 +56,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             no group is initialised.
         divisor: what a summed gradient is divided by; None: the number of ranks, as in DDP.
         bucket_cap_mb: size of a bucket in MiB, as in DistributedDataParallel.
-        collective: an algorithm of `collectives`, by name or as a class.
+        collective: an algorithm of `collectives`, by name or as a class; default: the fastest for where the ranks and
+            the parameters are, which `describe` names, with the reason.
         units: at stage 3, which modules are gathered as a whole, each just before its forward and its backward:
             module -> bool. Default: the children of the outermost ``ModuleList`` and ``Sequential`` modules.
         defaults: arguments of ``optimizer_class``.
@@ -88,11 +89,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError("params and module are two different modules")
         self._module = given if given is not None else module
         self._inner = InnerOptimizer(optimizer_class, defaults)
-        parts = Assembly(self._stage, self._module, self._inner, process_group, bucket_cap_mb, collective, units)
+        groups = as_groups(params)
+        device = device_of(groups)
+        parts = Assembly(
+            self._stage, self._module, self._inner, process_group, bucket_cap_mb, collective, device, units
+        )
         self._assembly, self._transport, self._collective = parts, parts.transport, parts.collective
         self._storage, self._reducer = parts.storage, parts.reducer
         self._consolidated: dict[int, Any] | None = None
-        groups = as_groups(params)
         check_listed_once(groups, self._module)
         super().__init__(groups, self._inner.defaults)
         self.state: Any = checkpoint.States(self._storage, self._inner)

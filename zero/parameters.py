@@ -55,6 +55,13 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     return groups
 
 
+def device_of(groups: Sequence[Mapping[str, Any]]) -> torch.device:
+    """Where the first parameter is; the CPU where there is none, which `specs` tells."""
+    entries = (entry for group in groups for entry in group["params"])
+    parts = (part for entry in entries for part in (entry if isinstance(entry, tuple) else (entry,)))
+    return next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
+
+
 def check_buffers(module: nn.Module | None) -> None:
     """Raise `ValueError` naming a buffer that cannot be overwritten with rank 0's values."""
     for name, buffer in () if module is None else module.named_buffers():

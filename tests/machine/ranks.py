@@ -8,13 +8,29 @@ from typing import Any
 import pytest
 import torch
 
+from collectives import Collective, Hierarchical, Shared, Transport
 from zero import ZeroOptimizer
 
 from ..programs import CLASSES, clear
+from ..sockets import meet, routed
 from . import program as p
 from .program import Command, Config, Setting
 from .trees import Batch, PlannedError
 
+
+def one_host(transport: Transport) -> Collective:
+    """As among processes of one host: real sockets, and memory in common."""
+    return Shared(Transport(meet(transport)))
+
+
+def two_hosts(transport: Transport) -> Collective:
+    """The same on each of two hosts, and the transport's own messages between them."""
+    middle = (transport.world_size + 1) // 2
+    hosts = [ranks for ranks in (range(middle), range(middle, transport.world_size)) if ranks]
+    return Hierarchical(routed(transport, hosts), hosts)
+
+
+COLLECTIVES = {"one host": one_host, "two hosts": two_hosts}
 Saved = tuple[dict[str, Any], dict[str, Any]]  # of the model and of the optimizer
 
 
@@ -36,7 +52,7 @@ class Rank:
             process_group=group,
             stage=setting.stage,
             bucket_cap_mb=setting.bucket_cap_mb,
-            collective=setting.collective,
+            collective=COLLECTIVES.get(setting.collective, setting.collective),
             **arguments,
         )
         self.scheduler = p.scheduler_of(self.optimizer)

@@ -6,7 +6,8 @@ prints the program as source text: paste it into a test that imports from `tests
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hypothesis import note
 from hypothesis import strategies as st
@@ -59,18 +60,29 @@ OPTIONS = st.fixed_dictionaries(
 ).map(lambda found: tuple(found.items()))
 
 
-def settings(most_ranks: int, collectives: tuple[str, ...]) -> st.SearchStrategy[Setting]:
-    return st.builds(
-        Setting, st.integers(0, 3), st.integers(1, most_ranks), CAPS, st.sampled_from(("auto", *collectives))
-    )
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """``exact``: algorithms that fold in rank order; ``in_any_order``: that give the same bits where sums are exact."""
+
+    exact: tuple[str, ...]
+    in_any_order: tuple[str, ...]
+
+    def names(self, integer: bool) -> tuple[str, ...]:
+        return (*self.exact, *self.in_any_order) if integer else self.exact
+
+
+def settings(stages: Sequence[int], most_ranks: int, collectives: tuple[str, ...]) -> st.SearchStrategy[Setting]:
+    return st.builds(Setting, st.sampled_from(stages), st.integers(1, most_ranks), CAPS, st.sampled_from(collectives))
 
 
 @st.composite
-def configs(draw: st.DrawFn, most_ranks: int, exact_in_any_order: tuple[str, ...]) -> Config:
-    """``exact_in_any_order``: algorithms that give the same bits only where sums are exact."""
+def configs(draw: st.DrawFn, stages: Sequence[int], most_ranks: int, collectives: Collectives) -> Config:
     integer = draw(st.sampled_from([False, False, True]))
     return Config(
-        draw(settings(most_ranks, exact_in_any_order if integer else ())),
+        draw(settings(stages, most_ranks, collectives.names(integer))),
         draw(parts(("float32", "float64") if integer else ("float32", "float32", "float64", "bfloat16"))),
         draw(st.sampled_from([1, 2, 4, 9, 17])),
         integer,
@@ -83,11 +95,12 @@ def configs(draw: st.DrawFn, most_ranks: int, exact_in_any_order: tuple[str, ...
 
 
 class RandomPrograms(RuleBasedStateMachine):
-    """One program. Subclasses say where its ranks run, and up to how many."""
+    """One program. Subclasses say where its ranks run, up to how many, how they talk, and at which stages it begins."""
 
     make_backend: Callable[[], Backend]
     most_ranks = 8
-    exact_in_any_order: tuple[str, ...] = ("ring",)
+    collectives: Collectives
+    begins: Sequence[int] = STAGES
     followed = 0  # commands of all programs of the class
     trained = 0  # those that were steps with a gradient to take
 
@@ -102,7 +115,7 @@ class RandomPrograms(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        config = data.draw(configs(self.most_ranks, self.exact_in_any_order))
+        config = data.draw(configs(self.begins, self.most_ranks, self.collectives))
         self.run = Run(config, type(self).make_backend())
 
     def do(self, command: Command) -> None:
@@ -248,8 +261,8 @@ class RandomPrograms(RuleBasedStateMachine):
         self.drop_kept()
         if not self.stepped:  # there is nothing to save
             self.whole_step([p.Backward(100)], False)
-        collectives = self.exact_in_any_order if self.run.config.integer else ()
-        self.do(p.Load(data.draw(settings(self.most_ranks, collectives))))
+        names = self.collectives.names(self.run.config.integer)
+        self.do(p.Load(data.draw(settings(STAGES, self.most_ranks, names))))
         self.open, self.pending, self.stepped = True, False, False
 
     def drop_kept(self) -> None:

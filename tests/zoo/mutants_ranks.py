@@ -5,7 +5,7 @@ from __future__ import annotations
 from .mutant import Edit, Mutant
 
 BUCKETING, MESSAGES, PAIRWISE = "collectives/bucketing.py", "collectives/messages.py", "collectives/pairwise.py"
-MEMORY, NATIVE, TRANSPORT = "collectives/memory.py", "collectives/native.py", "collectives/transport.py"
+MEMORY, TRANSPORT = "collectives/memory.py", "collectives/transport.py"
 CHANNEL = "collectives/channel.py"
 GRADIENTS, LAYOUT, REDUCER = "zero/gradients.py", "zero/layout.py", "zero/reducer.py"
 EXACT = "test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
@@ -112,13 +112,13 @@ RANKS = (
             ),
             Edit(
                 PAIRWISE,
-                "[t.irecv(tensor[begin:end], rank, tag) for rank, tensor in arriving.items()]",
-                "[t.irecv(whole, rank, tag) for rank, whole in everything.items()]",
+                "[t.irecv_chunks(tensor, rank, tag) for rank, tensor in arriving.items()]",
+                "[t.irecv_chunks(whole, rank, tag) for rank, whole in everything.items()]",
             ),
             Edit(
                 PAIRWISE,
-                "{to: source[bounds[to] : bounds[to + 1]] for to in t.peers()}",
-                "dict.fromkeys(t.peers(), source)",
+                "[t.isend(source[bounds[to] : bounds[to + 1]], to, tag) for to in t.peers()]",
+                "[t.isend(source, to, tag) for to in t.peers()]",
             ),
         ),
         ("test_bytes.py::test_traffic_is_the_closed_form[1-1-3-2]",),
@@ -171,7 +171,7 @@ RANKS = (
         "The native gather takes what arrived for slices in a row, although uneven ones come padded to one width.",
         (
             Edit(
-                NATIVE,
+                "collectives/carrier_calls.py",
                 "(buffer[low:high], padded[rank * width : rank * width + high - low])",
                 "(buffer[low:high], padded[low:high])",
             ),

@@ -1,0 +1,131 @@
+"""Memory that all ranks of a host have in common: what one writes for all, what it writes by mistake, and what happens
+where there is none."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives import Kind, Region, Tag, Transport
+from collectives.arena import PAGE
+
+from .sockets import on_sockets
+
+host_module = sys.modules["collectives.host"]
+NOW = Tag(Kind.EXCHANGE, "now")
+
+
+def made(transport: Transport, *sizes: int) -> list[Region]:
+    regions = transport.common(sizes)
+    assert regions is not None
+    return list(regions)
+
+
+def filled(region: Region, transport: Transport, size: int) -> None:
+    """Every rank writes its number and one into its part."""
+    width = size // transport.world_size
+    region.own(transport.rank * width, (transport.rank + 1) * width).fill_(transport.rank + 1)
+    transport.announce(NOW).wait()
+
+
+def test_what_each_rank_writes_in_its_own_part_all_ranks_read() -> None:
+    def program(transport: Transport) -> list[list[int]]:
+        small, large = made(transport, 3, 3 * PAGE)
+        filled(large, transport, 3 * PAGE)
+        filled(small, transport, 3)
+        return [small.whole().tolist(), large.whole()[:: PAGE - 1].tolist()]
+
+    assert on_sockets(3, program) == [[[1, 2, 3], [1, 1, 2, 3]]] * 3
+
+
+@given(st.lists(st.integers(0, 5 * PAGE), min_size=1, max_size=4))
+def test_a_stray_write_reaches_nobody_else_and_is_found_by_its_page_and_forgotten(places: list[int]) -> None:
+    size = 5 * PAGE + 1
+
+    def program(transport: Transport) -> tuple[list[tuple[int, int]], bool, bool, list[tuple[int, int]]]:
+        (region,) = made(transport, size)
+        filled(region, transport, size - 1)
+        kept, whole = region.whole().clone(), region.whole()
+        transport.announce(NOW).wait()
+        if transport.rank == 0:
+            whole[places] = 77
+        transport.announce(NOW).wait()
+        written, others = region.written(), bool((region.whole() == kept).all())
+        region.refresh()
+        return written, others, bool((region.whole() == kept).all()), region.written()
+
+    pages = sorted({place // PAGE for place in places})
+    first, second = on_sockets(2, program)
+    assert first == ([(page * PAGE, min((page + 1) * PAGE, size)) for page in pages], False, True, [])
+    assert second == ([], True, True, [])
+
+
+def test_where_the_kernel_does_not_tell_everything_may_have_been_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any) -> bytes:
+        raise PermissionError(errno.EPERM, "pagemap")
+
+    def program(transport: Transport) -> list[tuple[int, int]]:
+        (region,) = made(transport, PAGE + 7)
+        return region.written()
+
+    monkeypatch.setattr(os, "pread", forbidden)
+    assert on_sockets(2, program) == [[(0, PAGE + 7)]] * 2
+
+
+def on_one_thread(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Fails for the first thread that calls it."""
+    first = threading.Lock()
+
+    def wrapped(*arguments: Any) -> Any:
+        if first.acquire(blocking=False):
+            for fd in arguments[:1]:
+                if isinstance(fd, int):
+                    os.close(fd)
+            raise OSError(errno.ENOMEM, "no memory")
+        return call(*arguments)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("step", ["file_of", "regions_of"])
+def test_memory_in_common_is_for_all_or_for_none(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """One rank alone finds none: no rank has any, nothing is left, and the ranks still talk."""
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(host_module, step, on_one_thread(getattr(host_module, step)))
+
+    def program(transport: Transport) -> tuple[bool, list[bytes], bool]:
+        without = transport.common([PAGE]) is None
+        said = transport.exchange(b"%d" % transport.rank, NOW)
+        return without, said, transport.common([PAGE]) is not None
+
+    assert on_sockets(3, program) == [(True, [b"0", b"1", b"2"], True)] * 3
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_there_is_none_for_a_part_of_the_ranks_and_none_of_no_bytes() -> None:
+    def program(transport: Transport) -> tuple[bool, bool]:
+        part = transport.split([r for r in range(3) if (r == 2) == (transport.rank == 2)])
+        return part.common([PAGE]) is None, transport.common([0, 0]) is None
+
+    assert on_sockets(3, program) == [(True, True)] * 3
+
+
+def test_a_region_outlives_what_it_was_made_by() -> None:
+    def program(transport: Transport) -> torch.Tensor:
+        (region,) = made(transport, 2 * PAGE)
+        filled(region, transport, 2 * PAGE)
+        whole = region.whole()
+        transport.announce(NOW).wait()
+        return whole
+
+    for whole in on_sockets(2, program):
+        assert whole[::PAGE].tolist() == [1, 2]
