@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .carrier_calls import CarrierCalls
-from .carriers import as_bytes
 from .fold import fold
-from .messages import Tag, Work
+from .messages import Tag, Work, as_bytes
 from .transport import Transport
 
 

@@ -17,8 +17,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .carriers import OwnCollectives, Pending, as_bytes
-from .messages import Chain, CollectiveError, PeerError, Tag, Work
+from .carriers import OwnCollectives, Pending
+from .messages import Chain, CollectiveError, PeerError, Tag, Work, as_bytes
 from .transport import Transport
 
 

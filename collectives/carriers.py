@@ -139,10 +139,3 @@ class _BytesOfTensor:
     def wait(self, timeout: float) -> bytes:
         self._pending.wait(timeout)
         return self._buffer.numpy().tobytes()
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes."""
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(f"a 1-D contiguous tensor is needed, not shape {tuple(tensor.shape)}")
-    return tensor.detach().view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)

@@ -258,12 +258,13 @@ class Channel:
         """A header that says how many bytes there are, and those at once where no network is in the way."""
         try:
             pendings = [self.send_header(self.packed(tag, len(data)), to)]
-            if data and not self.streams[to].distant:
+            size = 0 if self.streams[to].distant else len(data)
+            if size:
                 pendings.append(self.bytes.send_bytes(data, self.ranks[to], self.slot(PAYLOAD_LANE)))
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
         self.counted.control_sent += len(data)
-        return [Send(self, pendings, to, tag, len(data))]
+        return [Send(self, pendings, to, tag, size)]
 
     def send_rest(self, data: bytes, to: int, tag: Tag) -> list[Send]:
         """What `send_control` has left. Called when all that comes from the others was asked for."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -187,3 +188,10 @@ def _cut(label: str) -> bytes:
     """What of a label fits into a header, in whole characters."""
     encoded = label.encode(errors="replace")
     return encoded if len(encoded) <= LABEL_BYTES else encoded[:LABEL_BYTES].decode(errors="ignore").encode()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes."""
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(f"a 1-D contiguous tensor is needed, not shape {tuple(tensor.shape)}")
+    return tensor.detach().view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)

@@ -15,12 +15,12 @@ from functools import partial
 import torch
 from torch import Tensor, UntypedStorage
 
-from .carriers import Carrier, CommonMemory, Memory, Region, as_bytes
+from .carriers import Carrier, CommonMemory, Memory, Region
 from .channel import Channel
 from .inflight import Send, Settled
 from .lending import Borrowed, Lent
 from .memory import Pool
-from .messages import Chain, Kind, Tag, Traffic, Work
+from .messages import Chain, Kind, Tag, Traffic, Work, as_bytes
 
 CHUNK, LEAST = 1 << 20, 1 << 17  # elements of a chunk at most, and at least
 _LANES = 64  # elements that a kernel takes at once, at most: a cut leaves it no other rest than there would be
