@@ -79,7 +79,8 @@ def host_key() -> str:
 
 
 def _user() -> int:
-    return os.getuid() if hasattr(os, "getuid") else 0
+    """As the kernel tells it to a peer."""
+    return os.geteuid() if hasattr(os, "geteuid") else 0
 
 
 def exchange_cards(transport: Transport, door: Door) -> list[Card]:
@@ -134,11 +135,12 @@ def _connect(transport: Transport, door: Door, cards: Sequence[Card]) -> HostCar
             connection = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             connection.settimeout(patience)
             connection.connect(b"\0zero-" + cards[to].address.encode())
+            process = _check_user(connection)  # before it is given anything
             files, theirs = socket.socketpair()
             hello = _HELLO.pack(rank, bytes.fromhex(cards[to].token))
             with theirs:
                 socket.send_fds(connection, [hello], [door.arena.fd, theirs.fileno()])
-            outgoing[to] = (connection, opened.enter_context(files))
+            outgoing[to] = (connection, opened.enter_context(files), process)
         door.listener.settimeout(patience)
         with ExitStack() as arenas:
             links = {}
@@ -148,8 +150,7 @@ def _connect(transport: Transport, door: Door, cards: Sequence[Card]) -> HostCar
                     opened.enter_context(end)
                 arenas.callback(os.close, link.arena)
                 links[source] = link
-            for to, (connection, files) in outgoing.items():
-                process = _check_user(connection)
+            for to, (connection, files, process) in outgoing.items():
                 _, (arena,) = _receive(connection, 1)
                 arenas.callback(os.close, arena)
                 links[to] = _Link(connection, files, arena, process)
@@ -191,13 +192,15 @@ def _check_user(connection: socket.socket) -> int:
     """The peer's process id, as seen from here; `PermissionError` where it is another user's."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     process, user, _ = _PEER_CREDENTIALS.unpack(data)
-    if user != os.getuid():
+    if user != _user():
         raise PermissionError(f"a process of user {user} answered")
     return int(process)
 
 
 def _receive(connection: socket.socket, descriptors: int) -> tuple[bytes, list[int]]:
     data, found, _, _ = socket.recv_fds(connection, _HELLO.size, descriptors)
+    for fd in found:  # `recv_fds` takes flags, but does not pass them on
+        os.set_inheritable(fd, False)
     if len(found) != descriptors:
         for fd in found:
             os.close(fd)

@@ -76,6 +76,7 @@ class Transport:
         if self.world_size < self.carrier.world_size or not isinstance(self.carrier, CommonMemory) or not sum(sizes):
             return None
         tag = Tag(Kind.EXCHANGE, "making memory for all ranks")
+        self.exchange(b"", tag)  # who failed, or is elsewhere, says so here: a rank that waits for memory hears nothing
         try:
             regions = self.carrier.common(sizes)
         except BaseException as error:

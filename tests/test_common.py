@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import Kind, Region, Tag, Transport
+from collectives import CollectiveError, Kind, Region, Tag, Transport
 from collectives.arena import PAGE
 
 from .sockets import on_sockets
 
 host_module = sys.modules["collectives.host"]
+SOON = 10.0
 NOW = Tag(Kind.EXCHANGE, "now")
 
 
@@ -109,6 +111,31 @@ def test_memory_in_common_is_for_all_or_for_none(monkeypatch: pytest.MonkeyPatch
 
     assert on_sockets(3, program) == [(True, [b"0", b"1", b"2"], True)] * 3
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_elsewhere_or_failed_is_named_at_once(rank: int) -> None:
+    """Who waits for a descriptor hears nothing else; so the ranks agree before."""
+
+    def program(transport: Transport, other: Callable[[], Any]) -> str:
+        begin = time.monotonic()
+        try:
+            other() if transport.rank == rank else transport.common([PAGE])
+        except CollectiveError as error:
+            assert time.monotonic() - begin < SOON
+            return str(error)
+        return "nothing"
+
+    def elsewhere(transport: Transport) -> str:
+        return program(transport, lambda: transport.exchange(b"", Tag(Kind.EXCHANGE, "counting sheep")))
+
+    def failed(transport: Transport) -> str:
+        return program(transport, lambda: transport.abort("no wool"))
+
+    for said in on_sockets(2, elsewhere):
+        assert "counting sheep" in said
+        assert "making memory for all ranks" in said
+    assert f"rank {rank} failed: no wool" in on_sockets(2, failed)[1 - rank]
 
 
 def test_there_is_none_for_a_part_of_the_ranks_and_none_of_no_bytes() -> None:

@@ -219,12 +219,13 @@ def test_a_stranger_is_turned_away_and_the_ranks_connect() -> None:
 
 
 def test_a_process_of_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel says whose process it is; nobody has to be believed."""
-    user = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: user + 1)
-    monkeypatch.setattr(rendezvous, "_user", lambda: user)
+    """The kernel says whose process it is; nobody has to be believed, nor is given anything."""
+    user, given = os.geteuid(), list[Any]()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    monkeypatch.setattr(socket, "send_fds", lambda *what: given.append(what))
     with pytest.raises(CollectiveError, match=r"could not connect: .*(process of user|timed out|Broken pipe|reset)"):
         on_wires(2, shared, timeout=3.0)
+    assert given == []
 
 
 # -- what is left ------------------------------------------------------------------------------------------------------
@@ -257,6 +258,22 @@ def test_the_door_is_shut_when_all_are_in_and_nothing_is_left_of_a_group() -> No
             assert address not in Path("/proc/net/unix").read_text()
         assert set(os.listdir("/proc/self/fd")) == before
     assert mapped() == mapped_before
+
+
+def test_no_program_that_a_rank_starts_inherits_a_descriptor() -> None:
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+
+    def program(transport: Transport) -> list[str]:
+        collective = shared(transport)
+        assert collective.transport.common([1]) is not None
+        transport.exchange(b"", Tag(Kind.EXCHANGE, "all have theirs"))
+        found = [fd for fd in set(os.listdir("/proc/self/fd")) - before if os.path.exists(f"/proc/self/fd/{fd}")]
+        inherited = [fd for fd in found if os.get_inheritable(int(fd))]
+        transport.exchange(b"", Tag(Kind.EXCHANGE, "all have looked"))
+        return inherited
+
+    assert on_wires(2, program) == [[], []]
 
 
 def test_several_groups_of_the_same_ranks_do_not_meet_each_other() -> None:

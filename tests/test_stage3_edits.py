@@ -13,6 +13,7 @@ from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
 from .plain import assert_same_bits, assert_same_model
+from .sockets import on_sockets
 from .test_stage3_errors import INPUTS, error_of, plain, train, zero
 from .wrong_moments import Net, loss_of
 
@@ -218,6 +219,45 @@ def test_an_edit_in_a_block_that_reads_is_told_on_every_rank_and_undone(call: st
         assert "edit it inside gathered(write=True)" in message
         assert again == "nothing"
         assert_same_model(model, plain(1))
+
+
+def on_two_with_common_memory(act: Callable[[Net, ZeroOptimizer], Any]) -> list[tuple[Any, nn.Module]]:
+    return on_sockets(2, lambda transport: then_train(transport, act), timeout=5)
+
+
+@pytest.mark.parametrize("ranks", [on_two, on_two_with_common_memory])
+def test_an_edit_of_what_a_block_does_not_write_is_told_on_every_rank_and_undone(
+    ranks: Callable[..., list[tuple[Any, nn.Module]]],
+) -> None:
+    """Beside a parameter that is written, in the same memory, and past its version counter."""
+
+    def act(model: Net, optimizer: ZeroOptimizer) -> str:
+        with optimizer.gathered(model.block(1).scalar, write=True):
+            model.block(1).weight.data.mul_(2)
+        return error_of(optimizer.step)
+
+    for message, model in ranks(act):
+        assert TOLD in message
+        assert_same_model(model, plain(1))
+
+
+def test_a_view_follows_its_parameter_also_where_its_memory_was_moved() -> None:
+    """As `multiprocessing.Queue.put` moves what it is given."""
+
+    def act(model: Net, optimizer: ZeroOptimizer) -> tuple[str, Tensor, Tensor]:
+        with optimizer.gathered():
+            view = model.block(1).weight.detach().share_memory_()
+        message = error_of(optimizer.step)
+        train(model, optimizer)
+        with optimizer.gathered():
+            return message, view.clone(), model.block(1).weight.detach().clone()
+
+    for ranks in (on_two, on_two_with_common_memory):
+        for (message, view, weight), model in ranks(act):
+            assert "'blocks.1.scalar' was edited while its unit was gathered" in message
+            assert_same_bits(view, weight)
+            assert_same_bits(weight, plain(1).block(1).weight)
+            assert_same_model(model, plain(2))
 
 
 def test_an_edit_between_forward_and_backward_makes_the_backward_raise_and_stays() -> None:

@@ -165,6 +165,9 @@ class Residency:
             while unit.work:
                 unit.work[0].wait()
                 unit.work.pop(0)
+            for shelf in unit.shelves:
+                if shelf.moved and shelf.whole is not None and shelf.region is not None:
+                    shelf.whole.data.copy_(shelf.region.whole().view(shelf.shard.dtype))
             unit.state = State.WHOLE
 
     @torch.inference_mode(False)
@@ -218,12 +221,11 @@ class Residency:
             low, high = shelf.bucket.owned(self._transport.rank)
             self._compare_slice(shelf, low, high, shelf.shard)
             return
-        written = region.written()
-        if not shelf.accepted:
-            for begin, end in written:
-                low, high = begin // itemsize, end // itemsize
-                self._compare_slice(shelf, low, high, region.own(begin, end).view(shelf.shard.dtype))
-        shelf.accepted = False
+        written = [(0, shelf.whole.numel() * itemsize)] if shelf.moved else region.written()
+        for begin, end in written:
+            low, high = begin // itemsize, end // itemsize
+            self._compare_slice(shelf, low, high, region.own(begin, end).view(shelf.shard.dtype))
+        shelf.accepted.clear()
         if written:
             region.refresh()
 
@@ -231,6 +233,8 @@ class Residency:
         assert shelf.whole is not None
         if not same_bits(shelf.whole[low:high], kept):
             for piece in shelf.bucket.pieces(low, high):
+                if piece.slot in shelf.accepted:  # its owners are writing what is here
+                    continue
                 if not same_bits(shelf.whole[piece.begin : piece.end], kept[piece.begin - low : piece.end - low]):
                     self._tell_edited(shelf, piece.slot)
 
@@ -243,7 +247,7 @@ class Residency:
     def accept(self, shelf: Shelf, slots: Sequence[int]) -> None:
         """The values of these slots, which are shown, are equal on all ranks: they are the parameters' own from now."""
         low, high = shelf.bucket.owned(self._transport.rank)
-        shelf.accepted = True
+        shelf.accepted.update(slots)
         if not self._alone and shelf.whole is not None:
             for piece in shelf.bucket.pieces(low, high):
                 if piece.slot in slots:

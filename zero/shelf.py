@@ -30,16 +30,23 @@ class Shelf:
     region: Region | None = None  # where every rank sees every slice, the whole; None where slices must travel
     whole: Tensor | None = None
     lent: Tensor | None = None  # a buffer that was dropped while somebody else held it
-    accepted: bool = False  # what was written into the whole is everybody's
     estranged: bool = False  # somebody else has held what is lent
     address: int = 0  # of the whole or lent buffer's memory, when it came
 
     def __post_init__(self) -> None:
+        self.accepted: set[int] = set()  # slots where what was written into the whole is everybody's
         self.noted = [(0, 0)] * len(self.parameters)  # of each slot: version and address of what was put into its data
         self.offsets = [slot.offset for slot in self.bucket.slots]
         self.versions = [0] * len(self.parameters)  # of each slot: how often its values were changed
         self.bases = [type(parameter) for parameter in self.parameters]
         self.nans = [nan_like(parameter) for parameter in self.parameters]
+
+    @property
+    def moved(self) -> bool:
+        """True where the whole lies in common memory no more: `share_memory_` takes a storage elsewhere."""
+        if self.region is None or self.whole is None:
+            return False
+        return self.whole.data_ptr() != self.region.whole().data_ptr()
 
     def name(self, slot: int) -> str:
         return self.layout.parameters[self.bucket.slots[slot].parameter].name
