@@ -53,6 +53,7 @@ from .messages import (
 
 HEADER_LANE, PAYLOAD_LANE, TEXT_LANE, RETURN_LANE, ANSWER_LANE, HERE_LANE, LANES = 0, 1, 2, 3, 4, 5, 6
 READ, HERE, GAVE_UP = b"r", b"h", b"g"
+MOST_SETTLED = 256  # answers that are not waited for; of more, the oldest have left long ago
 LAST_WORDS = 60.0  # seconds for which a failed rank's messages are kept for their receivers
 GRACE = 1.0  # seconds
 LISTEN = 0.5  # seconds in which the words of a rank that is gone are here, if it said any
@@ -253,6 +254,8 @@ class Channel:
             except BaseException as error:
                 raise self.cut_off(error, read.source, read.tag) from error
             self.settled.append(Send(self, [said], read.source, read.tag, len(READ)))
+            while len(self.settled) > MOST_SETTLED:
+                self.settled.pop(0).wait()
 
     def send_control(self, data: bytes, to: int, tag: Tag) -> list[Send]:
         """A header that says how many bytes there are, and those at once where no network is in the way."""

@@ -14,13 +14,17 @@ from torch import Tensor
 
 from collectives import (
     BucketQueue,
+    Kind,
     Loopback,
     Pairwise,
+    Tag,
     Transport,
     Work,
     on_threads,
     solo,
 )
+from collectives.channel import MOST_SETTLED
+from collectives.inflight import SMALL
 from collectives.memory import SLACK, SPARE, Pool
 
 from .carried import (
@@ -29,6 +33,7 @@ from .carried import (
     FP32,
     reduction,
 )
+from .sockets import on_wires
 
 # -- buckets in order --------------------------------------------------------------------------------------------------
 
@@ -232,3 +237,21 @@ def test_buffers_start_on_64_byte_boundaries(numel: int) -> None:
     buffer = solo().empty(numel, BF16, CPU)
     assert (buffer.shape, buffer.dtype) == ((numel,), BF16)
     assert buffer.data_ptr() % 64 == 0
+
+
+def test_what_nobody_waits_for_is_bounded_also_where_ranks_never_meet() -> None:
+    """Over a network many bytes are answered, and answers are only waited for when ranks meet."""
+    rounds, numel = 400, SMALL // 4 + 1
+
+    def program(transport: Transport) -> int:
+        pairwise, buffer = Pairwise(transport), torch.empty(2 * numel)
+        most = 0
+        for number in range(rounds):
+            buffer[transport.rank * numel : (transport.rank + 1) * numel] = number
+            tag = Tag(Kind.ALL_GATHER, "gather", 1, number)
+            pairwise.all_gather(buffer, [0, numel, 2 * numel], tag=tag).wait()
+            assert buffer[:: numel - 1].eq(number).all()
+            most = max(most, len(transport._channel.unsent))
+        return most
+
+    assert max(on_wires(2, program)) <= MOST_SETTLED + 1 < rounds
