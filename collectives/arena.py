@@ -174,7 +174,7 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 
 def _tensor(memory: memoryview, begin: int, size: int) -> Tensor:
     if not size:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=begin)
 
 
