@@ -2,7 +2,7 @@
 
 Every rank has one file without a name (`memfd_create`), which exists only as long as some process holds it: nothing
 can be left behind, whatever dies. A peer that was handed the descriptor maps the whole file once. Pages are made before
-they are used, so that a lack of memory is an error and not a signal, and given back with a region's last holder.
+they are used, so that a kernel's refusal is an error and not a signal, and given back with a region's last holder.
 
 Knows: regions of pages. Does not know: how a descriptor reaches a peer, or when somebody reads.
 """
@@ -174,7 +174,7 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 
 def _tensor(memory: memoryview, begin: int, size: int) -> Tensor:
     if not size:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=begin)
 
 

@@ -128,7 +128,7 @@ class ByTensors:
         return self._carrier.send(tensor, to, slot)
 
     def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes:
-        buffer = torch.empty(size, dtype=torch.uint8)
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         return _BytesOfTensor(buffer, self._carrier.recv(buffer, source, slot))
 
 

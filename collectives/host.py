@@ -117,7 +117,7 @@ class HostCarrier:
             return self.send_bytes(tensor.cpu().numpy().tobytes(), to, slot)
         place = self._arena.place(tensor)
         if place is None:
-            staged = torch.empty(0, dtype=torch.uint8).set_(self.allocate(tensor.numel()))
+            staged = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.allocate(tensor.numel()))
             tensor = staged.copy_(tensor)
             place = self._arena.place(tensor)
         lent = _Lent(self, tensor, to, slot)

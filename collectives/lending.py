@@ -89,7 +89,7 @@ class Borrowed:
         """What a rank lends, 1-D; after `wait`."""
         expected, memory = self._expected[source], self._channel.memory
         if not expected.size:
-            return torch.empty(0, dtype=self._dtype)
+            return torch.empty(0, dtype=self._dtype, device="cpu")
         assert memory is not None
         assert expected.confirmed, "read before `wait`"
         return memory.look(self._channel.ranks[source], expected.place, expected.size, self._dtype)

@@ -109,7 +109,7 @@ class LoopbackCarrier:
         return _Side(self._world, self._world.post((source, self.rank, slot), tensor, False), self.rank, source, slot)
 
     def allocate(self, nbytes: int) -> UntypedStorage:
-        return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
 
     def give_up(self, to: int, slot: int) -> None:
         self._world.give_up((self.rank, to, slot))

@@ -50,8 +50,9 @@ class Door:
     def __init__(self) -> None:
         self.listener: socket.socket | None = None
         self.arena: Arena | None = None
-        problem, address = "", secrets.token_hex(16)
+        problem, address, host = "", secrets.token_hex(16), ""
         try:
+            host = host_key()
             self.arena = Arena()
             self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self.listener.bind(b"\0zero-" + address.encode())
@@ -59,7 +60,7 @@ class Door:
         except (OSError, AttributeError, ValueError) as error:  # forbidden, or not Linux
             problem = f"{type(error).__name__}: {error}"
             self.close()
-        self.card = Card(host_key(), _user(), address, secrets.token_hex(_TOKEN_BYTES), problem)
+        self.card = Card(host, _user(), address, secrets.token_hex(_TOKEN_BYTES), problem)
 
     def close(self) -> None:
         if self.listener is not None:
@@ -73,7 +74,7 @@ def host_key() -> str:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
         namespace = os.stat("/proc/self/ns/net").st_ino
-    except OSError:
+    except (FileNotFoundError, PermissionError):
         return secrets.token_hex(16)  # nobody else's
     return f"{boot} {namespace}"
 

@@ -74,10 +74,10 @@ def shared(transport: Transport) -> Collective:
     if isinstance(transport.carrier, LoopbackCarrier):
         return Shared(transport)
     neighbours = meet_neighbours(transport)
-    if len(neighbours.hosts) > 1:
-        raise CollectiveError(f"collective 'shared' is for ranks of one host, and these are on {neighbours.hosts}")
     if neighbours.local is None:
         raise CollectiveError(f"collective 'shared': {neighbours.problem}")
+    if len(neighbours.hosts) > 1:
+        raise CollectiveError(f"collective 'shared' is for ranks of one host, and these are on {neighbours.hosts}")
     return Shared(Transport(neighbours.local))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,7 +21,8 @@ from zero.released import as_plain
 from .cases import Block, Case, Net, assert_plain, batches_of, check, net_of, one_backward, residency_of, sharded
 from .plain import assert_same_model, assert_same_states, plain_step
 from .pool import GlooPool
-from .test_errors import chain, linear, on_ranks
+from .sockets import on_sockets, on_wires
+from .test_errors import chain, linear, linear_locked, on_ranks
 
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 SGD = torch.optim.SGD
@@ -331,3 +333,29 @@ def test_memory_that_was_put_into_a_released_parameter_is_told_on_every_rank() -
 def test_a_stranger_has_no_name_among_units() -> None:
     _, optimizer = sharded(Case(Net), Loopback[None](1).transports[0])
     assert residency_of(optimizer).name_of(torch.zeros(3)) is None
+
+
+@pytest.mark.parametrize("ranks", [on_threads, on_wires, on_sockets])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_default_device_is_for_the_users_tensors_alone(ranks: Callable[..., list[nn.Module]], stage: int) -> None:
+    """As `torch.set_default_device("cuda")`; of "meta" there are no values at all."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        torch.autograd.backward(model(torch.ones(2, 3, device="cpu")).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        return model
+
+    def program(transport: Transport) -> nn.Module:
+        model = linear_locked()
+        with torch.device("meta"):
+            optimizer = ZeroOptimizer(model, torch.optim.Adam, stage=stage, process_group=transport)
+            step(model, optimizer)
+            optimizer.consolidate_state_dict(1)
+            optimizer.close()
+        return model
+
+    expected = linear_locked()
+    step(expected, torch.optim.Adam(expected.parameters()))
+    for model in ranks(2, program, timeout=10):
+        assert_same_model(model, expected)

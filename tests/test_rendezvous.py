@@ -218,6 +218,20 @@ def test_a_stranger_is_turned_away_and_the_ranks_connect() -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_rank_that_cannot_tell_its_host_is_not_taken_for_one_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a process has no descriptor left."""
+    stat, fail = os.stat, once(lambda: None, OSError(errno.EMFILE, "too many open files"))
+
+    def of_the_namespace(path: Any, **named: Any) -> os.stat_result:
+        if path == "/proc/self/ns/net":
+            fail()
+        return stat(path, **named)
+
+    monkeypatch.setattr(os, "stat", of_the_namespace)
+    with pytest.warns(UserWarning, match=r"cannot share memory: OSError: .*too many open files"):
+        assert on_wires(3, outcome(automatic)) == ["pairwise"] * 3
+
+
 def test_a_process_of_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel says whose process it is; nobody has to be believed, nor is given anything."""
     user, given = os.geteuid(), list[Any]()

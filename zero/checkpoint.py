@@ -34,7 +34,9 @@ def _encoded(state: PieceState) -> dict[str, Any]:
 
 def _decoded(entry: Mapping[str, Any]) -> PieceState:
     scalars = {
-        name: torch.tensor(value["value"], dtype=_DTYPES[value["dtype"]]) if "dtype" in value else value["value"]
+        name: torch.tensor(value["value"], dtype=_DTYPES[value["dtype"]], device="cpu")
+        if "dtype" in value
+        else value["value"]
         for name, value in entry["scalars"].items()
     }
     return PieceState(tuple(entry["elementwise"]), scalars)

@@ -289,8 +289,10 @@ def check_elementwise(
     cut, size = 32, 96
     with torch.random.fork_rng(devices=[]):
         generator = torch.Generator().manual_seed(0)
-        values = torch.randn(size, generator=generator).to(dtype=dtype, device=device)
-        gradients = [torch.randn(size, generator=generator).to(dtype=dtype, device=device) for _ in range(2)]
+        values = torch.randn(size, generator=generator, device="cpu").to(dtype=dtype, device=device)
+        gradients = [
+            torch.randn(size, generator=generator, device="cpu").to(dtype=dtype, device=device) for _ in range(2)
+        ]
         try:
             whole, names = _two_steps(optimizer_class, arguments, options, values, gradients, 0, size)
             parts = [

@@ -31,8 +31,8 @@ MUTANTS = (
             Edit(
                 RESIDENCY,
                 "            while unit.work:\n                unit.work[0].wait()\n"
-                "                unit.work.pop(0)\n            unit.state",
-                "            unit.under_way, unit.work = list(unit.work), []\n            unit.state",
+                "                unit.work.pop(0)\n            for shelf",
+                "            unit.under_way, unit.work = list(unit.work), []\n            for shelf",
             ),
             Edit(
                 RESIDENCY,
