@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from typing import Any
 
@@ -351,3 +352,32 @@ def test_an_error_inside_one_ranks_step_reaches_every_rank(gloo: GlooPool) -> No
     assert "in step()" in messages[0]
     assert messages[1] != "nothing"
     assert time.monotonic() - begin < 10
+
+
+def fork_sees(group: dist.ProcessGroup, rank: int, stage: int) -> tuple[bool, bool]:
+    model = build(rank)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, process_group=group, lr=0.5, bucket_cap_mb=0.0005)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    go, told = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(go[0], 1)
+        same = all(map(torch.equal, before, (parameter.detach() for parameter in model.parameters())))
+        os.write(told[1], b"y" if same else b"n")
+        os._exit(0)
+    odd_loss(model, odd_batches(1)[0]).backward()
+    optimizer.step()
+    optimizer.close()
+    os.write(go[1], b"!")
+    answer = os.read(told[0], 1)
+    os.waitpid(child, 0)
+    for end in (*go, *told):
+        os.close(end)
+    changed = not all(map(torch.equal, before, (parameter.detach() for parameter in model.parameters())))
+    return changed, answer == b"y"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_fork_keeps_the_parameters_as_they_were(gloo: GlooPool, stage: int) -> None:
+    """A process that evaluates or saves while training goes on."""
+    assert gloo.run(fork_sees, stage, ranks=range(2)) == [(True, True)] * 2

@@ -59,7 +59,8 @@ class ParameterStorage:
         self.layout = layout
         self.parameters += parameters
         for bucket in new:
-            flat = self._transport.empty(bucket.numel, bucket.dtypes.compute, torch.device(bucket.device))
+            # Memory of this rank alone: what it writes there, and what a fork of it reads, is nobody else's business.
+            flat = torch.empty(bucket.numel, dtype=bucket.dtypes.compute, device=bucket.device)
             for slot in bucket.slots:
                 spec, parameter = layout.parameters[slot.parameter], self.parameters[slot.parameter]
                 view = strided(flat, slot.offset, spec.shape, spec.stride)
