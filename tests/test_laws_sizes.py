@@ -98,6 +98,7 @@ def test_gradients_beyond_two_to_the_31_are_taken_reduced_and_gathered(
 ) -> None:
     """The shapes that travel, and the bytes that are counted."""
     monkeypatch.setattr("collectives.fold.BLOCK", LIMIT)
+    monkeypatch.setattr("collectives.transport.CHUNK", LIMIT)
     layout = large_layout(3)
     (bucket,) = layout.buckets
 
