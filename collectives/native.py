@@ -66,13 +66,13 @@ class ProcessGroupCarrier:
 
     def send(self, tensor: Tensor, to: int, slot: int) -> _TorchPending:
         data = tensor.cpu()
-        work = _started(dist.isend, data, group=self.group, group_dst=to, tag=_tag(slot, data))
+        work = _started(self.group.send, [data], to, _tag(slot, data))  # dist.isend takes twice as long to get there
         return self._kept(_TorchPending(work, data, None, self._under_way))
 
     def recv(self, tensor: Tensor, source: int, slot: int) -> _TorchPending:
         staged = None if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
         target = tensor if staged is None else staged
-        work = _started(dist.irecv, target, group=self.group, group_src=source, tag=_tag(slot, target))
+        work = _started(self.group.recv, [target], source, _tag(slot, target))
         return self._kept(_TorchPending(work, tensor, staged, self._under_way))
 
     def _kept(self, pending: _TorchPending) -> _TorchPending:
@@ -100,9 +100,9 @@ def _tag(slot: int, data: Tensor) -> int:
     return zlib.crc32(b"%d %d" % (slot, data.numel())) >> 1
 
 
-def _started(call: Any, *tensors: Any, **arguments: Any) -> Any:
+def _started(call: Any, *given: Any, **named: Any) -> Any:
     try:
-        return call(*tensors, **arguments)
+        return call(*given, **named)
     except RuntimeError as error:  # a pair that an earlier time limit closed
         raise PeerError(" ".join(str(error).split())) from error
 
