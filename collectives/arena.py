@@ -27,9 +27,10 @@ _OF_A_FILE, _HERE = 1 << 61, -1 << 62  # bits of /proc/self/pagemap (the second:
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python does not name
 
 
-def arena_bytes() -> int:
-    """How much address space an arena takes: more than there is memory; only pages that are used exist."""
-    return 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def arena_bytes(ranks: int = 1) -> int:
+    """How much address space an arena takes: more than there is memory; only pages that are used exist. A process maps
+    those of all ``ranks`` of its host, for each of its groups, and has 128 TiB: all of a group take 8 at most."""
+    return min(2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), (8 << 40) // ranks // PAGE * PAGE)
 
 
 class Spans:

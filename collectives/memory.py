@@ -84,6 +84,10 @@ class Pool:
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return result.set_(block.storage, 0, (numel,), (1,))
 
+    def trim(self) -> None:
+        """Let go of every block that nobody else holds."""
+        self._blocks = [block for block in self._blocks if not block.free]
+
     def _drop(self, free: list[_Block], need: int) -> None:
         """Make room for ``need`` more bytes: the smallest free blocks go first."""
         for block in sorted(free, key=lambda b: b.storage.nbytes()):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 
-from .arena import Arena, Window
+from .arena import Arena, Window, arena_bytes
 from .host import SPIN, HostCarrier, Peer
 from .messages import Kind, Tag
 from .transport import Transport
@@ -47,13 +47,14 @@ class Card:
 class Door:
     """This rank's listener and arena, until its peers are connected."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
+        """``ranks``: how many there are in all, of which each maps the others' arenas."""
         self.listener: socket.socket | None = None
         self.arena: Arena | None = None
         problem, address, host = "", secrets.token_hex(16), ""
         try:
             host = host_key()
-            self.arena = Arena()
+            self.arena = Arena(arena_bytes(ranks))
             self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self.listener.bind(b"\0zero-" + address.encode())
             self.listener.listen(4096)

@@ -46,7 +46,7 @@ class Neighbours:
 
 def meet_neighbours(transport: Transport) -> Neighbours:
     """Find the ranks of each host and connect them. Collective."""
-    door = Door()
+    door = Door(transport.world_size)
     try:
         cards = exchange_cards(transport, door)
         hosts = _hosts(cards)
@@ -123,7 +123,7 @@ def _all_have_nccl(transport: Transport, device: torch.device) -> bool:
 
 
 def _by_nccl(transport: Transport) -> Choice:
-    door = Door()
+    door = Door(transport.world_size)
     try:
         hosts = _hosts(exchange_cards(transport, door))
     finally:

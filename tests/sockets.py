@@ -43,7 +43,7 @@ def leave(carrier: HostCarrier) -> None:
 
 def meet(transport: Transport) -> HostCarrier:
     """Connect the ranks of a transport, as ranks of one host do."""
-    door = Door()
+    door = Door(transport.world_size)
     try:
         carrier = join(transport, door, exchange_cards(transport, door))
     finally:

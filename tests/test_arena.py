@@ -160,6 +160,14 @@ def test_pages_are_there_before_they_are_used_also_on_an_old_kernel(monkeypatch:
     assert first.nbytes() == second.nbytes() == 5 * PAGE
 
 
+def test_the_arenas_of_all_ranks_of_a_large_host_find_room_in_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 1 << 29, "SC_PAGE_SIZE": PAGE}.__getitem__)  # 2 TiB
+    for ranks in (1, 2, 7, 64, 300):
+        assert ranks * arena.arena_bytes(ranks) <= 8 << 40
+        assert arena.arena_bytes(ranks) % PAGE == 0
+    assert arena.arena_bytes(2) == 4 << 40, "twice what there is, where that fits"
+
+
 def test_nothing_takes_no_memory() -> None:
     (carrier,) = mesh(1)
     transport = Transport(carrier)

@@ -16,10 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import CollectiveError, Kind, Region, Tag, Transport
+from collectives import CollectiveError, Kind, Region, Shared, Tag, Transport, on_threads
 from collectives.arena import PAGE
+from zero import ZeroOptimizer
 
-from .sockets import on_sockets
+from .models import build, odd_batches, odd_loss
+from .sockets import meet, on_sockets
+from .test_arena import pages_of
 
 host_module = sys.modules["collectives.host"]
 SOON = 10.0
@@ -156,3 +159,26 @@ def test_a_region_outlives_what_it_was_made_by() -> None:
 
     for whole in on_sockets(2, program):
         assert whole[::PAGE].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_closed_optimizer_holds_no_page_of_shared_memory(stage: int) -> None:
+    models = [build(rank) for rank in range(2)]
+
+    def program(transport: Transport) -> tuple[bool, int]:
+        carrier = meet(transport)
+        optimizer = ZeroOptimizer(
+            models[transport.rank],
+            torch.optim.AdamW,
+            stage=stage,
+            process_group=transport,
+            collective=lambda _: Shared(Transport(carrier)),
+        )
+        odd_loss(models[transport.rank], odd_batches(1)[0]).backward()
+        optimizer.step()
+        used = pages_of(carrier._arena.fd) > 0
+        optimizer.close()
+        transport.announce(NOW).wait()
+        return used, pages_of(carrier._arena.fd)
+
+    assert on_threads(2, program, timeout=20) == [(True, 0)] * 2

@@ -181,7 +181,7 @@ def test_a_stranger_is_turned_away_and_the_ranks_connect() -> None:
     before = set(os.listdir("/proc/self/fd"))
 
     def program(transport: Transport) -> tuple[str, list[tuple[bytes, list[int]]]]:
-        door, strangers = Door(), []
+        door, strangers = Door(2), []
         cards = exchange_cards(transport, door)
         arena, other = Arena(1 << 20), Arena(1 << 20)
         empty = os.memfd_create("empty")
@@ -259,7 +259,7 @@ def test_the_door_is_shut_when_all_are_in_and_nothing_is_left_of_a_group() -> No
     before, mapped_before = set(os.listdir("/proc/self/fd")), mapped()
 
     def program(transport: Transport) -> tuple[str, bool, bool]:
-        door = Door()
+        door = Door(transport.world_size)
         opened = listening(door.card.address)
         carrier = join(transport, door, exchange_cards(transport, door))
         assert isinstance(carrier, HostCarrier)

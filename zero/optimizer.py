@@ -319,6 +319,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._reducer.close()
             self._inner.close()
             self._storage.release()
+            self._transport.pool.trim()
             self._closed = "the model is plain again"
 
     # -- checkpoints --------------------------------------------------------------------------------------------------

@@ -473,4 +473,4 @@ class Reducer:
         """Take the hooks away; gradients that this rank holds whole become the user's own."""
         self.hooks.remove()
         self._faces.release()
-        self.stores = []
+        self.stores, self._places, self._active = [], [], []
