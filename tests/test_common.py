@@ -176,6 +176,7 @@ def test_a_closed_optimizer_holds_no_page_of_shared_memory(stage: int) -> None:
         )
         odd_loss(models[transport.rank], odd_batches(1)[0]).backward()
         optimizer.step()
+        optimizer.zero_grad()  # what p.grad shows is the user's
         used = pages_of(carrier._arena.fd) > 0
         optimizer.close()
         transport.announce(NOW).wait()
