@@ -35,6 +35,10 @@ from .job import Job, Measured, Waited
 
 ITEMSIZE = 4
 WAITED_BYTES = 1 << 16
+MOST_IN_A_ROW, ROW_BYTES = 20, 4 << 20  # runs of a small size are timed in a row, or a barrier would be timed
+    20,
+    4 << 20,
+)  # runs of a small size, one behind the other, so that a barrier is not what is timed
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,8 @@ class Ranks:
         made = cases(operation, shape, self.algorithms, self.job.roofline)
         for case in made:
             check(operation, shape, case)
-        once = max(sum(seconds) for seconds in self.everybodys([self._once(case).seconds for case in made]))
+        row = 1 if self.job.interface else max(1, min(MOST_IN_A_ROW, ROW_BYTES // nbytes))
+        once = row * max(sum(seconds) for seconds in self.everybodys([self._once(case, 1).seconds for case in made]))
         rounds = min(max(int(self.job.seconds / once), self.job.least), self.job.most)
         gc.collect()
         gc.disable()
@@ -86,13 +91,14 @@ class Ranks:
         for number in range(rounds):
             for i in range(len(made)):
                 which = (number + i) % len(made)
-                runs[which].append(self._once(made[which]))
+                runs[which].append(self._once(made[which], row))
         gc.enable()
         return [
             self._slowest(operation, nbytes, case.name, case_runs) for case, case_runs in zip(made, runs, strict=True)
         ]
 
-    def _once(self, case: Case) -> _Run:
+    def _once(self, case: Case, row: int) -> _Run:
+        """One round of a case: ``row`` runs in a row, of which all numbers are the mean."""
         crossed = _crossed(case)
         case.before()
         self.barrier()
@@ -100,8 +106,9 @@ class Ranks:
         if self.job.interface:
             self.barrier()  # so that nobody's first bytes are there before the counters are read
         begin = time.perf_counter()
-        case.run()
-        seconds = time.perf_counter() - begin
+        for _ in range(row):
+            case.run()
+        seconds = (time.perf_counter() - begin) / row
         if self.job.interface:
             self.barrier()
             time.sleep(0.005)  # the last acknowledgements
