@@ -36,9 +36,6 @@ from .job import Job, Measured, Waited
 ITEMSIZE = 4
 WAITED_BYTES = 1 << 16
 MOST_IN_A_ROW, ROW_BYTES = 20, 4 << 20  # runs of a small size are timed in a row, or a barrier would be timed
-    20,
-    4 << 20,
-)  # runs of a small size, one behind the other, so that a barrier is not what is timed
 
 
 @dataclass(frozen=True)
