@@ -60,6 +60,16 @@ def one_thread() -> None:
             cls([parameter], **arguments).step()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_call_of_the_generator_at_a_time() -> Iterator[None]:
+    """Ranks that are threads could stop each other, and the process, for good."""
+    from .generator import one_call_at_a_time
+
+    with pytest.MonkeyPatch.context() as patch:
+        one_call_at_a_time(patch)
+        yield
+
+
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[GlooPool]:
     """Four gloo processes for the session."""

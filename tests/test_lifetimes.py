@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -146,3 +149,9 @@ def test_an_interrupt_inside_a_wait_loses_nothing() -> None:
     SGD(plain.parameters(), lr=0.1).step()
     ours = Loopback[nn.Module](2, timeout=5, interfere=interfere).run(program)[1]
     assert_same_bits(ours.b, plain.b)
+
+
+def test_threads_that_save_and_restore_the_generator_do_not_stop_the_process() -> None:
+    """As the ranks of these tests do, and `tests.generator` makes right."""
+    command = [sys.executable, "-m", "tests.generator", "alone"]
+    assert subprocess.run(command, cwd=Path(__file__).resolve().parent.parent, timeout=100).returncode == 0
