@@ -286,7 +286,7 @@ class Channel:
             return bytes
         if not self.streams[source].distant:
             return lambda: self.wait_bytes(self.recv_bytes(size, source, PAYLOAD_LANE, tag), source, tag)
-        data = torch.empty(size, dtype=torch.uint8)
+        data = torch.empty(size, dtype=torch.uint8, device="cpu")
         (work,) = self.recv([data], source, tag)
 
         def wait() -> bytes:

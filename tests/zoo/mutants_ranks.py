@@ -199,8 +199,8 @@ RANKS = (
         (
             Edit(
                 CHANNEL,
-                '        tag = Tag(Kind.ABORT, "abort")\n        for to in self.peers:\n',
-                '        tag = Tag(Kind.ABORT, "abort")\n        for to in ():\n',
+                "        for to in self.peers:\n            try:\n                told = ",
+                "        for to in ():\n            try:\n                told = ",
             ),
         ),
         ("test_properties.py::test_an_error_in_one_ranks_step_is_told_to_the_others[2]",),
