@@ -72,9 +72,10 @@ def test_compiled_training_equals_the_compiled_plain_loop_and_compiles_once(name
     def count(model: Any, step: int) -> None:
         counts.append((step, counters["stats"]["unique_graphs"]))
 
-    case = replace(CASES[name], begin=count)
+    case = replace(CASES[name], begin=count, steps=3)
     before = counters["stats"]["unique_graphs"]
     check(case, world_size)
     after = counters["stats"]["unique_graphs"]
     assert after > before
-    assert [number for step, number in counts[case.steps :] if step == 1] == [after] * world_size
+    # Of threads that compile at once torch may leave one to compile in its second step.
+    assert [number for step, number in counts[case.steps :] if step == case.steps - 1] == [after] * world_size
