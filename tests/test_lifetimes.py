@@ -18,6 +18,7 @@ from zero import ZeroOptimizer
 from zero.hooks import ShardedGradient
 
 from .faces import ALL_STAGES, SGD, Two, trained
+from .generator import CALLS
 from .models import odd_batches, odd_loss
 from .plain import assert_same_bits, assert_same_model, plain_step
 from .programs import locked_build
@@ -152,6 +153,7 @@ def test_an_interrupt_inside_a_wait_loses_nothing() -> None:
 
 
 def test_threads_that_save_and_restore_the_generator_do_not_stop_the_process() -> None:
-    """As the ranks of these tests do, and `tests.generator` makes right."""
+    """As the ranks of these tests do, and `tests.generator` makes right, here too."""
+    assert all(hasattr(getattr(module, name), "__wrapped__") for module in (torch, torch.random) for name in CALLS)
     command = [sys.executable, "-m", "tests.generator", "alone"]
     assert subprocess.run(command, cwd=Path(__file__).resolve().parent.parent, timeout=100).returncode == 0

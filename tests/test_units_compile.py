@@ -64,7 +64,7 @@ def _forget() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_training_equals_the_compiled_plain_loop_and_compiles_once(name: str, world_size: int) -> None:
     counts: list[tuple[int, int]] = []
@@ -77,5 +77,9 @@ def test_compiled_training_equals_the_compiled_plain_loop_and_compiles_once(name
     check(case, world_size)
     after = counters["stats"]["unique_graphs"]
     assert after > before
-    # Of threads that compile at once torch may leave one to compile in its second step.
-    assert [number for step, number in counts[case.steps :] if step == case.steps - 1] == [after] * world_size
+    begun = [[number for at, number in counts[case.steps :] if at == step] for step in range(case.steps)]
+    assert begun[2] == [after] * world_size
+    # Of ranks that are threads, and compile at once, one has been seen to do so a step late: a rank alone never may,
+    # nor all of them.
+    assert len(begun[1]) == world_size
+    assert all(after - number < world_size for number in begun[1])
