@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from collectives import Algorithm, Chain, CollectiveError, Kind, Tag, Traffic, Transport, Work
+from collectives import Algorithm, BucketQueue, CollectiveError, Kind, Tag, Traffic, Transport, Work
 
 from . import checkpoint
 from .assembly import Assembly
@@ -33,6 +33,8 @@ from .parameters import as_groups, check_listed_once, device_of
 from .replicas import compare
 from .stages import Placement, stage_of
 from .units import Predicate
+
+GATHERS_IN_FLIGHT = 2  # after a step: a rank's slice of each may be copied to where its peers can read it
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -267,13 +269,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for number, options in changed.items():
             self.param_groups[number].update(options)
         if self._stage.parameters_are_gathered:
-            works: list[Work] = []
-            for bucket, flat in zip(buckets, self._storage.flats, strict=True):
-                if any(used[slot.parameter] for slot in bucket.slots):
-                    tag = Tag(Kind.ALL_GATHER, f"parameters of bucket {bucket.index}", index=bucket.index)
-                    works.append(self._collective.all_gather(flat, bucket.bounds, tag=tag))
-            Chain(works).wait()
+            queue = BucketQueue(self._gather, GATHERS_IN_FLIGHT)
+            queue.begin([bucket.index for bucket in buckets if any(used[slot.parameter] for slot in bucket.slots)])
+            queue.finish()
         self._storage.stepped(used)
+
+    def _gather(self, index: int) -> Work:
+        bounds, tag = (
+            self._storage.layout.buckets[index].bounds,
+            Tag(Kind.ALL_GATHER, f"parameters of bucket {index}", index=index),
+        )
+        return self._collective.all_gather(self._storage.flats[index], bounds, tag=tag)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear every gradient: to None, or to zero where one exists. Local, but on every rank alike."""

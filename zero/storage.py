@@ -60,7 +60,8 @@ class ParameterStorage:
         self.parameters += parameters
         for bucket in new:
             # Memory of this rank alone: what it writes there, and what a fork of it reads, is nobody else's business.
-            flat = torch.empty(bucket.numel, dtype=bucket.dtypes.compute, device=bucket.device)
+            # Zero, because padding travels, and tells nobody what was there before.
+            flat = torch.zeros(bucket.numel, dtype=bucket.dtypes.compute, device=bucket.device)
             for slot in bucket.slots:
                 spec, parameter = layout.parameters[slot.parameter], self.parameters[slot.parameter]
                 view = strided(flat, slot.offset, spec.shape, spec.stride)
