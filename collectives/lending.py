@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .channel import RETURN_LANE, Channel
+from .channel import Channel
 from .inflight import Expected
+from .line import RETURN_LANE
 from .messages import Tag
 
 _RETURNED = struct.Struct("<q")
