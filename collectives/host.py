@@ -33,7 +33,8 @@ _PLACE = struct.Struct("<qq")
 _BYTES, _AT, _READ, _END = 0, 1, 2, 3
 INLINE = 4096  # bytes up to which a message travels in a frame
 _FRAME_BYTES = _FRAME.size + INLINE
-_NOW, _SEND = int(socket.MSG_DONTWAIT), int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_NOW = int(getattr(socket, "MSG_DONTWAIT", 0))  # where it is missing there is no such carrier, but a file to import
+_SEND = _NOW | int(getattr(socket, "MSG_NOSIGNAL", 0))
 SPIN = (
     50e-6  # seconds for which a rank that has a core of its own looks again before it sleeps: waking up costs as much
 )

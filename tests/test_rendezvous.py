@@ -6,6 +6,8 @@ import errno
 import gc
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -309,3 +311,26 @@ def test_a_part_of_a_group_has_memory_of_its_own() -> None:
 def test_sockets_serve_groups_of_every_size() -> None:
     for world_size in range(1, 9):
         assert on_sockets(world_size, lambda transport: works(shared(transport))) == ["shared"] * world_size
+
+
+NOT_LINUX = """
+import mmap, os, select, socket, torch
+for module, names in (
+    (os, "memfd_create MFD_CLOEXEC pidfd_open posix_fallocate sched_getaffinity"),
+    (socket, "MSG_DONTWAIT MSG_NOSIGNAL SOCK_SEQPACKET SO_PEERCRED AF_UNIX"),
+    (mmap, "MADV_DONTNEED MADV_REMOVE MAP_PRIVATE PROT_READ PROT_WRITE"),
+    (select, "poll"),
+):
+    for name in names.split():
+        delattr(module, name)
+import zero
+from collectives.rendezvous import Door
+print(Door(2).card.problem)
+"""
+
+
+def test_elsewhere_than_on_linux_everything_imports_and_a_rank_says_that_it_cannot_share_memory() -> None:
+    command = [sys.executable, "-c", NOT_LINUX]
+    root = Path(__file__).resolve().parent.parent
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
+    assert "AttributeError" in found.stdout, found.stderr
