@@ -6,7 +6,7 @@ from .mutant import Edit, Mutant
 
 BUCKETING, MESSAGES, PAIRWISE = "collectives/bucketing.py", "collectives/messages.py", "collectives/pairwise.py"
 MEMORY, TRANSPORT = "collectives/memory.py", "collectives/transport.py"
-CHANNEL = "collectives/channel.py"
+CHANNEL, LINE = "collectives/channel.py", "collectives/line.py"
 GRADIENTS, LAYOUT, REDUCER = "zero/gradients.py", "zero/layout.py", "zero/reducer.py"
 EXACT = "test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
 DIFFERENT = "test_errors.py::test_ranks_that_built_different_models_learn_the_first_difference"
@@ -63,7 +63,13 @@ WAITS = (
         "the-gather-after-the-step-is-not-waited-for",
         ("L5",),
         "The next forward reads parameters that are still on their way from their owners.",
-        (Edit("zero/optimizer.py", "            Chain(works).wait()\n", ""),),
+        (
+            Edit(
+                "zero/optimizer.py",
+                "            queue.finish()\n",
+                "            for n in range(len(buckets)): queue.ready(n)\n",
+            ),
+        ),
         (f"{EXACT}[2-sgd]",),
     ),
     Mutant(
@@ -129,7 +135,7 @@ RANKS = (
         "In a sub-group the rank follows from the rank in the world: {1, 3} are 1 and 1, and nobody is 0.",
         (
             Edit(
-                CHANNEL,
+                LINE,
                 "self.rank, self.timeout = self.ranks.index(carrier.rank)",
                 "self.rank, self.timeout = carrier.rank % len(ranks)",
             ),
@@ -198,9 +204,9 @@ RANKS = (
         "A rank that fails keeps it to itself: the others wait until their time limit and learn no reason.",
         (
             Edit(
-                CHANNEL,
-                "        for to in self.peers:\n            try:\n                told = ",
-                "        for to in ():\n            try:\n                told = ",
+                LINE,
+                "        for to in self.peers:\n            try:\n                kept.append(",
+                "        for to in ():\n            try:\n                kept.append(",
             ),
         ),
         ("test_properties.py::test_an_error_in_one_ranks_step_is_told_to_the_others[2]",),
