@@ -40,6 +40,7 @@ class Channel(Line):
         super().__init__(carrier, ranks, number, like)
         self.settled: list[Send] = []  # sends that nobody need wait for
         self._packed: tuple[Tag | None, int, bytes] = (None, 0, b"")
+        self._later: list[Recv] = []  # parts behind first ones, not asked for yet
 
     # -- headers --------------------------------------------------------------------------------------------------
 
@@ -51,23 +52,21 @@ class Channel(Line):
 
     def expect(self, tag: Tag, size: int, source: int) -> Expected:
         """Expect a message of ``size`` bytes after all that were expected of this rank before."""
-        stream = self.streams[source]
-        if stream.distant:
-            self._ask(source)
         expected = Expected(source, tag, size, self.packed(tag, size))
-        stream.expected.append(expected)
+        self.streams[source].expected.append(expected)
+        self._ask(source)
         return expected
 
     def ask(self, source: int, tag: Tag) -> None:
         """Ask for one header more than are expected, where that is of use now."""
         try:
-            self._ask(source)
+            self._ask(source, more=1)
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
 
-    def _ask(self, source: int) -> None:
+    def _ask(self, source: int, more: int = 0) -> None:
         stream = self.streams[source]
-        if stream.distant and len(stream.posted) + (stream.returned is not None) <= len(stream.expected):
+        while stream.distant and len(stream.posted) + (stream.returned is not None) < len(stream.expected) + more:
             self.post_header(source)
 
     def next_header(self, source: int, tag: Tag) -> bytes:
@@ -93,6 +92,7 @@ class Channel(Line):
 
     def confirm(self, work: Expected) -> None:
         """Read headers from ``work``'s source up to its own; they come in the order in which they were expected."""
+        self._ask_rest()
         expected = self.streams[work.source].expected
         while not work.confirmed:
             first = expected[0]
@@ -118,46 +118,64 @@ class Channel(Line):
 
     def send(self, parts: Sequence[Tensor], to: int, tag: Tag) -> Send:
         """A header, and the parts of a tensor of bytes behind it, of which none is empty."""
+        size = _size(parts)
+        pendings = self._send(parts[:1], size, to, tag, first=True)
+        self._ask_rest()
+        pendings += self._send(parts[1:], size, to, tag, first=False)
+        return Send(self, pendings, to, tag, size)
+
+    def _send(self, parts: Sequence[Tensor], size: int, to: int, tag: Tag, *, first: bool) -> list[Pending]:
+        """The first part of ``size`` bytes, or the others."""
+        rank, much = self.ranks[to], size > SMALL
+        far = much and self.streams[to].distant
+        pendings: list[Pending] = []
         try:
-            pendings = self._send_all(parts, to, tag)
+            if first and much:
+                pendings.append(self.send_header(self.packed(tag, size), to))
+            for part in parts:
+                pendings.append(self.carrier.send(part, rank, self.slot(PAYLOAD_LANE)))
+                if far:
+                    pendings.append(self.bytes.send_bytes(HERE, rank, self.slot(HERE_LANE)))
+            if first and not much:
+                pendings.append(self.send_header(self.packed(tag, size), to))
+            if not first and far:
+                self._ask_answer(to)
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
-        return Send(self, pendings, to, tag, _size(parts))
-
-    def _send_all(self, parts: Sequence[Tensor], to: int, tag: Tag) -> list[Pending]:
-        size, rank, slot = _size(parts), self.ranks[to], self.slot(PAYLOAD_LANE)
-        if size <= SMALL:
-            return [
-                *(self.carrier.send(part, rank, slot) for part in parts),
-                self.send_header(self.packed(tag, size), to),
-            ]
-        pendings = [self.send_header(self.packed(tag, size), to)]
-        for part in parts:
-            pendings.append(self.carrier.send(part, rank, slot))
-            if self.streams[to].distant:
-                pendings.append(self.bytes.send_bytes(HERE, rank, self.slot(HERE_LANE)))
-        if self.streams[to].distant:
-            self._ask_answer(to)
         return pendings
-
-    def _recv_part(self, part: Tensor, source: int, size: int) -> tuple[Pending, PendingBytes | None]:
-        payload, here = self.carrier.recv(part, self.ranks[source], self.slot(PAYLOAD_LANE)), None
-        if size > SMALL and self.streams[source].distant:
-            here = self.bytes.recv_bytes(1, self.ranks[source], self.slot(HERE_LANE))
-        return payload, here
 
     def recv(self, parts: Sequence[Tensor], source: int, tag: Tag) -> list[Recv]:
         """Expect what `send` sends; the parts are to be waited for in order. Of no parts there is still a header."""
-        size = _size(parts)
+        if any(work.expected.source == source for work in self._later):
+            self._ask_rest()  # in the order in which they are sent
+        expected = Expected(source, tag, _size(parts), self.packed(tag, _size(parts)))
+        works = [Recv(self, expected, part, last=n == len(parts) - 1) for n, part in enumerate(parts)]
+        for work in works[:1]:
+            self._post(work)
+        self.streams[source].expected.append(expected)
         try:
-            payloads = [self._recv_part(part, source, size) for part in parts if size <= SMALL]
-            expected = self.expect(tag, size, source)
-            payloads += [self._recv_part(part, source, size) for part in parts if size > SMALL]
+            self._ask(source)
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
-        last = len(payloads) - 1
-        works = [Recv(self, expected, *payload, last=n == last) for n, payload in enumerate(payloads)]
-        return works or [Recv(self, expected, None, None, last=False)]
+        self._later += works[1:]
+        return works or [Recv(self, expected, None, last=False)]
+
+    def _post(self, work: Recv) -> None:
+        source, tag = work.expected.source, work.expected.tag
+        assert work.part is not None
+        try:
+            work.payload = self.carrier.recv(work.part, self.ranks[source], self.slot(PAYLOAD_LANE))
+            if work.expected.size > SMALL and self.streams[source].distant:
+                work.here = self.bytes.recv_bytes(1, self.ranks[source], self.slot(HERE_LANE))
+        except BaseException as error:
+            raise self.cut_off(error, source, tag) from error
+
+    def _ask_rest(self) -> None:
+        """Ask for the parts behind first ones. That is put off until a first part of this rank's own has left: while
+        the network carries it, there is time."""
+        later, self._later = self._later, []
+        for work in later:
+            self._post(work)
 
     def _ask_answer(self, to: int) -> None:
         """To many bytes: a network may never say that they did not leave, where their reader is gone; but a peer that

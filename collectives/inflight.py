@@ -97,20 +97,20 @@ class Settled:
 class Recv:
     """A part of a message that is expected from one rank. The header is read before its bytes are believed."""
 
-    def __init__(
-        self, channel: Channel, expected: Expected, payload: Pending | None, here: PendingBytes | None, *, last: bool
-    ) -> None:
-        self._channel, self._expected, self._payload = channel, expected, payload
-        self._here, self._last = here, last
+    def __init__(self, channel: Channel, expected: Expected, part: Tensor | None, *, last: bool) -> None:
+        """``last``: to be answered when it was read, where that is waited for."""
+        self._channel, self.expected, self.part, self._last = channel, expected, part, last
+        self.payload: Pending | None = None  # asked for by the channel
+        self.here: PendingBytes | None = None  # what is sent behind a part of many bytes
 
     def wait(self) -> None:
-        channel, expected = self._channel, self._expected
+        channel, expected = self._channel, self.expected
         channel.confirm(expected)
-        if self._here is not None:
-            channel.wait_here(self._here, expected.source, expected.tag)
-            self._here = None
-        if self._payload is not None:
-            channel.wait(self._payload, expected.source, expected.tag)
-            self._payload = None
+        if self.here is not None:
+            channel.wait_here(self.here, expected.source, expected.tag)
+            self.here = None
+        if self.payload is not None:
+            channel.wait(self.payload, expected.source, expected.tag)
+            self.payload = None
             if self._last:
                 channel.answer(expected)

@@ -263,11 +263,17 @@ def _allocate(memory: Memory | None, nbytes: int, device: torch.device) -> Untyp
 
 def chunks(numel: int) -> Iterator[tuple[int, int]]:
     """The parts, as begin and end in elements, in which many bytes travel over a network, so that what follows a part
-    hides behind the next: quarters, as long as each is worth a message. Both sides cut alike. Nothing is one empty
-    part, of which at least a header tells."""
-    step = min(CHUNK, max(LEAST, -(-numel // (4 * _LANES)) * _LANES))
-    for begin in range(0, max(numel, 1), step):
-        yield begin, min(begin + step, numel)
+    hides behind the next: each is half of what is left, so that little is to do after the last, but not too long to
+    wait for, nor too short to be worth a message. Both sides cut alike. Nothing is one empty part, of which at least a
+    header tells."""
+    begin = 0
+    while begin < numel or begin == 0:
+        half = -(-(numel - begin) // (2 * _LANES)) * _LANES
+        end = min(begin + min(CHUNK, max(LEAST, half)), numel)
+        yield begin, end
+        if end == numel:
+            return
+        begin = end
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
