@@ -53,6 +53,7 @@ class Case:
     result: Tensor
     transport: Transport | None = None  # whose traffic is counted; None for gloo and the roofline
     before: Callable[[], object] = lambda: None  # outside the timing
+    stays: bool = False  # no byte of the buffer moves, so its size does not tell how long a run takes
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def _in_common(transport: Transport, shape: Shape) -> list[Case]:
             transport.announce(tag()).wait()
             after()
 
-        made.append(Case(name, run, own, whole, transport, before=fresh))
+        made.append(Case(name, run, own, whole, transport, before=fresh, stays=True))
     return made
 
 

@@ -79,8 +79,9 @@ class Ranks:
         made = cases(operation, shape, self.algorithms, self.job.roofline)
         for case in made:
             check(operation, shape, case)
-        row = 1 if self.job.interface else max(1, min(MOST_IN_A_ROW, ROW_BYTES // nbytes))
-        once = row * max(sum(seconds) for seconds in self.everybodys([self._once(case, 1).seconds for case in made]))
+        rows = [self._row(case, nbytes) for case in made]
+        first = [row * self._once(case, 1).seconds for case, row in zip(made, rows, strict=True)]
+        once = max(sum(seconds) for seconds in self.everybodys(first))
         rounds = min(max(int(self.job.seconds / once), self.job.least), self.job.most)
         gc.collect()
         gc.disable()
@@ -88,11 +89,17 @@ class Ranks:
         for number in range(rounds):
             for i in range(len(made)):
                 which = (number + i) % len(made)
-                runs[which].append(self._once(made[which], row))
+                runs[which].append(self._once(made[which], rows[which]))
         gc.enable()
         return [
             self._slowest(operation, nbytes, case.name, case_runs) for case, case_runs in zip(made, runs, strict=True)
         ]
+
+    def _row(self, case: Case, nbytes: int) -> int:
+        """How often a case runs in a row in a round."""
+        if self.job.interface:
+            return 1
+        return MOST_IN_A_ROW if case.stays else max(1, min(MOST_IN_A_ROW, ROW_BYTES // nbytes))
 
     def _once(self, case: Case, row: int) -> _Run:
         """One round of a case: ``row`` runs in a row, of which all numbers are the mean."""
