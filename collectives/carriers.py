@@ -46,7 +46,9 @@ class ByteCarrier(Protocol):
     def posts(self, source: int) -> bool:
         """True where receives from a rank should be posted before it sends, as over a network."""
 
-    def send_bytes(self, data: bytes, to: int, slot: int) -> Pending: ...
+    def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> Pending:
+        """``patience``: seconds for which a peer may read nothing, so that there is no room for these; the carrier's
+        time limit where None."""
 
     def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes: ...
 
@@ -123,7 +125,7 @@ class ByTensors:
     def posts(self, source: int) -> bool:
         return True
 
-    def send_bytes(self, data: bytes, to: int, slot: int) -> Pending:
+    def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> Pending:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return self._carrier.send(tensor, to, slot)
 

@@ -10,20 +10,21 @@ too.
 
 Over a network something small is asked for, and sent, behind a message's bytes: its header, or where they are many, and
 used part by part, a byte behind each part. For a network may never tell of an end in the middle of many bytes, but of
-one before something small it does, and when that is here, they are. And a rank that asks for all that it expects before
-it sends lets the others' sends end, also where it fails then.
+one before something small it does, and when that is here, they are. A rank that fails answers what it was sent and did
+not read, so that the others' sends end too.
 
 Knows: which message follows which. Does not know: what is sent, or what a collective is.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from .carriers import Carrier, Pending, PendingBytes
+from .carriers import Carrier, PendingBytes
 from .inflight import SMALL, Expected, Recv, Send
 from .line import ANSWER_LANE, GAVE_UP, HERE_LANE, PAYLOAD_LANE, Line
 from .messages import Kind, Tag, is_abort, place_of
@@ -40,7 +41,7 @@ class Channel(Line):
         super().__init__(carrier, ranks, number, like)
         self.settled: list[Send] = []  # sends that nobody need wait for
         self._packed: tuple[Tag | None, int, bytes] = (None, 0, b"")
-        self._later: list[Recv] = []  # parts behind first ones, not asked for yet
+        self._unasked: deque[Recv] = deque()  # parts behind first ones
 
     # -- headers --------------------------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class Channel(Line):
 
     def confirm(self, work: Expected) -> None:
         """Read headers from ``work``'s source up to its own; they come in the order in which they were expected."""
-        self._ask_rest()
+        self.ask_rest()
         expected = self.streams[work.source].expected
         while not work.confirmed:
             first = expected[0]
@@ -118,71 +119,67 @@ class Channel(Line):
 
     def send(self, parts: Sequence[Tensor], to: int, tag: Tag) -> Send:
         """A header, and the parts of a tensor of bytes behind it, of which none is empty."""
-        size = _size(parts)
-        pendings = self._send(parts[:1], size, to, tag, first=True)
-        self._ask_rest()
-        pendings += self._send(parts[1:], size, to, tag, first=False)
-        return Send(self, pendings, to, tag, size)
-
-    def _send(self, parts: Sequence[Tensor], size: int, to: int, tag: Tag, *, first: bool) -> list[Pending]:
-        """The first part of ``size`` bytes, or the others."""
-        rank, much = self.ranks[to], size > SMALL
+        work, rank = Send(self, to, tag, _size(parts)), self.ranks[to]
+        much = work.size > SMALL
         far = much and self.streams[to].distant
-        pendings: list[Pending] = []
         try:
-            if first and much:
-                pendings.append(self.send_header(self.packed(tag, size), to))
+            if much:
+                work.pendings.append(self.send_header(self.packed(tag, work.size), to))
             for part in parts:
-                pendings.append(self.carrier.send(part, rank, self.slot(PAYLOAD_LANE)))
+                work.pendings.append(self.carrier.send(part, rank, self.slot(PAYLOAD_LANE)))
                 if far:
-                    pendings.append(self.bytes.send_bytes(HERE, rank, self.slot(HERE_LANE)))
-            if first and not much:
-                pendings.append(self.send_header(self.packed(tag, size), to))
-            if not first and far:
-                self._ask_answer(to)
+                    work.pendings.append(self.bytes.send_bytes(HERE, rank, self.slot(HERE_LANE)))
+                self.ask_rest()
+            if not much:
+                work.pendings.append(self.send_header(self.packed(tag, work.size), to))
+            if far:
+                work.answers = self._ask_answer(to)
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
-        return pendings
+        return work
 
     def recv(self, parts: Sequence[Tensor], source: int, tag: Tag) -> list[Recv]:
         """Expect what `send` sends; the parts are to be waited for in order. Of no parts there is still a header."""
-        if any(work.expected.source == source for work in self._later):
-            self._ask_rest()  # in the order in which they are sent
-        expected = Expected(source, tag, _size(parts), self.packed(tag, _size(parts)))
+        size = _size(parts)
+        expected = Expected(source, tag, size, self.packed(tag, size))
         works = [Recv(self, expected, part, last=n == len(parts) - 1) for n, part in enumerate(parts)]
-        for work in works[:1]:
-            self._post(work)
-        self.streams[source].expected.append(expected)
         try:
+            if any(work.expected.source == source for work in self._unasked):
+                self.ask_rest()  # in the order in which they are sent
+            if works:
+                self._post(works[0])
+            self.streams[source].expected.append(expected)
             self._ask(source)
+            self._unasked.extend(works[1:])
+            return works or [Recv(self, expected, None, last=False)]
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
-        self._later += works[1:]
-        return works or [Recv(self, expected, None, last=False)]
+
+    def ask_rest(self) -> None:
+        """Ask for the parts behind first ones. That is put off until a first part of this rank's own has left, or until
+        nothing more is sent now: while the network carries that part, there is time."""
+        while self._unasked:
+            self._post(self._unasked[0])
+            self._unasked.popleft()
 
     def _post(self, work: Recv) -> None:
+        """Ask for a part; again after an interrupt."""
         source, tag = work.expected.source, work.expected.tag
-        assert work.part is not None
         try:
-            work.payload = self.carrier.recv(work.part, self.ranks[source], self.slot(PAYLOAD_LANE))
-            if work.expected.size > SMALL and self.streams[source].distant:
+            if work.part is not None and work.payload is None:
+                work.payload = self.carrier.recv(work.part, self.ranks[source], self.slot(PAYLOAD_LANE))
+            if work.here is None and work.expected.size > SMALL and self.streams[source].distant:
                 work.here = self.bytes.recv_bytes(1, self.ranks[source], self.slot(HERE_LANE))
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
 
-    def _ask_rest(self) -> None:
-        """Ask for the parts behind first ones. That is put off until a first part of this rank's own has left: while
-        the network carries it, there is time."""
-        later, self._later = self._later, []
-        for work in later:
-            self._post(work)
-
-    def _ask_answer(self, to: int) -> None:
+    def _ask_answer(self, to: int) -> int:
         """To many bytes: a network may never say that they did not leave, where their reader is gone; but a peer that
-        answers has read them, and one that is gone does not answer."""
+        answers has read them, and one that is gone does not answer. Returns the answer's number."""
         stream = self.streams[to]
         stream.answers.append(self.bytes.recv_bytes(1, self.ranks[to], self.slot(ANSWER_LANE)))
         stream.asked += 1
+        return stream.asked
 
     def wait_answers(self, to: int, number: int, tag: Tag) -> None:
         stream = self.streams[to]
@@ -204,7 +201,7 @@ class Channel(Line):
                 said = self.bytes.send_bytes(READ, self.ranks[read.source], self.slot(ANSWER_LANE))
             except BaseException as error:
                 raise self.cut_off(error, read.source, read.tag) from error
-            self.settled.append(Send(self, [said], read.source, read.tag, len(READ)))
+            self.settled.append(Send(self, read.source, read.tag, len(READ), [said]))
             while len(self.settled) > MOST_SETTLED:
                 self.settled.pop(0).wait()
 
@@ -218,7 +215,7 @@ class Channel(Line):
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
         self.counted.control_sent += len(data)
-        return [Send(self, pendings, to, tag, size)]
+        return [Send(self, to, tag, size, pendings)]
 
     def send_rest(self, data: bytes, to: int, tag: Tag) -> list[Send]:
         """What `send_control` has left. Called when all that comes from the others was asked for."""

@@ -109,6 +109,7 @@ class _ReduceScatter:
             if rank != t.rank and rank not in neighbours
         }
         self._sends = [*self._send_start(plans[t.rank]), *self._send_contributions(plans)]
+        t.ask_rest()
 
     def wait(self) -> None:
         if self._stops:
@@ -143,7 +144,9 @@ class _ReduceScatter:
     def _receive_onward(self, owner: int, source: int) -> _Arriving:
         """What its sender adds up itself: a message a chunk."""
         target = self._scratch(self._out.dtype, owner)
-        works = [self._onward.irecv(target[low:high], source, self._tag) for low, high in self._chunks(owner)]
+        works = [
+            self._onward.irecv(target[low:high], source, self._tag, whole=True) for low, high in self._chunks(owner)
+        ]
         return _Arriving(target, works)
 
     def _scratch(self, dtype: torch.dtype, owner: int) -> Tensor:
@@ -190,7 +193,7 @@ class _ReduceScatter:
                     part.works[number].wait()
             fold([part.tensor[low:high] for part in parts], out[low:high])
             if onward is not None:
-                self._sends.append(self._onward.isend(out[low:high], onward, self._tag))
+                self._sends.append(self._onward.isend(out[low:high], onward, self._tag, whole=True))
 
     def _contribution(self, rank: int, owner: int) -> _Arriving:
         if rank in self._direct:
@@ -217,6 +220,7 @@ class _AllGather:
         self._lent = [t.lend(own, [(to, 0, own.numel()) for to in neighbours], tag)]
         delegates = [hosts.delegate(t.rank, host) for host in range(len(hosts.ranks)) if host != here]
         self._sends = [t.isend(own, to, tag) for to in delegates]
+        t.ask_rest()
         self._done = False
 
     def wait(self) -> None:

@@ -75,30 +75,32 @@ class _Expected:
             place, size = _PLACE.unpack(body)
             arrived = self._carrier.look(self._source, place, size, torch.uint8)
         if size != self._tensor.numel():
-            raise PeerError(f"{size} bytes came where {self._tensor.numel()} fit")
+            raise _wrong_size(size, self._tensor.numel())
         self._tensor.copy_(arrived)
         if kind == _AT:
             self._carrier.put(self._source, self._slot, _READ)
 
 
 class _ExpectedBytes:
-    __slots__ = ("_carrier", "_slot", "_source")
+    __slots__ = ("_carrier", "_size", "_slot", "_source")
 
-    def __init__(self, carrier: HostCarrier, source: int, slot: int) -> None:
-        self._carrier, self._source, self._slot = carrier, source, slot
+    def __init__(self, carrier: HostCarrier, size: int, source: int, slot: int) -> None:
+        self._carrier, self._size, self._source, self._slot = carrier, size, source, slot
 
     def wait(self, timeout: float) -> bytes:
         kind, body = self._carrier.next_frame(self._source, self._slot, timeout)
+        place, size = (0, len(body)) if kind == _BYTES else _PLACE.unpack(body)
+        if size != self._size:
+            raise _wrong_size(size, self._size)
         if kind == _BYTES:
             return body
-        place, size = _PLACE.unpack(body)
         data = self._carrier.look(self._source, place, size, torch.uint8).numpy().tobytes()
         self._carrier.put(self._source, self._slot, _READ)
         return data
 
 
 class HostCarrier:
-    """One rank's end of the sockets to its peers, and its arena. See `messages.Carrier` and `messages.Memory`."""
+    """One rank's end of the sockets to its peers, and its arena. See `carriers`."""
 
     name = "shared memory"
 
@@ -132,14 +134,14 @@ class HostCarrier:
     def posts(self, source: int) -> bool:
         return False
 
-    def send_bytes(self, data: bytes, to: int, slot: int) -> _Sent | _Lent:
+    def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> _Sent | _Lent:
         if len(data) > INLINE:
             return self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, slot)
-        self.put(to, slot, _BYTES, data)
+        self.put(to, slot, _BYTES, data, patience)
         return SENT
 
     def recv_bytes(self, size: int, source: int, slot: int) -> _ExpectedBytes:
-        return _ExpectedBytes(self, source, slot)
+        return _ExpectedBytes(self, size, source, slot)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -175,8 +177,9 @@ class HostCarrier:
 
     # -- frames ---------------------------------------------------------------------------------------------------
 
-    def put(self, to: int, slot: int, kind: int, body: bytes = b"") -> None:
-        """Send a frame. Where the peer's socket is full, what came here is read meanwhile: the peer may do the same."""
+    def put(self, to: int, slot: int, kind: int, body: bytes = b"", patience: float | None = None) -> None:
+        """Send a frame. Where the peer's socket is full, what came here is read meanwhile: the peer may do the same.
+        ``patience``: seconds for that; the time limit where None."""
         frame = _FRAME.pack(slot, kind) + body
         peer = self._peers[to]
         assert peer is not None, "a rank sends itself nothing"
@@ -186,8 +189,9 @@ class HostCarrier:
                 peer.socket.send(frame, _SEND)
                 return
             except BlockingIOError:
-                limit = time.monotonic() + self.timeout if limit is None else limit
-                self._make_room(peer, limit)
+                patience = self.timeout if patience is None else patience
+                limit = time.monotonic() + patience if limit is None else limit
+                self._make_room(peer, limit, patience)
             except OSError as error:
                 raise GoneError(_GONE) from error
 
@@ -218,7 +222,7 @@ class HostCarrier:
             return None
         return (source, slot, kind == _READ), (kind, frame[_FRAME.size :])
 
-    def _make_room(self, peer: Peer, limit: float) -> None:
+    def _make_room(self, peer: Peer, limit: float, patience: float) -> None:
         poll = select.poll()
         ranks: dict[int, int] = {}
         for rank, other in enumerate(self._peers):
@@ -229,7 +233,7 @@ class HostCarrier:
             poll.register(peer.life, select.POLLIN)
         ready = poll.poll(max(0.0, limit - time.monotonic()) * 1000)
         if not ready:
-            raise PeerError(f"time limit of {self.timeout} s passed")
+            raise PeerError(f"time limit of {patience} s passed")
         for descriptor, event in ready:
             if descriptor == peer.life:
                 raise GoneError(_GONE)
@@ -249,6 +253,10 @@ class HostCarrier:
 
 
 _GONE = "its process ended, or closed its optimizer"
+
+
+def _wrong_size(came: int, expected: int) -> PeerError:
+    return PeerError(f"{came} bytes came where {expected} were expected")
 
 
 class Peer:

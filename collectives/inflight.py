@@ -62,19 +62,19 @@ class Expected:
 class Send:
     """A message under way. The channel holds it until it was waited for: a carrier may drop what nobody holds."""
 
-    def __init__(self, channel: Channel, pendings: Sequence[Pending], to: int, tag: Tag, size: int) -> None:
-        self._channel, self._pendings, self._to, self._tag = channel, list(pendings), to, tag
-        stream = channel.streams[to]
-        self.size, self.distant = size, stream.distant
-        self.answers = stream.asked if stream.distant and size > SMALL else 0  # which one says that this was read
+    def __init__(self, channel: Channel, to: int, tag: Tag, size: int, pendings: Sequence[Pending] = ()) -> None:
+        self._channel, self._to, self._tag, self.size = channel, to, tag, size
+        self.distant = channel.streams[to].distant
+        self.pendings = list(pendings)
+        self.answers = 0  # which answer says that this was read; 0: none does
         channel.unsent[id(self)] = self
 
     def wait(self) -> None:
         if self.answers:
             self._channel.wait_answers(self._to, self.answers, self._tag)
-        while self._pendings:
-            self._channel.wait(self._pendings[0], self._to, self._tag)
-            self._pendings.pop(0)
+        while self.pendings:
+            self._channel.wait(self.pendings[0], self._to, self._tag)
+            self.pendings.pop(0)
         self._channel.unsent.pop(id(self), None)
 
 
@@ -99,8 +99,9 @@ class Recv:
 
     def __init__(self, channel: Channel, expected: Expected, part: Tensor | None, *, last: bool) -> None:
         """``last``: to be answered when it was read, where that is waited for."""
-        self._channel, self.expected, self.part, self._last = channel, expected, part, last
-        self.payload: Pending | None = None  # asked for by the channel
+        self._channel, self.expected, self._last = channel, expected, last
+        self.part = part  # None: there is none, or it was read
+        self.payload: Pending | None = None  # what comes there, when it was asked for
         self.here: PendingBytes | None = None  # what is sent behind a part of many bytes
 
     def wait(self) -> None:
@@ -109,8 +110,9 @@ class Recv:
         if self.here is not None:
             channel.wait_here(self.here, expected.source, expected.tag)
             self.here = None
-        if self.payload is not None:
+        if self.part is not None:
+            assert self.payload is not None, "every part is asked for before a header is believed"
             channel.wait(self.payload, expected.source, expected.tag)
-            self.payload = None
+            self.part = self.payload = None  # it was read
             if self._last:
                 channel.answer(expected)

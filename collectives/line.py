@@ -11,7 +11,8 @@ Each is first-in-first-out for a pair of ranks. A rank that fails says so on all
 at once why nothing will come, and the carrier itself stays whole for its user. Over a network nothing leaves before its
 receiver has asked for it: so why a rank failed is asked for from the start, and is heard when that rank is gone.
 
-Knows: one carrier, and the ranks of one group. Does not know: which message follows which (`channel`).
+Knows: one carrier, the ranks of one group, and what a header says of a failure. Does not know: which message follows
+which (`channel`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ HEADER_LANE, PAYLOAD_LANE, TEXT_LANE, RETURN_LANE, ANSWER_LANE, HERE_LANE, LANES
 GAVE_UP = b"g"
 LAST_WORDS = 60.0  # seconds for which a failed rank's messages are kept for their receivers
 GRACE = 1.0  # seconds
-LISTEN = 0.5  # seconds in which the words of a rank that is gone are here, if it said any
+LISTEN = 0.5  # seconds in which the words of a rank that is gone are here, if it said any; and for which they are said
 
 
 class Line:
@@ -123,7 +124,9 @@ class Line:
 
     def cut_off(self, error: BaseException, peer: int, tag: Tag) -> BaseException:
         """What to raise where a message was begun: after an interrupt or a strange error between a header and its bytes
-        nobody knows what the next bytes are."""
+        nobody knows what the next bytes are. What has been blamed on somebody is raised as it is."""
+        if self.broken is not None:
+            return error
         if isinstance(error, PeerError):
             return self._no_answer(peer, tag, time.monotonic(), error)
         self.abort(f"rank {self.rank}, in {tag.label}: {type(error).__name__}: {error}")
@@ -201,7 +204,7 @@ class Line:
         kept = [*self.unsent.values(), *(lent for stream in self.streams for lent in stream.lent.values())]
         for to in self.peers:
             try:
-                kept.append(self.bytes.send_bytes(words, self.ranks[to], self.slot(TEXT_LANE)))
+                kept.append(self.bytes.send_bytes(words, self.ranks[to], self.slot(TEXT_LANE), LISTEN))
                 kept.append(self.send_header(header, to))
                 if self.streams[to].distant:
                     for lane in (ANSWER_LANE, HERE_LANE):

@@ -5,9 +5,9 @@
     rank 2 | x20 | x21 | x22 |        owner 2:  start + x02 + x12 + x22
 
 A rank sends all of its contribution but its own slice, as in a ring, and the sum is that of a single process.
-Receives are posted before sends, which on a real wire halves the time, and everything in chunks, of which all but the
-last are folded while later ones arrive. An empty slice is a header without bytes, so that every rank hears from every
-other that it is there.
+Receives are posted before sends, which on a real wire halves the time (all but a first chunk's, which are posted while
+the first send is on its way), and everything in chunks, of which all but the last are folded while later ones arrive.
+An empty slice is a header without bytes, so that every rank hears from every other that it is there.
 """
 
 from __future__ import annotations

@@ -39,9 +39,9 @@ class RoutedCarrier:
     def posts(self, source: int) -> bool:
         return source not in self._places
 
-    def send_bytes(self, data: bytes, to: int, slot: int) -> Pending:
+    def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> Pending:
         if to in self._places:
-            return self._local.send_bytes(data, self._places[to], slot)
+            return self._local.send_bytes(data, self._places[to], slot, patience)
         self.crossed += len(data)
         return self._remote_bytes.send_bytes(data, to, slot)
 

@@ -123,29 +123,37 @@ class Transport:
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def isend(self, tensor: Tensor, to: int, tag: Tag, *, control: bool = False) -> Work:
-        """Start to send a 1-D contiguous tensor to rank ``to``; it must not be written before ``wait`` returns."""
+    def isend(self, tensor: Tensor, to: int, tag: Tag, *, control: bool = False, whole: bool = False) -> Work:
+        """Start to send a 1-D contiguous tensor to rank ``to``; it must not be written before ``wait`` returns.
+        ``whole``: in one part, as where it is one of `chunks` itself; the receiver says the same."""
         self.check()
-        work, size = self._channel.send(_parts(tensor), to, tag), tensor.numel() * tensor.itemsize
+        work, size = self._channel.send(_parts(tensor, whole), to, tag), tensor.numel() * tensor.itemsize
         if control:
             self._channel.counted.control_sent += size
         else:
             self._channel.counted.sent += size
         return work
 
-    def irecv(self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False) -> Work:
-        """Start to receive a 1-D contiguous tensor of exactly this size from rank ``source``."""
-        return Chain(self.irecv_chunks(tensor, source, tag, control=control))
+    def irecv(self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False, whole: bool = False) -> Work:
+        """Start to receive a 1-D contiguous tensor of exactly this size from rank ``source``. What is behind a first
+        part may be asked for only when something is sent, or `ask_rest` is called, or at a wait."""
+        return Chain(self.irecv_chunks(tensor, source, tag, control=control, whole=whole))
 
-    def irecv_chunks(self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False) -> Sequence[Work]:
+    def irecv_chunks(
+        self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False, whole: bool = False
+    ) -> Sequence[Work]:
         """As `irecv`, for who begins before all is there: each of `chunks` is waited for, in order."""
         self.check()
-        works, size = self._channel.recv(_parts(tensor), source, tag), tensor.numel() * tensor.itemsize
+        works, size = self._channel.recv(_parts(tensor, whole), source, tag), tensor.numel() * tensor.itemsize
         if control:
             self._channel.counted.control_received += size
         else:
             self._channel.counted.received += size
         return works
+
+    def ask_rest(self) -> None:
+        """Say that nothing more is sent now: what was not asked for yet is."""
+        self._channel.ask_rest()
 
     def lend(self, tensor: Tensor, spans: Sequence[tuple[int, int, int]], tag: Tag) -> Lent:
         """Let ranks, which call `borrow`, read elements of a 1-D contiguous tensor where they are, or in a copy where
@@ -168,7 +176,8 @@ class Transport:
         return Borrowed(self._channel, spans, dtype, tag)
 
     def exchange(self, data: bytes, tag: Tag) -> list[bytes]:
-        """Every rank's bytes, in rank order; lengths may differ. Collective."""
+        """Every rank's bytes, in rank order; lengths may differ. Collective. While other messages are under way, of at
+        most 64 KiB, or they would be waited for here."""
         self.check()
         channel, result = self._channel, [data] * self.world_size
         sends = self._enter(data, tag)
@@ -267,7 +276,7 @@ def chunks(numel: int) -> Iterator[tuple[int, int]]:
     wait for, nor too short to be worth a message. Both sides cut alike. Nothing is one empty part, of which at least a
     header tells."""
     begin = 0
-    while begin < numel or begin == 0:
+    while True:
         half = -(-(numel - begin) // (2 * _LANES)) * _LANES
         end = min(begin + min(CHUNK, max(LEAST, half)), numel)
         yield begin, end
@@ -276,8 +285,10 @@ def chunks(numel: int) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
+def _parts(tensor: Tensor, whole: bool) -> list[Tensor]:
     data, size = as_bytes(tensor), tensor.itemsize
     if not tensor.numel():
         return []
+    if whole:
+        return [data]
     return [data[begin * size : end * size] for begin, end in chunks(tensor.numel())]

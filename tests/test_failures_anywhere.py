@@ -5,9 +5,11 @@ Each send, receive and wait of a rank is a step at which it may fail. Ranks are 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import (
+    Chain,
     Collective,
     CollectiveError,
     Hierarchical,
@@ -26,12 +29,15 @@ from collectives import (
     Shared,
     Tag,
     Transport,
+    Work,
+    transport,
 )
 
 from .carried import FEWER, SOON, reduction
 from .kills import LABEL, halves, launch
 
-NUMELS = [0, 12, 1 << 17]  # of which the last is sent in parts, and answered
+NUMELS = [0, 12, 1 << 17]
+PART = 1 << 13  # elements of a part at least, here: so the last of these is sent in several, and answered
 LIMIT = 5.0
 ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
     "pairwise": Pairwise,
@@ -39,6 +45,14 @@ ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
     "shared": Shared,
     "hierarchical": lambda t: Hierarchical(t, halves(t.world_size)),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_parts() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "LEAST", PART)
+        patch.setattr(transport, "CHUNK", 4 * PART)
+        yield
 
 
 class Failing:
@@ -105,6 +119,58 @@ def test_a_rank_that_fails_at_any_step_is_named_by_all_at_once(
     for rank, error in errors.items():
         assert error.startswith(f"rank {rank}, in {LABEL}: rank {victim} failed: "), error
         assert "the disk is full" in error or "ZeroDivisionError" in error
+
+
+class Interrupting:
+    """Raises `KeyboardInterrupt` at one of the lines that a thread runs in what asks for parts and reads them."""
+
+    functions = ("ask_rest", "_post", "recv", "wait")
+
+    def __init__(self, line: int) -> None:
+        self.line, self.reached = line, False
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename.endswith(("channel.py", "inflight.py")) and frame.f_code.co_name in self.functions:
+            self.line -= event == "line"
+            if self.line < 0 and not self.reached:
+                self.reached = True
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return self
+        return None
+
+
+@pytest.mark.parametrize("line", range(60))
+def test_an_interrupt_while_parts_are_asked_for_ends_the_group_or_loses_nothing(line: int) -> None:
+    tag, numel = Tag(Kind.EXCHANGE, "many bytes"), 1 << 17
+    interrupting = Interrupting(line)
+
+    def program(transport: Transport) -> None:
+        if transport.rank == 1:
+            transport.isend(torch.full((numel,), 3.0), 0, tag).wait()
+            return
+        found = torch.full((numel,), -7.0)
+        works: Sequence[Work] = ()
+        before = sys.gettrace()
+        sys.settrace(interrupting)
+        try:
+            works = transport.irecv_chunks(found, 1, tag)
+            Chain(works).wait()
+        except KeyboardInterrupt:
+            assert transport.broken or works or not transport._channel.streams[1].expected, "begun, and forgotten"
+            if transport.broken or not works:
+                raise ZeroDivisionError from None
+            Chain(works).wait()
+        finally:
+            sys.settrace(before)
+        assert torch.equal(found, torch.full((numel,), 3.0))
+
+    group = Loopback[None](2, timeout=LIMIT)
+    try:
+        group.run(program)
+    except (ZeroDivisionError, CollectiveError):
+        assert interrupting.reached
+    assert interrupting.reached or line > 30, "there are so many lines at least"
 
 
 @given(order=st.permutations(range(6)), length=st.integers(3, 6))

@@ -86,8 +86,23 @@ def test_a_message_of_another_size_is_an_error() -> None:
     first, second = mesh(2)
     for size in (8, 2 * INLINE):
         first.send(torch.ones(size, dtype=torch.uint8), 1, 0)
-        with pytest.raises(PeerError, match=f"{size} bytes came where 5 fit"):
+        with pytest.raises(PeerError, match=f"{size} bytes came where 5 were expected"):
             second.recv(torch.empty(5, dtype=torch.uint8), 0, 0).wait(1.0)
+        first.send(torch.ones(size, dtype=torch.uint8), 1, 0)
+        with pytest.raises(PeerError, match=f"{size} bytes came where 5 were expected"):
+            second.recv_bytes(5, 0, 0).wait(1.0)
+
+
+def test_a_failure_is_told_to_all_though_one_of_them_reads_nothing_and_its_socket_is_full() -> None:
+    first, _, third = transports = [Transport(carrier) for carrier in mesh(3)]
+    with pytest.raises(PeerError):
+        for _ in range(MANY):
+            transports[0].carrier.send_bytes(b"x" * INLINE, 1, 99, patience=0.0)
+    begin = time.monotonic()
+    assert first.abort("the disk is full") == [1]
+    with pytest.raises(CollectiveError, match="rank 0 failed: the disk is full"):
+        third.exchange(b"", TAG)
+    assert time.monotonic() - begin < SOON
 
 
 def test_full_sockets_in_both_directions_do_not_deadlock() -> None:

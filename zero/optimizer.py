@@ -34,10 +34,10 @@ from .replicas import compare
 from .stages import Placement, stage_of
 from .units import Predicate
 
-GATHERS_IN_FLIGHT = 2  # after a step: a rank's slice of each may be copied to where its peers can read it
-
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+GATHERS_IN_FLIGHT = 2  # after a step: a rank's slice of each may be copied to where its peers can read it
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -275,10 +275,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._storage.stepped(used)
 
     def _gather(self, index: int) -> Work:
-        bounds, tag = (
-            self._storage.layout.buckets[index].bounds,
-            Tag(Kind.ALL_GATHER, f"parameters of bucket {index}", index=index),
-        )
+        bounds = self._storage.layout.buckets[index].bounds
+        tag = Tag(Kind.ALL_GATHER, f"parameters of bucket {index}", index=index)
         return self._collective.all_gather(self._storage.flats[index], bounds, tag=tag)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
