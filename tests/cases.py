@@ -210,25 +210,25 @@ def train(case: Case, model: nn.Module, optimizer: ZeroOptimizer, step: int) -> 
 
 
 def check(case: Case, world_size: int) -> None:
-    """Train on ``world_size`` ranks: the plain loop's bits after every step, and nothing gathered; a plain model at
-    the end."""
+    """Train on ``world_size`` ranks, which are threads, as `check_rank` does."""
     _, expected = plain_loop(case, world_size)
+    on_threads(world_size, lambda transport: check_rank(case, transport, expected), timeout=20)
 
-    def program(transport: Transport) -> None:
-        model, optimizer = sharded(case, transport)
-        for step in range(case.steps):
-            train(case, model, optimizer, step)
-            optimizer.step()
-            optimizer.zero_grad()
-            assert_nothing_is_here(model, optimizer, case.lends)
-            with optimizer.gathered():
-                assert_parameters(model, expected[step])
-            assert_nothing_is_here(model, optimizer, case.lends)
-        optimizer.close()
-        assert_parameters(model, expected[-1])
-        assert_plain(model)
 
-    on_threads(world_size, program, timeout=20)
+def check_rank(case: Case, transport: Transport, expected: Sequence[dict[str, Tensor]]) -> None:
+    """One rank's training: the plain loop's bits after every step, and nothing gathered; a plain model at the end."""
+    model, optimizer = sharded(case, transport)
+    for step in range(case.steps):
+        train(case, model, optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_nothing_is_here(model, optimizer, case.lends)
+        with optimizer.gathered():
+            assert_parameters(model, expected[step])
+        assert_nothing_is_here(model, optimizer, case.lends)
+    optimizer.close()
+    assert_parameters(model, expected[-1])
+    assert_plain(model)
 
 
 def residency_of(optimizer: ZeroOptimizer) -> Residency:

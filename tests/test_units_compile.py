@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 
-from .cases import Batch, Case, check, one_backward
+from collectives import solo
+from collectives.native import connect
+
+from .cases import Batch, Case, check_rank, one_backward, plain_loop
+from .pool import GlooPool
 
 BACKEND = "aot_eager"
 
@@ -57,29 +61,37 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", CASES)
-def test_compiled_training_equals_the_compiled_plain_loop_and_compiles_once(name: str, world_size: int) -> None:
-    counts: list[tuple[int, int]] = []
+def compiled_training(group: dist.ProcessGroup | None, rank: int, name: str) -> list[int]:
+    """The graphs that were compiled before the plain loop, when each step of this rank began, and at the end. A process
+    for each rank: of threads that compile at once, torch lets some wait for a later step."""
+    counts = [counters["stats"]["unique_graphs"]]
 
     def count(model: Any, step: int) -> None:
-        counts.append((step, counters["stats"]["unique_graphs"]))
+        counts.append(counters["stats"]["unique_graphs"])
 
-    case = replace(CASES[name], begin=count, steps=3)
-    before = counters["stats"]["unique_graphs"]
-    check(case, world_size)
-    after = counters["stats"]["unique_graphs"]
-    assert after > before
-    begun = [[number for at, number in counts[case.steps :] if at == step] for step in range(case.steps)]
-    assert begun[2] == [after] * world_size
-    # Of ranks that are threads, and compile at once, one has been seen to do so a step late: a rank alone never may,
-    # nor all of them.
-    assert len(begun[1]) == world_size
-    assert all(after - number < world_size for number in begun[1])
+    torch._dynamo.reset()
+    try:
+        case = replace(CASES[name], steps=3)
+        transport = solo() if group is None else connect(group)
+        _, expected = plain_loop(case, transport.world_size)
+        check_rank(replace(case, begin=count), transport, expected)
+        return [*counts, counters["stats"]["unique_graphs"]]
+    finally:
+        torch._dynamo.reset()
+
+
+def assert_compiled_in_the_first_step_alone(counts: list[int]) -> None:
+    before, _, after_first, *later = counts
+    assert before < after_first
+    assert later == [after_first, after_first]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_training_equals_the_compiled_plain_loop_and_compiles_once(name: str) -> None:
+    assert_compiled_in_the_first_step_alone(compiled_training(None, 0, name))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_on_two_ranks(gloo: GlooPool, name: str) -> None:
+    for counts in gloo.run(compiled_training, name, ranks=(0, 1), limit=120):
+        assert_compiled_in_the_first_step_alone(counts)
