@@ -135,17 +135,18 @@ def named_files() -> list[str]:
     return [file for file in found if re.match("/(dev/shm|tmp|run)/", file) and not file.endswith(".so")]
 
 
-def enter(rank: int, world_size: int, port: int, limit: float) -> None:
-    """Become a rank of the default group."""
+def enter(rank: int, world_size: int, port: int, limit: float) -> dist.Store:
+    """Become a rank of the default group; the store that all ranks see."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=limit))
+    return store
 
 
 def rank_of(rank: int, port: int, pipe: Connection, case: Case) -> None:
     """The program of one rank's process."""
     before = named_files()
-    enter(rank, case.world_size, port, case.limit)
+    store = enter(rank, case.world_size, port, case.limit)
     collective = ALGORITHMS[case.algorithm](connect())
     pipe.send(sorted(set(named_files()) - set(before)))
     pipe.recv()
@@ -153,8 +154,10 @@ def rank_of(rank: int, port: int, pipe: Connection, case: Case) -> None:
     while not errors:
         number += 1
         try:
+            if number == case.moment and case.end is End.STOPPED:
+                stop_when_all_are_here(rank, case, store, pipe)
             wait = launch(collective, case.collective, number, case.numel)
-            if (rank, number) == (case.victim, case.moment):
+            if (rank, number) == (case.victim, case.moment) and case.end is not End.STOPPED:
                 pipe.send(time.monotonic())
                 end_self(case.end)
             wait()
@@ -167,6 +170,18 @@ def rank_of(rank: int, port: int, pipe: Connection, case: Case) -> None:
         pipe.send(str(error))
     if case.stays:
         pipe.poll(PATIENCE)  # the others do not need its end to learn of anything
+
+
+def stop_when_all_are_here(rank: int, case: Case, store: dist.Store, pipe: Connection) -> None:
+    """The victim stops when nobody waits for anything else of it: a rank that is a collective ahead of another would
+    wait for that one, and could name it."""
+    names = [f"rank {other} is here" for other in range(case.world_size)]
+    if rank != case.victim:
+        store.set(names[rank], "")
+        return
+    store.wait([name for name in names if name != names[rank]])
+    pipe.send(time.monotonic())
+    end_self(case.end)
 
 
 class Group:
