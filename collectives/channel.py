@@ -159,6 +159,7 @@ class Channel(Line):
         """Ask for the parts behind first ones. That is put off until a first part of this rank's own has left, or until
         nothing more is sent now: while the network carries that part, there is time."""
         while self._unasked:
+            self.check()
             self._post(self._unasked[0])
             self._unasked.popleft()
 

@@ -43,7 +43,7 @@ from .messages import (
 HEADER_LANE, PAYLOAD_LANE, TEXT_LANE, RETURN_LANE, ANSWER_LANE, HERE_LANE, LANES = 0, 1, 2, 3, 4, 5, 6
 GAVE_UP = b"g"
 LAST_WORDS = 60.0  # seconds for which a failed rank's messages are kept for their receivers
-GRACE = 1.0  # seconds
+GRACE = 1.0  # seconds that ranks of a host are waited for longer than those of others, for whom they may wait
 LISTEN = 0.5  # seconds in which the words of a rank that is gone are here, if it said any; and for which they are said
 
 

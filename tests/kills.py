@@ -83,6 +83,13 @@ class Case:
     stays: bool = False
 
     @property
+    def stops_when_waited_for(self) -> bool:
+        """Over gloo a time limit closes what a rank would hear by, so a rank that is a collective ahead names the one
+        that it waits for, though that one waits for the victim: the victim stops when nobody is ahead. Elsewhere it
+        stops when it has begun."""
+        return self.end is End.STOPPED and self.algorithm == "pairwise"
+
+    @property
     def named(self) -> str:
         """How the others name the victim, and nobody else; torch's own collectives do not say whom they waited for, and
         where ranks wait in a chain for one that stopped, gloo may close connections before they have said so."""
@@ -154,10 +161,10 @@ def rank_of(rank: int, port: int, pipe: Connection, case: Case) -> None:
     while not errors:
         number += 1
         try:
-            if number == case.moment and case.end is End.STOPPED:
+            if number == case.moment and case.stops_when_waited_for:
                 stop_when_all_are_here(rank, case, store, pipe)
             wait = launch(collective, case.collective, number, case.numel)
-            if (rank, number) == (case.victim, case.moment) and case.end is not End.STOPPED:
+            if (rank, number) == (case.victim, case.moment) and not case.stops_when_waited_for:
                 pipe.send(time.monotonic())
                 end_self(case.end)
             wait()
@@ -173,8 +180,7 @@ def rank_of(rank: int, port: int, pipe: Connection, case: Case) -> None:
 
 
 def stop_when_all_are_here(rank: int, case: Case, store: dist.Store, pipe: Connection) -> None:
-    """The victim stops when nobody waits for anything else of it: a rank that is a collective ahead of another would
-    wait for that one, and could name it."""
+    """See `Case.stops_when_waited_for`."""
     names = [f"rank {other} is here" for other in range(case.world_size)]
     if rank != case.victim:
         store.set(names[rank], "")

@@ -39,6 +39,7 @@ from .kills import LABEL, halves, launch
 NUMELS = [0, 12, 1 << 17]
 PART = 1 << 13  # elements of a part at least, here: so the last of these is sent in several, and answered
 LIMIT = 5.0
+TAG = Tag(Kind.EXCHANGE, "many bytes")
 ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
     "pairwise": Pairwise,
     "ring": Ring,
@@ -142,19 +143,19 @@ class Interrupting:
 
 @pytest.mark.parametrize("line", range(60))
 def test_an_interrupt_while_parts_are_asked_for_ends_the_group_or_loses_nothing(line: int) -> None:
-    tag, numel = Tag(Kind.EXCHANGE, "many bytes"), 1 << 17
+    numel = 1 << 17
     interrupting = Interrupting(line)
 
     def program(transport: Transport) -> None:
         if transport.rank == 1:
-            transport.isend(torch.full((numel,), 3.0), 0, tag).wait()
+            transport.isend(torch.full((numel,), 3.0), 0, TAG).wait()
             return
         found = torch.full((numel,), -7.0)
         works: Sequence[Work] = ()
         before = sys.gettrace()
         sys.settrace(interrupting)
         try:
-            works = transport.irecv_chunks(found, 1, tag)
+            works = transport.irecv_chunks(found, 1, TAG)
             Chain(works).wait()
         except KeyboardInterrupt:
             assert transport.broken or works or not transport._channel.streams[1].expected, "begun, and forgotten"
@@ -171,6 +172,21 @@ def test_an_interrupt_while_parts_are_asked_for_ends_the_group_or_loses_nothing(
     except (ZeroDivisionError, CollectiveError):
         assert interrupting.reached
     assert interrupting.reached or line > 30, "there are so many lines at least"
+
+
+def test_after_a_failure_nothing_more_is_asked_for() -> None:
+    """What nobody will send would keep its memory for as long as the group is there."""
+
+    def program(transport: Transport) -> list[bool]:
+        if transport.rank == 1:
+            return []
+        parts = transport._channel.recv([torch.empty(1 << 17, dtype=torch.uint8)] * 3, 1, TAG)
+        transport.abort("the disk is full")
+        with pytest.raises(CollectiveError, match="the disk is full"):
+            Chain(parts).wait()
+        return [part.payload is None for part in parts]
+
+    assert Loopback[list[bool]](2, timeout=LIMIT).run(program) == [[False, True, True], []]
 
 
 @given(order=st.permutations(range(6)), length=st.integers(3, 6))

@@ -134,7 +134,9 @@ def test_ranks_that_cannot_share_memory_talk_and_rank_0_says_why(
     problem(monkeypatch)
     with pytest.warns(UserWarning, match=f"the ranks talk over wire, not through shared memory: {words}") as warned:
         assert on_wires(3, outcome(automatic), timeout=60.0) == ["pairwise"] * 3
-    said = [str(warning.message) for warning in warned if warning.category is UserWarning]
+    # What a garbage collection finds in this moment, of other tests too, is not said by who chooses.
+    unseen = (ResourceWarning, pytest.PytestUnraisableExceptionWarning)
+    said = [str(warning.message) for warning in warned if not issubclass(warning.category, unseen)]
     assert len(said) == 1, said
     assert time.monotonic() - begin < SOON
 
