@@ -47,14 +47,9 @@ def show(report: Report, markdown: bool, console: Console) -> None:
     records = [read(part) for part in report.parts]
     results = tables.Results([record for record in records if isinstance(record, Measured)])
     waits = [record for record in records if isinstance(record, Waited)]
-    if markdown:
-        print(f"{report.line()}\n")
-        for table in (tables.targets(results, waits), *tables.by_size(results), tables.waited(waits)):
-            print(table.markdown())
-        return
-    console.print(report.line(), markup=False)
-    for table in (*tables.every_number(results), tables.waited(waits), tables.targets(results, waits)):
-        console.print(table.rich())
+    met, waited = tables.targets(results, waits), tables.waited(waits)
+    made = [met, *tables.by_size(results), waited] if markdown else [*tables.every_number(results), waited, met]
+    tables.show(report.line(), made, markdown, console)
 
 
 def main(

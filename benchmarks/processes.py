@@ -5,18 +5,22 @@ Knows: processes and their files. Does not know: what the ranks measure.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from .gpu_job import GpuJob, OnDevice, read_on_device
 from .job import Job, Measured, Waited, read
+from .step_job import Asked, Run, StepJob, read_trained
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 30.0  # seconds in which the other ranks end after rank 0 did
@@ -29,6 +33,49 @@ class RankError(Exception):
 def run_ranks(job: Job, commands: Sequence[Sequence[str]], interface: str = "lo") -> Iterator[Measured | Waited]:
     """Start one rank for each of ``commands``, which are put in front of its own (`ip netns exec ...`, or nothing), and
     yield records as they come. ``interface``: what gloo talks over."""
+    with _started("benchmarks.rank", job.to_json(), commands, interface, first_alone=True) as (processes, folder):
+        assert processes[0].stdout is not None
+        for line in processes[0].stdout:
+            yield read(json.loads(line))
+        _complain(processes, folder)
+
+
+def train_on_device(job: GpuJob) -> OnDevice:
+    """Start the one rank of a training on a device, and return what it saw."""
+    with _started("benchmarks.gpu_rank", job.to_json(), [()], "lo") as ((process,), folder):
+        lines = process.communicate()[0].strip().splitlines()
+        _complain([process], folder)
+    return read_on_device(json.loads(lines[-1]))
+
+
+@contextmanager
+def forked_ranks() -> Iterator[Callable[[StepJob, int], Run]]:
+    """What trains a number of ranks and returns what each of them saw. They are fresh processes, forks of one that has
+    imported torch and done nothing with it: an import takes longer than most of these trainings."""
+    with _started("benchmarks.fork_server", "", [()], "lo") as (processes, folder):
+        numbers = itertools.count()
+
+        def train(job: StepJob, world_size: int) -> Run:
+            server = processes[0]
+            assert server.stdin is not None
+            assert server.stdout is not None
+            asked = Asked(job.to_json(), world_size, str(folder / f"meeting{next(numbers)}"))
+            with suppress(BrokenPipeError):  # its last words say why
+                print(asked.to_json(), file=server.stdin, flush=True)
+            if server.stdout.readline() != "done\n":
+                _complain(processes, folder)
+            said = [asked.said(rank).read_text().strip().splitlines() for rank in range(world_size)]
+            return Run([read_trained(json.loads(lines[-1])) for lines in said])
+
+        yield train
+
+
+@contextmanager
+def _started(
+    module: str, job: str, commands: Sequence[Sequence[str]], interface: str, *, first_alone: bool = False
+) -> Iterator[tuple[list[subprocess.Popen[str]], Path]]:
+    """Ranks that are ended, whatever happens; and the folder of their last words. ``first_alone``: only rank 0 says
+    something."""
     with ExitStack() as stack:
         stack.enter_context(endings_as_exceptions())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-benchmark-")))
@@ -38,29 +85,17 @@ def run_ranks(job: Job, commands: Sequence[Sequence[str]], interface: str = "lo"
             environment = {
                 **os.environ,
                 "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(len(commands)),
                 "GLOO_SOCKET_IFNAME": interface,
                 "OMP_NUM_THREADS": "1",
             }
-            arguments = [
-                *command,
-                sys.executable,
-                "-m",
-                "benchmarks.rank",
-                job.to_json(),
-                str(folder / "meeting"),
-                str(os.getpid()),
-            ]
+            arguments = [*command, sys.executable, "-m", module, job, str(folder / "meeting"), str(os.getpid())]
             words = stack.enter_context((folder / f"rank{rank}").open("w"))
-            output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-            processes.append(
-                subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=output, stderr=words, text=True)
-            )
-        first = processes[0]
-        assert first.stdout is not None
-        for line in first.stdout:
-            yield read(json.loads(line))
-        _complain(processes, folder)
+            output = subprocess.DEVNULL if first_alone and rank else subprocess.PIPE
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": output, "stderr": words}
+            processes.append(subprocess.Popen(arguments, cwd=ROOT, env=environment, text=True, **pipes))
+        yield processes, folder
 
 
 def _complain(processes: Sequence[subprocess.Popen[str]], folder: Path) -> None:
@@ -84,8 +119,9 @@ def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
         process.kill()
     for process in processes:
         process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 @contextmanager

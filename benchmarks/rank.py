@@ -159,7 +159,7 @@ def _counters(interface: str) -> tuple[int, int]:
     return int((folder / "tx_bytes").read_text()), int((folder / "rx_bytes").read_text())
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Whatever ends the benchmark ends its ranks."""
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
@@ -168,7 +168,7 @@ def _end_with(parent: int) -> None:
 
 
 def main(job: Job, meeting: str, parent: int) -> None:
-    _end_with(parent)
+    end_with(parent)
     torch.set_num_threads(1)  # ranks are as many as cores, or more
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(

@@ -30,10 +30,11 @@ class Report:
     parts: list[dict[str, Any]]
 
     @classmethod
-    def of_this_machine(cls, command: str, parts: Sequence[dict[str, Any]]) -> Report:
+    def of_this_machine(cls, command: str, parts: Sequence[dict[str, Any]], device: str = "") -> Report:
+        """``device``: an accelerator that was measured, in words."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         line = f"python -m {command} {shlex.join(sys.argv[1:])}".strip()
-        return cls(line, now, machine(), versions(), list(parts))
+        return cls(line, now, machine() | ({"device": device} if device else {}), versions(), list(parts))
 
     @classmethod
     def read(cls, path: Path) -> Report:
@@ -47,8 +48,9 @@ class Report:
         """Where and when, for the head of a table."""
         m = self.machine
         load = " ".join(f"{value:.1f}" for value in m["load_before"])
+        device = f"{m['device']}, " if "device" in m else ""
         return (
-            f"{self.date[:10]}, `{self.command}`: {m['cores']} cores of {m['cpu']}, {m['memory_gb']:.0f} GB, "
+            f"{self.date[:10]}, `{self.command}`: {device}{m['cores']} cores of {m['cpu']}, {m['memory_gb']:.0f} GB, "
             f"load {load}, torch {self.versions['torch']}, Python {self.versions['python']}, Linux {m['kernel']}"
         )
 

@@ -6,7 +6,7 @@ Knows: records, columns. Does not know: how anything was measured.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,19 @@ def console(stderr: bool) -> Console:
 
     found = Console(stderr=stderr)
     return found if found.width >= WIDTH else Console(stderr=stderr, width=WIDTH)
+
+
+def show(heading: str, found: Iterable[Table], markdown: bool, console: Console) -> None:
+    """Print tables under what they were made by."""
+    if markdown:
+        print(f"{heading}\n")
+    else:
+        console.print(heading, markup=False)
+    for table in found:
+        if markdown:
+            print(table.markdown())
+        else:
+            console.print(table.rich())
 
 
 def size(nbytes: int) -> str:

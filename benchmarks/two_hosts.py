@@ -48,14 +48,7 @@ def show(report: Report, markdown: bool, console: Console) -> None:
     """Print the tables of a report."""
     found = [tables.Crossing(Wire(**part["wire"]), Measured(**part["measured"])) for part in report.parts]
     made = [*tables.crossings(found), tables.crossing_targets(found)]
-    if markdown:
-        print(f"{report.line()}\n")
-        for table in made:
-            print(table.markdown())
-        return
-    console.print(report.line(), markup=False)
-    for table in made:
-        console.print(table.rich())
+    tables.show(report.line(), made, markdown, console)
 
 
 def main(

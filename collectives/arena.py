@@ -120,9 +120,10 @@ class Region:
         """The bytes from ``low`` to ``high``, 1-D, which this rank writes for all."""
         return _tensor(self._written, self._begin + low, high - low)
 
-    def whole(self) -> Tensor:
-        """All bytes, 1-D, as all ranks wrote them, but for what was written here."""
-        return _tensor(memoryview(self._copies), self._begin, self._size)
+    def whole(self, low: int = 0, high: int | None = None) -> Tensor:
+        """The bytes from ``low`` to ``high``, 1-D, as all ranks wrote them, but for what was written here."""
+        high = self._size if high is None else high
+        return _tensor(memoryview(self._copies), self._begin + low, high - low)
 
     def written(self) -> list[tuple[int, int]]:
         """Where this rank has written into `whole` since `refresh`, in bytes, by whole pages, as the kernel tells."""
@@ -138,11 +139,11 @@ class Region:
         copied = (here & ((entries & _OF_A_FILE) == 0)).nonzero().flatten().tolist()
         return [(page * PAGE, min((page + 1) * PAGE, self._size)) for page in copied]
 
-    def refresh(self) -> None:
-        """Forget what was written into `whole`."""
-        for begin, end in self.written():
-            begin += self._begin
-            self._copies.madvise(mmap.MADV_DONTNEED, begin, end + self._begin - begin)
+    def refresh(self, low: int = 0, high: int | None = None) -> None:
+        """Forget what was written into the pages of `whole` in ``[low, high)``, which costs by the page."""
+        begin, end = self._begin + low // PAGE * PAGE, self._begin + (self._size if high is None else high)
+        if begin < end:
+            self._copies.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 def file_of(sizes: Sequence[int]) -> int:

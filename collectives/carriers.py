@@ -78,14 +78,14 @@ class Region(Protocol):
     def own(self, low: int, high: int) -> Tensor:
         """The bytes from ``low`` to ``high``, 1-D, which this rank writes for all."""
 
-    def whole(self) -> Tensor:
-        """All bytes, 1-D, to be read."""
+    def whole(self, low: int = 0, high: int | None = None) -> Tensor:
+        """The bytes from ``low`` to ``high``, or to the end, 1-D, to be read."""
 
     def written(self) -> list[tuple[int, int]]:
-        """Where this rank may have written into `whole` since `refresh`: begin and end in bytes."""
+        """Where this rank may have written into `whole` since `refresh`: begin and end in bytes, by whole pages."""
 
-    def refresh(self) -> None:
-        """Forget what this rank wrote into `whole`."""
+    def refresh(self, low: int = 0, high: int | None = None) -> None:
+        """Forget what this rank wrote into the pages of `whole` that lie in ``[low, high)``, wholly or in part."""
 
 
 @runtime_checkable

@@ -191,7 +191,8 @@ class _ReduceScatter:
             for part in parts:
                 if part.works:
                     part.works[number].wait()
-            fold([part.tensor[low:high] for part in parts], out[low:high])
+            # host synchronisation: what came through the host is copied to where it is added
+            fold([part.tensor[low:high].to(out.device) for part in parts], out[low:high])
             if onward is not None:
                 self._sends.append(self._onward.isend(out[low:high], onward, self._tag, whole=True))
 
@@ -236,7 +237,7 @@ class _AllGather:
                 self._slice(owner).copy_(arriving.tensor)
         for owner, (source, borrowed) in (self._borrowed | relayed).items():
             borrowed.wait()
-            self._slice(owner).copy_(borrowed.tensor(source))
+            self._slice(owner).copy_(borrowed.tensor(source))  # host synchronisation: until a device has read it
             borrowed.give_back()
         self._done = True
         Chain([*self._sends, *self._lent]).wait()

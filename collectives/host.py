@@ -76,7 +76,7 @@ class _Expected:
             arrived = self._carrier.look(self._source, place, size, torch.uint8)
         if size != self._tensor.numel():
             raise _wrong_size(size, self._tensor.numel())
-        self._tensor.copy_(arrived)
+        self._tensor.copy_(arrived)  # host synchronisation: the sender waits until a device has read it, too
         if kind == _AT:
             self._carrier.put(self._source, self._slot, _READ)
 
@@ -117,11 +117,11 @@ class HostCarrier:
 
     def send(self, tensor: Tensor, to: int, slot: int) -> _Sent | _Lent:
         if tensor.numel() <= INLINE:
-            return self.send_bytes(tensor.cpu().numpy().tobytes(), to, slot)
+            return self.send_bytes(tensor.cpu().numpy().tobytes(), to, slot)  # host synchronisation: device memory
         place = self._arena.place(tensor)
         if place is None:
             staged = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.allocate(tensor.numel()))
-            tensor = staged.copy_(tensor)
+            tensor = staged.copy_(tensor)  # host synchronisation: device memory
             place = self._arena.place(tensor)
         lent = _Lent(self, tensor, to, slot)
         assert place is not None

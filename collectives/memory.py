@@ -3,6 +3,10 @@
 Knows: byte blocks, who still holds one (by the reference count of its storage), and how much was held at most.
 Does not know: what the bytes mean, ranks, or when a transfer ends. A transfer that is still under way holds its
 tensor, so a block cannot be handed out again too early, also not after an exception.
+
+On CUDA a block is let go when the work on it is enqueued, not when it is done, as torch's own allocator does it: who
+takes it next must enqueue on the same stream, or on one that was ordered behind it. A training step is on one stream:
+autograd runs a backward on the streams of its forward, and orders them before what follows the backward.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, UntypedStorage
 
-SLACK, SPARE = 1.25, 1.5  # see Pool
 Allocate = Callable[[int, torch.device], UntypedStorage]
 
 
@@ -43,14 +46,16 @@ def _private(nbytes: int, device: torch.device) -> UntypedStorage:
 class Pool:
     """Blocks of scratch memory, reused as soon as nobody but the pool holds their storage.
 
-    A warm block is several times cheaper than a fresh one, whose pages the kernel has to fault in.
+    A warm block is several times cheaper than a fresh one, whose pages the kernel has to fault in. So there are as many
+    blocks as were ever in use at once, and no more; one that has become too small is replaced by a larger one. Who asks
+    for the same again and again is soon given nothing but warm blocks, and k buffers at once never take more than k
+    times the largest.
     """
 
-    def __init__(self, slack: float = SLACK, spare: float = SPARE, allocate: Allocate = _private) -> None:
-        """``slack``: a block may be this much larger than what is asked of it; ``spare``: the pool keeps at most this
-        times what was ever asked for at once; ``allocate(nbytes, device)``: where blocks come from."""
-        self._allocate = allocate
-        self._slack, self._spare = slack, spare
+    def __init__(self, *, exact: bool = False, allocate: Allocate = _private) -> None:
+        """``exact``: a block serves what is as long as it alone, and the pool keeps no more bytes than were ever asked
+        for at once; ``allocate(nbytes, device)``: where blocks come from."""
+        self._allocate, self._exact = allocate, exact
         self._blocks: list[_Block] = []
         self._most_asked = 0
         self.peak_bytes = 0
@@ -73,24 +78,37 @@ class Pool:
         free = [block for block in self._blocks if block.free]
         in_use = sum(block.asked for block in self._blocks) - sum(block.asked for block in free)
         self._most_asked = max(self._most_asked, in_use + need)
-        fitting = [b for b in free if need <= b.storage.nbytes() <= self._slack * need and b.storage.device == device]
-        if fitting:
-            block = min(fitting, key=lambda b: b.storage.nbytes())
-            block.asked = need
-        else:
-            self._drop(free, need)
+        block = self._best(free, need, device)
+        if block is None:
+            self._make_room(free, need, device)
             block = _Block(self._allocate(need, device), need)
             self._blocks.append(block)
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        block.asked = need
         return result.set_(block.storage, 0, (numel,), (1,))
 
     def trim(self) -> None:
         """Let go of every block that nobody else holds."""
         self._blocks = [block for block in self._blocks if not block.free]
 
-    def _drop(self, free: list[_Block], need: int) -> None:
-        """Make room for ``need`` more bytes: the smallest free blocks go first."""
-        for block in sorted(free, key=lambda b: b.storage.nbytes()):
-            if self.held_bytes + need <= self._spare * self._most_asked:
+    def _best(self, free: list[_Block], need: int, device: torch.device) -> _Block | None:
+        """The smallest free block that is large enough."""
+        fitting = [
+            block
+            for block in free
+            if block.storage.device == device
+            and (block.storage.nbytes() == need if self._exact else block.storage.nbytes() >= need)
+        ]
+        return min(fitting, key=lambda block: block.storage.nbytes(), default=None)
+
+    def _make_room(self, free: list[_Block], need: int, device: torch.device) -> None:
+        """Let go of what a new block replaces."""
+        here = (block for block in free if block.storage.device == device)
+        by_size = sorted(here, key=lambda block: block.storage.nbytes())
+        if not self._exact:
+            self._blocks = [block for block in self._blocks if block not in by_size[-1:]]
+            return
+        for block in by_size:
+            if self.held_bytes + need <= self._most_asked:
                 return
             self._blocks.remove(block)

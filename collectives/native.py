@@ -28,6 +28,8 @@ DEFAULT_TIMEOUT = 1800.0  # seconds; that of torch.distributed's gloo groups
 
 
 class _TorchPending:
+    """A message. ``staged``: where it arrives, where that is not ``tensor``; ``others``: all that are under way."""
+
     def __init__(
         self, work: Any, tensor: Tensor, staged: Tensor | None = None, others: set[_TorchPending] | None = None
     ) -> None:
@@ -40,16 +42,36 @@ class _TorchPending:
             raise PeerError(" ".join(str(error).split())) from error
         if self._others is not None:
             self._others.discard(self)
-        if self._staged is not None:  # pragma: no cover - device memory, which these tests cannot have
-            self._tensor.copy_(self._staged)
+        if self._staged is not None:  # pragma: no cover - device memory, which most machines of these tests have not
+            self._tensor.copy_(self._staged)  # host synchronisation: what came through the host goes to a device
             self._staged = None
+
+
+class _Collective:
+    """A collective of the group's own. It holds what it reads and writes until it was waited for: scratch memory is
+    used again when nobody holds it.
+
+    NCCL begins when the current stream has come as far as this launch, runs beside it on a stream of its own, and
+    ``wait`` orders the current stream behind it. So gradients travel while the backward goes on, the host waits for
+    nothing, and what is enqueued after the wait, on the same stream, may use the memory. There is no time limit then
+    but the group's own, with which torch ends the process; of a peer that died the next header tells before that.
+    """
+
+    def __init__(self, work: Any, in_streams: bool, *held: Tensor) -> None:
+        self._work, self._in_streams = work, in_streams
+        self._held: tuple[Tensor, ...] = held
+
+    def wait(self, timeout: float) -> None:
+        try:
+            self._work.wait() if self._in_streams else self._work.wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise PeerError(" ".join(str(error).split())) from error
+        self._held = ()
 
 
 class ProcessGroupCarrier:
     """torch.distributed's isend and irecv over a gloo group, and its own collectives, which the backend of the tensor's
     device moves. Messages of device memory are staged through the host. See `carriers.OwnCollectives`.
-
-    A wait has a time limit, so it also holds up the host where NCCL's alone would hold up nothing but the stream.
     """
 
     name = "gloo"
@@ -65,7 +87,7 @@ class ProcessGroupCarrier:
         weakref.finalize(group, self._under_way.clear).atexit = False
 
     def send(self, tensor: Tensor, to: int, slot: int) -> _TorchPending:
-        data = tensor.cpu()
+        data = tensor.cpu()  # host synchronisation: device memory goes through the host
         work = _started(self.group.send, [data], to, _tag(slot, data))  # dist.isend takes twice as long to get there
         return self._kept(_TorchPending(work, data, None, self._under_way))
 
@@ -82,17 +104,19 @@ class ProcessGroupCarrier:
     def backend(self, device: torch.device) -> str:
         return _backend(self.group, device)
 
-    def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> _TorchPending:
-        call = dist.all_to_all_single
-        return _TorchPending(_started(call, out, source, out_splits, splits, group=self.group, async_op=True), out)
+    def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> _Collective:
+        return self._collective(dist.all_to_all_single, out, source, out_splits, splits)
 
-    def all_gather(self, out: Tensor, source: Tensor) -> _TorchPending:
-        call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return _TorchPending(_started(call, out, source, group=self.group, async_op=True), out)
+    def all_gather(self, out: Tensor, source: Tensor) -> _Collective:
+        return self._collective(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, out, source)
 
-    def reduce_scatter(self, out: Tensor, source: Tensor) -> _TorchPending:
-        call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return _TorchPending(_started(call, out, source, group=self.group, async_op=True), out)
+    def reduce_scatter(self, out: Tensor, source: Tensor) -> _Collective:
+        call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return self._collective(call, out, source)
+
+    def _collective(self, call: Any, out: Tensor, source: Tensor, *splits: list[int]) -> _Collective:
+        work = _started(call, out, source, *splits, group=self.group, async_op=True)
+        return _Collective(work, self.backend(out.device) == "nccl", out, source)
 
 
 def _tag(slot: int, data: Tensor) -> int:

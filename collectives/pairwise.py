@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .fold import fold
 from .messages import Chain, Tag, Work
-from .transport import Transport, chunks
+from .transport import GRAIN, Transport, chunks
 
 
 class _ReduceScatter:
@@ -58,7 +58,9 @@ class Pairwise:
         """See `collectives.Collective.reduce_scatter`. Receives (W - 1) slices into scratch memory."""
         t = self.transport
         low, high = bounds[t.rank], bounds[t.rank + 1]
-        arriving = {rank: t.scratch(high - low, source.dtype, source.device) for rank in t.peers()}
+        width = -(-(high - low) // GRAIN) * GRAIN  # each begins on a boundary
+        scratch = t.scratch((t.world_size - 1) * width, source.dtype, source.device)
+        arriving = {rank: scratch[n * width : n * width + high - low] for n, rank in enumerate(t.peers())}
         works = [t.irecv_chunks(tensor, rank, tag) for rank, tensor in arriving.items()]
         pieces = []
         for number, (begin, end) in enumerate(chunks(high - low)):

@@ -64,7 +64,7 @@ class Shared:
             parts = [] if start is None else [start]
             for rank in range(t.world_size):
                 part = source[low:high] if rank == t.rank else borrowed.tensor(rank)
-                parts.append(part if out.device.type == "cpu" else part.to(out.device))
+                parts.append(part.to(out.device))  # host synchronisation: a device's sum, through the host's memory
             fold(parts, out)
 
         return _Reading(t, borrowed, lent, read)
@@ -78,6 +78,7 @@ class Shared:
 
         def read() -> None:
             for rank in t.peers():
+                # host synchronisation: peers may write there again when a device has read it, and not before
                 buffer[bounds[rank] : bounds[rank + 1]].copy_(borrowed.tensor(rank))
 
         return _Reading(t, borrowed, lent, read)

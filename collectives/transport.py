@@ -23,7 +23,7 @@ from .memory import Pool
 from .messages import Chain, Kind, Tag, Traffic, Work, as_bytes
 
 CHUNK, LEAST = 1 << 20, 1 << 17  # elements of a chunk at most, and at least
-_LANES = 64  # elements that a kernel takes at once, at most: a cut leaves it no other rest than there would be
+GRAIN = 64  # elements that a kernel takes at once, at most: a cut leaves it no other rest than there would be
 
 
 class Transport:
@@ -63,17 +63,23 @@ class Transport:
         """A 1-D tensor's values where peers can read them: the tensor itself, or a copy in scratch memory."""
         if self.reaches(tensor):
             return tensor
+        # host synchronisation: of device memory, which peers cannot read where it is
         return self.scratch(tensor.numel(), tensor.dtype, torch.device("cpu")).copy_(tensor)
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A 1-D buffer from the pool, with undefined content; it goes back when its last holder lets go."""
         return self.pool.take(numel, dtype, device)
 
+    @property
+    def has_common(self) -> bool:
+        """True where all ranks share a host, so that `common` gives memory as long as there is any."""
+        return self.world_size == self.carrier.world_size and isinstance(self.carrier, CommonMemory)
+
     def common(self, sizes: Sequence[int]) -> Sequence[Region] | None:
         """Memory of these bytes that is the same for all ranks; None where they do not share a host, or there is none.
         Collective."""
         self.check()
-        if self.world_size < self.carrier.world_size or not isinstance(self.carrier, CommonMemory) or not sum(sizes):
+        if not self.has_common or not isinstance(self.carrier, CommonMemory) or not sum(sizes):
             return None
         tag = Tag(Kind.EXCHANGE, "making memory for all ranks")
         self.exchange(b"", tag)  # who failed, or is elsewhere, says so here: a rank that waits for memory hears nothing
@@ -277,7 +283,7 @@ def chunks(numel: int) -> Iterator[tuple[int, int]]:
     header tells."""
     begin = 0
     while True:
-        half = -(-(numel - begin) // (2 * _LANES)) * _LANES
+        half = -(-(numel - begin) // (2 * GRAIN)) * GRAIN
         end = min(begin + min(CHUNK, max(LEAST, half)), numel)
         yield begin, end
         if end == numel:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport, on_threads
-from collectives.memory import holders
 from zero import ZeroOptimizer
 from zero.parameters import FLOATS
 from zero.released import is_released
@@ -252,7 +251,7 @@ def assert_nothing_is_here(model: nn.Module, optimizer: ZeroOptimizer, lends: bo
 
 def lent(residency: Residency) -> list[str]:
     """Whose memory somebody else holds."""
-    shelves = [shelf for shelf in residency.shelves() if shelf.lent is not None and holders(shelf.lent)]
+    shelves = [shelf for shelf in residency.shelves() if shelf.lent is not None and shelf.strangers(shelf.lent)]
     return [shelf.name(slot) for shelf in shelves for slot in range(len(shelf.parameters))]
 
 

@@ -5,12 +5,13 @@ process are added up. The same events of the plain model say what forward and ba
 above that and above the rank's shards must be gathered units and gradient buckets.
 
 `python -m tests.peaks` prints a table of stage 3 for a model of 12 blocks of 2.1 million parameters, with the memory of
-the process beside it; `test_gloo` asserts the same on smaller blocks.
+the process beside it, and what stages 1 and 2 hold in buckets; `test_gloo` asserts the same on smaller blocks.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -157,7 +158,7 @@ def measure(
     expected = _plain(width)
     gc.unfreeze()
     assert len(seen) == len(expected)
-    kept = ("parameters", "gradients", "optimizer")
+    kept = ("parameters", "gradients", "optimizer", "common")
     above = max(
         sum(size for kind, size in kinds.items() if kind not in kept) - plain
         for kinds, plain in zip(seen, expected, strict=True)
@@ -165,7 +166,8 @@ def measure(
     layout = optimizer._storage.layout
     sizes = [0] * (BLOCKS + 1)
     for bucket in layout.buckets:
-        sizes[layout.parameters[bucket.slots[0].parameter].unit] += 4 * bucket.numel
+        for unit, first, last in layout.runs(bucket):
+            sizes[unit] += 4 * bucket.part(first, last).numel
     optimizer.close()
     return Peaks(
         between,
@@ -178,6 +180,17 @@ def measure(
         max(4 * bucket.numel for bucket in layout.buckets),
         max(process) if start is not None else None,
     )
+
+
+def below_stage_3(width: int) -> None:
+    """Print a line for stages 1 and 2 with each of two algorithms: transient memory in buckets."""
+    print("stage  algorithm  ranks  scratch in buckets  above in buckets, at most 2 with shared and 3 with pairwise")
+    for stage, algorithm, ranks in itertools.product((1, 2), ("shared", "pairwise"), ((0, 1), (0, 1, 2, 3))):
+        pool = GlooPool("spawn")
+        found: list[Peaks] = pool.run(measure, width, stage, 8.5, algorithm, ranks=ranks, limit=600)
+        pool.stop()
+        scratch, above = (max(getattr(each, kind) / each.bucket for each in found) for kind in ("scratch", "above"))
+        print(f"{stage:5}  {algorithm:9}  {len(ranks):5}  {scratch:18.2f}  {above:16.2f}")
 
 
 def main() -> int:
@@ -193,6 +206,7 @@ def main() -> int:
         cells = [len(ranks), found.whole, found.between["parameters"], found.gathered, gathered, found.scratch]
         cells += [3 * found.unit, found.above, gathered + 3 * found.unit, found.process or 0]
         print("  ".join(f"{c / 1e6:8.2f}" if i else f"{c}" for i, c in enumerate(cells)))
+    below_stage_3(width)
     return 0
 
 

@@ -45,7 +45,7 @@ def bits(tensor: Tensor) -> Tensor:
 def assert_same_bits(ours: Tensor, theirs: Tensor, what: str = "tensor") -> None:
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), what
     if not torch.equal(bits(ours), bits(theirs)):
-        different = (ours.detach() != theirs.detach()).nonzero()
+        different = (ours.detach().cpu() != theirs.detach().cpu()).nonzero()
         raise AssertionError(f"{what} differs in {len(different)} of {ours.numel()} elements, first {different[:1]}")
 
 

@@ -39,6 +39,7 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
+FOR_LOOP = {"adamw for-loop": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})}  # torch's default on the CPU alone
 Clear = Literal["zero_grad", "zeros", "module", "module zeros", "none"]
 
 
@@ -69,14 +70,18 @@ class Program:
     bucket_cap_mb: float = 0.0005
     collective: str = "auto"
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
     steps: tuple[Step, ...] = field(default_factory=lambda: (Step(), Step(), Step()))
     seed: int = 0
+
+    def optimizer_class(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        return (CLASSES | FOR_LOOP)[self.optimizer]
 
 
 def batch_of(program: Program, step: int, round_: int, rank: int) -> tuple[Tensor, bool]:
     """Which parameters are used differs between ranks, except where that would be an error."""
     tokens = odd_batches(1, program.seed + 1000 * step + 10 * round_ + rank)[0][0]
-    return tokens, (step + round_ + (rank if program.stage < 3 else 0)) % 3 == 1
+    return tokens.to(program.device), (step + round_ + (rank if program.stage < 3 else 0)) % 3 == 1
 
 
 class Plain:
@@ -84,8 +89,8 @@ class Plain:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        cls, arguments = CLASSES[program.optimizer]
-        self.model = build(program.seed, program.dtype)
+        cls, arguments = program.optimizer_class()
+        self.model = build(program.seed, program.dtype).to(program.device)
         self.optimizer = cls(self.model.parameters(), **arguments)
         self.norms: list[Tensor] = []
         self.trace: list[list[Tensor]] = []
@@ -104,7 +109,7 @@ class Plain:
             if step.step:
                 self.optimizer.step()
             self._clear(step)
-            self.trace.append([p.detach().clone() for p in self.model.parameters()])
+            self.trace.append([p.detach().clone().cpu() for p in self.model.parameters()])
 
     def _round(self, number: int, count: int, round_: Round) -> None:
         parameters = list(self.model.parameters())
@@ -163,10 +168,10 @@ def locked_build(seed: int, dtype: torch.dtype = torch.float32) -> Odd:
 def run_rank(
     program: Program, transport: Any
 ) -> tuple[nn.Module, list[Tensor], list[list[Tensor]], dict[str, Any] | None]:
-    """One rank of the program: the model, norms, parameters after each step, and on rank 0 the states."""
-    cls, arguments = CLASSES[program.optimizer]
+    """One rank of the program: the model, norms, parameters after each step, and on rank 0 the states; on the CPU."""
+    cls, arguments = program.optimizer_class()
     rank = transport.rank if isinstance(transport, Transport) else torch.distributed.get_rank(transport)
-    model = locked_build(program.seed + rank, program.dtype)
+    model = locked_build(program.seed + rank, program.dtype).to(program.device)
     optimizer = ZeroOptimizer(
         model,
         cls,
@@ -195,12 +200,12 @@ def run_rank(
             optimizer.step()
         clear(model, optimizer, step.clear)
         with optimizer.gathered():
-            trace.append([p.detach().clone() for p in model.parameters()])
+            trace.append([p.detach().clone().cpu() for p in model.parameters()])
     optimizer.check_replicas()
     optimizer.consolidate_state_dict(0)
     states = optimizer.state_dict() if rank == 0 else None
     optimizer.close()
-    return model, norms, trace, states
+    return model.cpu(), norms, trace, states
 
 
 def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: Clear) -> None:

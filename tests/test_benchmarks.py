@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import network
+from benchmarks import gpu_job, network
 from benchmarks.cases import GLOO, IN_COMMON, RELEASED, ROOFLINE, Case, Operation, Shape, check, write_values
 from benchmarks.job import Job, Measured
 from benchmarks.processes import RankError, run_ranks
@@ -27,7 +27,15 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner  # noqa: E402
 
 from benchmarks import collectives as one_host  # noqa: E402
-from benchmarks import two_hosts  # noqa: E402
+from benchmarks import gpu, scaling, scaling_tables, steps, two_hosts  # noqa: E402
+from benchmarks.fits import fit  # noqa: E402
+from benchmarks.gpu_tables import DeviceResults  # noqa: E402
+from benchmarks.models import Layers, Tensors  # noqa: E402
+from benchmarks.processes import forked_ranks  # noqa: E402
+from benchmarks.scaling_axes import AXES, BUCKETS, TENSORS, Point  # noqa: E402
+from benchmarks.scaling_tables import Sample, ScalingResults  # noqa: E402
+from benchmarks.step_job import CAP_MB, Run, StepJob, Trained, read_run  # noqa: E402
+from benchmarks.systems import DDP, FLOOR, FSDP2, PLAIN  # noqa: E402
 
 SMALLEST = replace(one_host.QUICK, sizes=[4096], seconds=0.01, least=1, most=2, late=0.05)
 WIRES = [Wire(hosts, on_each, 1e9) for hosts, on_each in ((2, 1), (2, 2), (2, 4), (3, 2), (4, 1), (4, 2))]
@@ -64,6 +72,235 @@ def test_every_algorithm_is_timed_checked_drawn_and_shown_again(
     again = _run(one_host, "--show", tmp_path / "collectives.json", "--markdown", "--out", tmp_path / "again")
     assert "| 4 KiB |" in done.stdout
     assert again.stdout == done.stdout
+
+
+def test_systems_train_side_by_side_are_shown_drawn_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "QUICK", (1, 1, 1))
+    chosen = [FLOOR, DDP, "zero 2"]
+    options = [word for name in chosen for word in ("--system", name)]
+    done = _run(steps, "--quick", "--model", "deep", *options, "--markdown", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    runs = [read_run(part) for part in json.loads((tmp_path / "steps.json").read_text())["parts"]]
+    assert [run.ranks[0].system for run in runs] == chosen
+    floor, plain, ours = runs
+    assert floor.ranks[0].loss is None
+    assert plain.ranks[0].loss == ours.ranks[0].loss is not None
+    for whole, sharded in zip(plain.ranks, ours.ranks, strict=True):
+        assert sharded.parameters >= whole.parameters
+        assert sharded.states < 0.51 * whole.states + 1e5
+        assert sharded.peak > 0 < sharded.proportional
+        assert len(sharded.seconds) == 1
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+    again = _run(steps, "--show", tmp_path / "steps.json", "--markdown", "--out", tmp_path / "again")
+    assert "| zero 2 ÷ DDP | deep | ≤ 0.85 |" in done.stdout
+    assert again.stdout == done.stdout
+
+
+def test_what_is_for_a_gpu_runs_without_one_where_it_is_asked_to(tmp_path: Path) -> None:
+    chosen = [PLAIN, FSDP2, "zero 3"]
+    options = [word for name in chosen for word in ("--system", name)]
+    words = ["--device", "cpu", "--quick", "--dtype", "bf16", *options, "--markdown", "--out", tmp_path]
+    done = _run(gpu, *words)
+    assert done.exit_code == 0, done.output
+    runs = [gpu_job.read_on_device(part) for part in json.loads((tmp_path / "gpu.json").read_text())["parts"]]
+    assert [run.job.system for run in runs] == chosen
+    plain, _, ours = runs
+    assert ours.loss == plain.loss, "one rank's loss is that of the plain loop, to the bit"
+    for run in runs:
+        assert 0 < run.in_a_row < 60
+        assert len(run.waited) == len(run.host) == len(run.update) == gpu.QUICK.steps
+        for waited, host, update in zip(run.waited, run.host, run.update, strict=True):
+            assert waited >= host >= update > 0
+        assert run.copy > 0 < run.peak
+        assert run.numel == gpu_job.numel(gpu_job.TINY)
+    assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
+    again = _run(gpu, "--show", tmp_path / "gpu.json", "--markdown", "--out", tmp_path / "again")
+    assert "| zero 3 ÷ FSDP2 | bf16 | ≤ 1.02 |" in done.stdout
+    assert again.stdout == done.stdout
+
+
+def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
+    done = _run(gpu, "--out", tmp_path)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: there is no CUDA here")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_the_largest_model_is_taken_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [gpu_job.numel(shape) for shape in gpu_job.SHAPES]
+    assert sizes == sorted(sizes, reverse=True)
+    assert 0.3e9 < sizes[-1] < sizes[0] < 1.1e9
+    for shape in gpu_job.SHAPES:
+        needed = gpu_job.needed_bytes(shape, 2048)
+        assert gpu_job.largest(int(needed / 0.9) + 1, 2048) == shape
+        assert gpu_job.largest(needed, 2048) != shape
+    assert gpu_job.largest(1 << 30, 2048) is None
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu.torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
+    done = _run(gpu)
+    assert done.exit_code == 2
+    assert "cuda:0 has 3.0 GiB free" in done.output
+
+
+def test_an_update_at_the_speed_of_a_copy_is_told_as_such() -> None:
+    """A copy of n bytes reads and writes 2 n; a fused AdamW passes over seven tensors."""
+    job = gpu_job.GpuJob("zero 1", "fp32", "cpu", gpu_job.TINY, 1, 1, 0, 3, 1)
+    run = gpu_job.OnDevice(job, 1000, 1.0, [1.0], [1.0], [0.5, 1.0, 9.0], 28000.0, 0, 0, 0.0)
+    assert run.update_bandwidth == 28 * 1000
+    assert DeviceResults([run]).share("fp32", "zero 1") == 1.0
+    half = replace(run, job=replace(job, dtype="bf16"))
+    assert half.update_bandwidth == 14 * 1000
+
+
+def test_a_system_or_model_that_there_is_not_is_named_with_those_that_there_are(tmp_path: Path) -> None:
+    calls = ((steps, "--system"), (steps, "--model"), (scaling, "--system"), (scaling, "--axis"))
+    for module, option in (*calls, (gpu, "--system"), (gpu, "--dtype")):
+        device = ["--device", "cpu"] if module is gpu else []
+        done = _run(module, option, "no such thing", *device, "--out", tmp_path)
+        assert done.exit_code == 2
+        assert "'no such thing' is no" in done.output
+        assert "there are" in done.output
+
+
+DECADES = [10, 30, 100, 300, 1000, 3000, 10000]
+ROUNDING = 1e-9  # of the solver, relative
+
+
+@pytest.mark.parametrize(("fixed", "slope"), [(2e-3, 5e-6), (0.5, 1e-7), (1e-6, 3e-4)])
+def test_a_line_through_known_points_is_that_line(fixed: float, slope: float) -> None:
+    line = fit(DECADES, [fixed + slope * x for x in DECADES])
+    assert line is not None
+    assert (line.fixed, line.slope) == pytest.approx((fixed, slope), rel=ROUNDING)
+    assert line.bend is None
+    assert line.beyond == line.slope
+    assert [line.at(x) for x in DECADES] == pytest.approx([fixed + slope * x for x in DECADES], rel=ROUNDING)
+
+
+@pytest.mark.parametrize("bend", DECADES[2:-2])
+@pytest.mark.parametrize(("slope", "beyond"), [(5e-6, 5e-5), (5e-5, 5e-6)])
+def test_where_a_line_bends_is_named_with_both_slopes(bend: float, slope: float, beyond: float) -> None:
+    seconds = [1e-4 + slope * x + (beyond - slope) * max(0, x - bend) for x in DECADES]
+    line = fit(DECADES, seconds)
+    assert line is not None
+    assert line.bend == bend
+    assert (line.fixed, line.slope, line.beyond) == pytest.approx((1e-4, slope, beyond), rel=1e3 * ROUNDING)
+    assert [line.at(x) for x in DECADES] == pytest.approx(seconds, rel=ROUNDING)
+
+
+def test_noise_is_no_bend() -> None:
+    noise = [1.04, 0.97, 1.03, 0.96, 1.04, 0.98, 1.02]
+    line = fit(DECADES, [(1e-3 + 1e-5 * x) * factor for x, factor in zip(DECADES, noise, strict=True)])
+    assert line is not None
+    assert line.bend is None
+    wild = [1.6, 0.6, 1.5, 0.7, 1.6, 0.6, 1.5]
+    line = fit(DECADES, [(1e-3 + 1e-5 * x) * factor for x, factor in zip(DECADES, wild, strict=True)])
+    assert line is not None
+    assert line.bend is None
+    assert line.miss > 0.3
+
+
+def test_one_place_has_no_line() -> None:
+    assert fit([], []) is None
+    assert fit([64.0, 64.0], [1.0, 2.0]) is None
+
+
+def _played(axis: str, x: float, system: str, seconds: float, buckets: int = 0, ranks: int = 2) -> Sample:
+    ranks = 1 if system == PLAIN else ranks
+    return Sample(
+        axis, x, Run([Trained(system, "played", rank, [seconds], 0.5, 0, 0, 0, 0, 0, buckets) for rank in range(ranks)])
+    )
+
+
+def _cells(table: scaling_tables.Table, **wanted: str) -> dict[str, str]:
+    """The one row that has these cells."""
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    (found,) = [row for row in rows if all(row[column] == cell for column, cell in wanted.items())]
+    return found
+
+
+def test_costs_and_targets_of_scaling_are_what_its_runs_say(tmp_path: Path) -> None:
+    samples = []
+    for slow in (1.0, 1.5, 1.2):  # of three rounds: the machine, not the systems
+        for count in DECADES:
+            for system, fixed, each in ((PLAIN, 1e-4, 20e-6), (DDP, 6e-4, 40e-6), ("zero 2", 11e-4, 23e-6)):
+                samples.append(_played("tensors", count, system, slow * (fixed + each * count), buckets=1))
+        for cap, buckets in ((0.25, 64), (1, 16), (4, 4), (16, 4)):
+            samples.append(_played("bucket size", cap, "zero 2", slow * (2e-3 + 2e-4 * buckets), buckets))
+        samples.append(_played("bucket size", 0.25, PLAIN, slow * 1e-3))
+    results = ScalingResults(samples)
+    tables = {table.title.partition(":")[0]: table for table in scaling_tables.every_table(results)}
+    row = _cells(tables["tensors"], **{TENSORS.label: "10000", "system": "zero 2"})
+    assert row["ms"] == "277.3"
+    assert row["quartiles"] == "254.2–312.0"
+    assert row["÷ DDP"] == "0.58"
+    assert row["µs a tensor over plain"] == "3.72"
+    assert _cells(tables["bucket size"], **{BUCKETS.label: "16", "system": "zero 2"})["over plain ms"] == "2.16"
+    line = _cells(tables["Fitted lines"], axis="bucket size", system="zero 2")
+    assert (line["fixed ms"], line["slope"]) == ("2.40", "240 µs a bucket")
+    assert _cells(tables["What it adds to the plain loop, by the fitted lines"], system="zero 2") == {
+        "system": "zero 2",
+        "ms a step": "1.20",
+        "µs a bucket": "240.00",
+        "µs a tensor": "3.60",
+        "ns an element": "–",
+    }
+    seen = {row[0]: list(row[1:]) for row in tables["What must be seen"].rows}
+    assert seen == {
+        "zero 2 ÷ DDP, 10000 tensors": ["≤ 0.70", "0.58", "yes"],
+        "zero 2, µs a tensor over the plain loop, 10000 tensors": ["≤ 4", "3.72", "yes"],
+    }
+    scaling_tables.draw(tmp_path / "scaling.png", results, "played")
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_axis_is_run_fitted_drawn_and_shown_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = Layers(2, 2, 16)
+    least = {
+        "tensors": replace(TENSORS, points=[Point(count, Tensors(count).name, steps=1) for count in (2, 20)]),
+        "elements": replace(AXES["elements"], points=[Point(layers.numel / 1e6, layers.name, steps=1)]),
+        "bucket size": replace(
+            BUCKETS, points=[Point(cap, layers.name, bucket_cap_mb=cap, steps=1) for cap in (0.0005, CAP_MB)]
+        ),
+        "ranks": replace(AXES["ranks"], points=[Point(ranks, layers.name, ranks, steps=1) for ranks in (1, 2)]),
+    }
+    monkeypatch.setattr(scaling.scaling_axes, "QUICK", least)
+    options = [word for name in (PLAIN, DDP, "zero 1") for word in ("--system", name)]
+    done = _run(scaling, "--quick", *options, "--markdown", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    samples = [Sample.read(part) for part in json.loads((tmp_path / "scaling.json").read_text())["parts"]]
+    systems = [PLAIN, DDP, "zero 1"]
+    assert [(s.axis, s.x, s.run.ranks[0].system, len(s.run.ranks)) for s in samples] == [
+        (name, point.x, system, 1 if system == PLAIN else point.ranks)
+        for name, axis in least.items()
+        for point in axis.points
+        for system in systems
+        if system != PLAIN or axis.has_plain(point)
+    ]
+    by_place: dict[tuple[str, float], set[float | None]] = {}
+    for sample in samples:
+        for rank in sample.run.ranks:
+            if rank.system != PLAIN and rank.rank == 0:
+                by_place.setdefault((sample.axis, sample.x), set()).add(rank.loss)
+    assert all(len(losses) == 1 for losses in by_place.values())
+    buckets = {(s.x, s.run.ranks[0].system): s.run.ranks[0].buckets for s in samples if s.axis == "bucket size"}
+    assert (buckets[0.0005, "zero 1"], buckets[CAP_MB, "zero 1"]) == (4, 1)
+    assert (buckets[0.0005, DDP], buckets[CAP_MB, DDP]) == (4, 1)
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    again = _run(scaling, "--show", tmp_path / "scaling.json", "--markdown", "--out", tmp_path / "again")
+    assert "**Fitted lines: seconds = fixed + slope · x**" in done.stdout
+    assert again.stdout == done.stdout
+
+
+def test_forked_ranks_train_alike_each_time_and_one_that_fails_ends_all() -> None:
+    job = StepJob("zero 2", "tensors-20", 1, 1)
+    with forked_ranks() as train:
+        losses = [[rank.loss for rank in train(job, ranks).ranks] for ranks in (2, 1, 2)]
+        assert losses[0] == losses[2]
+        assert [len(of_a_run) for of_a_run in losses] == [2, 1, 2]
+        with pytest.raises(RankError, match=r"KeyError: 'no such system'"):
+            train(StepJob("no such system", "tensors-20", 1, 1), 2)
 
 
 def test_a_rank_that_fails_is_told_with_its_last_words() -> None:

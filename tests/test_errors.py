@@ -195,6 +195,29 @@ def test_a_module_whose_parameters_were_replaced_moved_or_cast(stage: int, chang
         assert where == "everywhere" or "rank 1: " in message
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_was_replaced_is_told_also_after_further_parameters_came(stage: int) -> None:
+    model, further = linear(), nn.Parameter(torch.ones(3))
+    optimizer = ZeroOptimizer(model.parameters(), stage=stage)
+    assign_data(model)
+    optimizer.add_param_group({"params": [further]})
+    with pytest.raises(RuntimeError, match=r"the memory of 'parameter 0' was replaced"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_memory_that_moves_with_all_its_parameters_is_no_replacement(stage: int) -> None:
+    model, plain = linear_locked(), linear_locked()
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, lr=0.5)
+    model.share_memory()
+    for each, sgd in ((model, optimizer), (plain, torch.optim.SGD(plain.parameters(), lr=0.5))):
+        for _ in range(2):
+            each(torch.ones(1, 3)).sum().backward()
+            sgd.step()
+            each.zero_grad()
+    assert_same_model(model, plain)
+
+
 @ALL_STAGES
 def test_step_and_clip_inside_no_sync(stage: int) -> None:
     model = linear()
@@ -337,6 +360,27 @@ def test_a_gradient_that_was_assigned_by_hand(stage: int) -> None:
     model.weight.grad = torch.ones(3, 3)
     with pytest.raises(RuntimeError, match="the gradient of 'weight' was assigned from outside"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("before", [[], ["whole"], ["whole", "half", "whole"]])
+def test_a_gradient_that_was_assigned_is_told_before_a_backward_adds_to_it(stage: int, before: list[str]) -> None:
+    """Whichever parameter has it: also one that a backward reaches first, and once another came first."""
+
+    def backward() -> None:
+        model(torch.ones(1, 3)).sum().backward()
+
+    for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        optimizer = ZeroOptimizer(model, stage=stage)
+        for reached in before:
+            model[1].requires_grad_(reached == "whole")
+            backward()
+            optimizer.zero_grad()
+        parameter = model.get_parameter(name)
+        parameter.grad = torch.ones(parameter.shape)
+        with pytest.raises(RuntimeError, match=f"the gradient of {name!r} was assigned from outside"):
+            backward()
 
 
 @ALL_STAGES

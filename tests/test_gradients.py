@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer, clip_grad_norm_
+from zero.gradients import GradientStore
 from zero.hooks import ShardedGradient
 
 from .faces import ALL_STAGES, SGD, SHARDED, Two, solo_transport, trained
@@ -324,6 +325,68 @@ def test_clearing_one_gradient_of_a_divergent_graph_leaves_the_others(stage: int
     SGD(plain.parameters(), lr=0.1).step()
     for model in on_threads(2, program, timeout=5):
         assert_same_model(model, plain)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_no_sync_left_and_was_cleared_does_not_come_back(stage: int, world_size: int) -> None:
+    """Every gradient of its bucket had arrived; then one is cleared, and the next backward does not reach it."""
+
+    def program(transport: Transport) -> nn.Module:
+        model = Two()
+        optimizer = ZeroOptimizer(model, SGD, stage=stage, process_group=transport, lr=0.1, divisor=1)
+        with optimizer.no_sync():
+            model(5.0).backward()
+        model.a.grad = None
+        model(1.0, False).backward()
+        model(2.0).backward()
+        optimizer.step()
+        return model
+
+    plain, once, twice = Two(), Two(), Two()
+    once(5.0).backward()
+    once(1.0, False).backward()
+    twice(2.0).backward()
+    assert once.b.grad is not None
+    plain.a.grad, plain.b.grad = torch.full((32,), -0.0), torch.full((40,), -0.0)
+    for _ in range(world_size):
+        plain.b.grad += once.b.grad
+    for _ in range(world_size):
+        for parameter, other in zip(plain.parameters(), twice.parameters(), strict=True):
+            parameter.grad += other.grad  # type: ignore[operator]
+    SGD(plain.parameters(), lr=0.1).step()
+    for model in on_threads(world_size, program, timeout=5):
+        assert_same_model(model, plain)
+
+
+def test_means_that_an_interrupt_left_ungathered_are_gathered_before_they_are_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the second backward, when those of the first lie where they will: these must not count as its own."""
+    model, plain = Two(), Two()
+    optimizer = ZeroOptimizer(model, SGD, stage=0, lr=0.1, divisor=2)
+    gather, interrupted = GradientStore.gather_means, list[bool]()
+
+    def interrupt(store: GradientStore, *arguments: Any) -> Any:
+        if len(interrupted) == 1:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        interrupted.append(False)
+        return gather(store, *arguments)
+
+    monkeypatch.setattr(GradientStore, "gather_means", interrupt)
+    model(1.0).backward()
+    with pytest.raises(KeyboardInterrupt):
+        model(3.0).backward()
+    optimizer.step()
+    assert interrupted == [False, True, False]
+    for scale in (1.0, 3.0):
+        plain(scale).backward()
+    for parameter in plain.parameters():
+        assert parameter.grad is not None
+        parameter.grad.div_(2)
+    SGD(plain.parameters(), lr=0.1).step()
+    assert_same_model(model, plain)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

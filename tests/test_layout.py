@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.layout import ALIGNMENT_BYTES, Bucket, Dtypes, Layout, ParameterSpec, Piece, Slot, build, sharded_bytes
+from zero.layout import (
+    ALIGNMENT_BYTES,
+    JOINED_BYTES,
+    Bucket,
+    Dtypes,
+    Layout,
+    ParameterSpec,
+    Piece,
+    Slot,
+    build,
+    sharded_bytes,
+)
 from zero.stages import STAGES, formula_bytes, formula_traffic, stage_of
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -60,6 +72,9 @@ one_parameter = st.tuples(
     st.integers(0, 2),
 )
 parameter_lists = st.lists(one_parameter, max_size=12).map(lambda drawn: [_spec(*pair) for pair in enumerate(drawn)])
+lists_with_units = st.tuples(parameter_lists, st.lists(st.integers(0, 3), min_size=12, max_size=12)).map(
+    lambda drawn: [dataclasses.replace(spec, unit=unit) for spec, unit in zip(*drawn, strict=False)]
+)
 world_sizes = st.integers(1, 8)
 bucket_sizes = st.sampled_from([1, 63, 64, 65, 1000, 4096, 2**20, 2**33, UNLIMITED]) | st.integers(1, 3000)
 
@@ -216,6 +231,26 @@ def test_the_pieces_of_all_ranks_tile_every_slot_exactly_once(
         assert [(p.begin, p.end) for p in bucket.pieces(0, bucket.numel)] == [(s.offset, s.end) for s in bucket.slots]
 
 
+@given(parameter_lists, world_sizes, bucket_sizes, st.data())
+def test_a_part_of_a_bucket_has_the_slots_and_owners_of_the_whole(
+    parameters: list[ParameterSpec], world_size: int, nbytes: int, data: st.DataObject
+) -> None:
+    for bucket in build(parameters, world_size, nbytes).buckets:
+        first = data.draw(st.integers(0, len(bucket.slots) - 1))
+        last = data.draw(st.integers(first + 1, len(bucket.slots)))
+        begin = bucket.slots[first].offset
+        end = bucket.slots[last].offset if last < len(bucket.slots) else bucket.numel
+        part = bucket.part(first, last)
+        assert part.numel == end - begin
+        moved = [(slot.parameter, slot.offset + begin, slot.numel) for slot in part.slots]
+        assert moved == [(slot.parameter, slot.offset, slot.numel) for slot in bucket.slots[first:last]]
+        for rank in range(world_size):
+            low, high = bucket.owned(rank)
+            here, there = max(low, begin), min(high, end)
+            own = tuple(bound + begin for bound in part.owned(rank))
+            assert own == (here, there) if here < there else own[0] == own[1]
+
+
 def test_a_slot_without_elements_at_the_end_belongs_to_the_owner_of_the_last_element() -> None:
     dtypes = PLAIN[1]
     bucket = Bucket(0, dtypes, "cpu", (Slot(0, 0, 16), Slot(1, 16, 0)), 16, (0, 0, 16, 16))
@@ -251,18 +286,100 @@ def test_a_slot_begins_where_the_one_before_ends_also_beyond_two_to_the_31() -> 
     assert bucket.pieces(*bucket.owned(3))[-1] == Piece(1, 2**31 + 16, 2**31 + 21)
 
 
+# -- units -------------------------------------------------------------------------------------------------------------
+
+
+@given(lists_with_units, world_sizes, bucket_sizes)
+def test_units_share_a_bucket_until_it_is_large_enough(
+    parameters: list[ParameterSpec], world_size: int, nbytes: int
+) -> None:
+    across = build(parameters, world_size, nbytes, across_units=True)
+    assert across.parameters == tuple(parameters)
+    for bucket in across.buckets:
+        *before, (_, first, _) = across.runs(bucket)
+        if before:
+            assert bucket.part(0, first).numel * bucket.dtypes.compute.itemsize < JOINED_BYTES
+    if sum(bucket.numel * bucket.dtypes.compute.itemsize for bucket in across.buckets) < JOINED_BYTES:
+        without = [dataclasses.replace(parameter, unit=0) for parameter in parameters]
+        assert across.buckets == build(without, world_size, nbytes).buckets
+
+
+def test_a_unit_that_fills_a_bucket_is_alone_in_it_and_small_ones_are_together() -> None:
+    sizes = [JOINED_BYTES // 4] * 2 + [JOINED_BYTES // 4 // 3] * 5  # in elements of 4 bytes
+    parameters = [spec(f"p{unit}", (size,), unit=unit, index=unit) for unit, size in enumerate(sizes)]
+    layout = build(parameters, 2, 100 * JOINED_BYTES, across_units=True)
+    assert [[unit for unit, _, _ in layout.runs(bucket)] for bucket in layout.buckets] == [[6, 5, 4], [3, 2, 1], [0]]
+
+
+@given(lists_with_units, world_sizes, bucket_sizes)
+def test_else_a_bucket_is_of_one_unit_and_its_only_part_is_the_whole(
+    parameters: list[ParameterSpec], world_size: int, nbytes: int
+) -> None:
+    layout = build(parameters, world_size, nbytes)
+    for bucket in layout.buckets:
+        (unit,) = {parameters[slot.parameter].unit for slot in bucket.slots}
+        assert layout.runs(bucket) == [(unit, 0, len(bucket.slots))]
+        assert bucket.part(0, len(bucket.slots)) == bucket
+
+
+@given(lists_with_units, world_sizes, bucket_sizes, st.booleans())
+def test_the_parts_of_a_bucket_by_unit_tile_it(
+    parameters: list[ParameterSpec], world_size: int, nbytes: int, across_units: bool
+) -> None:
+    layout = build(parameters, world_size, nbytes, across_units=across_units)
+    for bucket in layout.buckets:
+        units, slots, place = [], [], 0
+        for unit, first, last in layout.runs(bucket):
+            part = bucket.part(first, last)
+            assert {parameters[slot.parameter].unit for slot in part.slots} == {unit}
+            assert (part.index, part.dtypes, part.device) == (bucket.index, bucket.dtypes, bucket.device)
+            slots += [dataclasses.replace(slot, offset=place + slot.offset) for slot in part.slots]
+            units.append(unit)
+            place += part.numel
+        assert tuple(slots) == bucket.slots
+        assert place == bucket.numel
+        assert all(one != other for one, other in itertools.pairwise(units)), "neighbours are one run"
+
+
+@given(lists_with_units, world_sizes, bucket_sizes, st.data())
+def test_a_part_of_a_bucket_has_the_owners_of_its_elements(
+    parameters: list[ParameterSpec], world_size: int, nbytes: int, data: st.DataObject
+) -> None:
+    for bucket in build(parameters, world_size, nbytes, across_units=True).buckets:
+        first = data.draw(st.integers(0, len(bucket.slots) - 1))
+        last = data.draw(st.integers(first + 1, len(bucket.slots)))
+        part, begin = bucket.part(first, last), bucket.slots[first].offset
+        assert part.world_size == world_size
+        for rank in range(world_size):
+            whole = [piece for piece in bucket.pieces(*bucket.owned(rank)) if piece.numel]
+            expected = [
+                Piece(piece.slot - first, piece.begin - begin, piece.end - begin)
+                for piece in whole
+                if first <= piece.slot < last
+            ]
+            low, high = part.owned(rank)
+            assert [piece for piece in part.pieces(low, high) if piece.numel] == expected
+            ours = (max(bucket.bounds[rank], begin), min(bucket.bounds[rank + 1], begin + part.numel))
+            assert high - low == max(0, ours[1] - ours[0]), "padding has the same owners, too"
+
+
 # -- growing -----------------------------------------------------------------------------------------------------------
 
 
-@given(parameter_lists, parameter_lists, world_sizes, bucket_sizes, bucket_sizes)
+@given(lists_with_units, lists_with_units, world_sizes, bucket_sizes, bucket_sizes, st.booleans())
 def test_extending_moves_no_slot(
-    before: list[ParameterSpec], more: list[ParameterSpec], world_size: int, nbytes: int, later: int
+    before: list[ParameterSpec],
+    more: list[ParameterSpec],
+    world_size: int,
+    nbytes: int,
+    later: int,
+    across_units: bool,
 ) -> None:
-    layout = build(before, world_size, nbytes)
-    longer = layout.extended(more, later)
+    layout = build(before, world_size, nbytes, across_units=across_units)
+    longer = layout.extended(more, later, across_units=across_units)
     assert longer.parameters == (*before, *more)
     assert longer.buckets[: len(layout.buckets)] == layout.buckets
-    alone = build(more, world_size, later)
+    alone = build(more, world_size, later, across_units=across_units)
     added = longer.buckets[len(layout.buckets) :]
     assert [b.bounds for b in added] == [b.bounds for b in alone.buckets]
     assert [[s.parameter - len(before) for s in b.slots] for b in added] == [
@@ -283,6 +400,7 @@ CHANGES: dict[str, Callable[[ParameterSpec], ParameterSpec]] = {
     "accumulator": lambda s: dataclasses.replace(s, dtypes=dataclasses.replace(s.dtypes, accumulate=torch.int64)),
     "master dtype": lambda s: dataclasses.replace(s, dtypes=dataclasses.replace(s.dtypes, master=torch.int64)),
     "group": lambda s: dataclasses.replace(s, group=s.group + 1),
+    "unit": lambda s: dataclasses.replace(s, unit=s.unit + 1),
     "trainable": lambda s: dataclasses.replace(s, trainable=not s.trainable),
     "kind of device": lambda s: dataclasses.replace(s, device="cuda:0"),
 }
@@ -333,7 +451,9 @@ def test_the_digest_changes_with_any_bound(parameters: list[ParameterSpec], worl
 def test_the_digest_changes_with_the_number_of_ranks_the_order_and_what_else_was_agreed() -> None:
     parameters = [spec("a", (64,)), spec("b", (64,))]
     layout = build(parameters, 2, 1000)
+    apart = [parameters[0], dataclasses.replace(parameters[1], unit=1)]
     others = [build(parameters, 3, 1000), build(parameters[::-1], 2, 1000), build(parameters, 2, 1)]
+    others += [build(apart, 2, 1000), build(apart, 2, 1000, across_units=True)]
     digests = [layout.digest(), *(other.digest() for other in others), layout.digest("stage 2"), layout.digest(1, 2)]
     assert len({*digests, layout.digest("1", "2")}) == len(digests), "every one differs; agreed values count as text"
 
@@ -351,7 +471,6 @@ def test_the_digest_changes_with_the_number_of_ranks_the_order_and_what_else_was
         {"bounds": (0,)},
         {"bounds": ()},
         {"bounds": (0, 16, 16), "numel": 16},
-        {"bounds": (0, 0, 0), "numel": 0, "slots": (Slot(0, 0, 0),)},
         {"slots": (Slot(0, 0, 5), Slot(1, 0, 7))},
         {"slots": (Slot(0, 0, 5), Slot(1, 8, 7))},
         {"slots": (Slot(0, 16, 5),)},

@@ -35,12 +35,14 @@ def zero(model: nn.Module, transport: Transport, **arguments: Any) -> ZeroOptimi
 
 
 @ALL_STAGES
-def test_a_missing_gradient_leaves_a_negative_zero(stage: int) -> None:
-    """A rank that has no gradient of a parameter adds nothing: not even +0.0, which would turn -0.0 into 0.0."""
+@pytest.mark.parametrize("bucket_cap_mb", [1.0, 0.0001])
+def test_a_missing_gradient_leaves_a_negative_zero(stage: int, bucket_cap_mb: float) -> None:
+    """A rank that has no gradient of a parameter adds nothing: not even +0.0, which would turn -0.0 into 0.0. Both
+    beside a gradient that it has and where it has none of the whole bucket."""
 
     def program(transport: Transport) -> Tensor | None:
         model = Two()
-        optimizer = zero(model, transport, stage=stage)
+        optimizer = zero(model, transport, stage=stage, bucket_cap_mb=bucket_cap_mb)
         model(-0.0, transport.rank == 1).backward()
         return optimizer.full_grad(model.a)
 

@@ -1,4 +1,5 @@
-"""Random programs on threads: whatever a training loop does, every rank sees what the plain loop sees, bit for bit."""
+"""Random programs on threads, with memory in common or without: whatever a training loop does, every rank sees what the
+plain loop sees, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from .machine import program, trees
-from .machine.backends import Threads
+from .machine.backends import Sockets, Threads
 from .machine.program import (
     Backward,
     BackwardOfKept,
@@ -43,6 +44,25 @@ def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(stage: int) 
     print(f"{OnThreads.followed} commands, {OnThreads.trained} steps with a gradient")
     assert OnThreads.followed >= (1300 if thorough else 120), "too short to say anything"
     assert OnThreads.trained >= (100 if thorough else 15), "too little was trained to say anything"
+
+
+@pytest.mark.hypothesis
+@pytest.mark.timeout(1500)
+def test_random_programs_in_common_memory_give_the_bits_of_the_plain_loop() -> None:
+    """From stage 3 on, where gathering moves no bytes there."""
+
+    class OnSockets(RandomPrograms):
+        make_backend = Sockets
+        most_ranks = 4
+        collectives = Collectives(("auto", "pairwise"), ("ring",))
+        begins = (3,)
+
+    thorough = settings.default.max_examples > 100
+    size = settings(max_examples=50 if thorough else 6, stateful_step_count=40 if thorough else 12)
+    run_state_machine_as_test(OnSockets, settings=size)
+    print(f"{OnSockets.followed} commands, {OnSockets.trained} steps with a gradient")
+    assert OnSockets.followed >= (1300 if thorough else 100), "too short to say anything"
+    assert OnSockets.trained >= (100 if thorough else 12), "too little was trained to say anything"
 
 
 def test_a_program_prints_as_the_source_text_that_makes_it() -> None:

@@ -16,7 +16,7 @@ from collectives import Transport, on_threads
 from collectives.loopback import Loopback
 from zero import ZeroOptimizer
 
-from .plain import assert_same_model
+from .plain import assert_same_bits, assert_same_model
 from .pool import GlooPool
 from .test_stage3_errors import INPUTS, error_of, is_plain, plain, train, zero
 from .wrong_moments import Net, loss_of
@@ -89,10 +89,10 @@ PARTED: list[tuple[Call, Call, str, str]] = [
 ]
 
 
-def parted(group: Any, rank: int, case: int) -> tuple[str, str, list[str], float]:
+def parted(group: Any, rank: int, case: int, collective: str = "auto") -> tuple[str, str, list[str], float]:
     """What a rank learns when another one does something else, what it learns after that, and in which time."""
     model = Net()
-    optimizer = zero(model, group)
+    optimizer = zero(model, group, collective=collective)
     train(model, optimizer)
     begin = time.monotonic()
     found, then = error_of(PARTED[case][:2][rank], model, optimizer), error_of(forward, model, optimizer)
@@ -117,7 +117,38 @@ def test_ranks_in_different_places_learn_of_both_at_once(case: int) -> None:
 
 @pytest.mark.parametrize("case", [0, 3, 4, 8], ids=lambda n: "-".join(call.__name__ for call in PARTED[n][:2]))
 def test_processes_in_different_places_learn_of_both_at_once(gloo: GlooPool, case: int) -> None:
-    assert_parted(gloo.run(parted, case), case)
+    """Through the network, so that units travel; ranks that see each other's slices need not be in the same place."""
+    assert_parted(gloo.run(parted, case, "pairwise"), case)
+
+
+def alone(group: Any, rank: int, enters: str) -> list[torch.Tensor]:
+    """The parameters after a step of all ranks, and one to which rank 0 alone has a gradient."""
+    model = Net()
+    optimizer = zero(model, group)
+    train(model, optimizer)
+    if rank == 0:
+        torch.autograd.backward(loss_of(model, INPUTS))
+    elif enters == "the model":
+        loss_of(model, INPUTS)
+    elif enters == "another unit":
+        model.blocks[1](INPUTS)
+    optimizer.step()
+    with optimizer.gathered():
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("enters", ["the model", "another unit", "nothing"])
+def test_where_no_bytes_of_a_unit_travel_a_rank_without_a_backward_catches_up(gloo: GlooPool, enters: str) -> None:
+    """Processes of one host see each other's slices, so what one of them runs asks nothing of the others."""
+    model = plain(1)
+    torch.autograd.backward(loss_of(model, INPUTS))
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.div_(2)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    for found in gloo.run(alone, enters):
+        for parameter, expected in zip(found, model.parameters(), strict=True):
+            assert_same_bits(parameter, expected)
 
 
 def test_a_unit_that_only_one_rank_enters_ends_with_the_time_limit_and_is_named() -> None:

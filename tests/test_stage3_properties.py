@@ -12,6 +12,7 @@ from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 from zero.residency import State
 
+from .cases import lent, residency_of
 from .plain import assert_same_bits, assert_same_model
 
 
@@ -56,6 +57,32 @@ def test_a_view_that_is_kept_within_a_step_follows_its_own_parameter() -> None:
     for views in on_threads(2, program, timeout=5):
         for view, layer in zip(views, blocks(), strict=True):
             assert_same_bits(view, layer.weight)  # type: ignore[arg-type]
+
+
+def test_a_graph_takes_the_weights_of_its_own_unit_also_where_another_lay_there_before() -> None:
+    def program(transport: Transport) -> tuple[list[int], list[str], nn.Module]:
+        model = blocks()
+        optimizer = zero(model, transport)
+        places: list[int] = []
+        for number in (0, 2):
+            model[number].register_forward_pre_hook(lambda layer, _: places.append(layer.weight.data_ptr()))
+        inputs = torch.ones(1, 4, requires_grad=True)  # so that the first unit's weight, too, is saved
+        loss = model(inputs).sum()
+        with torch.no_grad():
+            model(inputs)  # drops every unit at its end
+        held = lent(residency_of(optimizer))
+        loss.backward()
+        optimizer.step()
+        optimizer.close()
+        return places[:2], held, model
+
+    expected = blocks()
+    expected(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    for (first, last), held, model in on_threads(2, program, timeout=5):
+        assert first == last, "the last unit is gathered into the buffer of the first one"
+        assert held == [], "the graph holds places, not weights"
+        assert_same_model(model, expected)
 
 
 def test_an_edit_past_the_version_counter_is_told_by_the_owner() -> None:

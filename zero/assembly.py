@@ -59,7 +59,7 @@ class Assembly:
         except (ValueError, TypeError) as error:
             agree_on_construction(self.transport, [], error)
             raise  # pragma: no cover - the line before has raised it, which a type checker cannot know
-        self.reducer = Reducer([], self.storage.layout, stage, self.transport, self.collective)
+        self.reducer = Reducer(self.storage.layout, stage, self.transport, self.collective)
 
     def _make_storage(self, units: Predicate | None) -> ParameterStorage:
         direct = Pairwise(self.transport)
@@ -96,11 +96,11 @@ class Assembly:
         except (ValueError, TypeError) as error:
             problem = error
         agree_on_construction(self.transport, self._lines(described) if problem is None else [], problem)
-        buckets = len(self.storage.flats)
+        buckets, across = len(self.storage.flats), self.storage.buckets_cross_units
         if buckets:
-            layout = self.storage.layout.extended(described, self._bucket_bytes)
+            layout = self.storage.layout.extended(described, self._bucket_bytes, across_units=across)
         else:
-            layout = build(described, self.transport.world_size, self._bucket_bytes)
+            layout = build(described, self.transport.world_size, self._bucket_bytes, across_units=across)
         self.storage.adopt(found, layout)
         for bucket in layout.buckets[buckets:]:
             begin, end = self.stage.stepped(bucket, self.transport.rank)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from collectives import Kind, Tag, Transport, Work
 
-from .inner import InnerOptimizer, Options, PieceState
+from .inner import BucketStates, InnerOptimizer, Options, PieceState
 from .layout import Layout
 from .stages import flattened, strided
 from .storage import ParameterStorage
@@ -227,22 +227,32 @@ class States(Mapping[Tensor, dict[str, Any]]):
 
     def __init__(self, storage: ParameterStorage, inner: InnerOptimizer) -> None:
         self._storage, self._inner = storage, inner
+        self._pieces: dict[int, list[tuple[BucketStates, int]]] = {}  # of each parameter, in the buckets seen so far
+        self._seen = 0
+
+    def _pieces_of(self, index: int) -> list[tuple[BucketStates, int]]:
+        if self._seen > len(self._inner.states):  # it was closed
+            self._pieces, self._seen = {}, 0
+        for states in self._inner.states[self._seen :]:
+            for number, piece in enumerate(states.pieces):
+                self._pieces.setdefault(states.bucket.slots[piece.slot].parameter, []).append((states, number))
+        self._seen = len(self._inner.states)
+        return self._pieces.get(index, [])
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         index = self._storage.index(parameter)
         spec = self._storage.layout.parameters[index]
         found: dict[str, Any] = {}
-        for states in self._inner.states:
-            for number, piece in enumerate(states.pieces):
-                slot = states.bucket.slots[piece.slot]
-                state = self._inner.state_of(states.bucket.index, number) if slot.parameter == index else None
-                if state is None:
-                    continue
-                found.update(state.scalars)
-                for name in state.elementwise:
-                    flat = states.flat[name][piece.begin - states.begin : piece.end - states.begin]
-                    whole = piece.numel == slot.numel
-                    found[name] = strided(flat, 0, spec.shape, spec.stride) if whole else flat
+        for states, number in self._pieces_of(index):
+            state = self._inner.state_of(states.bucket.index, number)
+            if state is None:
+                continue
+            piece = states.pieces[number]
+            found.update(state.scalars)
+            for name in state.elementwise:
+                flat = states.flat[name][piece.begin - states.begin : piece.end - states.begin]
+                whole = piece.numel == states.bucket.slots[piece.slot].numel
+                found[name] = strided(flat, 0, spec.shape, spec.stride) if whole else flat
         return found
 
     def __iter__(self) -> Iterator[Tensor]:

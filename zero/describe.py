@@ -112,6 +112,7 @@ def describe(
             "optimizer": _storages(states),
             "gathered": gathered,
             "scratch": transport.pool.storages(),
+            "common": storage.in_common(),
         },
         {
             "parameters": _bytes(parameters),

@@ -8,11 +8,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from .hooks import Listener, ShardedGradient
 from .layout import ParameterSpec
+from .released import as_plain
+
+
+@dataclass
+class Changes:
+    """What the user did to gradients. ``cleared``: set to None; ``replaced``: tensors in the place of means;
+    ``stranger``: the name of a parameter whose p.grad came neither from here nor in the place of a mean."""
+
+    cleared: list[int]
+    replaced: list[tuple[int, Tensor]]
+    stranger: str | None
 
 
 class Faces:
@@ -44,7 +56,7 @@ class Faces:
         if made is None:
             made = ShardedGradient(self._specs[index], index, self._listener)
             self._placeholders[index] = made
-        self.put(index, made)
+        self._parameters[index].grad = self._held[index] = made
 
     def hide(self) -> None:
         """Put placeholders where the means are, so that autograd does not add to these."""
@@ -65,28 +77,43 @@ class Faces:
         """Indices of the parameters into whose p.grad something was put."""
         return (index for index, held in enumerate(self._held) if held is not None)
 
-    def cleared(self) -> list[int]:
-        """Indices of the gradients that the user set to None since they were put; they count as cleared from now."""
-        found = [i for i, held in enumerate(self._held) if held is not None and self._parameters[i].grad is None]
-        for index in found:
-            self._held[index] = None
-        return found
+    def look(self) -> Changes:
+        """What the user did since tensors were put; what was cleared counts as cleared from now."""
+        with as_plain():  # a released parameter would be asked in Python
+            found = [
+                (index, parameter.grad, held)
+                for index, (parameter, held) in enumerate(zip(self._parameters, self._held, strict=True))
+                if parameter.grad is not held
+            ]
+        changes = Changes([], [], None)
+        for index, gradient, held in found:
+            if gradient is None:
+                changes.cleared.append(index)
+                self._held[index] = None
+            elif held is not None and self.shows_mean(index):
+                changes.replaced.append((index, gradient))
+            elif changes.stranger is None:
+                changes.stranger = self._specs[index].name
+        return changes
 
-    def replaced(self) -> list[tuple[int, Tensor]]:
-        """Tensors that the user put in the place of means."""
-        return [
-            (index, gradient)
-            for index, parameter in enumerate(self._parameters)
-            if self.shows_mean(index) and (gradient := parameter.grad) is not None and gradient is not self._held[index]
-        ]
+    def shelter(self, indices: Sequence[bool]) -> None:
+        """Put placeholders wherever ``indices`` is true, and they are not."""
+        with as_plain():
+            bare = [
+                index
+                for index, (parameter, held) in enumerate(zip(self._parameters, self._held, strict=True))
+                if held is None or parameter.grad is not held
+            ]
+        for index in bare:
+            if indices[index]:
+                self.put_placeholder(index)
 
-    def stranger(self) -> str | None:
-        """The name of a parameter whose p.grad came neither from here nor in the place of a mean."""
-        for index, parameter in enumerate(self._parameters):
-            gradient = parameter.grad
-            if gradient is not None and gradient is not self._held[index] and not self.shows_mean(index):
-                return self._specs[index].name
-        return None
+    def clear(self) -> None:
+        """Put None everywhere."""
+        with as_plain():
+            for parameter in self._parameters:
+                parameter.grad = None
+        self._held = [None] * len(self._parameters)
 
     def release(self) -> None:
         """Make p.grad the user's own: a copy of a mean, or None."""

@@ -14,7 +14,7 @@ A gradient that is missing contributes -0.0, the identity of IEEE addition: +0.0
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from collectives import Collective, Kind, Tag, Transport, Work
 
 from .layout import Bucket, Layout
-from .stages import Stage, same_bits, strided
+from .stages import Stage, first_difference, same_bits, strided
 
 
 class _Reduction:
@@ -39,6 +39,10 @@ class _Reduction:
             store.reduced()
 
 
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
 class GradientStore:
     """See the module. Buffers are allocated with the first gradient."""
 
@@ -50,15 +54,35 @@ class GradientStore:
         names = [layout.parameters[slot.parameter].name for slot in bucket.slots]
         self.label = f"bucket {bucket.index} ({names[0]}{' ... ' + names[-1] if len(names) > 1 else ''})"
         self._whole: Tensor | None = None
-        self._views: list[Tensor] = []
+        self._views: dict[int, Tensor] = {}  # of its slots
         self._kept_sum: Tensor | None = None
         self._local: Tensor | None = None
         self._aside: Tensor | None = None  # the running sum, while a contribution fills its place
         self._fresh: set[int] = set()  # slots of the contribution that hold nothing yet
+        self._blank = False  # what holds nothing yet is -0.0 already
         self.has_sum = False
         self.arrived: dict[int, Tensor] = {}  # slot -> gradient that autograd gave and that is not copied yet
         self._versions: dict[int, int] = {}  # of these, when they came
+        self._dtype = bucket.dtypes.accumulate if stage.contributions_stay else bucket.dtypes.travel
+        self._empty_row, self._row_places = self._nothing()
+        shapes = [
+            (layout.parameters[slot.parameter].shape, layout.parameters[slot.parameter].stride) for slot in bucket.slots
+        ]
+        self._contiguous = all(stride == _contiguous_stride(shape) for shape, stride in shapes)
         self.touched = False  # a backward ran with this bucket active, and its contribution has not been reduced
+
+    def _nothing(self) -> tuple[list[Tensor], list[int]]:
+        """Of each slot -0.0, and behind it the padding, where there is any: in a row, the bucket; and each slot's place
+        in the row. A padding that is not contiguous, or empty, would take torch's slower way to put it all together."""
+        device, slots = torch.device(self.bucket.device), self.bucket.slots
+        nothing = torch.full((1,), -0.0, dtype=self._dtype, device=device)
+        row, places = list[Tensor](), list[int]()
+        for slot, end in zip(slots, [*(after.offset for after in slots[1:]), self.bucket.numel], strict=True):
+            places.append(len(row))
+            row.append(nothing.expand(slot.numel))
+            if end > slot.end:
+                row.append(torch.zeros(end - slot.end, dtype=self._dtype, device=device))
+        return row, places
 
     # -- what this rank contributes -----------------------------------------------------------------------------
 
@@ -74,24 +98,41 @@ class GradientStore:
 
     def absorb(self) -> None:
         """Add the gradients that arrived to this rank's contribution, as autograd would have: the first is assigned."""
-        if not self.arrived:
+        arrived = self.arrived
+        if not arrived:
             return
-        for slot, gradient in self.arrived.items():
-            if gradient._version != self._versions[slot]:
-                name = self._layout.parameters[self.bucket.slots[slot].parameter].name
-                raise RuntimeError(
-                    f"the gradient of {name!r} was modified in place after autograd had handed it over: a hook must "
-                    "return a new tensor instead"
-                )
+        edited = [slot for slot, gradient in arrived.items() if gradient._version != self._versions[slot]]
+        if edited:
+            name = self._layout.parameters[self.bucket.slots[edited[0]].parameter].name
+            raise RuntimeError(
+                f"the gradient of {name!r} was modified in place after autograd had handed it over: a hook must "
+                "return a new tensor instead"
+            )
+        row = self._row(arrived) if self._local is None else None
         self._open()
-        first = [(slot, gradient) for slot, gradient in self.arrived.items() if slot in self._fresh]
-        later = [(slot, gradient) for slot, gradient in self.arrived.items() if slot not in self._fresh]
-        if first:
-            torch._foreach_copy_([self._views[slot] for slot, _ in first], [gradient for _, gradient in first])
-        if later:
-            torch._foreach_add_([self._views[slot] for slot, _ in later], [gradient for _, gradient in later])
-        self._fresh.difference_update(self.arrived)
+        assert self._local is not None
+        if row is not None:
+            torch.cat(row, out=self._local)
+            self._blank = True
+        else:
+            first = {slot: gradient for slot, gradient in arrived.items() if slot in self._fresh}
+            later = {slot: gradient for slot, gradient in arrived.items() if slot not in self._fresh}
+            if first:
+                torch._foreach_copy_([self._view(slot) for slot in first], list(first.values()))
+            if later:
+                torch._foreach_add_([self._view(slot) for slot in later], list(later.values()))
+        self._fresh.difference_update(arrived)
         self.arrived = {}
+
+    def _row(self, arrived: Mapping[int, Tensor]) -> list[Tensor] | None:
+        """The whole contribution as tensors in a row, -0.0 for what is missing: they are copied in one call, without a
+        view for each. None where memory has another order than the slots, or another dtype."""
+        row = self._empty_row.copy()
+        for slot, gradient in arrived.items():
+            if not gradient.is_contiguous() or gradient.dtype is not self._dtype:
+                return None
+            row[self._row_places[slot]] = gradient if gradient.dim() == 1 else gradient.view(-1)
+        return row if self._contiguous else None
 
     def _open(self) -> None:
         if self._local is not None:
@@ -100,15 +141,29 @@ class GradientStore:
         if stage.contributions_stay:
             if self._whole is None:
                 self._whole = self._empty(bucket.numel, bucket.dtypes.accumulate)
-                self._views = self._slot_views(self._whole)
             self._local = self._whole
             if self.has_sum and self._kept_sum is None:
                 self._aside = self._scratch(self.high - self.low, bucket.dtypes.accumulate)
                 self._aside.copy_(self._whole[self.low : self.high])
+        elif self._transport.world_size == 1 and not self.has_sum and self._dtype is bucket.dtypes.accumulate:
+            self._local = self._sum()  # what one rank contributes first is the sum: nothing is copied
         else:
             self._local = self._scratch(bucket.numel, bucket.dtypes.travel)
-            self._views = self._slot_views(self._local)
-        self._fresh = set(range(len(bucket.slots)))
+        self._fresh, self._blank = set(range(len(bucket.slots))), False
+
+    def _view(self, slot: int) -> Tensor:
+        """The slot of this rank's contribution, or of the whole mean gradient, in the parameter's shape."""
+        if self._local is not None and self._local is not self._whole:
+            return self._slot_of(self._local, slot)
+        if slot not in self._views:
+            assert self._whole is not None
+            self._views[slot] = self._slot_of(self._whole, slot)
+        return self._views[slot]
+
+    def _slot_of(self, flat: Tensor, number: int) -> Tensor:
+        slot = self.bucket.slots[number]
+        spec = self._layout.parameters[slot.parameter]
+        return strided(flat, slot.offset, spec.shape, spec.stride)
 
     # -- to the owners --------------------------------------------------------------------------------------------
 
@@ -117,8 +172,9 @@ class GradientStore:
         self.absorb()
         self._open()
         assert self._local is not None
-        for slot in self._fresh:
-            self._views[slot].fill_(-0.0)
+        if not self._blank:
+            for slot in self._fresh:
+                self._view(slot).fill_(-0.0)
         source = self._local
         tag = Tag(Kind.REDUCE_SCATTER, label, round_, self.bucket.index, zlib.crc32(bytes(trainable)))
         start = (self._aside if self._aside is not None else self._sum()) if self.has_sum else None
@@ -134,8 +190,6 @@ class GradientStore:
         self.touched = False
         self._local = self._aside = None
         self._fresh, self.arrived = set(), {}
-        if not self._stage.contributions_stay:
-            self._views = []
 
     def _sum(self) -> Tensor:
         """The owner's slice, allocated when first asked for."""
@@ -176,7 +230,7 @@ class GradientStore:
 
     def mean_view(self, slot: int) -> Tensor:
         """The slot of the whole mean gradient, in the parameter's shape."""
-        return self._views[slot]
+        return self._view(slot)
 
     # -- clearing -------------------------------------------------------------------------------------------------
 
@@ -188,7 +242,8 @@ class GradientStore:
     def clear_slot(self, slot: int) -> None:
         """Forget one parameter's gradient."""
         self.arrived.pop(slot, None)
-        if self._local is not None:
+        if self._local is not None and slot not in self._fresh:
+            self._view(slot).fill_(-0.0)
             self._fresh.add(slot)
         self._fill_sum(slot, -0.0)
 
@@ -201,7 +256,7 @@ class GradientStore:
         """Set a parameter's gradient to zero, where only this rank knows that it exists: its contribution is +0.0."""
         self.clear_slot(slot)
         self._open()
-        self._views[slot].zero_()
+        self._view(slot).zero_()
         self._fresh.discard(slot)
 
     def _fill_sum(self, slot: int, value: float) -> None:
@@ -209,16 +264,28 @@ class GradientStore:
         if total is None:
             return
         if self._stage.means_are_gathered and self._local is None:
-            self._views[slot].fill_(value)
+            self._view(slot).fill_(value)
         for piece in self.pieces:
             if piece.slot == slot:
                 total[piece.begin - self.low : piece.end - self.low].fill_(value)
 
+    @property
+    def shows_means(self) -> bool:
+        """True while the whole means lie here, and this rank's own slice of them beside its sum."""
+        return self._whole is not None and self.has_sum and self._local is None
+
+    def edited(self, divisor: float) -> Tensor:
+        """Whether this rank's own slice was edited since it was gathered: 0-dim, where the gradients are."""
+        assert self._whole is not None
+        own, total = self._whole[self.low : self.high], self._sum()
+        if not own.numel():
+            return torch.zeros((), dtype=torch.bool, device=own.device)
+        return first_difference(own, total / divisor if divisor != 1 else total) >= 0
+
     def edits(self, divisor: float, used: Sequence[bool]) -> list[int]:
         """Slots whose whole mean was edited since it was gathered, as far as this rank's own slice shows it. One that
         was set to zero counts as zeroed; its sum follows. ``used``: of each parameter in the layout."""
-        if self._whole is None or not self.has_sum or self._local is not None:
-            return []
+        assert self._whole is not None
         expected = self._sum() / divisor if divisor != 1 else self._sum()
         found = []
         for piece in self.pieces:
@@ -244,10 +311,3 @@ class GradientStore:
 
     def _scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._transport.scratch(numel, dtype, torch.device(self.bucket.device))
-
-    def _slot_views(self, flat: Tensor) -> list[Tensor]:
-        specs = self._layout.parameters
-        return [
-            strided(flat, slot.offset, specs[slot.parameter].shape, specs[slot.parameter].stride)
-            for slot in self.bucket.slots
-        ]

@@ -40,7 +40,7 @@ class Listener(Protocol):
     def gradient_zeroed(self, index: int) -> None: ...
 
     def backward_is_near(self) -> None:
-        """A gradient task is about to reach a parameter; none has been added to yet."""
+        """A gradient task is about to reach a parameter, or has taken the gradient of one: no other has changed yet."""
 
     def outside_backward(self) -> None:
         """A gradient task ended in which no parameter's gradient arrived (`torch.autograd.grad`)."""
@@ -149,15 +149,27 @@ def _flat(args: Any) -> list[Any]:
 
 
 class _Arrival:
-    """The hook on one parameter. It holds its owner weakly."""
+    """The hook on one parameter, which runs once for each in every backward. It holds its owner weakly."""
 
-    def __init__(self, owner: GradientHooks, number: int) -> None:
-        self.owner, self._number = weakref.ref(owner), number
+    __slots__ = ("_index", "owner")
+
+    def __init__(self, owner: GradientHooks, index: int) -> None:
+        self.owner, self._index = weakref.ref(owner), index
 
     def __call__(self, parameter: Tensor) -> None:
         owner = self.owner()
-        if owner is not None:
-            owner._arrived(parameter, self._number)
+        listener = None if owner is None else owner.listener()
+        if owner is None or listener is None:
+            return
+        if not parameter.requires_grad:  # frozen since its forward: autograd has dropped the gradient
+            return
+        gradient = parameter.grad
+        if type(gradient) is ShardedGradient:
+            gradient = gradient.taken()
+        assert gradient is not None
+        if torch._C._current_graph_task_id() != owner.task:
+            owner.begin(listener, self._index, parameter)
+        listener.gradient_ready(self._index, gradient.detach() if gradient.requires_grad else gradient)
 
 
 class GradientHooks:
@@ -167,51 +179,58 @@ class GradientHooks:
     nothing any more. So a notebook's cell that builds an optimizer can be run again.
     """
 
-    def __init__(self, listener: Listener, *, exclusive: bool = False) -> None:
-        """``exclusive``: these parameters cannot be taken over."""
-        self.superseded, self.exclusive = False, exclusive
-        self._listener = weakref.ref(listener)
+    def __init__(self, listener: Listener, *, exclusive: bool = False, ahead: bool = False) -> None:
+        """``exclusive``: these parameters cannot be taken over. ``ahead``: the listener is always told of a task before
+        it has added anything, which takes another hook on each parameter, microseconds in every backward. Without it,
+        those keep theirs that ever came first; a task that begins with another is told of after its first gradient."""
+        self.superseded, self.exclusive, self._ahead = False, exclusive, ahead
+        self.listener = weakref.ref(listener)
         self._handles: list[Any] = []
-        self._task = _NO_TASK  # of the backward that began and is not over
+        self._before: dict[int, Any] = {}  # the hooks that run before a gradient is added, by parameter
+        self._leaders: set[int] = set()  # parameters that ever came first in a backward
+        self.task = _NO_TASK  # of the backward that began and is not over
         self._seen = _NO_TASK  # of the last task that a pre-hook saw
 
     @property
     def inside_backward(self) -> bool:
         """True inside a backward that this object was told of."""
-        return self._task != _NO_TASK and torch._C._current_graph_task_id() == self._task
+        return self.task != _NO_TASK and torch._C._current_graph_task_id() == self.task
 
     @property
     def interrupted(self) -> bool:
         """True when a backward began and never ended: an exception left it."""
-        return self._task != _NO_TASK and not self.inside_backward
+        return self.task != _NO_TASK and not self.inside_backward
 
     def forget(self) -> None:
         """Take note that an interrupted backward was dealt with."""
-        self._task = _NO_TASK
+        self.task = _NO_TASK
 
     def watch(self, parameter: Tensor, index: int) -> None:
         """Hook ``parameter``. A frozen parameter is hooked too: it may be unfrozen later."""
         self._take_over(parameter)
-        reference = weakref.ref(self)
-
-        def about(_: Tensor) -> None:
-            hooks = reference()
-            if hooks is not None:
-                hooks._about()
-
         trainable = parameter.requires_grad
         parameter.requires_grad_(True)
         try:
             self._handles.append(_untyped(parameter).register_post_accumulate_grad_hook(_Arrival(self, index)))
-            self._handles.append(_untyped(parameter).register_hook(about))
+            self._watch_ahead(parameter, index)
         finally:
             parameter.requires_grad_(trainable)
 
+    def _watch_ahead(self, parameter: Tensor, index: int) -> None:
+        reference = weakref.ref(self)
+
+        def about(gradient: Tensor) -> None:
+            hooks = reference()
+            if hooks is not None:
+                hooks._about(gradient.device)
+
+        self._before[index] = _untyped(parameter).register_hook(about)
+
     def remove(self) -> None:
         """Take all hooks away."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._before.values()):
             handle.remove()
-        self._handles = []
+        self._handles, self._before = [], {}
 
     def _take_over(self, parameter: Tensor) -> None:
         for hook in list((_untyped(parameter)._post_accumulate_grad_hooks or {}).values()):
@@ -222,52 +241,49 @@ class GradientHooks:
         if isinstance(parameter.grad, ShardedGradient):
             parameter.grad = None
 
-    def _arrived(self, parameter: Tensor, index: int) -> None:
-        listener = self._listener()
-        if listener is None:
-            return
-        if not parameter.requires_grad:  # frozen since its forward: autograd has dropped the gradient
-            return
-        gradient = parameter.grad
-        if isinstance(gradient, ShardedGradient):
-            gradient = gradient.taken()
-        assert gradient is not None
+    def begin(self, listener: Listener, index: int, parameter: Tensor) -> None:
+        """A task has added the first gradient, of ``parameter``, which was taken."""
+        captured = isinstance(parameter.grad, ShardedGradient)
+        if not captured:
+            # As before; what a user had put there is part of this gradient, as in a plain loop.
+            parameter.grad = None
+        if _reentrant(parameter.device):
+            raise RuntimeError(
+                "a backward inside a backward reached a parameter of this optimizer, as with "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=True): use use_reentrant=False"
+            )
         task = torch._C._current_graph_task_id()
-        if task != self._task:
-            try:
-                if _reentrant():
-                    raise RuntimeError(
-                        "a backward inside a backward reached a parameter of this optimizer, as with "
-                        "torch.utils.checkpoint.checkpoint(..., use_reentrant=True): use use_reentrant=False"
-                    )
-                listener.backward_began()
-            except BaseException:
-                if parameter.grad is gradient:
-                    parameter.grad = None
-                raise
-            self._task = task
-            _at_end(self._ended)
-        listener.gradient_ready(index, gradient.detach())
+        if task != self._seen:
+            listener.backward_is_near()
+        listener.backward_began()
+        self.task = task
+        _at_end(self._ended)
+        self._leaders.add(index)
+        if index not in self._before:
+            self._watch_ahead(parameter, index)
 
-    def _about(self) -> None:
+    def _about(self, device: torch.device) -> None:
         task = torch._C._current_graph_task_id()
-        listener = self._listener()
+        listener = self.listener()
         if task != self._seen and listener is not None:
             self._seen = task
-            if _reentrant():  # only `autograd.grad` may come here; see `_arrived`
+            if _reentrant(device):  # only `autograd.grad` may come here; see `_arrived`
                 return
             listener.backward_is_near()
             _at_end(self._left)
 
     def _ended(self) -> None:
-        listener = self._listener()
+        listener = self.listener()
         if listener is not None:
             listener.backward_ended()
-        self._task = _NO_TASK  # an exception before leaves the backward interrupted
+        self.task = _NO_TASK  # an exception before leaves the backward interrupted
+        if not self._ahead:
+            for index in self._before.keys() - self._leaders:
+                self._before.pop(index).remove()
 
     def _left(self) -> None:
-        listener = self._listener()
-        if listener is not None and self._task == _NO_TASK:
+        listener = self.listener()
+        if listener is not None and self.task == _NO_TASK:
             listener.outside_backward()
 
 
@@ -293,11 +309,16 @@ def _at_end(callback: Callable[[], None]) -> None:
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
-def _reentrant() -> bool:
-    """True in a backward inside a backward: it ends before the outer one, and nothing tells when that is over."""
+def _reentrant(device: torch.device) -> bool:
+    """True in a backward inside a backward: it ends before the outer one, and nothing tells when that is over.
+
+    ``device``: of the parameter that was reached. Those of the CPU are reached in the thread that called the backward,
+    whose frame is below this one; those of a device in a thread of autograd's own, where only an inner call has frames.
+    """
+    in_caller = device.type == "cpu" or not torch.autograd.is_multithreading_enabled()
     depth = 0
     current: FrameType | None = sys._getframe()
     while current is not None:
         depth += current.f_code is _RUN_BACKWARD
         current = current.f_back  # ends as None: a frame that is kept would keep all that its callers hold
-    return depth > 1
+    return depth > in_caller

@@ -9,11 +9,13 @@ views of flat tensors here, and scalars (the step count). Does not know: ranks, 
 
 A run merges neighbouring pieces of one group whose scalars are equal, and ends where padding follows, so that the last
 elements of a parameter stay the last ones of a tensor: the class then does the same arithmetic as on the parameters
-themselves. For paths that loop over tensors a run is cut every `CUT` elements, which keeps it in the cache.
+themselves. For paths that loop over tensors a run is cut every `CUT` elements, which keeps it in the cache: on the CPU,
+for on an accelerator a launch costs more than a cache saves.
 """
 
 from __future__ import annotations
 
+import bisect
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +55,7 @@ class PieceState:
 
 
 def _plain(state: PieceState) -> dict[str, Any]:
+    # host synchronisation: of step counts that lie on a device, only where other parameters were used than before
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in state.scalars.items()}
 
 
@@ -103,7 +106,7 @@ class BucketStates:
 
     def _make_runs(self, inner: torch.optim.Optimizer, first: int, last: int, cut: bool) -> None:
         begin, end = self.pieces[first].begin - self.begin, self.pieces[last - 1].end - self.begin
-        step = CUT if cut else max(1, end - begin)
+        step = CUT if cut and self.master.device.type == "cpu" else max(1, end - begin)
         state = self._states[first]
         for low in range(begin, max(end, begin + 1), step):
             high = min(low + step, end)
@@ -142,14 +145,15 @@ class BucketStates:
 
     def state_of(self, piece: int, inner: torch.optim.Optimizer) -> PieceState | None:
         """The state of a piece, live."""
-        for run in self.runs:
-            if run.first <= piece < run.last:
-                state = inner.state.get(run.parameter)
-                if not state:
-                    return None
-                scalars = {name: value for name, value in state.items() if name not in run.views}
-                return PieceState(tuple(run.views), scalars)
-        return self._states[piece]
+        place = bisect.bisect_right(self.runs, piece, key=lambda run: run.first) - 1
+        if place < 0 or piece >= self.runs[place].last:
+            return self._states[piece]
+        run = self.runs[place]
+        state = inner.state.get(run.parameter)
+        if not state:
+            return None
+        scalars = {name: value for name, value in state.items() if name not in run.views}
+        return PieceState(tuple(run.views), scalars)
 
     def set_state(self, piece: int, state: PieceState | None) -> None:
         """Replace the state of a piece; `collect` must have been called."""

@@ -16,12 +16,13 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import torch
 
+JOINED_BYTES = 1 << 20  # of a bucket with which a reduction takes longer for its bytes than for being one more
 ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every vector register: cuts there leave the bits alone
 
 
@@ -125,7 +126,7 @@ class Bucket:
         for slot, end in zip(self.slots, ends, strict=False):
             if slot.offset % align or slot.offset < end or slot.offset - end >= align:
                 raise ValueError(f"bucket {self.index}: slot of parameter {slot.parameter} is misplaced")
-        whole = len(self.bounds) > 1 and self.bounds[0] == 0 and self.bounds[-1] == self.numel > 0
+        whole = len(self.bounds) > 1 and self.bounds[0] == 0 and self.bounds[-1] == self.numel
         if not whole or list(self.bounds) != sorted(self.bounds):
             raise ValueError(f"bucket {self.index}: bounds {self.bounds} do not cut {self.numel} elements")
         if any(bound % align for bound in self.bounds) or ends[-1] > self.numel:
@@ -137,6 +138,14 @@ class Bucket:
 
     def owned(self, rank: int) -> tuple[int, int]:
         return self.bounds[rank], self.bounds[rank + 1]
+
+    def part(self, first: int, last: int) -> Bucket:
+        """The slots from ``first`` to ``last`` (exclusive) as a bucket, whose owners are those of the elements here."""
+        begin = self.slots[first].offset
+        end = self.slots[last].offset if last < len(self.slots) else self.numel
+        slots = tuple(replace(slot, offset=slot.offset - begin) for slot in self.slots[first:last])
+        bounds = tuple(min(max(bound - begin, 0), end - begin) for bound in self.bounds)
+        return replace(self, slots=slots, numel=end - begin, bounds=bounds)
 
     def pieces(self, begin: int, end: int) -> tuple[Piece, ...]:
         """The pieces in ``[begin, end)``, in order. A slot without elements belongs to where it would begin; one at
@@ -180,6 +189,16 @@ class Layout:
         """Psi: elements of all parameters."""
         return sum(spec.numel for spec in self.parameters)
 
+    def unit(self, slot: Slot) -> int:
+        """The unit of a slot's parameter."""
+        return self.parameters[slot.parameter].unit
+
+    def runs(self, bucket: Bucket) -> list[tuple[int, int, int]]:
+        """The slots of a bucket by unit: (unit, first slot, last slot + 1) of neighbours, in order."""
+        numbered = itertools.groupby(range(len(bucket.slots)), lambda number: self.unit(bucket.slots[number]))
+        spans = ((unit, list(numbers)) for unit, numbers in numbered)
+        return [(unit, numbers[0], numbers[-1] + 1) for unit, numbers in spans]
+
     def lines(self) -> list[str]:
         """The layout as text, a line a parameter and a line a bucket."""
         buckets = [
@@ -193,35 +212,46 @@ class Layout:
         text = json.dumps([self.lines(), self.world_size, [str(a) for a in agreed]])
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def extended(self, more: Sequence[ParameterSpec], bucket_bytes: int) -> Layout:
+    def extended(self, more: Sequence[ParameterSpec], bucket_bytes: int, *, across_units: bool = False) -> Layout:
         """This layout with further parameters in buckets of their own; no slot moves."""
         first = len(self.parameters)
-        added = _buckets(more, self.world_size, bucket_bytes, first, len(self.buckets))
+        added = _buckets(more, self.world_size, bucket_bytes, across_units, first, len(self.buckets))
         return Layout((*self.parameters, *more), (*self.buckets, *added), self.world_size)
 
 
-def build(parameters: Sequence[ParameterSpec], world_size: int, bucket_bytes: int) -> Layout:
+def build(
+    parameters: Sequence[ParameterSpec], world_size: int, bucket_bytes: int, *, across_units: bool = False
+) -> Layout:
     """Lay out ``parameters`` (in order of registration) in buckets of at most ``bucket_bytes`` each.
 
     A bucket is homogeneous in dtypes, device, trainability and unit, and holds at least one whole parameter, however
-    large. Buckets are in the order in which a backward completes them.
+    large. Buckets are in the order in which a backward completes them. ``across_units``: small units share a bucket
+    until it has `JOINED_BYTES`; their slices are then of all lengths. That is for ranks that gather without moving
+    bytes: they reduce less often.
     """
     if world_size < 1:
         raise ValueError(f"world size must be at least 1, not {world_size}")
-    return Layout(tuple(parameters), tuple(_buckets(parameters, world_size, bucket_bytes, 0, 0)), world_size)
+    buckets = _buckets(parameters, world_size, bucket_bytes, across_units, 0, 0)
+    return Layout(tuple(parameters), tuple(buckets), world_size)
 
 
 def _buckets(
-    parameters: Sequence[ParameterSpec], world_size: int, bucket_bytes: int, first: int, first_bucket: int
+    parameters: Sequence[ParameterSpec],
+    world_size: int,
+    bucket_bytes: int,
+    across_units: bool,
+    first: int,
+    first_bucket: int,
 ) -> list[Bucket]:
     keys: dict[tuple[Dtypes, str, bool, int], list[int]] = {}
     used: dict[tuple[Dtypes, str, bool, int], int] = {}
     complete: list[list[int]] = []
     for position in reversed(range(len(parameters))):
         spec = parameters[position]
-        key = (spec.dtypes, spec.device, spec.trainable, spec.unit)
+        key = (spec.dtypes, spec.device, spec.trainable, 0 if across_units else spec.unit)
         filling, nbytes = keys.setdefault(key, []), _padded(spec) * spec.dtypes.compute.itemsize
-        if filling and used[key] + nbytes > bucket_bytes:
+        full = filling and used[key] + nbytes > bucket_bytes
+        if full or (filling and used[key] >= JOINED_BYTES and parameters[filling[-1]].unit != spec.unit):
             complete.append(filling)
             filling, used[key] = [], 0
             keys[key] = filling

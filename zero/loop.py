@@ -128,7 +128,9 @@ class Loop:
         self.step_ms.append(1000 * self._watch.lap())
 
     def _observe(self) -> Observation:
-        return Observation(bytes_by_kind(live_storages(), self._optimizer.describe().storages))
+        found = bytes_by_kind(live_storages(), self._optimizer.describe().storages)
+        del found["common"]  # of which each rank's slices are counted by the rank that owns them
+        return Observation(found)
 
     def _facts(self, after_backward: Observation, after_step: Observation, payload: int, control: int) -> RankFacts:
         """Put the two observations together. Only the library itself is there to see a peak inside a backward."""

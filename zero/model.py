@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["GPT", "PRESETS", "Shape", "build_model", "generate", "loss_fn"]
+__all__ = ["GPT", "PRESETS", "Shape", "build", "build_model", "generate", "loss_fn"]
 
 VOCABULARY: Final = 256
 INIT_STD: Final = 0.02
@@ -23,11 +23,12 @@ INIT_STD: Final = 0.02
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a GPT: `layers` blocks of `width` features in `heads` heads."""
+    """The size of a GPT: `layers` blocks of `width` features in `heads` heads, over `vocabulary` tokens."""
 
     layers: int
     heads: int
     width: int
+    vocabulary: int = VOCABULARY
 
 
 PRESETS: Final[dict[str, Shape]] = {
@@ -76,16 +77,16 @@ class GPT(nn.Module):
     """Bytes in, logits of the next byte out; the head's weight is the embedding's (one tensor, two names).
 
     `forward` takes int64 (batch, sequence) with sequence at most `sequence`, and returns float32
-    (batch, sequence, 256). Make one with `build_model`, which also sets the weights.
+    (batch, sequence, vocabulary). Make one with `build`, which also sets the weights.
     """
 
     def __init__(self, shape: Shape, sequence: int) -> None:
         super().__init__()
         self.sequence = sequence
-        self.embedding = nn.Embedding(VOCABULARY, shape.width)
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         self.head.weight = self.embedding.weight
         self.rotary: Tensor
         self.register_buffer("rotary", _rotary_table(sequence, shape.width // shape.heads), persistent=False)
@@ -112,12 +113,16 @@ def _rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 
 def build_model(preset: str, sequence: int, seed: int) -> GPT:
-    """A GPT of this preset for up to `sequence` bytes; equal arguments give equal bits.
+    """A GPT of this preset for up to `sequence` bytes; equal arguments give equal bits."""
+    return build(PRESETS[preset], sequence, seed)
+
+
+def build(shape: Shape, sequence: int, seed: int) -> GPT:
+    """A GPT of this shape for up to `sequence` tokens; equal arguments give equal bits.
 
     Matrices are drawn from N(0, 0.02), those that write to the residual stream divided by sqrt(2 * layers)
     (Radford et al. 2019, section 2.3); biases are 0 and norms 1. The global random state is left as it was.
     """
-    shape = PRESETS[preset]
     with torch.random.fork_rng(devices=[]):
         model = GPT(shape, sequence)
     _initialise(model, shape, torch.Generator().manual_seed(seed))
@@ -136,7 +141,7 @@ def _initialise(model: GPT, shape: Shape, generator: torch.Generator) -> None:
 
 
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of float32 (batch, sequence, 256) against int64 (batch, sequence)."""
+    """Mean cross-entropy in nats of float32 (batch, sequence, vocabulary) against int64 (batch, sequence)."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

@@ -283,7 +283,7 @@ class _Reader:
 
     def _fold_maximum(self, values: Tensor) -> None:
         low, high = torch.aminmax(values)
-        largest = torch.maximum(-low, high).item()
+        largest = torch.maximum(-low, high).item()  # host synchronisation: see `_exact_sum`
         if math.isfinite(largest):
             self._units = max(self._units, _in_units(largest))
         else:
@@ -294,7 +294,7 @@ class _Reader:
             return
         sums = torch.cat(self._sums).flatten()
         self._sums = []
-        if not math.isfinite(sums.sum().item()):
+        if not math.isfinite(sums.sum().item()):  # host synchronisation: see `_exact_sum`
             self._note_nonfinite(sums)
             sums = sums.where(sums.isfinite(), 0.0)
         self._units += _exact_sum(sums)
@@ -319,6 +319,9 @@ def _exact_sum(values: Tensor) -> int:
     so any sum of them is a multiple of u below 2**(e+k) < 2**53 u: exact in whatever order it is formed. What is left
     of each value is exact as well, at most u/2, and goes to the next round: 52 - k bits further down.
     Ordinary gradients take two or three rounds.
+
+    Host synchronisation: the sum is an integer of up to 2,200 bits, and a round's grid follows from what the last one
+    left. On a device each `item` waits for what was asked of it; there are about ten for 32 million fp32 elements.
     """
     bits = values.numel().bit_length()
     total = 0

@@ -204,7 +204,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
         self._reducer.settle("clip_grad_norm_()", self._storage.problem())
         pieces, dtype = self._owned_gradients()
-        mine = PowerSum.of(pieces, norm_type)
+        mine = PowerSum.of(pieces, norm_type)  # host synchronisation: exact integers, which devices have not
         total = PowerSum.of([], norm_type)
         for data in self._transport.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):
             total = total.merge(PowerSum.from_bytes(data))
@@ -216,7 +216,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for store in self._reducer.stores:
                 gradient = store.settled()
                 if gradient is not None:
-                    gradient.mul_(factor.to(gradient.device))
+                    gradient.mul_(factor)  # from the host, as in a plain loop: no copy, and one rounding
         return norm
 
     def _owned_gradients(self) -> tuple[list[Tensor], torch.dtype]:

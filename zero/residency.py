@@ -1,7 +1,7 @@
 """Units' parameters on one rank: the shard that is always here, and the whole that comes and goes.
 
-Knows: shards, gathered buffers, what stands in each parameter's ``data``. Does not know: modules, autograd, or when a
-unit is needed; it is told to fetch, show, hide and drop.
+Knows: shards, gathered buffers, what stands in each parameter's ``data``. Does not know: modules, autograd, how an edit
+is found, or when a unit is needed; it is told to fetch, show, hide and drop.
 
     SHARDED --fetch--> COMING --wait--> WHOLE --show--> SHOWN        fetch: the all-gathers are under way
        ^                                 |  ^             |          show:  parameters are views of the buffers
@@ -17,19 +17,23 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from collectives import Collective, Kind, Tag, Transport, Work
-from collectives.memory import Pool, holders
+from collectives.memory import Pool
 
-from .released import as_plain, is_released, released_class
-from .shelf import Saved, Shelf, nan_like
-from .stages import same_bits
+from .edits import Edits
+from .places import Places
+from .released import as_plain, released_class
+from .shelf import Shelf
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class State(Enum):
@@ -60,35 +64,37 @@ class Residency:
 
     def __init__(self, transport: Transport, collective: Collective, names: Sequence[str]) -> None:
         self._transport, self._collective = transport, collective
+        self._alone = transport.world_size == 1  # then the shard is the whole
         self.units = [_Unit(name) for name in names]
-        self.pool = Pool(slack=1.0, spare=1.0)
-        self.problem: str | None = None  # an edit that was found and would be lost; told at the next agreement
+        self.pool = Pool(exact=True)
+        self.places = Places(alone=self._alone)
         self.lasting: str | None = None  # what cannot be mended; told at every agreement
-        self._places: dict[int, tuple[int, Shelf]] = {}  # address of a buffer -> what lies there
+        self._edits = Edits(transport.rank)
         self._lenders: list[Shelf] = []
         self._classes: dict[type[Tensor], type[Tensor]] = {}
-        self.home = object()  # whose places these are
-        self._alone = transport.world_size == 1  # then the shard is the whole
+        self._written: Work | None = None  # that every rank has written its slices of common memory
 
     # -- what is where --------------------------------------------------------------------------------------------
 
     def put(self, unit: int, shelf: Shelf) -> None:
         """Take up a shelf. Its parameters have memory of their own, which they lose: from now on they are released."""
         self.units[unit].shelves.append(shelf)
-        for slot in range(len(shelf.parameters)):
-            self._release(shelf, slot)
+        for base in shelf.bases:
+            if base not in self._classes:
+                self._classes[base] = released_class(base, _weak_name(self))
+        self._release(shelf)
         if self._alone:
-            shelf.address = _address(shelf.shard)
-            self._places[shelf.address] = (unit, shelf)
+            self.places.remember(unit, shelf, shelf.shard)
+        self._edits.add(shelf)
 
     def part(self, number: int, shelf: Shelf) -> None:
         """Give the parameters of a shelf, whose unit is shown, memory of their own, and forget the shelf."""
-        unit = self.units[number]
         for parameter in shelf.parameters:
             parameter.data = parameter.detach().clone()
-        unit.shelves.remove(shelf)
+        self.units[number].shelves.remove(shelf)
         shelf.whole = None
-        self._forget(shelf)
+        self.places.forget(shelf)
+        self._edits.remove(shelf)
 
     @property
     def broken(self) -> bool:
@@ -121,19 +127,23 @@ class Residency:
         for unit in self.units:
             unit.runs = 0
 
-    @torch.inference_mode(False)  # memory that is made in inference mode cannot serve a backward later
+    def shows(self, number: int) -> bool:
+        """True where a unit's parameters have their values."""
+        return self.units[number].state is State.SHOWN
+
     def fetch(self, number: int) -> None:
         """Start to gather a unit, where it is not here. Collective."""
         unit = self.units[number]
         if unit.state is not State.SHARDED:
             return
-        self._sweep()
-        for shelf in unit.shelves:
-            unit.work.append(self._gather(unit, shelf))
-            assert shelf.whole is not None
-            self._forget(shelf)  # share_memory() may have moved a storage
-            shelf.address = _address(shelf.whole)
-            self._places[shelf.address] = (number, shelf)
+        with _usable_later():
+            self._sweep()
+            if self._lenders:
+                self._edits.find()  # who holds a dropped buffer may have written beside it
+            for shelf in unit.shelves:
+                unit.work.append(self._gather(unit, shelf))
+                assert shelf.whole is not None
+                self.places.remember(number, shelf, shelf.whole)
         unit.state = State.COMING
 
     def _gather(self, unit: _Unit, shelf: Shelf) -> Work:
@@ -141,13 +151,10 @@ class Residency:
         if lent is not None:
             self._lenders.remove(shelf)
             shelf.lent = None
-        digest = zlib.crc32(f"{unit.name} {shelf.updated}".encode())  # the label may be cut
-        tag = Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=bucket.index, digest=digest)
-        if shelf.region is not None:
-            if lent is not None:
-                shelf.region.refresh()  # of a NaN, or what a stranger wrote
-            shelf.whole = shelf.region.whole().view(shelf.shard.dtype) if lent is None else lent
-            return self._transport.announce(tag)  # nothing travels but that everybody has written
+        if shelf.common is not None:
+            shelf.whole = shelf.in_common() if lent is None else lent
+            assert self._written is not None, "whoever wrote there has said so"
+            return self._written
         if self._alone:
             shelf.whole = shelf.shard
             target = shelf.whole
@@ -158,7 +165,7 @@ class Residency:
             target = shelf.whole.data  # with a version counter of its own: to gather again is no edit
             low, high = bucket.owned(self._transport.rank)
             target[low:high].copy_(shelf.shard)
-        return self._collective.all_gather(target, bucket.bounds, tag=tag)
+        return self._collective.all_gather(target, bucket.bounds, tag=_tag(unit, shelf))
 
     def _arrive(self, unit: _Unit) -> None:
         if unit.state is State.COMING:
@@ -166,118 +173,71 @@ class Residency:
                 unit.work[0].wait()
                 unit.work.pop(0)
             for shelf in unit.shelves:
-                if shelf.moved and shelf.whole is not None and shelf.region is not None:
-                    shelf.whole.data.copy_(shelf.region.whole().view(shelf.shard.dtype))
+                shelf.accepted.clear()  # its owners, too, have written it
+                if shelf.estranged and shelf.common is not None:
+                    shelf.common.restore(shelf)  # of a NaN, or what a stranger wrote
+                shelf.estranged = False
+                if shelf.moved and shelf.whole is not None and shelf.common is not None:
+                    shelf.whole.data.copy_(shelf.common.whole(shelf.begin, shelf.begin + shelf.bucket.numel))
             unit.state = State.WHOLE
 
-    @torch.inference_mode(False)
     def show(self, number: int) -> None:
         """Give a unit's parameters their values. Collective where the unit was not fetched yet."""
-        self.fetch(number)
         unit = self.units[number]
-        self._arrive(unit)
         if unit.state is State.SHOWN:
             return
-        for shelf in unit.shelves:
-            assert shelf.whole is not None
-            for slot, view in enumerate(shelf.views(shelf.whole)):
-                parameter = shelf.parameters[slot]
-                if not is_released(parameter):
-                    self.lasting = (
-                        f"{shelf.name(slot)!r} was swapped for another tensor: build a new model and optimizer"
-                    )
-                parameter.__class__ = shelf.bases[slot]
-                if not shelf.is_untouched(slot) and not self._keeps_edit(shelf, slot):
-                    self._tell(f"{shelf.name(slot)!r} was edited while it was released")
-                    shelf.nans[slot] = nan_like(shelf.nans[slot])
-                parameter.data = view
-                shelf.note(slot)
+        self.fetch(number)
+        self._arrive(unit)
+        with _usable_later():
+            for shelf in unit.shelves:
+                self._show(shelf)
         unit.state = State.SHOWN
+
+    def _show(self, shelf: Shelf) -> None:
+        shelf.shown = shelf.unchecked = True
+        released = [self._classes[base] for base in shelf.bases]
+        if [parameter.__class__ for parameter in shelf.parameters] != released:
+            self._tell_swapped(shelf, released)
+        for parameter, base in zip(shelf.parameters, shelf.bases, strict=True):
+            parameter.__class__ = base
+        for slot in shelf.edited():
+            if not self._keeps_edit(shelf, slot):
+                self._edits.note(f"{shelf.name(slot)!r} was edited while it was released")
+                shelf.renew(slot)
+        shelf.put_whole()
+
+    def _tell_swapped(self, shelf: Shelf, released: Sequence[type[Tensor]]) -> None:
+        for slot, (parameter, known) in enumerate(zip(shelf.parameters, released, strict=True)):
+            if parameter.__class__ is not known:
+                self.lasting = f"{shelf.name(slot)!r} was swapped for another tensor: build a new model and optimizer"
 
     def hide(self, number: int) -> None:
         """Release a unit's parameters, unless somebody holds it; its buffers stay. One rank alone keeps edits."""
         unit = self.units[number]
         if unit.state is not State.SHOWN or unit.held:
             return
-        unit.state = State.WHOLE
+        unit.state, self._edits.looked = State.WHOLE, False
         for shelf in unit.shelves:
-            for slot in range(len(shelf.parameters)):
-                if not shelf.is_untouched(slot) and not (self._alone and shelf.owns(slot)):
-                    self._tell_edited(shelf, slot)
-                self._release(shelf, slot)
-            if not self._alone:
-                self._compare(shelf)
+            for slot in shelf.edited():
+                if not (self._alone and shelf.owns(slot)):
+                    self._edits.note_slot(shelf, slot)
+            self._release(shelf)
+            if not self._alone and (shelf.common is None or shelf.moved):
+                self._edits.compare(shelf)
 
-    def _keeps_edit(self, shelf: Shelf, slot: int) -> bool:
-        """True where an edit of a released parameter was made through a view of the shard, which is the whole."""
-        return self._alone and shelf.owns(slot) and bool(shelf.nans[slot].isnan().all())
-
-    def _compare(self, shelf: Shelf) -> None:
-        """Find an edit that left no trace in a version: in common memory where this rank has written, else by what
-        became of its own slice."""
-        assert shelf.whole is not None
-        region, itemsize = shelf.region, shelf.shard.itemsize
-        if region is None:
-            low, high = shelf.bucket.owned(self._transport.rank)
-            self._compare_slice(shelf, low, high, shelf.shard)
-            return
-        written = [(0, shelf.whole.numel() * itemsize)] if shelf.moved else region.written()
-        for begin, end in written:
-            low, high = begin // itemsize, end // itemsize
-            self._compare_slice(shelf, low, high, region.own(begin, end).view(shelf.shard.dtype))
-        shelf.accepted.clear()
-        if written:
-            region.refresh()
-
-    def _compare_slice(self, shelf: Shelf, low: int, high: int, kept: Tensor) -> None:
-        assert shelf.whole is not None
-        if not same_bits(shelf.whole[low:high], kept):
-            for piece in shelf.bucket.pieces(low, high):
-                if piece.slot in shelf.accepted:  # its owners are writing what is here
-                    continue
-                if not same_bits(shelf.whole[piece.begin : piece.end], kept[piece.begin - low : piece.end - low]):
-                    self._tell_edited(shelf, piece.slot)
-
-    def _tell_edited(self, shelf: Shelf, slot: int) -> None:
-        self._tell(
-            f"{shelf.name(slot)!r} was edited while its unit was gathered (as an Embedding with max_norm does in its "
-            "forward), which the other ranks cannot see"
-        )
-
-    def accept(self, shelf: Shelf, slots: Sequence[int]) -> None:
-        """The values of these slots, which are shown, are equal on all ranks: they are the parameters' own from now."""
-        low, high = shelf.bucket.owned(self._transport.rank)
-        shelf.accepted.update(slots)
-        if not self._alone and shelf.whole is not None:
-            for piece in shelf.bucket.pieces(low, high):
-                if piece.slot in slots:
-                    shelf.shard[piece.begin - low : piece.end - low].copy_(shelf.whole[piece.begin : piece.end])
-        self.changed(shelf, slots)
-
-    def _undo_edits(self, number: int) -> None:
-        """An exception left a block, and tells enough: what was edited in it is not told again."""
-        if self.units[number].state is State.SHOWN:
-            for shelf in self.units[number].shelves:
-                for slot in range(len(shelf.parameters)):
-                    shelf.note(slot)
-                if shelf.region is not None:
-                    shelf.region.refresh()
-                elif not self._alone and shelf.whole is not None:
-                    low, high = shelf.bucket.owned(self._transport.rank)
-                    shelf.whole.data[low:high].copy_(shelf.shard)
-
-    def _tell(self, problem: str) -> None:
-        self.problem = self.problem or f"{problem}: edit it inside gathered(write=True)"
+    def _release(self, shelf: Shelf) -> None:
+        shelf.shown = False
+        shelf.put_nans()
+        for parameter, base in zip(shelf.parameters, shelf.bases, strict=True):
+            parameter.__class__ = self._classes[base]
 
     def drop(self, number: int) -> None:
         """Give a unit's memory back, unless somebody holds it. Waits for what is under way."""
         unit = self.units[number]
-        if unit.held:
+        if unit.held or unit.state is State.SHARDED:
             return
         self._arrive(unit)
         self.hide(number)
-        if unit.state is State.SHARDED:
-            return
         unit.state = State.SHARDED
         for shelf in unit.shelves:
             if not self._alone:
@@ -301,73 +261,67 @@ class Residency:
             self.drop(number)
             unit.runs, unit.pins = runs, pins
 
-    def _release(self, shelf: Shelf, slot: int) -> None:
-        parameter, base = shelf.parameters[slot], shelf.bases[slot]
-        parameter.data = shelf.nans[slot]
-        shelf.note(slot)
-        if base not in self._classes:
-            self._classes[base] = released_class(base, _weak_name(self))
-        parameter.__class__ = self._classes[base]
-
     def _sweep(self) -> None:
-        """Take back the buffers that strangers have let go since."""
+        """Take back the buffers that strangers have let go since. What a stranger wrote while the unit was shown is
+        looked for as soon as one is seen, and what he wrote later is forgotten as soon as he is gone."""
+        changed = []
         for shelf in list(self._lenders):
-            if shelf.lent is not None and holders(shelf.lent) == 0:
+            if shelf.lent is not None and shelf.strangers(shelf.lent) == 0:
                 self._reclaim(shelf)
-            else:
+                changed += [shelf] if shelf.estranged else []
+            elif not shelf.estranged:
                 shelf.estranged = True
+                changed.append(shelf)
+        for common in dict.fromkeys(shelf.common for shelf in changed if shelf.common is not None):
+            self._edits.find_in(common)
 
     def _reclaim(self, shelf: Shelf) -> None:
-        if shelf.lent is not None:
-            self._forget(shelf)
-            shelf.lent = None
-            self._lenders.remove(shelf)
-            if shelf.region is not None and shelf.estranged:
-                shelf.region.refresh()
-            shelf.estranged = False
+        if shelf.common is None or not shelf.is_in_common(shelf.lent):
+            self.places.forget(shelf)  # common memory stays where it is
+        shelf.lent = None
+        self._lenders.remove(shelf)
 
-    def _forget(self, shelf: Shelf) -> None:
-        """What lies at a buffer's address from now on is somebody else's."""
-        self._places.pop(shelf.address, None)
-        shelf.address = 0
+    # -- edits ----------------------------------------------------------------------------------------------------
 
-    # -- what a graph keeps ---------------------------------------------------------------------------------------
+    def edits(self) -> str | None:
+        """What was edited since this was last asked, and would be lost; None where all is well."""
+        self.look()
+        return self._edits.take()
 
-    def place(self, tensor: Tensor) -> Saved | None:
-        """Where a tensor lies in a gathered buffer; None for any other."""
-        try:
-            found = self._places.get(_address(tensor))
-        except (RuntimeError, NotImplementedError):  # a tensor without a storage: sparse, or a tracer's
-            return None
-        if found is None or tensor.is_conj() or tensor.is_neg():
-            return None
-        unit, shelf = found
-        offset = int(tensor.storage_offset())
-        slot = shelf.slot_at(offset * tensor.itemsize // shelf.shard.itemsize)
-        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return Saved(self.home, unit, shelf, slot, self._version(shelf, slot), tensor.dtype, offset, shape, stride)
+    def look(self) -> None:
+        """Look for edits, where there may be some."""
+        if not self._edits.looked or self._lenders:
+            self._edits.find()
 
-    def _version(self, shelf: Shelf, slot: int) -> int:
-        """How often a parameter's values were changed; edits count where they are kept."""
-        return shelf.versions[slot] + (shelf.parameters[slot]._version if self._alone else 0)
+    def _keeps_edit(self, shelf: Shelf, slot: int) -> bool:
+        """True where an edit of a released parameter was made through a view of the shard, which is the whole."""
+        if not (self._alone and shelf.owns(slot)):
+            return False
+        return bool(shelf.nans[slot].isnan().all())  # host synchronisation: only after such an edit
 
-    def restore(self, saved: Saved) -> Tensor:
-        """The tensor at a place; its unit is here."""
-        shelf = saved.shelf
-        if self._version(shelf, saved.slot) != saved.version:
-            raise RuntimeError(
-                f"{shelf.name(saved.slot)!r}, which this backward needs, was changed by a step or an edit after the "
-                "forward that used it: run the backward before, or the forward again"
-            )
-        if shelf.whole is None:
-            raise RuntimeError(
-                f"{shelf.name(saved.slot)!r}, which this backward needs, was laid out anew (by add_param_group() or "
-                "close()) after the forward that used it: run the forward again"
-            )
-        if saved.dtype is shelf.whole.dtype:
-            return shelf.whole.as_strided(saved.size, saved.stride, saved.offset)
-        made = torch.empty(0, dtype=saved.dtype, device=shelf.whole.device)
-        return made.set_(shelf.whole.untyped_storage(), saved.offset, saved.size, saved.stride)
+    def accept(self, shelf: Shelf, slots: Sequence[int]) -> None:
+        """The values of these slots, which are shown, are equal on all ranks: they are the parameters' own from now."""
+        low, high = shelf.bucket.owned(self._transport.rank)
+        shelf.accepted.update(slots)
+        if not self._alone and shelf.whole is not None:
+            for piece in shelf.bucket.pieces(low, high):
+                if piece.slot in slots:
+                    shelf.shard[piece.begin - low : piece.end - low].copy_(shelf.whole[piece.begin : piece.end])
+        self.changed(shelf, slots)
+
+    def _undo_edits(self, number: int) -> None:
+        """An exception left a block, and tells enough: what was edited in it is not told again. Where another block is
+        around it, what was edited there is that one's."""
+        unit = self.units[number]
+        if unit.state is State.SHOWN and unit.pins == 1:
+            for shelf in unit.shelves:
+                for slot in range(len(shelf.parameters)):
+                    shelf.note(slot)
+                if shelf.common is not None and not shelf.moved:
+                    shelf.common.restore(shelf)
+                elif not self._alone and shelf.whole is not None:
+                    low, high = shelf.bucket.owned(self._transport.rank)
+                    shelf.whole.data[low:high].copy_(shelf.shard)
 
     # -- changes --------------------------------------------------------------------------------------------------
 
@@ -387,12 +341,21 @@ class Residency:
         if shelf.lent is not None:
             shelf.lent.fill_(float("nan"))
 
+    def announce(self) -> None:
+        """Say that this rank has written its slices of common memory, since it last said so. Collective; the next
+        gather waits for the others' word, and nothing else travels then."""
+        if self._edits.common:
+            if self._written is not None:
+                self._written.wait()
+            self._written = self._transport.announce(Tag(Kind.ALL_GATHER, "slices of units in common memory"))
+
     @contextmanager
     def gathered(self, numbers: Sequence[int]) -> Iterator[None]:
         """Units, whole, inside the block. Collective."""
         for number in numbers:
             self.units[number].pins += 1
         try:
+            self._edits.find()  # what is written from now on is this block's
             for number in numbers:
                 self.fetch(number)
             for number in numbers:
@@ -412,8 +375,14 @@ class Residency:
                     self.drop(number)
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _usable_later() -> AbstractContextManager[Any]:
+    """Memory that is made in inference mode cannot serve a backward later."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
+
+
+def _tag(unit: _Unit, shelf: Shelf) -> Tag:
+    digest = zlib.crc32(f"{unit.name} {shelf.updated}".encode())  # the label may be cut
+    return Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=shelf.bucket.index, digest=digest)
 
 
 def _weak_name(residency: Residency) -> Callable[[Tensor], str | None]:

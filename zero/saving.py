@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .places import Saved
 from .residency import Residency
-from .shelf import Saved
 
 _Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Any]]
 
@@ -29,7 +29,7 @@ class Saver:
     """The hooks of one optimizer. ``needed`` is called with a unit before a tensor of it is restored."""
 
     def __init__(self, residency: Residency, needed: Callable[[int], None]) -> None:
-        self._home = residency.home
+        self._home = residency.places.home
         self._residency, self._needed = weakref.ref(residency), weakref.WeakMethod(needed)
         self._pushed: list[bool] = []
         self._own: list[Callable[[Tensor], Any]] = []
@@ -54,7 +54,7 @@ class Saver:
 
         def pack(tensor: Tensor) -> Any:
             residency = known()
-            if residency is not None and (saved := residency.place(tensor)) is not None:
+            if residency is not None and (saved := residency.places.find(tensor)) is not None:
                 return saved
             if before is not None:
                 return before[0](tensor)
@@ -62,12 +62,12 @@ class Saver:
             return kept, kept._version
 
         def unpack(kept: Any) -> Any:
-            if isinstance(kept, Saved) and kept.home is home:
+            if isinstance(kept, Saved) and kept.place.home is home:
                 residency, need = known(), needed()
                 if residency is None or need is None:
                     raise RuntimeError("this graph belongs to an optimizer that is gone: its parameters are, too")
-                need(kept.unit)
-                return residency.restore(kept)
+                need(kept.place.unit)
+                return residency.places.restore(kept)
             if before is not None:
                 return before[1](kept)
             tensor, version = kept

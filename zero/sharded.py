@@ -19,7 +19,8 @@ from .parameters import bindings, misplaced, specs
 from .released import as_plain
 from .replicas import broadcast, fingerprint
 from .residency import Residency, State
-from .shelf import Shelf
+from .shelf import Common, Shelf
+from .stages import strided
 from .storage import ParameterStorage
 from .unit_hooks import UnitHooks
 from .units import Predicate, find_units
@@ -40,15 +41,21 @@ class ShardedStorage(ParameterStorage):
     ) -> None:
         super().__init__(transport, direct, module)
         self._root, self._bucket_bytes = module, bucket_bytes
+        self._on_host = all(parameter.device.type == "cpu" for parameter in module.parameters())
         self._units = find_units(module, predicate)
         self.residency = Residency(transport, collective, self._units.names)
         self._hooks: UnitHooks | None = None
         self._others: list[Shelf] = []  # of the rest
+        self._other_flats: list[Tensor] = []
 
     # -- construction ---------------------------------------------------------------------------------------------
 
     def units(self) -> dict[int, int]:
         return self._units.numbers()
+
+    @property
+    def buckets_cross_units(self) -> bool:
+        return self._on_host and self._transport.has_common and self._transport.world_size > 1
 
     def lines(self) -> list[str]:
         units = zip(self._units.names, self._units.parameters, strict=True)
@@ -60,19 +67,22 @@ class ShardedStorage(ParameterStorage):
     def begin(self) -> None:
         """Parameters that were not listed so far become plain, whole ones, until `end`."""
         self._take_out(self._others)
-        self._others = []
+        self._others, self._other_flats = [], []
 
     def adopt(self, parameters: Sequence[Tensor], layout: Layout) -> None:
         new = layout.buckets[len(self.flats) :]
         self.layout = layout
         self.parameters += parameters
-        self.flats += [shelf.shard for shelf in self._shelve(new, layout, self.parameters, updated=True)]
+        self.flats += self._shelve(new, layout, self.parameters, updated=True)[0]
 
     def end(self) -> None:
         self._bindings = bindings(self._module)
         parameters, described = self._describe_rest(self.parameters)
-        self.rest = build(described, self._transport.world_size, self._bucket_bytes)
-        self._others = self._shelve(self.rest.buckets, self.rest, parameters, updated=False)
+        self.rest = build(
+            described, self._transport.world_size, self._bucket_bytes, across_units=self.buckets_cross_units
+        )
+        self._other_flats, self._others = self._shelve(self.rest.buckets, self.rest, parameters, updated=False)
+        self.residency.announce()
         if self._hooks is None:
             self._hooks = UnitHooks(self._units, self.residency)
             numbers = self.units()
@@ -86,34 +96,45 @@ class ShardedStorage(ParameterStorage):
 
     def _shelve(
         self, buckets: Sequence[Bucket], layout: Layout, parameters: Sequence[Tensor], *, updated: bool
-    ) -> list[Shelf]:
-        """Rank 0's values of buckets, of which this rank keeps its slices. Collective."""
+    ) -> tuple[list[Tensor], list[Shelf]]:
+        """Rank 0's values of buckets, of which this rank keeps its slices: these, by bucket, and what stands on them.
+        Collective."""
         on_host = all(bucket.device == "cpu" for bucket in buckets)
         sizes = [bucket.numel * bucket.dtypes.compute.itemsize for bucket in buckets]
-        regions = self._transport.common(sizes) if on_host else None
-        shelves = []
+        regions = self._transport.common(sizes) if on_host and self._transport.world_size > 1 else None
+        flats, shelves = [], []
         for number, bucket in enumerate(buckets):
-            device, dtype = torch.device(bucket.device), bucket.dtypes.compute
-            flat = self._transport.empty(bucket.numel, dtype, device)
-            members = [parameters[slot.parameter] for slot in bucket.slots]
-            shelf = Shelf(bucket, layout, members, flat, updated)
-            for parameter, view in zip(members, shelf.views(flat), strict=True):
-                view.copy_(parameter.detach())
-            broadcast(self._direct, self._transport, [flat])
+            whole = self._gathered_whole(bucket, layout, parameters)
+            low, high = bucket.owned(self._transport.rank)
+            common = None if regions is None else Common(regions[number], whole.dtype)
+            flat = whole
             if self._transport.world_size > 1:
-                low, high = bucket.owned(self._transport.rank)
-                shelf.region = None if regions is None else regions[number]
-                if shelf.region is None:
-                    shelf.shard = self._transport.empty(high - low, dtype, device)
-                else:
-                    shelf.shard = shelf.region.own(low * dtype.itemsize, high * dtype.itemsize).view(dtype)
-                shelf.shard.copy_(flat[low:high])
-            self.residency.put(layout.parameters[bucket.slots[0].parameter].unit, shelf)
-            shelves.append(shelf)
-        return shelves
+                device = torch.device(bucket.device)
+                flat = common.own(low, high) if common else self._transport.empty(high - low, whole.dtype, device)
+                flat.copy_(whole[low:high])
+            for unit, first, last in layout.runs(bucket):
+                part, begin = bucket.part(first, last), bucket.slots[first].offset
+                here, there = (bound + begin - low for bound in part.owned(self._transport.rank))
+                members = [parameters[slot.parameter] for slot in part.slots]
+                shard = flat[here:there] if there > here else flat[:0]
+                shelf = Shelf(part, layout, members, shard, updated, common, begin)
+                self.residency.put(unit, shelf)
+                shelves.append(shelf)
+            flats.append(flat)
+        return flats, shelves
+
+    def _gathered_whole(self, bucket: Bucket, layout: Layout, parameters: Sequence[Tensor]) -> Tensor:
+        """Rank 0's values of a bucket. Collective."""
+        flat = self._transport.empty(bucket.numel, bucket.dtypes.compute, torch.device(bucket.device))
+        for slot in bucket.slots:
+            spec, parameter = layout.parameters[slot.parameter], parameters[slot.parameter]
+            strided(flat, slot.offset, spec.shape, spec.stride).copy_(parameter.detach())
+        broadcast(self._direct, self._transport, [flat])
+        return flat
 
     def _take_out(self, shelves: Sequence[Shelf]) -> None:
         """Make the parameters of these shelves plain ones, with memory of their own. Collective."""
+        self.residency.look()  # before what is edited becomes what is kept
         for number, unit in enumerate(self.residency.units):
             leaving = [shelf for shelf in unit.shelves if shelf in shelves]
             if leaving:
@@ -138,22 +159,21 @@ class ShardedStorage(ParameterStorage):
         return [(spec.name, found[spec.name]) for spec in self.layout.parameters]
 
     def problem(self) -> str | None:
-        found, self.residency.problem = self.residency.problem, None
-        if found is not None or self.residency.lasting is not None:
-            return found or self.residency.lasting
+        found = self.residency.edits() or self.residency.lasting
+        if found is not None:
+            return found
         with as_plain():
             for shelf in self.residency.shelves():
-                for slot in range(len(shelf.parameters)):
-                    if not shelf.owns(slot):
-                        return (
-                            f"the memory of {shelf.name(slot)!r} was replaced after the optimizer was built (by moving "
-                            "or casting the model): move and cast it before that"
-                        )
+                for slot in shelf.displaced():
+                    return (
+                        f"the memory of {shelf.name(slot)!r} was replaced after the optimizer was built (by moving "
+                        "or casting the model): move and cast it before that"
+                    )
         return misplaced(self._bindings)
 
     @property
     def units_travel(self) -> bool:
-        return all(shelf.region is None for shelf in self.residency.shelves())
+        return all(shelf.common is None for shelf in self.residency.shelves())
 
     # -- from outside ---------------------------------------------------------------------------------------------
 
@@ -184,6 +204,7 @@ class ShardedStorage(ParameterStorage):
                 flats = [shelf.whole[shelf.bucket.slots[n].offset : shelf.bucket.slots[n].end] for n in slots]
                 broadcast(self._direct, self._transport, flats)
                 self.residency.accept(shelf, slots)
+        self.residency.announce()
 
     def busy(self) -> bool:
         return self._hooks is not None and self._hooks.busy()
@@ -198,16 +219,20 @@ class ShardedStorage(ParameterStorage):
             if shelf.updated:
                 slots = enumerate(shelf.bucket.slots)
                 self.residency.changed(shelf, [number for number, slot in slots if used[slot.parameter]])
+        self.residency.announce()
 
     def rest_flats(self) -> list[Tensor]:
-        return [shelf.shard for shelf in self._others]
+        return self._other_flats
 
     def transient(self) -> tuple[frozenset[int], int]:
         return self.residency.pool.storages(), self.residency.pool.peak_bytes
+
+    def in_common(self) -> frozenset[int]:
+        return frozenset(address for shelf in self.residency.shelves() if (address := shelf.common_address))
 
     def release(self) -> None:
         if self._hooks is not None:
             self._hooks.retire()
             self._hooks.remove()
         self._take_out(list(self.residency.shelves()))
-        self.flats, self._others = [], []
+        self.flats, self._others, self._other_flats = [], [], []

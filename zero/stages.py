@@ -123,8 +123,9 @@ def _unit_bytes(layout: Layout, rest: Layout | None) -> dict[int, int]:
     found: dict[int, int] = {}
     for which in (layout,) if rest is None else (layout, rest):
         for bucket in which.buckets:
-            unit = which.parameters[bucket.slots[0].parameter].unit
-            found[unit] = found.get(unit, 0) + bucket.numel * bucket.dtypes.compute.itemsize
+            for unit, first, last in which.runs(bucket):
+                part = bucket.part(first, last)
+                found[unit] = found.get(unit, 0) + part.numel * part.dtypes.compute.itemsize
     return found
 
 
@@ -178,3 +179,38 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """True where two tensors of one dtype are equal as bits: -0.0 and NaN count."""
     wide = torch.int64 if a.numel() * a.itemsize % 8 == 0 == (a.data_ptr() | b.data_ptr()) % 8 else torch.uint8
     return torch.equal(a.view(wide), b.view(wide))
+
+
+# -- looking at values, which on an accelerator holds up the host until the device has done what it was told -----------
+
+
+def seen_at_once(device: torch.device) -> bool:
+    """True where the host reads a value without waiting for anything."""
+    return device.type == "cpu"
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def first_difference(a: Tensor, b: Tensor) -> Tensor:
+    """The first element in which two 1-D tensors of one floating dtype, not empty, differ as bits, or -1: 0-dim, where
+    they are. Nobody waits for it here."""
+    integers = _INTEGERS[a.itemsize]
+    different = a.view(integers) != b.view(integers)
+    return torch.where(different.any(), different.view(torch.uint8).argmax(), -1)
+
+
+def read_scalars(scalars: Sequence[Tensor]) -> list[int]:
+    """What 0-dim tensors say, all with one look."""
+    if not scalars:
+        return []
+    row = torch.stack([scalar.to(scalars[0].device) for scalar in scalars])
+    found: list[int] = row.tolist()  # host synchronisation: whoever calls says why
+    return found
+
+
+def all_zero(tensors: Sequence[Tensor]) -> list[bool]:
+    """Of each tensor, all on one kind of device, whether it has no element but zeros."""
+    if not tensors or seen_at_once(tensors[0].device):
+        return [not torch.count_nonzero(tensor) for tensor in tensors]
+    return [not found for found in read_scalars([tensor.any() for tensor in tensors])]

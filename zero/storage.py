@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from collectives import Collective, Transport
 
-from .layout import Bucket, Layout
+from .layout import Bucket, Layout, Slot
 from .parameters import HELD_ELSEWHERE, bindings, misplaced
 from .released import is_released
 from .replicas import broadcast, fingerprint
@@ -31,13 +31,21 @@ class ParameterStorage:
         self.rest = Layout((), (), transport.world_size)  # of parameters that are stored here and not updated
         self.parameters: list[Tensor] = []
         self.flats: list[Tensor] = []
+        self._places: list[tuple[int, torch.dtype]] = []  # of each parameter's memory, where it was put
         self._bindings = bindings(module)
+        self._indices: dict[Tensor, int] = {}
 
     # -- construction ---------------------------------------------------------------------------------------------
 
     def units(self) -> dict[int, int] | None:
         """id of a parameter -> its unit, where parameters come in units."""
         return None
+
+    @property
+    def buckets_cross_units(self) -> bool:
+        """True where to gather a unit moves no bytes, as long as memory in common can be had: its slices may be of
+        any length."""
+        return False
 
     def lines(self) -> list[str]:
         """What the ranks must have built alike, beside the layout, as text."""
@@ -68,6 +76,7 @@ class ParameterStorage:
                 view.copy_(parameter.detach())
                 parameter.data = view
             self.flats.append(flat)
+        self._places += [(parameter.data_ptr(), parameter.dtype) for parameter in parameters]
         broadcast(self._direct, self._transport, self.flats[len(self.flats) - len(new) :])
 
     def end(self) -> None:
@@ -92,9 +101,10 @@ class ParameterStorage:
 
     def index(self, parameter: Tensor) -> int:
         """The parameter's place in the layout; `ValueError` for a stranger."""
-        for index, known in enumerate(self.parameters):
-            if known is parameter:
-                return index
+        if len(self._indices) < len(self.parameters):
+            self._indices = {known: index for index, known in enumerate(self.parameters)}  # by identity, as torch does
+        if parameter in self._indices:
+            return self._indices[parameter]
         raise ValueError(f"a tensor of shape {tuple(parameter.shape)} is not one of this optimizer's parameters")
 
     def name(self, parameter: Tensor) -> str:
@@ -147,21 +157,29 @@ class ParameterStorage:
 
     def problem(self) -> str | None:
         """What is wrong where a parameter was moved, cast or replaced since; None where all is well."""
-        for bucket, _, slot in self.layout.slots():
-            parameter, spec = self.parameters[slot.parameter], self.layout.parameters[slot.parameter]
-            flat = self.flats[bucket.index]
-            place = flat.data_ptr() + slot.offset * flat.element_size()
-            if parameter.dtype is not flat.dtype or parameter.device != flat.device:
-                return (
-                    f"{spec.name!r} is now {parameter.dtype} on {parameter.device}, but was {flat.dtype} on "
-                    f"{flat.device} when the optimizer was built: move and cast the model before that"
-                )
-            if slot.numel and parameter.data_ptr() != place:
-                return (
-                    f"the memory of {spec.name!r} was replaced after the optimizer was built (by assigning to .data, "
-                    "or by moving the model): edit parameters in place"
-                )
+        places = [(parameter.data_ptr(), parameter.dtype) for parameter in self.parameters]
+        if places != self._places:
+            for bucket, _, slot in self.layout.slots():
+                problem = self._misplacement(bucket, slot)
+                if problem is not None:
+                    return problem
+            self._places = places  # share_memory() moves a bucket with all its parameters
         return misplaced(self._bindings)
+
+    def _misplacement(self, bucket: Bucket, slot: Slot) -> str | None:
+        parameter, spec = self.parameters[slot.parameter], self.layout.parameters[slot.parameter]
+        flat = self.flats[bucket.index]
+        if parameter.dtype is not flat.dtype or parameter.device != flat.device:
+            return (
+                f"{spec.name!r} is now {parameter.dtype} on {parameter.device}, but was {flat.dtype} on "
+                f"{flat.device} when the optimizer was built: move and cast the model before that"
+            )
+        if slot.numel and parameter.data_ptr() != flat.data_ptr() + slot.offset * flat.itemsize:
+            return (
+                f"the memory of {spec.name!r} was replaced after the optimizer was built (by assigning to .data, "
+                "or by moving the model): edit parameters in place"
+            )
+        return None
 
     def rest_flats(self) -> list[Tensor]:
         """This rank's memory of the parameters of `rest`."""
@@ -170,6 +188,10 @@ class ParameterStorage:
     def transient(self) -> tuple[frozenset[int], int]:
         """Buffers of gathered parameters: their addresses, and the most bytes that there ever were."""
         return frozenset(), 0
+
+    def in_common(self) -> frozenset[int]:
+        """Addresses of memory that all ranks have in common, seen as a whole; what a rank owns of it is in `flats`."""
+        return frozenset()
 
     def release(self) -> None:
         """Give every parameter memory of its own. Collective."""

@@ -185,15 +185,13 @@ class UnitHooks:
     def reached(self, place: _Place) -> None:
         """A backward comes to what a module's forward gave out."""
         self._begin()
-        with self._cleared_up():
-            for unit in place.needs:
-                self._demand(unit)
+        for unit in place.needs:
+            self._demand_in_backward(unit)
 
-    @contextmanager
-    def _cleared_up(self) -> Iterator[None]:
+    def _demand_in_backward(self, unit: int) -> None:
         """Nothing stays shown when the ranks' communication fails in a backward."""
         try:
-            yield
+            self._demand(unit)
         finally:
             if self._residency.broken:
                 self._residency.abandon()
@@ -210,8 +208,8 @@ class UnitHooks:
     def _needed_again(self, unit: int) -> None:
         """Somebody asks for a tensor that a unit's forward saved."""
         self._begin()
-        with self._cleared_up():
-            self._demand(unit)
+        if unit != self._current or self._starting or not self._residency.shows(unit):
+            self._demand_in_backward(unit)
 
     def _begin(self) -> None:
         """Take note of a backward that began, or that an exception left."""

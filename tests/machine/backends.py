@@ -1,4 +1,4 @@
-"""Where the ranks of a program run: as threads over Loopback, or as gloo processes."""
+"""Where the ranks of a program run: as threads over Loopback or over real sockets, or as gloo processes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from collectives import Transport
 from collectives.loopback import Interference, Loopback
 
 from ..pool import GlooPool
+from ..sockets import meet
 from .program import Command, Config, Setting
 from .ranks import Rank, Saved
 
@@ -63,6 +65,16 @@ class Threads:
 
     def _run(self, action: Callable[[Rank], Any]) -> list[Any]:
         return self._group.run(lambda group: action(self._ranks[group.rank]))
+
+
+class Sockets(Threads):
+    """Ranks as threads that meet as processes of one host do, and so have memory in common. Nothing is delayed."""
+
+    def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
+        self._group = Loopback(setting.world_size, timeout=LIMIT)
+        self._ranks = self._group.run(
+            lambda group: Rank(config, setting, Transport(meet(group)), group.rank, _copy(saved))
+        )
 
 
 class Processes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-COPIED = ("zero", "collectives", "tests")
+COPIED = ("zero", "collectives", "tests", "benchmarks")
 
 
 class PatchError(Exception):

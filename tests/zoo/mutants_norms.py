@@ -98,9 +98,9 @@ MUTANTS = (
         (
             Edit(
                 OPTIMIZER,
-                "        mine = PowerSum.of(pieces, norm_type)\n",
+                "        mine = PowerSum.of(pieces, norm_type)",
                 "        if not pieces:\n            return torch.zeros((), dtype=dtype)\n"
-                "        mine = PowerSum.of(pieces, norm_type)\n",
+                "        mine = PowerSum.of(pieces, norm_type)",
             ),
         ),
         ("test_properties.py::test_a_rank_that_owns_nothing_takes_part[2]",),

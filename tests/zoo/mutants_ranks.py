@@ -36,7 +36,13 @@ WAITS = (
         "a-bucket-is-launched-one-gradient-early",
         ("S20",),
         "A bucket leaves before its last gradient is there, which is lost.",
-        (Edit(REDUCER, "        if self._missing[bucket] == 0:\n", "        if self._missing[bucket] <= 1:\n"),),
+        (
+            Edit(
+                "zero/rounds.py",
+                "        if self._missing[bucket] == 0:\n",
+                "        if self._missing[bucket] <= 1:\n",
+            ),
+        ),
         (f"{EXACT}[2-sgd]",),
     ),
     Mutant(
@@ -112,8 +118,16 @@ RANKS = (
         (
             Edit(
                 PAIRWISE,
-                "arriving = {rank: t.scratch(high - low, source.dtype, source.device) for rank in t.peers()}",
-                "everything = {rank: t.scratch(source.numel(), source.dtype, source.device) for rank in t.peers()}\n"
+                "width = -(-(high - low) // GRAIN) * GRAIN",
+                "width = -(-source.numel() // GRAIN) * GRAIN",
+            ),
+            Edit(
+                PAIRWISE,
+                "arriving = {rank: scratch[n * width : n * width + high - low] for n, rank in enumerate(t.peers())}",
+                "everything = {\n"
+                "            rank: scratch[n * width : n * width + source.numel()]\n"
+                "            for n, rank in enumerate(t.peers())\n"
+                "        }\n"
                 "        arriving = {rank: whole[low:high] for rank, whole in everything.items()}",
             ),
             Edit(
@@ -191,7 +205,7 @@ RANKS = (
         (
             Edit(
                 REDUCER,
-                "        self._transport.meet(Tag(Kind.MEET, purpose, self._round, self._meeting), "
+                "        self._transport.meet(Tag(Kind.MEET, purpose, self._rounds.number, self._meeting), "
                 "self._empty_round)\n",
                 "",
             ),

@@ -35,8 +35,14 @@ MUTANTS = (
         (
             Edit(
                 GRADIENTS,
-                "        for slot in self._fresh:\n            self._views[slot].fill_(-0.0)\n        source",
+                "        if not self._blank:\n            for slot in self._fresh:\n"
+                "                self._view(slot).fill_(-0.0)\n        source",
                 "        source",
+            ),
+            Edit(
+                GRADIENTS,
+                "        return row if self._contiguous else None\n",
+                "        return row if self._contiguous and len(arrived) == len(self.bucket.slots) else None\n",
             ),
         ),
         ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[1-sgd]",),
@@ -177,8 +183,52 @@ MUTANTS = (
         "positive-zero-for-nothing",
         ("L1",),
         "A missing gradient contributes +0.0, which turns a sum of -0.0 into 0.0.",
-        (Edit(GRADIENTS, "self._views[slot].fill_(-0.0)", "self._views[slot].fill_(0.0)"),),
+        (
+            Edit(
+                GRADIENTS,
+                "for slot in self._fresh:\n                self._view(slot).fill_(-0.0)",
+                "for slot in self._fresh:\n                self._view(slot).fill_(0.0)",
+            ),
+        ),
         ("test_properties.py::test_a_missing_gradient_leaves_a_negative_zero",),
+    ),
+    Mutant(
+        "a-cleared-gradient-comes-back",
+        ("S5",),
+        "A gradient that no_sync left and the user cleared stays in the contribution, where the next backward does not "
+        "reach it.",
+        (
+            Edit(
+                GRADIENTS,
+                "            self._view(slot).fill_(-0.0)\n            self._fresh.add(slot)\n",
+                "            self._fresh.add(slot)\n",
+            ),
+        ),
+        ("test_gradients.py::test_what_no_sync_left_and_was_cleared_does_not_come_back",),
+    ),
+    Mutant(
+        "positive-zero-between-those-that-came",
+        ("L1",),
+        "A missing gradient is +0.0 where those of its bucket that came are put together in one call.",
+        (Edit(GRADIENTS, "nothing = torch.full((1,), -0.0,", "nothing = torch.full((1,), 0.0,"),),
+        ("test_properties.py::test_a_missing_gradient_leaves_a_negative_zero",),
+    ),
+    Mutant(
+        "padding-before-its-gradient",
+        ("S17",),
+        "Of a contribution that is put together in one call, a slot's padding lies before it: gradients are shifted.",
+        (
+            Edit(
+                GRADIENTS,
+                "            places.append(len(row))\n            row.append(nothing.expand(slot.numel))\n"
+                "            if end > slot.end:\n"
+                "                row.append(torch.zeros(end - slot.end, dtype=self._dtype, device=device))\n",
+                "            if end > slot.end:\n"
+                "                row.append(torch.zeros(end - slot.end, dtype=self._dtype, device=device))\n"
+                "            places.append(len(row))\n            row.append(nothing.expand(slot.numel))\n",
+            ),
+        ),
+        ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[1-sgd]",),
     ),
     Mutant(
         "narrow-sums",
@@ -203,8 +253,8 @@ MUTANTS = (
         (
             Edit(
                 REDUCER,
-                "self.used[index] = any(record.used[index] for record in records)",
-                "self.used[index] |= not records",
+                'functools.reduce(operator.or_, (int.from_bytes(record.used, "little") for record in records))',
+                'int.from_bytes(records[self._transport.rank].used, "little")',
             ),
         ),
         ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
@@ -238,8 +288,8 @@ MUTANTS = (
         (
             Edit(
                 "zero/hooks.py",
-                "listener.gradient_ready(index, gradient.detach())",
-                "listener.gradient_ready(index, parameter.detach())",
+                "listener.gradient_ready(self._index, gradient.detach() if gradient.requires_grad else gradient)",
+                "listener.gradient_ready(self._index, parameter.detach())",
             ),
         ),
         ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
@@ -279,7 +329,7 @@ MUTANTS = (
             Edit(
                 REDUCER,
                 "        self._complete()\n        self._forget(cleared)\n",
-                "        self._queue.abandon()\n        self._forget(cleared)\n",
+                "        self._rounds.abandon()\n        self._forget(cleared)\n",
             ),
         ),
         ("test_errors.py::test_an_exception_inside_a_backward_leaves_everything_usable[failing1-2]",),
@@ -303,9 +353,9 @@ MUTANTS = (
         "A parameter that is unfrozen later is not counted, and its bucket leaves before its gradient comes.",
         (
             Edit(
-                REDUCER,
-                "mask = [self.parameters[slot.parameter].requires_grad for slot in store.bucket.slots]",
-                "mask = [self.layout.parameters[slot.parameter].trainable for slot in store.bucket.slots]",
+                "zero/rounds.py",
+                "can_train = [parameter.requires_grad for parameter in self.parameters]",
+                "can_train = [spec.trainable for spec in self.layout.parameters]",
             ),
         ),
         ("test_properties.py::test_a_parameter_that_is_unfrozen_later_is_trained_from_then_on[2]",),

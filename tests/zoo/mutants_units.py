@@ -5,9 +5,9 @@ from __future__ import annotations
 from .mutant import Edit, Mutant
 
 HOOKS, RESIDENCY, SHARDED = "zero/unit_hooks.py", "zero/residency.py", "zero/sharded.py"
-SAVING = "zero/saving.py"
+SAVING, PLACES, SHELF = "zero/saving.py", "zero/places.py", "zero/shelf.py"
 EXACT = "test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
-MEMORY = "test_units_memory.py"
+MEMORY, EDITS = "test_units_memory.py", "test_stage3_edits.py"
 
 MUTANTS = (
     Mutant(
@@ -66,7 +66,7 @@ MUTANTS = (
         "a-backward-inside-a-backward-is-let-through",
         ("S26",),
         "Re-entrant checkpointing is not refused: what the inner backward brings is taken for the whole.",
-        (Edit("zero/hooks.py", "    return depth > 1\n", "    return depth > 9\n"),),
+        (Edit("zero/hooks.py", "    return depth > in_caller\n", "    return depth > 9\n"),),
         ("test_errors.py::test_reentrant_checkpointing_is_refused_with_the_reason[2]",),
     ),
     Mutant(
@@ -88,7 +88,11 @@ MUTANTS = (
         ("L5",),
         "A buffer of which somebody holds a view is taken for free: the view shows a neighbouring unit's weights.",
         (
-            Edit(RESIDENCY, "if shelf.lent is not None and holders(shelf.lent) == 0:", "if shelf.lent is not None:"),
+            Edit(
+                RESIDENCY,
+                "if shelf.lent is not None and shelf.strangers(shelf.lent) == 0:",
+                "if shelf.lent is not None:",
+            ),
             Edit("collectives/memory.py", "return _uses(self.storage) == 1", "return _uses(self.storage) <= 2"),
         ),
         ("test_stage3_properties.py::test_a_view_that_is_kept_within_a_step_follows_its_own_parameter",),
@@ -99,12 +103,28 @@ MUTANTS = (
         "A tensor that a graph saved is restored from the beginning of its bucket, where another parameter lies.",
         (
             Edit(
-                RESIDENCY,
-                "return shelf.whole.as_strided(saved.size, saved.stride, saved.offset)",
-                "return shelf.whole.as_strided(saved.size, saved.stride, shelf.offsets[0])",
+                PLACES,
+                "return shelf.view(place.size, place.stride, place.offset)",
+                "return shelf.view(place.size, place.stride, shelf.offsets[0])",
             ),
         ),
         (f"{EXACT}[3-sgd]",),
+    ),
+    Mutant(
+        "a-place-is-known-after-its-buffer-went",
+        ("L5",),
+        "What a unit's buffer held is remembered when another unit has it: a graph takes that weight for this one.",
+        (
+            Edit(
+                PLACES,
+                "        if self._shelves.pop(shelf.address, None) is not None:\n            self._known.clear()\n",
+                "        self._shelves.pop(shelf.address, None)\n",
+            ),
+        ),
+        (
+            "test_stage3_properties.py::"
+            "test_a_graph_takes_the_weights_of_its_own_unit_also_where_another_lay_there_before",
+        ),
     ),
     Mutant(
         "units-stay-after-a-backward",
@@ -146,7 +166,7 @@ MUTANTS = (
         (
             Edit(
                 SAVING,
-                "if residency is not None and (saved := residency.place(tensor)) is not None:",
+                "if residency is not None and (saved := residency.places.find(tensor)) is not None:",
                 "if residency is None and (saved := None) is not None:",
             ),
         ),
@@ -168,12 +188,40 @@ MUTANTS = (
         "A weight that one rank edits through `.data` in a forward is used there and lost, and nobody is told.",
         (
             Edit(
-                RESIDENCY,
-                "        if not same_bits(shelf.whole[low:high], kept):\n",
-                "        if shelf.whole[low:high].numel() != kept.numel():\n",
+                "zero/edits.py",
+                "        if same_bits(shelf.whole[low:high], shelf.shard):\n",
+                "        if shelf.whole[low:high].numel() == shelf.shard.numel():\n",
             ),
         ),
         ("test_stage3_properties.py::test_an_edit_past_the_version_counter_is_told_by_the_owner",),
+    ),
+    Mutant(
+        "edits-in-common-memory-go-unseen",
+        ("L13",),
+        "Pages of common memory that a rank has written are not compared: an edit is used there and lost in silence.",
+        (
+            Edit(
+                SHELF,
+                "found += [(shelf, piece.slot) for piece in self._differing(shelf, begin, end)]",
+                "self._differing(shelf, begin, end)",
+            ),
+        ),
+        (f"{EDITS}::test_an_edit_of_what_a_block_does_not_write_is_told_on_every_rank_and_undone",),
+    ),
+    Mutant(
+        "a-part-s-owners-are-one-line-off",
+        ("L13",),
+        "A unit's part of a bucket is cut 64 bytes beside the bucket's own cuts: what is written there is kept by a "
+        "rank that does not own it.",
+        (
+            Edit(
+                "zero/layout.py",
+                "min(max(bound - begin, 0), end - begin) for bound in self.bounds)",
+                "min(max(bound - begin + self.dtypes.alignment * (0 < bound < self.numel), 0), end - begin)\n"
+                "            for bound in self.bounds)",
+            ),
+        ),
+        ("test_layout.py::test_a_part_of_a_bucket_has_the_slots_and_owners_of_the_whole",),
     ),
     Mutant(
         "a-forward-that-raises-stays-entered",
@@ -202,9 +250,9 @@ MUTANTS = (
         (
             Edit(
                 SHARDED,
-                "            broadcast(self._direct, self._transport, [flat])\n            if",
-                "            if updated:\n"
-                "                broadcast(self._direct, self._transport, [flat])\n            if",
+                "        broadcast(self._direct, self._transport, [flat])\n        return flat",
+                "        if layout is self.layout:\n"
+                "            broadcast(self._direct, self._transport, [flat])\n        return flat",
             ),
         ),
         ("test_stage3_properties.py::test_weights_that_are_not_listed_are_rank_0s_too",),

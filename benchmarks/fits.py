@@ -1,0 +1,66 @@
+"""Straight lines through measured times: a fixed cost, a cost for each unit, and where one line is not enough.
+
+    seconds = fixed + slope · x                              one line
+    seconds = fixed + slope · x + more · max(0, x − bend)    two, which meet at a measured x
+
+Least squares of the relative residuals: times span decades, and plain least squares would see the largest alone.
+
+Knows: points. Does not know: what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+MISS = 0.10  # a line that misses no point by more is straight
+GAIN = 0.25  # two lines must leave at most this share of the squares that one leaves
+
+
+@dataclass(frozen=True)
+class Line:
+    """``fixed``: at x = 0. ``slope`` up to ``bend``, and ``beyond`` from there on; ``bend``: None where it is straight.
+    ``miss``: the largest relative residual."""
+
+    fixed: float
+    slope: float
+    bend: float | None
+    beyond: float
+    miss: float
+
+    def at(self, x: float) -> float:
+        past = 0.0 if self.bend is None else max(0.0, x - self.bend)
+        return self.fixed + self.slope * x + (self.beyond - self.slope) * past
+
+
+Values = npt.NDArray[np.floating[Any]]
+
+
+def _solve(columns: Sequence[Values], seconds: Values) -> tuple[Values, Values]:
+    """Coefficients, and relative residuals."""
+    matrix = np.stack(columns, axis=1) / seconds[:, None]
+    coefficients: Values = np.linalg.lstsq(matrix, np.ones_like(seconds), rcond=None)[0]
+    return coefficients, matrix @ coefficients - 1
+
+
+def fit(xs: Sequence[float], seconds: Sequence[float]) -> Line | None:
+    """The line through these points, bent where that says much more; None for fewer than two places."""
+    if len(set(xs)) < 2:
+        return None
+    x, y = np.array(xs, dtype=np.float64), np.array(seconds, dtype=np.float64)
+    flat, straight = _solve([np.ones_like(x), x], y)
+    line = Line(float(flat[0]), float(flat[1]), None, float(flat[1]), float(abs(straight).max()))
+    if line.miss <= MISS:
+        return line
+    best, squares = line, GAIN * float(straight @ straight)
+    for bend in sorted(set(xs))[1:-1]:
+        found, residuals = _solve([np.ones_like(x), x, np.maximum(0, x - bend)], y)
+        if len(x) > len(found) and residuals @ residuals <= squares:
+            squares = float(residuals @ residuals)
+            slopes = float(found[1]), float(found[1] + found[2])
+            best = Line(float(found[0]), slopes[0], float(bend), slopes[1], float(abs(residuals).max()))
+    return best

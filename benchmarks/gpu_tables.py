@@ -1,0 +1,141 @@
+"""Tables and the picture of training on one device, and the figures that must be seen.
+
+Knows: runs, columns. Does not know: how anything was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from .gpu_job import DTYPES, PASSES, OnDevice
+from .step_tables import COLORS, OTHER_COLOR, PANEL, RESOLUTION
+from .systems import FSDP2, PLAIN
+from .tables import Table, milliseconds
+
+MOST = {f"zero {stage}": PLAIN for stage in range(3)} | {"zero 3": FSDP2}  # of a step: whose it is compared with
+MOST_TIMES, LEAST_BANDWIDTH = 1.02, 0.85
+
+
+class DeviceResults:
+    """Runs on one device, to be looked up by dtype and system."""
+
+    def __init__(self, runs: Sequence[OnDevice]) -> None:
+        self._found: dict[tuple[str, str], list[OnDevice]] = {}
+        for run in runs:
+            self._found.setdefault((run.job.dtype, run.job.system), []).append(run)
+
+    def dtypes(self) -> list[str]:
+        return list(dict.fromkeys(dtype for dtype, _ in self._found))
+
+    def systems(self, dtype: str) -> list[str]:
+        return [system for found, system in self._found if found == dtype]
+
+    def runs(self, dtype: str, system: str) -> list[OnDevice]:
+        return self._found[dtype, system]
+
+    def seconds(self, dtype: str, system: str) -> float:
+        """Of a step in a row: the median over rounds."""
+        return median(run.in_a_row for run in self._found[dtype, system])
+
+    def ratio(self, dtype: str, system: str, than: str) -> float | None:
+        """Of a step: the median over rounds of the ratio to another system in the same round; None where that was not
+        run."""
+        if (dtype, system) not in self._found or (dtype, than) not in self._found:
+            return None
+        pairs = zip(self._found[dtype, system], self._found[dtype, than], strict=True)
+        return median(mine.in_a_row / theirs.in_a_row for mine, theirs in pairs)
+
+    def share(self, dtype: str, system: str) -> float:
+        """The optimizer's share of the bandwidth of a copy: the median over rounds."""
+        return median(run.update_bandwidth / run.copy for run in self._found[dtype, system])
+
+
+def by_dtype(results: DeviceResults) -> Iterator[Table]:
+    """Every system, a table for each dtype."""
+    columns = ["system", "ms", "quartiles", "÷ plain", "÷ FSDP2", "waited ms", "host ms", "update ms", "GB/s", "÷ copy"]
+    columns += ["peak MB", "kept MB", "loss"]
+    for dtype in results.dtypes():
+        systems = results.systems(dtype)
+        first = results.runs(dtype, systems[0])[0]
+        copied = median(run.copy for system in systems for run in results.runs(dtype, system))
+        job = first.job
+        title = (
+            f"{dtype}, {first.numel / 1e6:.0f} M parameters ({job.shape.layers} blocks of {job.shape.width}), "
+            f"{job.batch} × {job.sequence} tokens, on {job.device}; a copy moves {copied / 1e9:.0f} GB/s; update: "
+            f"{PASSES * DTYPES[dtype].itemsize} bytes an element"
+        )
+        yield Table(title, columns, [_row(results, dtype, system) for system in systems])
+
+
+def _row(results: DeviceResults, dtype: str, system: str) -> list[str]:
+    runs = results.runs(dtype, system)
+    times = sorted(run.in_a_row for run in runs)
+    low, _, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else (times[0],) * 3
+    return [
+        system,
+        milliseconds(results.seconds(dtype, system)),
+        f"{milliseconds(low)}–{milliseconds(high)}",
+        _two(results.ratio(dtype, system, PLAIN)),
+        _two(results.ratio(dtype, system, FSDP2)),
+        *(milliseconds(_over(runs, values)) for values in (lambda r: r.waited, lambda r: r.host, lambda r: r.update)),
+        f"{median(run.update_bandwidth for run in runs) / 1e9:.1f}",
+        _two(results.share(dtype, system)),
+        f"{max(run.peak for run in runs) / 1e6:.1f}",
+        f"{max(run.kept for run in runs) / 1e6:.1f}",
+        f"{runs[0].loss:.4f}",
+    ]
+
+
+def _over(runs: Sequence[OnDevice], values: Callable[[OnDevice], list[float]]) -> float:
+    """The median over rounds of the median over steps."""
+    return median(median(values(run)) for run in runs)
+
+
+def _two(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def targets(results: DeviceResults) -> Table:
+    """What must be seen, and what was."""
+    rows = []
+    for dtype in results.dtypes():
+        for system, than in MOST.items():
+            if (ratio := results.ratio(dtype, system, than)) is not None:
+                rows.append([f"{system} ÷ {than}", dtype, f"≤ {MOST_TIMES}", f"{ratio:.3f}", _met(ratio <= MOST_TIMES)])
+        for system in results.systems(dtype):
+            if system in MOST:
+                share = results.share(dtype, system)
+                met = _met(share >= LEAST_BANDWIDTH)
+                rows.append([f"{system}: update ÷ copy", dtype, f"≥ {LEAST_BANDWIDTH}", f"{share:.2f}", met])
+    return Table("What must be seen on a GPU", ["measure", "dtype", "target", "measured", "met"], rows)
+
+
+def _met(met: bool) -> str:
+    return "yes" if met else "no"
+
+
+def draw(path: Path, results: DeviceResults, footer: str) -> None:
+    """Write a PNG: time of a step, of the host and of the update by system, a panel for each dtype."""
+    dtypes = results.dtypes()
+    figure = Figure(figsize=(PANEL[0] * len(dtypes), PANEL[1] + 0.3), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, dtype in zip(figure.subplots(1, len(dtypes), squeeze=False).flatten(), dtypes, strict=True):
+        names = results.systems(dtype)
+        steps = [results.seconds(dtype, name) * 1e3 for name in names]
+        axes.barh(names, steps, color=[COLORS.get(name.split()[0], OTHER_COLOR) for name in names])
+        hosts = [_over(results.runs(dtype, name), lambda run: run.host) * 1e3 for name in names]
+        axes.plot(hosts, names, "|", color="black", markersize=14, label="the host's calls have returned")
+        axes.invert_yaxis()
+        for row, value in enumerate(steps):
+            axes.text(value, row, f" {value:.1f}", va="center", fontsize=8)
+        axes.set_title(dtype, fontsize=10, loc="left")
+        axes.set_xlabel("ms a step")
+        axes.legend(frameon=False, fontsize=7, loc="lower right")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel(footer, fontsize=7, color="0.4")
+    figure.savefig(path, dpi=RESOLUTION)

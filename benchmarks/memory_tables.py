@@ -1,0 +1,91 @@
+"""Tables of what ranks hold, beside the formulas.
+
+The formulas are those of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+(2020), section 5, for fp32 and Adam: 4 bytes a parameter for parameters, 4 for gradients, 8 for states, each divided by
+the number of ranks where the stage shards it.
+
+Knows: runs, stages by number. Does not know: how anything was measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from zero.model import GPT
+
+from .step_job import MODELS, Run
+from .systems import SYSTEMS, smallest_peer
+from .tables import Table
+
+KINDS = {"parameters": 4, "gradients": 4, "states": 8}
+MOST = 1.01  # of the formula
+SHARDED_FROM = {"parameters": 3, "gradients": 2, "states": 1}  # the first stage that shards a kind
+
+
+def numel(model: str) -> int:
+    """Elements of a model's parameters."""
+    with torch.device("meta"):
+        made = GPT(MODELS[model].shape, MODELS[model].sequence)
+    return sum(parameter.numel() for parameter in made.parameters())
+
+
+def formula(kind: str, stage: int, elements: int, world_size: int) -> float:
+    """Bytes of a rank."""
+    return KINDS[kind] * elements / (world_size if stage >= SHARDED_FROM[kind] else 1)
+
+
+def by_ranks(runs: Sequence[Run]) -> Iterator[Table]:
+    """A table for each number of ranks. Megabytes; the largest rank."""
+    columns = ["system", "stage", *(f"{kind} MB (÷ formula)" for kind in KINDS), "peak MB", "job's PSS MB"]
+    for world_size, group in itertools.groupby(runs, key=lambda run: len(run.ranks)):
+        rows = [_row(run) for run in group]
+        yield Table(f"{runs[0].ranks[0].model}, {world_size} ranks", columns, rows)
+
+
+def _row(run: Run) -> list[str]:
+    first = run.ranks[0]
+    stage = SYSTEMS[first.system].stage
+    assert stage is not None, "systems without a stage are not measured here"
+    cells = []
+    for kind in KINDS:
+        measured = max(getattr(rank, kind) for rank in run.ranks)
+        cells.append(f"{measured / 1e6:.1f} ({_over_formula(run, kind, stage):.2f})")
+    peak = max(rank.peak for rank in run.ranks) / 1e6
+    return [first.system, str(stage), *cells, f"{peak:.0f}", f"{run.proportional / 1e6:.0f}"]
+
+
+def targets(runs: Sequence[Run]) -> Table:
+    """What must be seen, and what was."""
+    rows = []
+    for world_size, group in itertools.groupby(runs, key=lambda run: len(run.ranks)):
+        found = {run.ranks[0].system: run for run in group}
+        for stage in range(4):
+            ours = found.get(f"zero {stage}")
+            if ours is None:
+                continue
+            worst, kind = max(
+                (_over_formula(ours, kind, stage) / _more(kind, stage, world_size), kind) for kind in KINDS
+            )
+            measure = f"zero {stage}: bytes ÷ formula, {kind}"
+            rows.append([measure, str(world_size), f"≤ {MOST}", f"{worst:.3f}", "yes" if worst <= MOST else "no"])
+            jobs = {name: run.proportional for name, run in found.items()}
+            least = smallest_peer(stage, jobs)
+            if least is not None:
+                ratio = ours.proportional / jobs[least]
+                measure = f"zero {stage}: job's PSS ÷ {least}"
+                rows.append([measure, str(world_size), "< 1", f"{ratio:.3f}", "yes" if ratio < 1 else "no"])
+    return Table("What must be seen", ["measure", "ranks", "target", "measured", "met"], rows)
+
+
+def _more(kind: str, stage: int, world_size: int) -> float:
+    """Of ours to the formula: at stage 0, which shows the mean after each backward, the undivided sum of a rank's own
+    slices is kept beside it."""
+    return 1 + 1 / world_size if (kind, stage) == ("gradients", 0) else 1.0
+
+
+def _over_formula(run: Run, kind: str, stage: int) -> float:
+    measured = max(getattr(rank, kind) for rank in run.ranks)
+    return float(measured / formula(kind, stage, numel(run.ranks[0].model), len(run.ranks)))

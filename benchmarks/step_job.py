@@ -1,0 +1,127 @@
+"""What a rank is asked to train, and what it answers: plain values that travel as JSON; and the models.
+
+Knows: fields, shapes. Does not know: systems, processes, tables.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from zero.model import Shape
+
+CAP_MB = 25.0  # MiB of a bucket, as DistributedDataParallel has it
+
+
+@dataclass(frozen=True)
+class Model:
+    """A GPT, and what each rank does with it in a step: ``batch`` sequences of ``sequence`` tokens."""
+
+    name: str
+    shape: Shape
+    batch: int
+    sequence: int
+    says: str
+    bound: str
+
+
+MODELS: dict[str, Model] = {
+    model.name: model
+    for model in (
+        Model("compute", Shape(6, 4, 256), 8, 128, "much work for each parameter", "compute"),
+        Model("wide", Shape(4, 8, 768), 1, 32, "one sequence a rank: little work for each parameter", "communication"),
+        Model("deep", Shape(48, 4, 64), 1, 32, "many small tensors", "communication"),
+        Model("embedding", Shape(2, 4, 256, 32768), 1, 64, "most parameters in one tensor", "communication"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class StepJob:
+    """Train ``model`` under ``system``: ``warm`` steps, and ``steps`` that are timed. ``bucket_cap_mb``: MiB, for the
+    systems that take it as DistributedDataParallel does."""
+
+    system: str
+    model: str
+    warm: int
+    steps: int
+    timeout: float = 120.0
+    bucket_cap_mb: float = CAP_MB
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> StepJob:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Ranks that are wanted: ``job`` as JSON; they meet at the file ``meeting``, and what each says comes to `said`."""
+
+    job: str
+    world_size: int
+    meeting: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def said(self, rank: int) -> Path:
+        return Path(f"{self.meeting}-rank{rank}")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One rank of one run. ``seconds``: of each timed step. Bytes: ``parameters``, ``gradients`` (with what the system
+    keeps for them between a backward and the step) and ``states`` that this rank holds then; ``peak``: the most that
+    the process held above its start, resident; ``proportional``: of the process after the last step, a page that n
+    processes share counting 1/n. ``loss``: of the last step; None where the system learns nothing. ``buckets``: that
+    its gradients travel in; ``bus``: seconds in which all ranks at once copy as many bytes as a step receives; 0 where
+    the system does not tell."""
+
+    system: str
+    model: str
+    rank: int
+    seconds: list[float]
+    loss: float | None
+    parameters: int
+    gradients: int
+    states: int
+    peak: int
+    proportional: int
+    buckets: int = 0
+    bus: float = 0.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """All ranks of one run."""
+
+    ranks: list[Trained]
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: the median over steps of the slowest rank."""
+        return float(median(map(max, zip(*(rank.seconds for rank in self.ranks), strict=True))))
+
+    @property
+    def proportional(self) -> int:
+        """Bytes of all ranks together."""
+        return sum(rank.proportional for rank in self.ranks)
+
+    @property
+    def bus(self) -> float:
+        """Seconds to copy the bytes that a step receives: those of the slowest rank."""
+        return max(rank.bus for rank in self.ranks)
+
+
+def read_trained(record: dict[str, Any]) -> Trained:
+    return Trained(**record)
+
+
+def read_run(record: dict[str, Any]) -> Run:
+    return Run([read_trained(rank) for rank in record["ranks"]])

@@ -1,0 +1,116 @@
+"""One rank that trains: joins its group, runs the steps, and prints what it saw as one line of JSON.
+
+Knows: steps, clocks, memory of this process. Does not know: who started it, or what the others saw.
+Forked by `fork_server`, with RANK and WORLD_SIZE set.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero.measure import live_storages, proportional_set_size
+
+from .models import trainable
+from .rank import end_with
+from .step_job import StepJob, Trained
+from .systems import SYSTEMS, Training
+
+BUS_ROUNDS = 7
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
+
+
+def resident(field: str) -> int:
+    """Bytes of this process, as the kernel counts them: VmRSS now, VmHWM the most so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def _held(training: Training, before: dict[int, int]) -> tuple[int, int, int]:
+    """Bytes of parameters, of states, and of all else that was not there ``before``."""
+    gc.collect()
+    parameters, states = _bytes(training.parameters()), _bytes(training.states())
+    known = training.common() | before.keys()
+    rest = sum(size for address, size in live_storages().items() if address not in known) - parameters - states
+    return parameters, states, rest
+
+
+def _bus(nbytes: int) -> float:
+    """Seconds in which all ranks at once copy so many bytes between two warm places. All ranks."""
+    if not nbytes:
+        return 0.0
+    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+    seconds = []
+    for _ in range(BUS_ROUNDS):
+        dist.barrier()
+        begin = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds)
+
+
+def train(job: StepJob, rank: int) -> Trained:
+    """Run the steps. All ranks."""
+    model = trainable(job.model)
+    generator = torch.Generator().manual_seed(rank)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of what was imported
+    if SYSTEMS[job.system].needs:
+        importlib.import_module(SYSTEMS[job.system].needs)
+    start, before = resident("VmRSS"), live_storages()
+    training = SYSTEMS[job.system].build(model.build(), job.bucket_cap_mb)
+    seconds: list[float] = []
+    received = 0
+    loss = torch.zeros(())
+    for step in range(-job.warm, job.steps):
+        inputs, targets = model.batch(generator)
+        if step == 0:
+            received = training.received()
+            dist.barrier()
+        begin = time.perf_counter()
+        loss = model.loss(training.forward(inputs), targets)
+        training.backward(loss)
+        training.step()
+        training.clear()
+        if step >= 0:
+            seconds.append(time.perf_counter() - begin)
+    peak, received = resident("VmHWM") - start, training.received() - received
+    inputs, targets = model.batch(generator)
+    training.backward(model.loss(training.forward(inputs), targets))
+    parameters, states, gradients = _held(training, before)
+    proportional = proportional_set_size() or 0
+    dist.barrier()
+    value = loss.item() if training.learns else None
+    held = (parameters, gradients, states, peak, proportional)
+    bus = _bus(received // job.steps)
+    return Trained(job.system, job.model, rank, seconds, value, *held, training.buckets(), bus)
+
+
+def main(job: StepJob, meeting: str, parent: int) -> None:
+    end_with(parent)
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=job.timeout),
+    )
+    print(json.dumps(asdict(train(job, rank))), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,91 @@
+"""`python -m benchmarks.steps`: one GPT trained by every system, side by side.
+
+Knows: the command's flags, and the order of runs. Does not know: how anything is measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import matplotlib  # noqa: F401
+    import typer
+    from rich.console import Console
+except ModuleNotFoundError as absent:
+    sys.exit(f"error: this benchmark needs {absent.name}: python -m pip install -e '.[cli]'")
+
+from . import step_tables, tables
+from .processes import RankError, forked_ranks
+from .report import Report
+from .step_job import MODELS, Run, StepJob, read_run
+from .systems import SYSTEMS
+
+ROUNDS, WARM, STEPS = 5, 3, 12
+QUICK = (2, 1, 3)
+
+
+def measure(
+    models: list[str], systems: list[str], ranks: int, rounds: tuple[int, int, int], console: Console
+) -> Iterator[Run]:
+    """Run every system on every model in rounds: each begins with the next system, each run in fresh processes."""
+    count, warm, steps = rounds
+    with console.status("starting") as status, forked_ranks() as train:
+        for model in models:
+            for number in range(count):
+                for i in range(len(systems)):
+                    system = systems[(number + i) % len(systems)]
+                    status.update(f"{model}, round {number + 1} of {count}: {system}")
+                    yield train(StepJob(system, model, warm, steps), ranks)
+
+
+def checked(names: list[str] | None, known: Collection[str], what: str) -> list[str]:
+    """The names, or all that there are; one that there is not is told with those that there are."""
+    for name in names or ():
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is no {what}: there are {', '.join(known)}")
+    return names or list(known)
+
+
+def main(
+    model: Annotated[list[str] | None, typer.Option(help="One of the models; may be repeated.")] = None,
+    system: Annotated[list[str] | None, typer.Option(help="One of the systems; may be repeated.")] = None,
+    ranks: Annotated[int, typer.Option(help="How many processes.")] = 2,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and steps: to see that it works.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for steps.json and steps.png.")] = Path("zero-bench"),
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print tables as Markdown.")] = False,
+    show_only: Annotated[Path | None, typer.Option("--show", help="Measure nothing: show this JSON.")] = None,
+) -> None:
+    """A training step under every system that is installed, beside DDP and beside the floor below all of them."""
+    console, failed = tables.console(stderr=markdown), False
+    if show_only is not None:
+        report = Report.read(show_only)
+    else:
+        here = {name: found for name, found in SYSTEMS.items() if found.is_here and not found.alone}
+        models, systems = checked(model, MODELS, "model"), checked(system, here, "system here")
+        runs: list[Run] = []
+        try:
+            for run in measure(models, systems, ranks, QUICK if quick else (ROUNDS, WARM, STEPS), console):
+                runs.append(run)  # what was measured before an error is shown
+        except RankError as error:
+            print(f"error: {error}", file=sys.stderr)
+            failed = True
+        if not runs:
+            raise typer.Exit(1)
+        report = Report.of_this_machine("benchmarks.steps", [asdict(run) for run in runs])
+        report.write(out / "steps.json")
+    results = step_tables.StepResults([read_run(part) for part in report.parts])
+    out.mkdir(parents=True, exist_ok=True)
+    step_tables.draw(out / "steps.png", results, report.line().replace("`", ""))
+    found = [*step_tables.by_model(results), step_tables.targets(results)]
+    tables.show(report.line(), found, markdown, console)
+    console.print(f"written to {out}", markup=False)
+    if failed:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,218 @@
+"""Every system that trains one model side by side: ours, its peers, and the floor below all of them.
+
+    plain    the plain loop, of one process alone, with nothing around the model
+    floor    each rank alone: forward, backward, and fused AdamW on 1/W of one flat buffer; nothing is communicated,
+             and nothing is learnt. What no sharded optimizer can be faster than, as long as each rank computes as much
+
+Knows: how each system is put around a model and an AdamW. Does not know: models, batches, clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+LEARNING_RATE = 1e-3
+
+
+@dataclass
+class Training:
+    """A model under a system. ``forward`` gives what the model gives; ``backward`` is told the loss. ``states``: what
+    of the optimizer's states this rank holds; ``learns``: False where the loss says nothing; ``buckets``: how many the
+    gradients travel in, ``received``: bytes that this rank has had from the others so far; 0 where that is not told;
+    ``common``: addresses of memory that all ranks share, of which this rank's own part is among its parameters."""
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor], None]
+    step: Callable[[], object]
+    clear: Callable[[], object]
+    parameters: Callable[[], Iterable[Tensor]]
+    states: Callable[[], Iterable[Tensor]]
+    learns: bool = True
+    buckets: Callable[[], int] = lambda: 0
+    received: Callable[[], int] = lambda: 0
+    common: Callable[[], frozenset[int]] = frozenset
+
+
+Build = Callable[[nn.Module, float], Training]  # the number: MiB of a bucket, for what has such buckets
+
+
+@dataclass(frozen=True)
+class System:
+    """``stage``: of ZeRO, which it amounts to; ``needs``: what must be installed beside torch; ``alone``: it trains on
+    one rank."""
+
+    name: str
+    build: Build
+    stage: int | None
+    needs: str = ""
+    alone: bool = False
+
+    @property
+    def is_here(self) -> bool:
+        return not self.needs or find_spec(self.needs) is not None
+
+
+def _plain_backward(loss: Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that FSDP2 shards."""
+    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def _training(model: nn.Module, forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer) -> Training:
+    def states() -> list[Tensor]:
+        found = [value for state in optimizer.state.values() for value in state.values()]
+        return [_local(value) for value in found if isinstance(value, Tensor)]
+
+    return Training(
+        forward,
+        _plain_backward,
+        optimizer.step,
+        optimizer.zero_grad,
+        lambda: [_local(parameter.detach()) for parameter in model.parameters()],
+        states,
+    )
+
+
+def _arguments(fused: bool) -> dict[str, Any]:
+    return {"lr": LEARNING_RATE, "fused": True} if fused else {"lr": LEARNING_RATE, "foreach": False}
+
+
+def _plain(model: nn.Module, bucket_cap_mb: float) -> Training:
+    return _training(model, model, torch.optim.AdamW(model.parameters(), **_arguments(True)))
+
+
+def _floor(model: nn.Module, bucket_cap_mb: float) -> Training:
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    flat = torch.zeros(numel // dist.get_world_size()).requires_grad_()
+    flat.grad = torch.zeros_like(flat)
+    optimizer = torch.optim.AdamW([flat], **_arguments(True))
+    training = _training(model, model, optimizer)
+    training.clear, training.learns = lambda: model.zero_grad(), False
+    return training
+
+
+def _ddp(fused: bool) -> Build:
+    def build(model: nn.Module, bucket_cap_mb: float) -> Training:
+        wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+        training = _training(model, wrapped, torch.optim.AdamW(model.parameters(), **_arguments(fused)))
+        facts: Callable[[], dict[str, Any]] = wrapped._get_ddp_logging_data
+        training.buckets = lambda: len(facts()["rebuilt_bucket_sizes"].split(", "))
+        return training
+
+    return build
+
+
+def _redundancy(model: nn.Module, bucket_cap_mb: float) -> Training:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **_arguments(True))
+    training = _training(model, wrapped, optimizer)
+    inner = _training(model, wrapped, optimizer.optim)
+    training.states = inner.states
+    return training
+
+
+def _fsdp2(reshard: bool) -> Build:
+    def build(model: Any, bucket_cap_mb: float) -> Training:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        return _training(model, model, torch.optim.AdamW(model.parameters(), **_arguments(True)))
+
+    return build
+
+
+def _deepspeed(stage: int) -> Build:
+    def build(model: nn.Module, bucket_cap_mb: float) -> Training:
+        import deepspeed  # type: ignore[import-not-found]
+
+        elements = int(bucket_cap_mb * 1024 * 1024) // 4
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            # its own default, 500 million elements, would be two gigabytes beside everybody's buckets
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": elements, "allgather_bucket_size": elements},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "gradient_clipping": 0.0,  # its default is a norm of 1
+        }
+        optimizer = torch.optim.AdamW(model.parameters(), **_arguments(True))
+        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        training = _training(model, engine, optimizer)
+        training.backward, training.step, training.clear = engine.backward, engine.step, lambda: None
+        return training
+
+    return build
+
+
+def _fairscale(model: nn.Module, bucket_cap_mb: float) -> Training:
+    from fairscale.nn.data_parallel import ShardedDataParallel  # type: ignore[import-not-found]
+    from fairscale.optim.oss import OSS  # type: ignore[import-not-found]
+
+    optimizer = OSS(model.parameters(), torch.optim.AdamW, **_arguments(True))
+    wrapped = ShardedDataParallel(model, optimizer)
+    training = _training(model, wrapped, optimizer.optim)
+    training.step = optimizer.step
+    # Not the optimizer's: that one lets go of the gradients, which are views of what is reduced, and then each rank
+    # would learn from its own batch alone.
+    training.clear = wrapped.zero_grad
+    return training
+
+
+def _ours(stage: int, fused: bool) -> Build:
+    def build(model: nn.Module, bucket_cap_mb: float) -> Training:
+        from zero import ZeroOptimizer
+
+        arguments = {"bucket_cap_mb": bucket_cap_mb, **_arguments(fused)}
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, **arguments)
+        training = _training(model, model, optimizer)
+        training.parameters = lambda: [*optimizer._storage.flats, *optimizer._storage.rest_flats()]
+        inner = optimizer._inner
+        training.states = lambda: [tensor for states in inner.states for tensor in inner.tensors_of(states)]
+        training.buckets = lambda: len(optimizer._storage.layout.buckets)
+        training.received = lambda: optimizer.traffic.payload_received
+        training.common = optimizer._storage.in_common
+        return training
+
+    return build
+
+
+PLAIN, FLOOR, DDP, FSDP2 = "plain", "floor", "DDP", "FSDP2"
+SYSTEMS: dict[str, System] = {
+    system.name: system
+    for system in (
+        System(PLAIN, _plain, None, alone=True),
+        System(FLOOR, _floor, None),
+        System(DDP, _ddp(True), 0),
+        System("DDP, for-loop", _ddp(False), 0),
+        System("ZeroRedundancyOptimizer", _redundancy, 1),
+        System(FSDP2, _fsdp2(True), 3),
+        System("FSDP2, kept", _fsdp2(False), 3),
+        *(System(f"DeepSpeed {stage}", _deepspeed(stage), stage, "deepspeed") for stage in (1, 2, 3)),
+        System("FairScale OSS", _fairscale, 2, "fairscale"),
+        *(System(f"zero {stage}", _ours(stage, True), stage) for stage in range(4)),
+        *(System(f"zero {stage}, for-loop", _ours(stage, False), stage) for stage in range(4)),
+    )
+}
+ON_A_DEVICE = {name: SYSTEMS[name] for name in (PLAIN, DDP, FSDP2, *(f"zero {stage}" for stage in range(4)))}
+
+
+def smallest_peer(stage: int, jobs: Mapping[str, float]) -> str | None:
+    """Of the systems of others that shard as much, the one with the fewest bytes. ``jobs``: bytes by system."""
+    peers = [name for name in jobs if SYSTEMS[name].stage == stage and not name.startswith("zero ")]
+    return min(peers, key=jobs.__getitem__, default=None)

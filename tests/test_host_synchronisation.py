@@ -1,0 +1,257 @@
+"""On an accelerator the host runs ahead of the device: inside a step it looks at no value but where a comment says why.
+
+There is no accelerator here. Every tensor is on the CPU, the library is told that values cannot be seen at once, and
+what would hold up the host is noted: operators that must know a value, and methods that bring one into Python.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from collectives import Transport, on_threads
+from zero import ZeroOptimizer
+from zero.hooks import _reentrant
+from zero.stages import all_zero, first_difference, read_scalars
+
+from . import test_gradients as gradients
+from . import test_stage3_edits as edits
+from .models import odd_batches, odd_loss
+from .plain import assert_same_model, plain_step
+from .programs import locked_build
+
+OPERATORS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2"}
+METHODS = ("tolist", "numpy", "cpu", "__array__")  # that need none of these
+NAMED = "host synchronisation"
+
+
+def where() -> list[str]:
+    """The innermost function of the library that is running, by its source; none where that reads a message, which
+    lies on the host."""
+    frame = sys._getframe()
+    while (package := frame.f_globals.get("__name__", "").split(".")[0]) not in ("zero", "collectives"):
+        assert frame.f_back is not None, "not the library's doing"
+        frame = frame.f_back
+    return [inspect.getsource(frame.f_code)] if package == "zero" else []
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self, looks: list[str]) -> None:
+        super().__init__()
+        self._looks = looks
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.split(".")[0] in OPERATORS:
+            self._looks += where()
+        return func(*args, **(kwargs or {}))
+
+
+NOTES = threading.local()  # of each rank
+
+
+@contextmanager
+def noted(looks: list[str]) -> Iterator[None]:
+    NOTES.looks = looks
+    with Operators(looks):
+        yield
+    del NOTES.looks
+
+
+@pytest.fixture(autouse=True)
+def methods_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            if hasattr(NOTES, "looks"):
+                NOTES.looks += where()
+            return method(*given, **named)
+
+        return call
+
+    for name in METHODS:
+        monkeypatch.setattr(torch.Tensor, name, noting(getattr(torch.Tensor, name)))
+
+
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values cannot be seen at once."""
+    for module in ("stages", "edits", "reducer"):
+        monkeypatch.setattr(f"zero.{module}.seen_at_once", lambda device: False)
+
+
+Act = Callable[[nn.Module, ZeroOptimizer, Any], None]
+
+
+def backward(model: nn.Module, optimizer: ZeroOptimizer, batch: Any) -> None:
+    odd_loss(model, batch).backward()
+
+
+def pending(model: nn.Module, optimizer: ZeroOptimizer, batch: Any) -> None:
+    with optimizer.no_sync():
+        odd_loss(model, batch).backward()
+
+
+def clip(model: nn.Module, optimizer: ZeroOptimizer, batch: Any) -> None:
+    optimizer.clip_grad_norm_(0.1)
+
+
+STEPS: dict[str, tuple[Act, ...]] = {
+    "one backward": (backward,),
+    "no_sync": (pending, backward),
+    "two backwards": (backward, backward),
+    "clip": (backward, clip),
+}
+
+
+def looks_of_a_step(transport: Transport, stage: int, acts: tuple[Act, ...], steps: int) -> list[list[str]]:
+    """Of each step, where it looked at values; fused, as torch's other paths look at step counts, on the host."""
+    model = locked_build(0)
+    arguments = {"stage": stage, "process_group": transport, "bucket_cap_mb": 0.0005, "lr": 1e-2, "fused": True}
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, **arguments)
+    found = []
+    for step in range(steps):
+        batch = odd_batches(1, step)[0]  # the same parameters in every step
+        with noted(looks := []):
+            for act in acts:
+                act(model, optimizer, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(looks)
+    return found
+
+
+@pytest.mark.usefixtures("unseen")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("acts", STEPS)
+def test_a_step_of_one_rank_looks_at_no_value_but_where_it_says_so(acts: str, stage: int) -> None:
+    (found,) = on_threads(1, lambda transport: looks_of_a_step(transport, stage, STEPS[acts], 3))
+    looks = [look for step in found for look in step]
+    assert all(NAMED in look.lower() for look in looks), looks
+    if acts in ("one backward", "no_sync") or (acts == "two backwards" and stage > 0):
+        assert looks == []
+    elif acts == "two backwards":
+        assert [len(step) for step in found] == [1, 1, 1], "one for all means"
+    else:
+        assert any("_exact_sum" in look for look in looks), "else nothing would be noted at all"
+
+
+@pytest.mark.usefixtures("unseen")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_of_two_ranks_looks_once_for_all_units(stage: int) -> None:
+    expected = [1 if stage == 3 else 0] * 2
+    found = on_threads(2, lambda transport: looks_of_a_step(transport, stage, (backward, backward)[stage == 0 :], 2))
+    for steps in found:
+        looks = [[look for look in step if "def read_scalars" in look] for step in steps]
+        assert [len(step) for step in looks] == expected
+        assert all(NAMED in look.lower() for step in steps for look in step), steps
+
+
+def test_what_is_seen_at_once_is_looked_at_at_once_and_noted() -> None:
+    """The control: on the CPU an edit is searched for when a unit is released, which would be a look a unit."""
+    for steps in on_threads(2, lambda transport: looks_of_a_step(transport, 3, (backward,), 2)):
+        assert all(sum("def same_bits" in look for look in step) > 4 for step in steps)
+
+
+# -- what is seen later is still seen ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unseen")
+@pytest.mark.parametrize("call", edits.AGREEMENTS)
+def test_an_edit_that_no_version_shows_is_told_at_the_next_agreement(call: str) -> None:
+    def act(model: edits.Net, optimizer: ZeroOptimizer) -> tuple[str, str]:
+        with optimizer.gathered():
+            model.block(1).weight.data.mul_(2)
+        torch.autograd.backward(edits.loss_of(model, edits.INPUTS))  # the units are hidden again, unedited
+        agreement = edits.AGREEMENTS[call]
+        return edits.error_of(agreement, optimizer), edits.error_of(agreement, optimizer)
+
+    for (message, again), model in edits.on_two(act):
+        assert edits.TOLD in message
+        assert again == "nothing"
+        assert_same_model(model, edits.plain(2 if call == "step" else 1))
+
+
+@pytest.mark.usefixtures("unseen")
+def test_every_promise_about_edits_holds_where_they_are_seen_later() -> None:
+    edits.test_rank_0s_edits_are_everybodys()
+    edits.test_an_exception_inside_a_block_that_reads_undoes_what_was_edited()
+    edits.test_an_edit_of_what_a_block_does_not_write_is_told_on_every_rank_and_undone(edits.on_two)
+    for call in ("step", "clip_grad_norm_"):
+        edits.test_an_embedding_that_renormalises_on_one_rank_is_told_on_every_rank_and_undone(call)
+    for world_size in (1, 2):
+        for clipped in (False, True):
+            gradients.test_stage_0_honours_edits_of_the_mean(world_size, clipped)
+        for then in ("backward", "divisor"):
+            gradients.test_stage_0_refuses_to_lose_an_edit_of_the_mean(world_size, then)
+
+
+@pytest.mark.usefixtures("unseen")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_a_loop_sets_to_zero_in_place_count_as_zero(world_size: int) -> None:
+    """The habit of loops that never call `zero_grad`; `.data` has a version counter of its own."""
+    batches = odd_batches(2 * world_size)
+
+    def program(transport: Transport) -> nn.Module:
+        model = locked_build(0)
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=0, process_group=transport, lr=1e-2)
+        for step in range(2):
+            odd_loss(model, batches[step * world_size + transport.rank]).backward()
+            optimizer.step()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.data.zero_()
+        return model
+
+    plain = locked_build(0)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(2):
+        plain_step(plain, optimizer, odd_loss, batches[step * world_size : (step + 1) * world_size], world_size)
+        plain.zero_grad(set_to_none=False)
+    for model in on_threads(world_size, program, timeout=5):
+        assert_same_model(model, plain)
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_first_difference_is_of_bits(dtype: torch.dtype) -> None:
+    a = torch.zeros(7, dtype=dtype)
+    assert first_difference(a, a.clone()).item() == -1
+    for element in (6, 2):
+        b = a.clone()
+        b[element:] = -0.0
+        assert first_difference(a, b).item() == element
+    nan = torch.full_like(a, float("nan"))
+    assert first_difference(nan, nan.clone()).item() == -1
+
+
+@pytest.mark.usefixtures("unseen")
+def test_one_look_says_of_each_tensor_whether_it_is_zero() -> None:
+    tensors = [torch.zeros(3), -torch.zeros(2), torch.tensor([0.0, float("nan")]), torch.zeros(0), torch.ones(1)]
+    with noted(looks := []):
+        assert all_zero(tensors) == [True, True, False, True, False]
+        assert read_scalars([]) == all_zero([]) == []
+    assert len(looks) == 1
+
+
+def test_a_backward_inside_a_backward_is_told_apart_in_either_kind_of_thread() -> None:
+    """A hook of a parameter of the CPU runs above the frame of the backward that was called; one of a device runs in a
+    thread of autograd's own, where such a frame is that of an inner backward."""
+    cpu, device = torch.device("cpu"), torch.device("cuda:0")
+    seen: list[tuple[bool, bool]] = []
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.register_hook(lambda _: seen.append((_reentrant(cpu), _reentrant(device))))
+    leaf.sum().backward()
+    with torch.autograd.set_multithreading_enabled(False):
+        leaf.sum().backward()
+    assert seen == [(False, True), (False, False)]
+    assert not _reentrant(device)
