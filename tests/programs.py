@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport
-from zero import ZeroOptimizer, clip_grad_norm_
+from zero import MixedPrecision, ZeroOptimizer, clip_grad_norm_
 
 from .models import Odd, build, odd_batches, odd_loss
 from .plain import assert_same_bits, assert_same_model
@@ -71,6 +71,7 @@ class Program:
     collective: str = "auto"
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    precision: MixedPrecision | None = None
     steps: tuple[Step, ...] = field(default_factory=lambda: (Step(), Step(), Step()))
     seed: int = 0
 
@@ -84,6 +85,50 @@ def batch_of(program: Program, step: int, round_: int, rank: int) -> tuple[Tenso
     return tokens.to(program.device), (step + round_ + (rank if program.stage < 3 else 0)) % 3 == 1
 
 
+class Narrowed:
+    """A model that computes in 16 bits, and the weights that are updated: what a plain loop does by hand.
+
+    ``held``: gradients in the accumulator's dtype stand in their ``grad``, where a loop clips them."""
+
+    def __init__(self, model: nn.Module, precision: MixedPrecision | None) -> None:
+        self.parameters, self.precision = list(model.parameters()), precision
+        self.held = self.updated = self.parameters
+        if precision is None:
+            return
+        frozen = [not p.requires_grad for p in self.parameters]
+        wide = [p.detach().clone() for p in self.parameters]
+        for p in self.parameters:
+            p.data = p.detach().to(precision.param_dtype)
+        if precision.buffer_dtype is not None:
+            for buffer in model.buffers():
+                buffer.data = buffer.to(precision.buffer_dtype)
+        self.updated = []
+        for p, known, late in zip(self.parameters, wide, frozen, strict=True):
+            master = torch.float64 if known.dtype is torch.float64 else torch.float32
+            self.updated.append((p if late else known).detach().to(master).requires_grad_())
+        self.held = [torch.zeros_like(p, dtype=precision.accumulate_dtype) for p in self.parameters]
+
+    def travelling(self, gradient: Tensor) -> Tensor:
+        return gradient if self.precision is None else gradient.to(self.precision.travel)
+
+    def added_up(self, gradient: Tensor) -> Tensor:
+        return gradient if self.precision is None else gradient.to(self.precision.accumulate_dtype)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.precision is None:
+            optimizer.step()
+            return
+        for p, wide, held in zip(self.parameters, self.updated, self.held, strict=True):
+            written = p.detach() != wide.detach().to(p.dtype)
+            with torch.no_grad():
+                wide.copy_(torch.where(written, p.to(wide.dtype), wide))
+            wide.grad = None if held.grad is None else held.grad.to(wide.dtype)
+        optimizer.step()
+        for p, wide in zip(self.parameters, self.updated, strict=True):
+            if wide.grad is not None:
+                p.data.copy_(wide.detach())
+
+
 class Plain:
     """One process; its gradients are sums that it forms by hand."""
 
@@ -91,7 +136,8 @@ class Plain:
         self.program = program
         cls, arguments = program.optimizer_class()
         self.model = build(program.seed, program.dtype).to(program.device)
-        self.optimizer = cls(self.model.parameters(), **arguments)
+        self.numbers = Narrowed(self.model, program.precision)
+        self.optimizer = cls(self.numbers.updated, **arguments)
         self.norms: list[Tensor] = []
         self.trace: list[list[Tensor]] = []
         self._local: list[dict[int, Tensor]] = [{} for _ in range(program.world_size)]
@@ -105,9 +151,9 @@ class Plain:
             self._reduce()
             self._show(step)
             for max_norm, norm_type in step.clips:
-                self.norms.append(clip_grad_norm_(self.model.parameters(), max_norm, norm_type))
+                self.norms.append(clip_grad_norm_(self.numbers.held, max_norm, norm_type))
             if step.step:
-                self.optimizer.step()
+                self.numbers.step(self.optimizer)
             self._clear(step)
             self.trace.append([p.detach().clone().cpu() for p in self.model.parameters()])
 
@@ -121,8 +167,10 @@ class Plain:
             odd_loss(self.model, batch_of(self.program, number, count, rank)).backward()
             for index, p in enumerate(parameters):
                 if p.grad is not None:
-                    local = self._local[rank]
-                    local[index] = local[index] + p.grad if index in local else p.grad
+                    local, gradient = self._local[rank], self.numbers.added_up(p.grad)
+                    if round_.sync and index not in local:
+                        gradient = p.grad
+                    local[index] = local[index] + gradient if index in local else gradient
         for p, gradient in zip(parameters, kept, strict=True):
             p.grad = gradient
         if round_.sync:
@@ -130,22 +178,22 @@ class Plain:
 
     def _reduce(self) -> None:
         for local in self._local:
-            for index, gradient in local.items():
+            for index, contribution in local.items():
+                gradient = self.numbers.added_up(self.numbers.travelling(contribution))
                 self._sum[index] = self._sum[index] + gradient if index in self._sum else gradient.clone()
             local.clear()
 
     def _show(self, step: Step) -> None:
         divisor = step.divisor if step.divisor is not None else self.program.world_size
-        for index, p in enumerate(self.model.parameters()):
-            p.grad = self._sum[index] / divisor if index in self._sum else None
+        for index, held in enumerate(self.numbers.held):
+            held.grad = self._sum[index] / divisor if index in self._sum else None
 
     def _clear(self, step: Step) -> None:
         if step.clear in ("zeros", "module zeros"):
             self._sum = {index: torch.zeros_like(total) for index, total in self._sum.items()}
-            self.model.zero_grad(set_to_none=False)
         else:
             self._sum = {}
-            self.model.zero_grad()
+        self.model.zero_grad()
 
 
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step) -> None:
@@ -179,6 +227,7 @@ def run_rank(
         process_group=transport,
         bucket_cap_mb=program.bucket_cap_mb,
         collective=program.collective,
+        mixed_precision=program.precision,
         **arguments,
     )
     norms: list[Tensor] = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .clip import clip_grad_norm_
 from .optimizer import ZeroOptimizer
+from .precision import MixedPrecision
 from .verification import Verification, verify
 
-__all__ = ["Verification", "ZeroOptimizer", "clip_grad_norm_", "verify"]
+__all__ = ["MixedPrecision", "Verification", "ZeroOptimizer", "clip_grad_norm_", "verify"]
 __version__ = "0.1.0"

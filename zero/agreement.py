@@ -13,9 +13,11 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Record:
     """One rank's word. ``pending``: buckets of which this rank has something that was not reduced. ``used`` and
-    ``trainable`` have a byte, 0 or 1, for each parameter in the layout's order."""
+    ``trainable`` have a byte, 0 or 1, for each parameter in the layout's order. ``scale``: by what gradients are
+    divided that a loss scale made, where they are."""
 
     divisor: float
+    scale: float | None
     phase: str
     pending: tuple[int, ...]
     error: str | None
@@ -23,7 +25,13 @@ class Record:
     trainable: bytes
 
     def pack(self) -> bytes:
-        head = {"divisor": float(self.divisor).hex(), "phase": self.phase, "pending": self.pending, "error": self.error}
+        head = {
+            "divisor": float(self.divisor).hex(),
+            "scale": self.scale,
+            "phase": self.phase,
+            "pending": self.pending,
+            "error": self.error,
+        }
         return json.dumps(head).encode() + b"\0" + self.used + self.trainable
 
     @classmethod
@@ -33,6 +41,7 @@ class Record:
         half = len(masks) // 2
         return cls(
             float.fromhex(fields["divisor"]),
+            fields["scale"],
             fields["phase"],
             tuple(fields["pending"]),
             fields["error"],
@@ -52,6 +61,11 @@ def check(records: Sequence[Record], purpose: str, name: Callable[[int], str]) -
             raise ValueError(
                 f"{purpose}: optimizer.divisor is {first.divisor:g} on rank 0, but {record.divisor:g} on rank {rank}: "
                 "it must be equal on all ranks"
+            )
+        if record.scale != first.scale:
+            raise ValueError(
+                f"{purpose}: the loss scale is {first.scale} on rank 0, but {record.scale} on rank {rank}: give every "
+                "rank's GradScaler the same arguments, and update it on every rank alike"
             )
         if record.phase != first.phase:
             raise RuntimeError(

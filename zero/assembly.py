@@ -6,7 +6,7 @@ Knows: which parts there are, and in what order they take up parameters. Does no
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +17,9 @@ from collectives import build as build_collective
 
 from .hooks import check_free
 from .inner import BucketStates, InnerOptimizer, Options
-from .layout import ParameterSpec, build
+from .layout import Bucket, Dtypes, ParameterSpec, build
 from .parameters import check_buffers, check_modules, specs
+from .precision import Master, MixedPrecision, cast_inputs
 from .reducer import Reducer
 from .replicas import agree_on_construction
 from .sharded import ShardedStorage
@@ -44,9 +45,11 @@ class Assembly:
         collective: str | Algorithm,
         device: torch.device,
         units: Predicate | None,
+        precision: MixedPrecision | None,
     ) -> None:
         """``device``: where the parameters are."""
-        self.stage, self.module, self.inner = stage, module, inner
+        self.stage, self.module, self.inner, self.precision = stage, module, inner, precision
+        self._end_casting: Callable[[], None] | None = None
         self._bucket_bytes = _bucket_bytes(bucket_cap_mb)
         check_name(collective)
         self.choice = build_collective(_transport(process_group).fork(), collective, device)
@@ -59,18 +62,22 @@ class Assembly:
         except (ValueError, TypeError) as error:
             agree_on_construction(self.transport, [], error)
             raise  # pragma: no cover - the line before has raised it, which a type checker cannot know
-        self.reducer = Reducer(self.storage.layout, stage, self.transport, self.collective)
+        self.reducer = Reducer(
+            self.storage.layout, stage, self.transport, self.collective, means_may_be_shown=precision is None
+        )
 
     def _make_storage(self, units: Predicate | None) -> ParameterStorage:
         direct = Pairwise(self.transport)
         if self.stage.parameters is Placement.WHOLE:
-            return ParameterStorage(self.transport, direct, self.module)
+            return ParameterStorage(self.transport, direct, self.module, self.precision)
         if self.module is None:
             raise ValueError(
                 f"stage {self.stage.number} gathers parameters for the forwards of their modules: pass the module "
                 "itself, or parameters and module=model"
             )
-        return ShardedStorage(self.transport, direct, self.module, self.collective, units, self._bucket_bytes)
+        return ShardedStorage(
+            self.transport, direct, self.module, self.collective, units, self._bucket_bytes, self.precision
+        )
 
     def adopt(self, all_groups: Sequence[Options], first: int) -> None:
         """Lay out, check and take over the parameters of the groups from ``first`` on. Collective."""
@@ -80,6 +87,21 @@ class Assembly:
         finally:
             if self.storage.layout.buckets:
                 self.storage.end()
+                self._cast_inputs()
+
+    def _cast_inputs(self) -> None:
+        """From now on, what the module is called with has the dtype of its parameters."""
+        precision, known = self.precision, self._end_casting is not None
+        if precision is not None and precision.cast_forward_inputs and self.module is not None and not known:
+            self._end_casting = cast_inputs(self.module, precision.param_dtype)
+
+    def release(self) -> None:
+        """Make the model plain again. Collective."""
+        if self._end_casting is not None:
+            self._end_casting()
+        self.reducer.close()
+        self.inner.close()
+        self.storage.release()
 
     def _take_over(self, all_groups: Sequence[Options], first: int) -> None:
         groups = all_groups[first:]
@@ -89,7 +111,8 @@ class Assembly:
         try:
             check_buffers(self.module)
             known = len(self.storage.parameters)
-            found, described = specs(groups, self.module, known, first, self.storage.units())
+            dtypes = Dtypes.all if self.precision is None else self.precision.of
+            found, described = specs(groups, self.module, known, first, self.storage.units(), dtypes)
             check_free([(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)])
             self.storage.prepare(found)
             self._check_elementwise(all_groups, described)
@@ -101,17 +124,28 @@ class Assembly:
             layout = self.storage.layout.extended(described, self._bucket_bytes, across_units=across)
         else:
             layout = build(described, self.transport.world_size, self._bucket_bytes, across_units=across)
-        self.storage.adopt(found, layout)
+        wide: dict[int, Tensor] = {}  # this rank's part of the values that are cast, by bucket
+
+        def keep(bucket: Bucket, whole: Tensor) -> None:
+            if layout.parameters[bucket.slots[0].parameter].trainable:  # others may never be updated
+                begin, end = self.stage.stepped(bucket, self.transport.rank)
+                wide[bucket.index] = whole[begin:end].clone()
+
+        self.storage.adopt(found, layout, keep)
         for bucket in layout.buckets[buckets:]:
             begin, end = self.stage.stepped(bucket, self.transport.rank)
             slot_groups = [layout.parameters[slot.parameter].group for slot in bucket.slots]
-            master = self.storage.interval(bucket, begin, end)
             scalars = [layout.parameters[slot.parameter].shape == () for slot in bucket.slots]
-            self.inner.add(BucketStates(bucket, begin, end, master, slot_groups, scalars), all_groups)
+            interval = self.storage.interval(bucket, begin, end)
+            master = None
+            if bucket.dtypes.has_master:
+                master = Master(interval, bucket.dtypes.master, wide.get(bucket.index))
+            states = BucketStates(bucket, begin, end, interval, slot_groups, scalars, master)
+            self.inner.add(states, all_groups)
         self.reducer.extend(found, layout)
 
     def _check_elementwise(self, all_groups: Sequence[Options], described: Sequence[ParameterSpec]) -> None:
-        for number, dtype, device in dict.fromkeys((s.group, s.dtypes.compute, s.device) for s in described):
+        for number, dtype, device in dict.fromkeys((s.group, s.dtypes.master, s.device) for s in described):
             group = all_groups[number]
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             self.inner.elementwise |= self.inner.check(options, dtype, torch.device(device))
@@ -122,6 +156,7 @@ class Assembly:
         buffers = [] if self.module is None else self.module.named_buffers()
         return [
             settings,
+            f"precision {self.precision}",
             f"optimizer {self.inner.name}",
             *(spec.line() for spec in described),
             *self.storage.lines(),

@@ -23,6 +23,8 @@ from .storage import ParameterStorage
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)}
 
+_MASTER = "(master weights)"  # among the flat tensors of a bucket's states
+
 
 def _encoded(state: PieceState) -> dict[str, Any]:
     scalars = {
@@ -44,8 +46,9 @@ def _decoded(entry: Mapping[str, Any]) -> PieceState:
 
 def gather(
     layout: Layout, inner: InnerOptimizer, transport: Transport, to: int, whole_here: bool, tag: Tag
-) -> dict[int, Any] | None:
-    """The whole states by torch.optim's index, on rank ``to``; None elsewhere. Collective.
+) -> tuple[dict[int, Any], dict[int, Tensor]] | None:
+    """The whole states, and the whole master weights where there are some, by torch.optim's index, on rank ``to``; None
+    elsewhere. Collective.
 
     ``whole_here``: every rank holds whole states, so nothing needs to travel.
     """
@@ -54,6 +57,7 @@ def gather(
     if whole_here and transport.rank != to:
         return None
     result: dict[int, Any] = {}
+    masters: dict[int, Tensor] = {}
     for bucket, states in zip(layout.buckets, inner.states, strict=True):
         slots: dict[int, PieceState] = {}
         for entries in lists:
@@ -62,12 +66,15 @@ def gather(
         names: dict[str, str] = {}
         for entries in lists:
             names |= entries[bucket.index]["flat"]
+        if any(entries[bucket.index]["master"] for entries in lists):
+            names[_MASTER] = str(bucket.dtypes.master)
         flats: dict[str, Tensor] = {}
         for number, (name, dtype) in enumerate(sorted(names.items())):
+            part = states.followed_weights() if name == _MASTER else states.flat.get(name)
             if whole_here:
-                flats[name] = states.flat[name].cpu()
+                assert part is not None
+                flats[name] = part.cpu()
                 continue
-            part = states.flat.get(name)
             if part is None:
                 part = torch.zeros(states.end - states.begin, dtype=_DTYPES[dtype], device=bucket.device)
             one = Tag(Kind.GATHER, f"{tag.label}, {name}"[:70], tag.round, bucket.index * 1000 + number)
@@ -75,14 +82,16 @@ def gather(
             if whole is not None:
                 flats[name] = whole.cpu()
         if transport.rank == to:
-            for number, state in slots.items():
-                slot = bucket.slots[number]
+            for number, slot in enumerate(bucket.slots):
                 spec = layout.parameters[slot.parameter]
-                values: dict[str, Any] = dict(state.scalars)
-                for name in state.elementwise:
-                    values[name] = strided(flats[name], slot.offset, spec.shape, spec.stride).clone()
-                result[spec.index] = values
-    return result if transport.rank == to else None
+                if number in slots:
+                    values: dict[str, Any] = dict(slots[number].scalars)
+                    for name in slots[number].elementwise:
+                        values[name] = strided(flats[name], slot.offset, spec.shape, spec.stride).clone()
+                    result[spec.index] = values
+                if _MASTER in flats:
+                    masters[spec.index] = strided(flats[_MASTER], slot.offset, spec.shape, spec.stride).clone()
+    return (dict(sorted(result.items())), dict(sorted(masters.items()))) if transport.rank == to else None
 
 
 def _tell(layout: Layout, inner: InnerOptimizer) -> list[dict[str, Any]]:
@@ -94,7 +103,9 @@ def _tell(layout: Layout, inner: InnerOptimizer) -> list[dict[str, Any]]:
             state = inner.state_of(bucket.index, number)
             if state is not None:
                 pieces.append((piece.slot, _encoded(state)))
-        told.append({"pieces": pieces, "flat": {name: str(flat.dtype) for name, flat in states.flat.items()}})
+        flat = {name: str(flat.dtype) for name, flat in states.flat.items()}
+        has_master = states.master is not None and states.master.exists
+        told.append({"pieces": pieces, "flat": flat, "master": has_master})
     return told
 
 
@@ -144,6 +155,7 @@ def check(
         raise ValueError(f"the state dict has {len(theirs)} param groups, this optimizer {len(ours)}")
     mapping: dict[int, int] = {}
     by_index = {spec.index: spec for spec in layout.parameters}
+    masters: Mapping[int, Tensor] = state_dict.get("masters", {})
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         if len(mine["params"]) != len(other["params"]):
             raise ValueError(
@@ -161,6 +173,12 @@ def check(
                     f"optimizer {known[position]!r}: it belongs to another model"
                 )
             mapping[index] = other["params"][position]
+            master = masters.get(mapping[index])
+            if master is not None and tuple(master.shape) != by_index[index].shape:
+                raise ValueError(
+                    f"the master weights of {by_index[index].name!r} have shape {tuple(master.shape)} in the state "
+                    f"dict, but the parameter has {by_index[index].shape}: it belongs to another model"
+                )
             for name, value in state_dict["state"].get(mapping[index], {}).items():
                 shape = by_index[index].shape
                 if value is None:
@@ -219,6 +237,25 @@ def _scalar(name: str, value: Any, on_device: bool, device: str) -> Any:
     if name == "step" and on_device:
         return value.detach().clone().to(device=device, dtype=torch.float32)
     return value.detach().clone()
+
+
+def scatter_masters(
+    masters: Mapping[int, Tensor], mapping: Mapping[int, int], layout: Layout, inner: InnerOptimizer
+) -> None:
+    """Take this rank's pieces out of whole master weights; where there are none, they will be made from what the model
+    computes with. Not collective; the dict was checked."""
+    for bucket, states in zip(layout.buckets, inner.states, strict=True):
+        if states.master is None:
+            continue
+        states.master.forget()
+        for piece in states.pieces:
+            slot = bucket.slots[piece.slot]
+            spec = layout.parameters[slot.parameter]
+            whole = masters.get(mapping[spec.index])
+            if whole is not None:
+                values = flattened(whole.detach().to(bucket.device, bucket.dtypes.master), spec.stride)
+                target = states.master.wide[piece.begin - states.begin : piece.end - states.begin]
+                target.copy_(values[piece.begin - slot.offset : piece.end - slot.offset])
 
 
 class States(Mapping[Tensor, dict[str, Any]]):

@@ -123,7 +123,13 @@ def describe(
         },
         formula_bytes(layout, stage, tensors_of_state, storage.rest),
         lambda backwards, synchronised: formula_traffic(
-            layout, stage, backwards, synchronised, storage.rest, units_travel=units_travel
+            layout,
+            stage,
+            backwards,
+            synchronised,
+            storage.rest,
+            units_travel=units_travel,
+            means_are_shown=reducer.means_are_shown,
         ),
     )
 

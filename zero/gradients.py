@@ -8,6 +8,9 @@ when a backward begins or ends, other buckets, optimizers.
     1          whole, kept                        its own slice of the whole         sum / divisor
     2, 3       whole, scratch while it travels    kept                               sum / divisor
 
+Where what travels is narrower than the sum, whole means have memory of their own, and so has the sum; what `no_sync`
+adds up is in the sum's dtype, too, and is rounded once, when it travels.
+
 A gradient that is missing contributes -0.0, the identity of IEEE addition: +0.0 would turn -0.0 into 0.0.
 """
 
@@ -53,7 +56,9 @@ class GradientStore:
         self.pieces = bucket.pieces(self.low, self.high)
         names = [layout.parameters[slot.parameter].name for slot in bucket.slots]
         self.label = f"bucket {bucket.index} ({names[0]}{' ... ' + names[-1] if len(names) > 1 else ''})"
-        self._whole: Tensor | None = None
+        self._in_place = stage.contributes_in_place(bucket.dtypes)
+        self._sum_apart = stage.sum_lies_apart(bucket.dtypes)
+        self._whole: Tensor | None = None  # means, contributions, or one after the other
         self._views: dict[int, Tensor] = {}  # of its slots
         self._kept_sum: Tensor | None = None
         self._local: Tensor | None = None
@@ -63,7 +68,6 @@ class GradientStore:
         self.has_sum = False
         self.arrived: dict[int, Tensor] = {}  # slot -> gradient that autograd gave and that is not copied yet
         self._versions: dict[int, int] = {}  # of these, when they came
-        self._dtype = bucket.dtypes.accumulate if stage.contributions_stay else bucket.dtypes.travel
         self._empty_row, self._row_places = self._nothing()
         shapes = [
             (layout.parameters[slot.parameter].shape, layout.parameters[slot.parameter].stride) for slot in bucket.slots
@@ -75,13 +79,14 @@ class GradientStore:
         """Of each slot -0.0, and behind it the padding, where there is any: in a row, the bucket; and each slot's place
         in the row. A padding that is not contiguous, or empty, would take torch's slower way to put it all together."""
         device, slots = torch.device(self.bucket.device), self.bucket.slots
-        nothing = torch.full((1,), -0.0, dtype=self._dtype, device=device)
+        dtype = self.bucket.dtypes.travel
+        nothing = torch.full((1,), -0.0, dtype=dtype, device=device)
         row, places = list[Tensor](), list[int]()
         for slot, end in zip(slots, [*(after.offset for after in slots[1:]), self.bucket.numel], strict=True):
             places.append(len(row))
             row.append(nothing.expand(slot.numel))
             if end > slot.end:
-                row.append(torch.zeros(end - slot.end, dtype=self._dtype, device=device))
+                row.append(torch.zeros(end - slot.end, dtype=dtype, device=device))
         return row, places
 
     # -- what this rank contributes -----------------------------------------------------------------------------
@@ -96,8 +101,9 @@ class GradientStore:
         self.arrived[slot] = gradient
         self._versions[slot] = gradient._version
 
-    def absorb(self) -> None:
-        """Add the gradients that arrived to this rank's contribution, as autograd would have: the first is assigned."""
+    def absorb(self, *, travels: bool) -> None:
+        """Add the gradients that arrived to this rank's contribution, as autograd would have: the first is assigned.
+        ``travels``: at once, so that no other will be added."""
         arrived = self.arrived
         if not arrived:
             return
@@ -108,8 +114,8 @@ class GradientStore:
                 f"the gradient of {name!r} was modified in place after autograd had handed it over: a hook must "
                 "return a new tensor instead"
             )
-        row = self._row(arrived) if self._local is None else None
-        self._open()
+        row = self._row(arrived) if self._local is None and (travels or not self.bucket.dtypes.widens) else None
+        self._open(travels=travels)
         assert self._local is not None
         if row is not None:
             torch.cat(row, out=self._local)
@@ -129,32 +135,41 @@ class GradientStore:
         view for each. None where memory has another order than the slots, or another dtype."""
         row = self._empty_row.copy()
         for slot, gradient in arrived.items():
-            if not gradient.is_contiguous() or gradient.dtype is not self._dtype:
+            if not gradient.is_contiguous() or gradient.dtype is not self.bucket.dtypes.travel:
                 return None
             row[self._row_places[slot]] = gradient if gradient.dim() == 1 else gradient.view(-1)
         return row if self._contiguous else None
 
-    def _open(self) -> None:
+    def _open(self, *, travels: bool) -> None:
         if self._local is not None:
             return
-        bucket, stage = self.bucket, self._stage
-        if stage.contributions_stay:
+        if travels or not self.bucket.dtypes.widens:
+            self._local = self._to_travel()
+        else:
+            self._local = self._scratch(self.bucket.numel, self.bucket.dtypes.accumulate)
+        self._fresh, self._blank = set(range(len(self.bucket.slots))), False
+
+    def _to_travel(self) -> Tensor:
+        """A buffer from which a contribution can travel."""
+        bucket = self.bucket
+        if self._in_place:
             if self._whole is None:
-                self._whole = self._empty(bucket.numel, bucket.dtypes.accumulate)
-            self._local = self._whole
-            if self.has_sum and self._kept_sum is None:
+                self._whole = self._empty(bucket.numel, bucket.dtypes.travel)
+            if self.has_sum and not self._sum_apart:
                 self._aside = self._scratch(self.high - self.low, bucket.dtypes.accumulate)
                 self._aside.copy_(self._whole[self.low : self.high])
-        elif self._transport.world_size == 1 and not self.has_sum and self._dtype is bucket.dtypes.accumulate:
-            self._local = self._sum()  # what one rank contributes first is the sum: nothing is copied
-        else:
-            self._local = self._scratch(bucket.numel, bucket.dtypes.travel)
-        self._fresh, self._blank = set(range(len(bucket.slots))), False
+            return self._whole
+        if self._transport.world_size == 1 and not self.has_sum and not bucket.dtypes.widens:
+            return self._sum()  # what one rank contributes first is the sum: nothing is copied
+        return self._scratch(bucket.numel, bucket.dtypes.travel)
 
     def _view(self, slot: int) -> Tensor:
-        """The slot of this rank's contribution, or of the whole mean gradient, in the parameter's shape."""
-        if self._local is not None and self._local is not self._whole:
-            return self._slot_of(self._local, slot)
+        """The slot of this rank's contribution, in the parameter's shape."""
+        assert self._local is not None
+        return self.mean_view(slot) if self._local is self._whole else self._slot_of(self._local, slot)
+
+    def mean_view(self, slot: int) -> Tensor:
+        """The slot of the whole buffer, in the parameter's shape: of the mean gradient, where it lies there."""
         if slot not in self._views:
             assert self._whole is not None
             self._views[slot] = self._slot_of(self._whole, slot)
@@ -169,12 +184,14 @@ class GradientStore:
 
     def launch(self, collective: Collective, label: str, round_: int, trainable: Sequence[bool]) -> Work:
         """Start to reduce this rank's contribution. Collective; ``trainable``: of each slot, equal on all ranks."""
-        self.absorb()
-        self._open()
+        self.absorb(travels=True)
+        self._open(travels=True)
         assert self._local is not None
         if not self._blank:
             for slot in self._fresh:
                 self._view(slot).fill_(-0.0)
+        if self._local.dtype is not self.bucket.dtypes.travel:
+            self._local = self._to_travel().copy_(self._local)
         source = self._local
         tag = Tag(Kind.REDUCE_SCATTER, label, round_, self.bucket.index, zlib.crc32(bytes(trainable)))
         start = (self._aside if self._aside is not None else self._sum()) if self.has_sum else None
@@ -193,12 +210,11 @@ class GradientStore:
 
     def _sum(self) -> Tensor:
         """The owner's slice, allocated when first asked for."""
-        stage, size, dtype = self._stage, self.high - self.low, self.bucket.dtypes.accumulate
-        if stage.contributions_stay and not stage.means_are_gathered:
+        if not self._sum_apart:
             assert self._whole is not None
             return self._whole[self.low : self.high]
         if self._kept_sum is None:
-            self._kept_sum = self._empty(size, dtype)
+            self._kept_sum = self._empty(self.high - self.low, self.bucket.dtypes.accumulate)
         return self._kept_sum
 
     # -- what the sum says ----------------------------------------------------------------------------------------
@@ -222,15 +238,12 @@ class GradientStore:
 
     def gather_means(self, collective: Collective, round_: int, divisor: float) -> Work:
         """Start to give every rank the mean of every slice. Collective."""
-        assert self._whole is not None
+        if self._whole is None:
+            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.accumulate)
         own = self._whole[self.low : self.high]
         torch.div(self._sum(), divisor, out=own) if divisor != 1 else own.copy_(self._sum())
         tag = Tag(Kind.ALL_GATHER, f"means of {self.label}", round_, self.bucket.index)
         return collective.all_gather(self._whole, self.bucket.bounds, tag=tag)
-
-    def mean_view(self, slot: int) -> Tensor:
-        """The slot of the whole mean gradient, in the parameter's shape."""
-        return self._view(slot)
 
     # -- clearing -------------------------------------------------------------------------------------------------
 
@@ -255,7 +268,7 @@ class GradientStore:
     def contribute_zero(self, slot: int) -> None:
         """Set a parameter's gradient to zero, where only this rank knows that it exists: its contribution is +0.0."""
         self.clear_slot(slot)
-        self._open()
+        self._open(travels=False)
         self._view(slot).zero_()
         self._fresh.discard(slot)
 
@@ -263,8 +276,8 @@ class GradientStore:
         total = self.running_sum()
         if total is None:
             return
-        if self._stage.means_are_gathered and self._local is None:
-            self._view(slot).fill_(value)
+        if self.shows_means:
+            self.mean_view(slot).fill_(value)
         for piece in self.pieces:
             if piece.slot == slot:
                 total[piece.begin - self.low : piece.end - self.low].fill_(value)
@@ -272,7 +285,7 @@ class GradientStore:
     @property
     def shows_means(self) -> bool:
         """True while the whole means lie here, and this rank's own slice of them beside its sum."""
-        return self._whole is not None and self.has_sum and self._local is None
+        return self._stage.means_are_gathered and self._whole is not None and self.has_sum and self._local is None
 
     def edited(self, divisor: float) -> Tensor:
         """Whether this rank's own slice was edited since it was gathered: 0-dim, where the gradients are."""

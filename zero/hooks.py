@@ -39,6 +39,9 @@ class Listener(Protocol):
 
     def gradient_zeroed(self, index: int) -> None: ...
 
+    def unscale(self, found: Tensor, inverse: Tensor) -> None:
+        """A `GradScaler` multiplies all gradients by ``inverse``, and sets ``found`` to 1 where one is not finite."""
+
     def backward_is_near(self) -> None:
         """A gradient task is about to reach a parameter, or has taken the gradient of one: no other has changed yet."""
 
@@ -47,9 +50,11 @@ class Listener(Protocol):
 
 
 class ShardedGradient(torch.Tensor):
-    """What ``p.grad`` is while no rank holds the whole gradient: it can be added to by autograd, zeroed, and dropped.
+    """What ``p.grad`` is while no rank holds the whole gradient: it can be added to by autograd, zeroed, unscaled, and
+    dropped.
 
-    ``capture`` holds what autograd added last, until the parameter's hook takes it.
+    ``capture`` holds what autograd added last, until the parameter's hook takes it. ``says``: the dtype that it answers
+    with. An fp16 gradient that is added up in another dtype is none to a `GradScaler`, which refuses those.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -57,6 +62,7 @@ class ShardedGradient(torch.Tensor):
     number: int
     capture: Tensor | None
     listener: weakref.ref[Listener]
+    says: torch.dtype
 
     @staticmethod
     def __new__(cls, like: ParameterSpec, index: int, listener: weakref.ref[Listener]) -> ShardedGradient:
@@ -69,10 +75,16 @@ class ShardedGradient(torch.Tensor):
             requires_grad=False,
         )
         made.owner, made.number, made.capture, made.listener = like.name, index, None, listener
+        dtypes = like.dtypes
+        made.says = dtypes.accumulate if dtypes.compute is torch.float16 else dtypes.compute
         return made
 
     def __init__(self, like: ParameterSpec, index: int, listener: weakref.ref[Listener]) -> None:
         super().__init__()
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.says
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<gradient of {self.owner!r}, {tuple(self.shape)}, not held by this rank; see optimizer.full_grad(p)>"
@@ -95,6 +107,15 @@ class ShardedGradient(torch.Tensor):
         elif func is aten._foreach_zero_.default:
             for gradient in args[0]:
                 gradient._zero() if isinstance(gradient, cls) else gradient.zero_()
+            return None
+        elif func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            gradients, found, inverse = args
+            real = [gradient for gradient in gradients if not isinstance(gradient, cls)]
+            if real:
+                func(real, found, inverse)
+            for listener in dict.fromkeys(g.listener() for g in gradients if isinstance(g, cls)):
+                if listener is not None:
+                    listener.unscale(found, inverse)
             return None
         return next(a for a in _flat(args) if isinstance(a, cls))._refuse(str(func))
 

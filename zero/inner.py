@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from .layout import Bucket, Piece
+from .precision import Master
 
 CUT = 1 << 16
 Options = dict[str, Any]
@@ -63,17 +65,45 @@ class BucketStates:
     """The optimizer states of one bucket's interval on this rank, and the runs over it."""
 
     def __init__(
-        self, bucket: Bucket, begin: int, end: int, master: Tensor, groups: Sequence[int], scalars: Sequence[bool]
+        self,
+        bucket: Bucket,
+        begin: int,
+        end: int,
+        parameters: Tensor,
+        groups: Sequence[int],
+        scalars: Sequence[bool],
+        master: Master | None = None,
     ) -> None:
-        """``master``: the interval's parameters, 1-D; of each slot ``groups``, and ``scalars``: no dimensions."""
+        """``parameters``: of the interval, 1-D; ``master``: what is updated instead, where that is something else; of
+        each slot ``groups``, and ``scalars``: no dimensions."""
         self.scalars = scalars
-        self.bucket, self.begin, self.end, self.master = bucket, begin, end, master
+        self.bucket, self.begin, self.end = bucket, begin, end
+        self._parameters, self.master = parameters, master
         self.pieces: tuple[Piece, ...] = bucket.pieces(begin, end)
         self.groups = [groups[piece.slot] for piece in self.pieces]
         self.flat: dict[str, Tensor] = {}
         self._states: list[PieceState | None] = [None] * len(self.pieces)
         self.runs: list[_Run] = []
         self._key: tuple[Any, ...] | None = None
+
+    @property
+    def weights(self) -> Tensor:
+        """What is updated, 1-D."""
+        return self._parameters if self.master is None else self.master.wide
+
+    def followed_weights(self) -> Tensor:
+        """The weights as the next step would begin with, 1-D, in the master's dtype. Changes nothing."""
+        if self.master is None:
+            return self._parameters
+        return self.master.followed()
+
+    def cast(self, present: Sequence[bool]) -> None:
+        """Round the master weights of the pieces that were ``present`` in a step, neighbours at once."""
+        if self.master is not None:
+            for is_present, pieces in itertools.groupby(zip(self.pieces, present, strict=True), lambda pair: pair[1]):
+                members = [piece for piece, _ in pieces]
+                if is_present:
+                    self.master.cast(members[0].begin - self.begin, members[-1].end - self.begin)
 
     def plan(self, inner: torch.optim.Optimizer, present: tuple[bool, ...], cut: tuple[bool, ...]) -> None:
         """Make the runs over the pieces that are ``present``; ``cut``: of each group, whether long runs are cut."""
@@ -106,12 +136,13 @@ class BucketStates:
 
     def _make_runs(self, inner: torch.optim.Optimizer, first: int, last: int, cut: bool) -> None:
         begin, end = self.pieces[first].begin - self.begin, self.pieces[last - 1].end - self.begin
-        step = CUT if cut and self.master.device.type == "cpu" else max(1, end - begin)
+        weights = self.weights
+        step = CUT if cut and weights.device.type == "cpu" else max(1, end - begin)
         state = self._states[first]
         for low in range(begin, max(end, begin + 1), step):
             high = min(low + step, end)
             shape = () if self._is_scalar(first) else (high - low,)
-            parameter = self.master[low:high].detach().view(shape).requires_grad_()
+            parameter = weights[low:high].detach().view(shape).requires_grad_()
             run = _Run(parameter, low, high, first, last)
             if state is not None:
                 run.views = {name: self.flat[name][low:high].view(shape) for name in state.elementwise}
@@ -128,7 +159,7 @@ class BucketStates:
                 if run.parameter.dim() == 0 and name not in names:
                     continue  # a scalar of the class, not of the parameter
                 if name not in self.flat:
-                    self.flat[name] = torch.zeros(self.master.numel(), dtype=value.dtype, device=value.device)
+                    self.flat[name] = torch.zeros(self.end - self.begin, dtype=value.dtype, device=value.device)
                 view = self.flat[name][run.begin : run.end].view(run.parameter.shape)
                 view.copy_(value)
                 state[name] = run.views[name] = view
@@ -162,7 +193,7 @@ class BucketStates:
     def allocate(self, name: str, dtype: torch.dtype) -> Tensor:
         """The flat tensor of a state, made where there is none yet or it is of another dtype."""
         if name not in self.flat or self.flat[name].dtype != dtype:
-            self.flat[name] = torch.zeros(self.master.numel(), dtype=dtype, device=self.master.device)
+            self.flat[name] = torch.zeros(self.end - self.begin, dtype=dtype, device=self._parameters.device)
         return self.flat[name]
 
 
@@ -184,6 +215,7 @@ class InnerOptimizer:
             self._inner = optimizer_class([torch.zeros(1)], **defaults)
         except Exception as error:
             raise _not_elementwise(optimizer_class, f"it refuses a flat parameter ({error})") from error
+        self._begins_with_state = bool(self._inner.state)
         self._inner.param_groups.clear()
         self._inner.state.clear()
         self.states: list[BucketStates] = []
@@ -201,6 +233,8 @@ class InnerOptimizer:
     def add(self, states: BucketStates, groups: Sequence[Options]) -> None:
         """Take up a bucket. A class that makes its state when it is built (Adagrad) makes it here."""
         self.states.append(states)
+        if not self._begins_with_state:
+            return
         states.plan(self._inner, (True,) * len(states.pieces), (False,) * len(groups))
         param_groups = self._param_groups([states], groups)
         if states.runs:
@@ -218,10 +252,13 @@ class InnerOptimizer:
         """
         cut = tuple(not group.get("fused") for group in groups)
         for states, gradient, which in zip(self.states, gradients, present, strict=True):
+            if states.master is not None:
+                states.master.follow()
             states.plan(self._inner, which, cut)
+            wide = None if gradient is None else gradient.to(states.bucket.dtypes.master)
             for run in states.runs:
-                assert gradient is not None
-                run.parameter.grad = gradient[run.begin : run.end].view(run.parameter.shape)
+                assert wide is not None
+                run.parameter.grad = wide[run.begin : run.end].view(run.parameter.shape)
         param_groups = self._param_groups(self.states, groups)
         self._inner.param_groups = param_groups
         try:
@@ -231,8 +268,9 @@ class InnerOptimizer:
                 for run in states.runs:
                     run.parameter.grad = None
             self._inner.param_groups = []
-        for states in self.states:
+        for states, which in zip(self.states, present, strict=True):
             states.harvest(self._inner, self.elementwise)
+            states.cast(which)
         changed: dict[int, Options] = {}
         for number, (group, given) in enumerate(zip(param_groups, groups, strict=True)):
             options = {key: value for key, value in group.items() if key != "params" and value is not given.get(key)}
@@ -259,7 +297,8 @@ class InnerOptimizer:
             for name, value in self._inner.state.get(run.parameter, {}).items()
             if isinstance(value, Tensor) and name not in run.views
         ]
-        return [*states.flat.values(), *scalars]
+        wide = [states.master.wide] if states.master is not None and states.master.exists else []
+        return [*states.flat.values(), *scalars, *wide]
 
     def close(self) -> None:
         """Let go of all states."""

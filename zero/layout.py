@@ -39,6 +39,21 @@ class Dtypes:
     def all(cls, dtype: torch.dtype) -> Dtypes:
         return cls(dtype, dtype, dtype, dtype)
 
+    def itemsize(self, which: str) -> int:
+        """Bytes of an element in the dtype that is ``compute``, ``travel``, ``accumulate`` or ``master``."""
+        dtype: torch.dtype = getattr(self, which)
+        return dtype.itemsize
+
+    @property
+    def widens(self) -> bool:
+        """What travels is added up in another dtype."""
+        return self.accumulate is not self.travel
+
+    @property
+    def has_master(self) -> bool:
+        """The owner keeps an element in another dtype than the model computes with."""
+        return self.master is not self.compute
+
     @property
     def alignment(self) -> int:
         """Elements in `ALIGNMENT_BYTES` of the narrowest of them."""

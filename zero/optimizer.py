@@ -30,7 +30,8 @@ from .describe import Description, describe
 from .inner import InnerOptimizer
 from .norm import PowerSum
 from .parameters import as_groups, check_listed_once, device_of
-from .replicas import compare
+from .precision import MixedPrecision
+from .replicas import compare, gather_slot
 from .stages import Placement, stage_of
 from .units import Predicate
 
@@ -60,6 +61,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket_cap_mb: size of a bucket in MiB, as in DistributedDataParallel.
         collective: an algorithm of `collectives`, by name or as a class; default: the fastest for where the ranks and
             the parameters are, which `describe` names, with the reason.
+        mixed_precision: compute in 16 bits, with fp32 master weights at their owners; see `MixedPrecision`. The
+            parameters become 16-bit ones; ``p.grad`` is then a placeholder at stage 0, too (`full_grad` reads).
         units: at stage 3, which modules are gathered as a whole, each just before its forward and its backward:
             module -> bool. Default: the children of the outermost ``ModuleList`` and ``Sequential`` modules.
         defaults: arguments of ``optimizer_class``.
@@ -80,6 +83,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         divisor: float | None = None,
         bucket_cap_mb: float = 25.0,
         collective: str | Algorithm = "auto",
+        mixed_precision: MixedPrecision | None = None,
         units: Predicate | None = None,
         **defaults: Any,
     ) -> None:
@@ -90,15 +94,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if module is not None and given is not None and module is not given:
             raise ValueError("params and module are two different modules")
         self._module = given if given is not None else module
+        if not isinstance(mixed_precision, MixedPrecision | None):
+            raise TypeError(f"mixed_precision must be a zero.MixedPrecision, not {mixed_precision!r}")
         self._inner = InnerOptimizer(optimizer_class, defaults)
         groups = as_groups(params)
         device = device_of(groups)
         parts = Assembly(
-            self._stage, self._module, self._inner, process_group, bucket_cap_mb, collective, device, units
+            self._stage,
+            self._module,
+            self._inner,
+            process_group,
+            bucket_cap_mb,
+            collective,
+            device,
+            units,
+            mixed_precision,
         )
         self._assembly, self._transport, self._collective = parts, parts.transport, parts.collective
         self._storage, self._reducer = parts.storage, parts.reducer
-        self._consolidated: dict[int, Any] | None = None
+        self._consolidated: tuple[dict[int, Any], dict[int, Tensor]] | None = None  # states, master weights
         check_listed_once(groups, self._module)
         super().__init__(groups, self._inner.defaults)
         self.state: Any = checkpoint.States(self._storage, self._inner)
@@ -203,12 +217,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check()
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
         self._reducer.settle("clip_grad_norm_()", self._storage.problem())
-        pieces, dtype = self._owned_gradients()
+        pieces = self._reducer.owned()
         mine = PowerSum.of(pieces, norm_type)  # host synchronisation: exact integers, which devices have not
         total = PowerSum.of([], norm_type)
         for data in self._transport.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):
             total = total.merge(PowerSum.from_bytes(data))
-        norm = total.norm(dtype)
+        norm = total.norm(torch.float64 if self._reducer.any_is_double() else torch.float32)
         if error_if_nonfinite:
             check_finite(norm, norm_type)
         factor = clip_factor(norm, max_norm)
@@ -218,21 +232,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 if gradient is not None:
                     gradient.mul_(factor)  # from the host, as in a plain loop: no copy, and one rounding
         return norm
-
-    def _owned_gradients(self) -> tuple[list[Tensor], torch.dtype]:
-        """The used pieces of this rank's own slices, and the dtype of a norm over all ranks' pieces."""
-        pieces, wide = [], False
-        for store in self._reducer.stores:
-            gradient = store.settled()
-            if gradient is None:
-                continue
-            begin, _ = self._stage.stepped(store.bucket, self.rank)
-            for piece in store.pieces:
-                if self._reducer.used[store.bucket.slots[piece.slot].parameter]:
-                    pieces.append(gradient[piece.begin - begin : piece.end - begin])
-            used = any(self._reducer.used[slot.parameter] for slot in store.bucket.slots)
-            wide = wide or (used and store.bucket.dtypes.accumulate is torch.float64)
-        return pieces, torch.float64 if wide else torch.float32
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -290,6 +289,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check()
         return self._reducer.full_gradient(self._storage.index(parameter))
 
+    def full_master(self, parameter: Tensor) -> Tensor:
+        """The whole master weights of ``parameter`` in its shape, a copy; where there are none, those that the model
+        computes with, in the dtype of a master. All ranks."""
+        self._check()
+        index = self._storage.index(parameter)
+        purpose = f"full_master of {self._storage.layout.parameters[index].name!r}"
+        self._reducer.agree(purpose)
+        bucket, _, slot = next(found for found in self._storage.layout.slots() if found[2].parameter == index)
+        states = self._inner.states[bucket.index]
+        held = (states.begin, states.followed_weights())
+        whole = gather_slot(self._collective, bucket, slot, held, Tag(Kind.ALL_GATHER, purpose, index=bucket.index))
+        spec = self._storage.layout.parameters[index]
+        return whole.as_strided(spec.shape, spec.stride)
+
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -320,9 +333,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._reducer.agree("close()", self._storage.problem())
         finally:
             self._closed = "its parameters could not be gathered any more"
-            self._reducer.close()
-            self._inner.close()
-            self._storage.release()
+            self._assembly.release()
             self._transport.pool.trim()
             self._closed = "the model is plain again"
 
@@ -337,12 +348,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reducer.agree(purpose)
         whole_here = self._stage.states is Placement.WHOLE or self.world_size == 1
         tag = Tag(Kind.EXCHANGE, purpose)
-        state = checkpoint.gather(self._storage.layout, self._inner, self._transport, to, whole_here, tag)
-        if state is not None:
-            self._consolidated = dict(sorted(state.items()))
+        found = checkpoint.gather(self._storage.layout, self._inner, self._transport, to, whole_here, tag)
+        if found is not None:
+            self._consolidated = found
 
     def state_dict(self) -> dict[str, Any]:
         """The whole, plain `torch.optim` dict (CPU), on the rank that `consolidate_state_dict` named. Local.
+
+        With `mixed_precision` it also has "masters": the master weights by parameter, which torch's own classes ignore.
 
         With one rank nothing needs to be consolidated. Raises `RuntimeError` elsewhere, and after a further step.
         """
@@ -356,10 +369,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"rank {self.rank} holds a shard of the states: call optimizer.consolidate_state_dict(to=rank) on all "
                 "ranks, after the last step, and then state_dict() on that rank"
             )
+        states, masters = self._consolidated
         result: dict[str, Any] = {
-            "state": {index: dict(state) for index, state in self._consolidated.items()},
+            "state": {index: dict(state) for index, state in states.items()},
             "param_groups": checkpoint.packed_groups(self.param_groups, self._storage.layout),
         }
+        if masters:
+            result["masters"] = dict(masters)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             result = post_hook(self, result) or result
         return result
@@ -368,7 +384,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Load a plain `torch.optim` dict, saved at any stage and number of ranks or by the class itself.
 
         Local, but on every rank with the same dict. Nothing changes unless all of it fits; `ValueError` names what
-        does not.
+        does not. Master weights are loaded where the dict has "masters" and the model, loaded before or after, has the
+        same values rounded; where it has others, or the dict none, they are the model's.
         """
         self._check()
         loaded = dict(state_dict)
@@ -384,6 +401,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
             group.update(copy.deepcopy(options))
         checkpoint.scatter(loaded["state"], mapping, self.param_groups, self._storage.layout, self._inner, names)
+        checkpoint.scatter_masters(loaded.get("masters", {}), mapping, self._storage.layout, self._inner)
         self._inner.elementwise, self._consolidated = names, None
         for load_hook in self._optimizer_load_state_dict_post_hooks.values():
             load_hook(self)

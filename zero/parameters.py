@@ -6,7 +6,7 @@ Knows: modules, parameters, names. Does not know: ranks, gradients, optimizers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,8 +109,10 @@ def specs(
     first_index: int = 0,
     first_group: int = 0,
     units: Mapping[int, int] | None = None,
+    dtypes: Callable[[torch.dtype], Dtypes] = Dtypes.all,
 ) -> tuple[list[Tensor], list[ParameterSpec]]:
     """The listed parameters and their specs in order of registration: the module's where there is one, else as listed.
+    ``dtypes``: of a parameter that the user made in a dtype.
 
     Raises `ValueError` or `TypeError`, naming the parameter, for one that is listed twice, is not a leaf, has a dtype
     or memory that cannot be laid out, or is in none of the ``units`` (id of a parameter -> its unit).
@@ -137,7 +139,7 @@ def specs(
                 tuple(aliases),
                 tuple(parameter.shape),
                 dense_stride(parameter),
-                Dtypes.all(parameter.dtype),
+                dtypes(parameter.dtype),
                 str(parameter.device),
                 parameter.requires_grad,
                 first_group + number,

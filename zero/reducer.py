@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
@@ -29,8 +29,9 @@ from .agreement import Record, check
 from .faces import Faces
 from .gradients import GradientStore
 from .hooks import GradientHooks
-from .layout import Layout
+from .layout import Layout, Piece
 from .released import as_plain
+from .replicas import gather_slot
 from .rounds import Rounds
 from .stages import Placement, Stage, all_zero, read_scalars, seen_at_once
 
@@ -46,8 +47,12 @@ class Phase(Enum):
 class Reducer:
     """The gradients of all parameters of one optimizer on one rank."""
 
-    def __init__(self, layout: Layout, stage: Stage, transport: Transport, collective: Collective) -> None:
+    def __init__(
+        self, layout: Layout, stage: Stage, transport: Transport, collective: Collective, *, means_may_be_shown: bool
+    ) -> None:
+        """``means_may_be_shown``: whole means, where the stage has them, have the dtype that p.grad must have."""
         self._stage, self._transport, self._collective = stage, transport, collective
+        self.means_are_shown = stage.means_are_gathered and means_may_be_shown
         self._rounds = Rounds(layout, stage, transport, collective)
         self.used: list[bool] = []
         self.phase = Phase.OPEN
@@ -58,8 +63,9 @@ class Reducer:
         self._means_divisor: float | None = None
         self._stale: set[int] = set()  # gradients that a settled phase waits to be cleared
         self._settled_by = ""
+        self._unscaled: Tensor | None = None  # what a `GradScaler` was last told into
         self._stranger: str | None = None  # who had a gradient of the user's before the backward under way
-        self.hooks = GradientHooks(self, exclusive=stage.parameters is Placement.SHARD, ahead=stage.means_are_gathered)
+        self.hooks = GradientHooks(self, exclusive=stage.parameters is Placement.SHARD, ahead=self.means_are_shown)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -85,7 +91,7 @@ class Reducer:
     def backward_is_near(self) -> None:
         self.finish_interrupted()
         self._stranger = self._look()
-        if self._stage.means_are_gathered:
+        if self.means_are_shown:
             self._faces.hide()  # no mean may be where autograd would add to it
 
     def backward_began(self) -> None:
@@ -126,15 +132,18 @@ class Reducer:
 
     def _complete(self) -> None:
         """Do what is left of the backward under way."""
-        self._rounds.complete(self._gather_means)
+        self._rounds.complete(self._round_is_over)
+
+    def _round_is_over(self) -> None:
+        """The sums are others now, and so are the means."""
+        self._means_divisor = None
+        if self.means_are_shown:
+            self._gather_means()
 
     def _gather_means(self) -> None:
-        """Where the stage wants that, give every rank the means, and agree whose gradient exists at all: the hash of
-        the plain loop sees None."""
-        if not self._stage.means_are_gathered:
-            return
+        """Give every rank the means, and agree whose gradient exists at all: the hash of the plain loop sees None."""
         tag = Tag(Kind.EXCHANGE, "which parameters were used", self._rounds.number)
-        records = [Record.unpack(r) for r in self._transport.exchange(self._record(None).pack(), tag)]
+        records = [Record.unpack(r) for r in self._transport.exchange(self._record().pack(), tag)]
         self._agree_used(records)
         if any(record.divisor != self.divisor for record in records):
             self._means_divisor = None  # nobody's p.grad would be right; `settle` agrees and comes back
@@ -164,10 +173,11 @@ class Reducer:
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
-    def settle(self, purpose: str, problem: str | None = None) -> None:
+    def settle(self, purpose: str, problem: str | None = None, scale: float | None = None) -> None:
         """Turn the sums into means, once. Collective; ``purpose`` is what errors call it.
 
         ``problem``: an error that this rank alone may have found; every rank raises it, and nothing has changed.
+        ``scale``: the loss scale that made the gradients, where it is about to be taken out.
         """
         if self.hooks.inside_backward:
             raise RuntimeError(f"{purpose} inside a backward")
@@ -175,7 +185,7 @@ class Reducer:
             raise RuntimeError(
                 f"{purpose} inside no_sync(): leave the block first, what it left pending is reduced then"
             )
-        records = self.agree(purpose, problem)
+        records = self.agree(purpose, problem, scale)
         if not self._is_open():
             self._agree_used(records)
             return
@@ -196,7 +206,7 @@ class Reducer:
     def _is_open(self) -> bool:
         return self.phase is Phase.OPEN
 
-    def agree(self, purpose: str, problem: str | None = None) -> list[Record]:
+    def agree(self, purpose: str, problem: str | None = None, scale: float | None = None) -> list[Record]:
         """Meet all ranks and compare what they hold. Collective; raises the same error on every rank."""
         self.finish_interrupted()
         stranger = self._look()
@@ -206,15 +216,15 @@ class Reducer:
         self._meeting += 1
         self._transport.meet(Tag(Kind.MEET, purpose, self._rounds.number, self._meeting), self._empty_round)
         tag = Tag(Kind.EXCHANGE, purpose, self._rounds.number, self._meeting)
-        records = [Record.unpack(r) for r in self._transport.exchange(self._record(problem).pack(), tag)]
+        records = [Record.unpack(r) for r in self._transport.exchange(self._record(problem, scale).pack(), tag)]
         check(records, purpose, self._name)
         return records
 
-    def _record(self, problem: str | None) -> Record:
+    def _record(self, problem: str | None = None, scale: float | None = None) -> Record:
         with as_plain():
             trainable = bytes([p.requires_grad for p in self.parameters])
         phase = self.phase.name.lower()
-        return Record(self.divisor, phase, self._rounds.pending, problem, bytes(self.used), trainable)
+        return Record(self.divisor, scale, phase, self._rounds.pending, problem, bytes(self.used), trainable)
 
     def _agree_used(self, records: Sequence[Record]) -> None:
         merged = functools.reduce(operator.or_, (int.from_bytes(record.used, "little") for record in records))
@@ -231,7 +241,7 @@ class Reducer:
 
     def _show(self) -> None:
         """Put into every p.grad what is true now: the mean, a placeholder, or None."""
-        if not self._stage.means_are_gathered:
+        if not self.means_are_shown:
             self._faces.shelter([used or seen for used, seen in zip(self.used, self._rounds.seen, strict=True)])
             return
         means = self._means_are_true()
@@ -249,7 +259,7 @@ class Reducer:
         for index, gradient in changes.replaced:
             store, slot = self._rounds.places[index]
             store.mean_view(slot).copy_(gradient)
-        if self._stage.means_are_gathered:  # real tensors, which may have been zeroed in place
+        if self.means_are_shown:  # real tensors, which may have been zeroed in place
             stale = sorted(self._stale)
             places = [self._rounds.places[index] for index in stale]
             # host synchronisation: one for all, where means that were settled are still there
@@ -297,7 +307,7 @@ class Reducer:
 
     def _edited(self) -> str | None:
         """What is wrong where a mean was edited that will not be the last one."""
-        if not self._stage.means_are_gathered or self._means_divisor is None or not self._is_open():
+        if not self.means_are_shown or self._means_divisor is None or not self._is_open():
             return None
         for store in self._doubtful(self._means_divisor):
             for slot in store.edits(self._means_divisor, self.used):
@@ -325,6 +335,48 @@ class Reducer:
 
     # -- for the optimizer --------------------------------------------------------------------------------------------
 
+    def owned(self) -> list[Tensor]:
+        """The settled gradients of this rank's own slices, as pieces of the parameters that some rank used."""
+        return self._settled(lambda store: store.pieces)
+
+    def any_is_double(self) -> bool:
+        """True where a gradient that some rank used is added up in fp64."""
+        doubles = [store.bucket for store in self.stores if store.bucket.dtypes.accumulate is torch.float64]
+        return any(self.used[slot.parameter] for bucket in doubles for slot in bucket.slots)
+
+    def _settled(self, pieces_of: Callable[[GradientStore], Sequence[Piece]]) -> list[Tensor]:
+        found = []
+        for store in self.stores:
+            gradient = store.settled()
+            if gradient is not None:
+                begin, _ = self._stage.stepped(store.bucket, self._transport.rank)
+                for piece in pieces_of(store):
+                    if self.used[store.bucket.slots[piece.slot].parameter]:
+                        found.append(gradient[piece.begin - begin : piece.end - begin])
+        return found
+
+    def unscale(self, found: Tensor, inverse: Tensor) -> None:
+        """Take the loss scale out of the means, and tell every rank whether any of all is not finite. Collective.
+
+        A `GradScaler` asks once for each dtype of gradients; all are answered at once.
+        """
+        if found is self._unscaled:
+            return
+        scale = 1 / inverse.item()  # host synchronisation: ranks compare it, once a step
+        self.settle("GradScaler.unscale_()", scale=scale)
+        here = torch.zeros_like(found)
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        rank = self._transport.rank
+        for piece in self._settled(lambda store: store.bucket.pieces(*self._stage.stepped(store.bucket, rank))):
+            by_dtype.setdefault(piece.dtype, []).append(piece)
+        for pieces in by_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(pieces, here, inverse)
+        mine = bytes([bool(here.item())])  # host synchronisation: every rank must take or skip the same step
+        tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self._rounds.number, self._meeting)
+        if any(told[0] for told in self._transport.exchange(mine, tag)):
+            found.fill_(1.0)
+        self._unscaled = found
+
     def stepped(self) -> None:
         """A step has used the gradients."""
         self.phase, self._settled_by = Phase.STEPPED if self._stale else Phase.OPEN, "step()"
@@ -339,7 +391,7 @@ class Reducer:
                 "before the first clip, unscale or step of a step"
             )
         self.divisor = value
-        if self._stage.means_are_gathered and self._is_open():
+        if self.means_are_shown and self._is_open():
             self._show()
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -364,7 +416,7 @@ class Reducer:
 
     def _used_is_known(self) -> bool:
         """True when `used` says what all ranks used, rather than this one."""
-        return (self._stage.means_are_gathered and not self._rounds.pending) or self.phase is not Phase.OPEN
+        return (self.means_are_shown and not self._rounds.pending) or self.phase is not Phase.OPEN
 
     def _zero(self, index: int, known: bool) -> None:
         store, slot = self._rounds.places[index]
@@ -393,19 +445,14 @@ class Reducer:
             raise RuntimeError(f"{purpose}: what no_sync() left is not reduced yet; run a backward outside it, or clip")
         if not any(record.used[index] for record in records):
             return None
-        spec, slot, bounds = self._rounds.layout.parameters[index], store.bucket.slots[slot_number], store.bucket.bounds
-        whole = torch.empty(slot.numel, dtype=store.bucket.dtypes.accumulate, device=store.bucket.device)
+        spec, slot = self._rounds.layout.parameters[index], store.bucket.slots[slot_number]
         if self._means_are_true():
-            whole.copy_(store.mean_view(slot_number).as_strided((slot.numel,), (1,)))
+            whole = store.mean_view(slot_number).as_strided((slot.numel,), (1,)).clone()
         else:
-            cuts = [min(max(bound, slot.offset), slot.end) - slot.offset for bound in bounds]
-            low, high = cuts[self._transport.rank], cuts[self._transport.rank + 1]
             total = store.running_sum()
             assert total is not None  # used by some rank, and nothing is pending
-            begin = slot.offset + low - store.low
-            whole[low:high].copy_(total[begin : begin + high - low])
             tag = Tag(Kind.ALL_GATHER, purpose, self._rounds.number, store.bucket.index)
-            self._collective.all_gather(whole, cuts, tag=tag).wait()
+            whole = gather_slot(self._collective, store.bucket, slot, (store.low, total), tag)
             if self.phase is Phase.OPEN:
                 whole.div_(self.divisor)
         return whole.as_strided(spec.shape, spec.stride)

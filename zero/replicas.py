@@ -1,6 +1,6 @@
 """What makes ranks replicas: the same model at construction, rank 0's values, and a way to check later.
 
-Knows: transports, and tensors that every rank holds whole. Does not know: shards, gradients, steps.
+Knows: transports, tensors that every rank holds whole, and how one becomes whole. Does not know: gradients, steps.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from collectives import Collective, Kind, Tag, Transport
+
+from .layout import Bucket, Slot
 
 
 def agree_on_construction(transport: Transport, lines: Sequence[str], problem: Exception | None) -> None:
@@ -52,6 +54,19 @@ def broadcast(collective: Collective, transport: Transport, tensors: Iterable[Te
         collective.all_gather(flat, [0] + [flat.numel()] * transport.world_size, tag=tag).wait()
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+
+def gather_slot(collective: Collective, bucket: Bucket, slot: Slot, held: tuple[int, Tensor], tag: Tag) -> Tensor:
+    """A slot's elements of a tensor of which every rank holds at least its own slice of the bucket: 1-D, a copy.
+    Collective. ``held``: the first element of the bucket that this rank holds, and what it holds from there on."""
+    first, values = held
+    whole = torch.empty(slot.numel, dtype=values.dtype, device=values.device)
+    cuts = [min(max(bound, slot.offset), slot.end) - slot.offset for bound in bucket.bounds]
+    low, high = cuts[collective.transport.rank], cuts[collective.transport.rank + 1]
+    begin = slot.offset + low - first
+    whole[low:high].copy_(values[begin : begin + high - low])
+    collective.all_gather(whole, cuts, tag=tag).wait()
+    return whole
 
 
 def fingerprint(tensor: Tensor) -> bytes:

@@ -96,7 +96,7 @@ class Rounds:
             if self._in_round:
                 self._queue.ready(bucket)
             else:
-                store.absorb()
+                store.absorb(travels=False)
 
     def _launch(self, bucket: int) -> Work:
         store = self.stores[bucket]
@@ -108,7 +108,7 @@ class Rounds:
         interrupt both are asked for again. A mismatch of ranks says what is frozen on this one."""
         if not self._in_round:
             for store in self._active:
-                store.absorb()
+                store.absorb(travels=False)
             return
         try:
             self._queue.finish()

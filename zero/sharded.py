@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from collectives import Collective, Transport
 
-from .layout import Bucket, Layout, ParameterSpec, build
+from .layout import Bucket, Dtypes, Layout, ParameterSpec, build
 from .parameters import bindings, misplaced, specs
+from .precision import MixedPrecision
 from .released import as_plain
 from .replicas import broadcast, fingerprint
 from .residency import Residency, State
 from .shelf import Common, Shelf
-from .stages import strided
-from .storage import ParameterStorage
+from .storage import Keep, ParameterStorage
 from .unit_hooks import UnitHooks
 from .units import Predicate, find_units
 
@@ -38,8 +38,9 @@ class ShardedStorage(ParameterStorage):
         collective: Collective,
         predicate: Predicate | None,
         bucket_bytes: int,
+        precision: MixedPrecision | None,
     ) -> None:
-        super().__init__(transport, direct, module)
+        super().__init__(transport, direct, module, precision)
         self._root, self._bucket_bytes = module, bucket_bytes
         self._on_host = all(parameter.device.type == "cpu" for parameter in module.parameters())
         self._units = find_units(module, predicate)
@@ -69,11 +70,11 @@ class ShardedStorage(ParameterStorage):
         self._take_out(self._others)
         self._others, self._other_flats = [], []
 
-    def adopt(self, parameters: Sequence[Tensor], layout: Layout) -> None:
+    def adopt(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> None:
         new = layout.buckets[len(self.flats) :]
         self.layout = layout
         self.parameters += parameters
-        self.flats += self._shelve(new, layout, self.parameters, updated=True)[0]
+        self.flats += self._shelve(new, layout, self.parameters, keep)[0]
 
     def end(self) -> None:
         self._bindings = bindings(self._module)
@@ -81,7 +82,8 @@ class ShardedStorage(ParameterStorage):
         self.rest = build(
             described, self._transport.world_size, self._bucket_bytes, across_units=self.buckets_cross_units
         )
-        self._other_flats, self._others = self._shelve(self.rest.buckets, self.rest, parameters, updated=False)
+        self._other_flats, self._others = self._shelve(self.rest.buckets, self.rest, parameters, None)
+        self._cast_rest()
         self.residency.announce()
         if self._hooks is None:
             self._hooks = UnitHooks(self._units, self.residency)
@@ -92,19 +94,20 @@ class ShardedStorage(ParameterStorage):
     def _describe_rest(self, listed: Sequence[Tensor]) -> tuple[list[Tensor], list[ParameterSpec]]:
         known = {id(parameter) for parameter in listed}
         rest = [p for members in self._units.parameters for p in members if id(p) not in known]
-        return specs([{"params": rest}], self._module, units=self.units())
+        dtypes = Dtypes.all if self._precision is None else self._precision.unlisted
+        return specs([{"params": rest}], self._module, units=self.units(), dtypes=dtypes)
 
     def _shelve(
-        self, buckets: Sequence[Bucket], layout: Layout, parameters: Sequence[Tensor], *, updated: bool
+        self, buckets: Sequence[Bucket], layout: Layout, parameters: Sequence[Tensor], keep: Keep | None
     ) -> tuple[list[Tensor], list[Shelf]]:
         """Rank 0's values of buckets, of which this rank keeps its slices: these, by bucket, and what stands on them.
-        Collective."""
+        Collective. ``keep``: None of those that the optimizer does not update."""
         on_host = all(bucket.device == "cpu" for bucket in buckets)
         sizes = [bucket.numel * bucket.dtypes.compute.itemsize for bucket in buckets]
         regions = self._transport.common(sizes) if on_host and self._transport.world_size > 1 else None
         flats, shelves = [], []
         for number, bucket in enumerate(buckets):
-            whole = self._gathered_whole(bucket, layout, parameters)
+            whole = self._values(bucket, layout, parameters, _nothing if keep is None else keep)
             low, high = bucket.owned(self._transport.rank)
             common = None if regions is None else Common(regions[number], whole.dtype)
             flat = whole
@@ -117,20 +120,11 @@ class ShardedStorage(ParameterStorage):
                 here, there = (bound + begin - low for bound in part.owned(self._transport.rank))
                 members = [parameters[slot.parameter] for slot in part.slots]
                 shard = flat[here:there] if there > here else flat[:0]
-                shelf = Shelf(part, layout, members, shard, updated, common, begin)
+                shelf = Shelf(part, layout, members, shard, keep is not None, common, begin)
                 self.residency.put(unit, shelf)
                 shelves.append(shelf)
             flats.append(flat)
         return flats, shelves
-
-    def _gathered_whole(self, bucket: Bucket, layout: Layout, parameters: Sequence[Tensor]) -> Tensor:
-        """Rank 0's values of a bucket. Collective."""
-        flat = self._transport.empty(bucket.numel, bucket.dtypes.compute, torch.device(bucket.device))
-        for slot in bucket.slots:
-            spec, parameter = layout.parameters[slot.parameter], parameters[slot.parameter]
-            strided(flat, slot.offset, spec.shape, spec.stride).copy_(parameter.detach())
-        broadcast(self._direct, self._transport, [flat])
-        return flat
 
     def _take_out(self, shelves: Sequence[Shelf]) -> None:
         """Make the parameters of these shelves plain ones, with memory of their own. Collective."""
@@ -236,3 +230,7 @@ class ShardedStorage(ParameterStorage):
             self._hooks.remove()
         self._take_out(list(self.residency.shelves()))
         self.flats, self._others, self._other_flats = [], [], []
+
+
+def _nothing(*_: object) -> None:
+    return None

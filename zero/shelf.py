@@ -51,7 +51,8 @@ class Shelf:
         ]
         self.versions = [0] * len(self.parameters)  # of each slot: how often its values were changed
         self.bases = [type(parameter) for parameter in self.parameters]
-        self.nans = [nan_like(parameter) for parameter in self.parameters]
+        dtype = self.bucket.dtypes.compute
+        self.nans = [nan_like(parameter, dtype) for parameter in self.parameters]
         self._nan_addresses = [nan.data_ptr() for nan in self.nans]
         self._dtypes = [nan.dtype for nan in self.nans]
         self._common_whole: Tensor | None = None
@@ -83,7 +84,7 @@ class Shelf:
 
     def renew(self, slot: int) -> None:
         """Put another NaN in the place of one that was edited."""
-        self.nans[slot] = nan_like(self.nans[slot])
+        self.nans[slot] = nan_like(self.nans[slot], self.nans[slot].dtype)
         self._nan_addresses[slot] = self.nans[slot].data_ptr()
 
     def displaced(self) -> Sequence[int]:
@@ -240,6 +241,6 @@ class Common:
                 yield piece  # of those that are accepted, the owners are writing what is here
 
 
-def nan_like(parameter: Tensor) -> Tensor:
-    nan = torch.full((1,), float("nan"), dtype=parameter.dtype, device=parameter.device)
+def nan_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    nan = torch.full((1,), float("nan"), dtype=dtype, device=parameter.device)
     return nan.expand(parameter.shape) if parameter.dim() else nan.view(())

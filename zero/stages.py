@@ -16,7 +16,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from .layout import Bucket, Layout, sharded_bytes
+from .layout import Bucket, Dtypes, Layout, ParameterSpec, sharded_bytes
 
 
 class Placement(Enum):
@@ -40,6 +40,15 @@ class Stage:
         """A rank keeps whole buffers for gradients, rather than scratch while a bucket travels."""
         return self.gradients is Placement.WHOLE
 
+    def contributes_in_place(self, dtypes: Dtypes) -> bool:
+        """The whole buffer that a rank keeps for gradients is also what it contributes from: not where the means lie
+        there, in another dtype."""
+        return self.contributions_stay and not (self.means_are_gathered and dtypes.widens)
+
+    def sum_lies_apart(self, dtypes: Dtypes) -> bool:
+        """The running sum of a rank's slice has memory of its own, rather than its place in that buffer."""
+        return not self.contributions_stay or self.means_are_gathered or dtypes.widens
+
     @property
     def means_are_gathered(self) -> bool:
         """Every rank steps all parameters, so it needs the whole mean gradient after each reduction."""
@@ -54,14 +63,19 @@ class Stage:
         """The interval of ``bucket`` whose states ``rank`` holds and which it updates."""
         return (0, bucket.numel) if self.states is Placement.WHOLE else bucket.owned(rank)
 
-    def passes(self, synchronised: int) -> int:
-        """Passes a step over the trainable elements, each of (W - 1) times their number summed over the ranks.
+    def passes(self, synchronised: int, *, means_are_shown: bool = True) -> dict[str, int]:
+        """Passes a step over the trainable elements, each of (W - 1) times their number summed over the ranks, by which
+        of a bucket's dtypes they are in.
 
-        ``synchronised``: backwards of each rank outside ``no_sync``, at least 1.
+        ``synchronised``: backwards of each rank outside ``no_sync``, at least 1. ``means_are_shown``: after each, where
+        every rank needs whole means; otherwise these are gathered once.
         """
-        if self.means_are_gathered:
-            return 2 * synchronised
-        return synchronised + 1 if self.parameters_are_gathered else synchronised
+        means = synchronised if means_are_shown else 1
+        return {
+            "travel": synchronised,
+            "accumulate": means if self.means_are_gathered else 0,
+            "compute": int(self.parameters_are_gathered),
+        }
 
     def gathers(self, backwards: int) -> int:
         """Passes a step over all elements in units, each with one forward and one backward."""
@@ -85,34 +99,36 @@ def stage_of(number: int) -> Stage:
 def formula_bytes(layout: Layout, stage: Stage, state_tensors: int, rest: Layout | None = None) -> dict[str, int]:
     """Bytes of one rank by kind, from the elements alone (no padding).
 
-    ``state_tensors``: tensors as large as the parameter that the optimizer keeps for it (Adam: 2). ``rest``: of
+    ``state_tensors``: tensors as large as the parameter that the optimizer keeps for it (Adam: 2); a master weight that
+    is kept beside the parameter is one more. ``rest``: of
     parameters that are stored beside those of ``layout`` and not updated. ``gathered_peak`` and ``scratch_peak`` are
     bounds: the root's rest and the two largest units; three of the largest bucket.
     """
 
-    def total(which: str, trainable_only: bool = False) -> int:
-        return sum(
-            spec.numel * getattr(spec.dtypes, which).itemsize
-            for spec in layout.parameters
-            if spec.trainable or not trainable_only
-        )
+    def total(which: str, among: Sequence[ParameterSpec]) -> int:
+        return sum(spec.numel * spec.dtypes.itemsize(which) for spec in among)
 
-    stored = total("compute")
+    trainable = [spec for spec in layout.parameters if spec.trainable]
+    stored = total("compute", layout.parameters)
     if rest is not None:
-        stored += sum(spec.numel * spec.dtypes.compute.itemsize for spec in rest.parameters)
+        stored += total("compute", rest.parameters)
     units = _unit_bytes(layout, rest)
     gathered = units.pop(0, 0) + sum(sorted(units.values())[-2:])
 
     def placed(nbytes: int, placement: Placement) -> int:
         return nbytes if placement is Placement.WHOLE else sharded_bytes(nbytes, layout.world_size)
 
-    gradients = placed(total("accumulate", True), stage.gradients)
-    if stage.means_are_gathered:  # the undivided running sum of its slices
-        gradients += sharded_bytes(total("accumulate", True), layout.world_size)
+    contributed = [spec for spec in trainable if stage.contributes_in_place(spec.dtypes)]
+    means = [spec for spec in trainable if stage.means_are_gathered and not stage.contributes_in_place(spec.dtypes)]
+    summed = [spec for spec in trainable if stage.sum_lies_apart(spec.dtypes)]
+    kept = [spec for spec in trainable if spec.dtypes.has_master]
+    states = state_tensors * total("master", trainable) + total("master", kept)
     return {
         "parameters": placed(stored, stage.parameters),
-        "gradients": gradients,
-        "optimizer": placed(state_tensors * total("master", True), stage.states),
+        "gradients": total("travel", contributed)
+        + total("accumulate", means)
+        + sharded_bytes(total("accumulate", summed), layout.world_size),
+        "optimizer": placed(states, stage.states),
         "gathered_peak": gathered if stage.gathers(1) and layout.world_size > 1 else 0,
         "scratch_peak": 3 * max((b.numel * b.dtypes.accumulate.itemsize for b in layout.buckets), default=0),
     }
@@ -137,6 +153,7 @@ def formula_traffic(
     rest: Layout | None = None,
     *,
     units_travel: bool = True,
+    means_are_shown: bool = True,
 ) -> int:
     """Payload bytes that a step sends, summed over the ranks, with one forward to each backward.
 
@@ -145,15 +162,16 @@ def formula_traffic(
     every unit once, in order of registration, and that backwards reach every unit. ``units_travel``: False where every
     rank sees every slice of a unit in memory that all share.
     """
-    trainable = sum(
-        bucket.numel * bucket.dtypes.travel.itemsize
-        for bucket in layout.buckets
-        if layout.parameters[bucket.slots[0].parameter].trainable
+    trainable = [bucket for bucket in layout.buckets if layout.parameters[bucket.slots[0].parameter].trainable]
+    passed = sum(
+        passes * bucket.numel * bucket.dtypes.itemsize(which)
+        for which, passes in stage.passes(synchronised, means_are_shown=means_are_shown).items()
+        for bucket in trainable
     )
     units = _unit_bytes(layout, rest) if units_travel else {}
     still_here = sum(units[unit] for unit in {0, max(units, default=0)} & set(units))
     gathered = stage.gathers(backwards) * sum(units.values()) - stage.gathers(backwards) // 2 * still_here
-    return (layout.world_size - 1) * (stage.passes(synchronised) * trainable + gathered)
+    return (layout.world_size - 1) * (passed + gathered)
 
 
 def strided(flat: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
@@ -189,13 +207,13 @@ def seen_at_once(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def first_difference(a: Tensor, b: Tensor) -> Tensor:
     """The first element in which two 1-D tensors of one floating dtype, not empty, differ as bits, or -1: 0-dim, where
     they are. Nobody waits for it here."""
-    integers = _INTEGERS[a.itemsize]
+    integers = INTEGERS[a.itemsize]
     different = a.view(integers) != b.view(integers)
     return torch.where(different.any(), different.view(torch.uint8).argmax(), -1)
 

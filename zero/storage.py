@@ -6,7 +6,7 @@ Knows: the layout and the user's parameters, whose ``data`` it sets. Does not kn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,17 +16,22 @@ from collectives import Collective, Transport
 
 from .layout import Bucket, Layout, Slot
 from .parameters import HELD_ELSEWHERE, bindings, misplaced
+from .precision import MixedPrecision, cast
 from .released import is_released
 from .replicas import broadcast, fingerprint
 from .stages import strided
+
+Keep = Callable[[Bucket, Tensor], None]  # is given a bucket's whole values where they are cast: wider than what stays
 
 
 class ParameterStorage:
     """Parameters in the layout's order, and their memory. Identity, name, shape and strides of a parameter stay."""
 
-    def __init__(self, transport: Transport, direct: Collective, module: nn.Module | None) -> None:
+    def __init__(
+        self, transport: Transport, direct: Collective, module: nn.Module | None, precision: MixedPrecision | None
+    ) -> None:
         """``direct``: a collective that moves slices of any size."""
-        self._transport, self._direct, self._module = transport, direct, module
+        self._transport, self._direct, self._module, self._precision = transport, direct, module, precision
         self.layout = Layout((), (), transport.world_size)
         self.rest = Layout((), (), transport.world_size)  # of parameters that are stored here and not updated
         self.parameters: list[Tensor] = []
@@ -60,7 +65,7 @@ class ParameterStorage:
     def begin(self) -> None:
         """Further parameters are about to be adopted. Collective."""
 
-    def adopt(self, parameters: Sequence[Tensor], layout: Layout) -> None:
+    def adopt(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> None:
         """Take over further parameters, which ``layout`` has in further buckets: rank 0's values move there.
         Collective."""
         new = layout.buckets[len(self.flats) :]
@@ -68,22 +73,38 @@ class ParameterStorage:
         self.parameters += parameters
         for bucket in new:
             # Memory of this rank alone: what it writes there, and what a fork of it reads, is nobody else's business.
-            # Zero, because padding travels, and tells nobody what was there before.
-            flat = torch.zeros(bucket.numel, dtype=bucket.dtypes.compute, device=bucket.device)
+            flat = self._values(bucket, layout, self.parameters, keep)
             for slot in bucket.slots:
-                spec, parameter = layout.parameters[slot.parameter], self.parameters[slot.parameter]
-                view = strided(flat, slot.offset, spec.shape, spec.stride)
-                view.copy_(parameter.detach())
-                parameter.data = view
+                spec = layout.parameters[slot.parameter]
+                self.parameters[slot.parameter].data = strided(flat, slot.offset, spec.shape, spec.stride)
             self.flats.append(flat)
         self._places += [(parameter.data_ptr(), parameter.dtype) for parameter in parameters]
-        broadcast(self._direct, self._transport, self.flats[len(self.flats) - len(new) :])
+
+    def _values(self, bucket: Bucket, layout: Layout, parameters: Sequence[Tensor], keep: Keep) -> Tensor:
+        """Rank 0's values of a bucket, in what the model computes with. Collective."""
+        # Zero, because padding travels, and tells nobody what was there before.
+        whole = torch.zeros(bucket.numel, dtype=bucket.dtypes.master, device=bucket.device)
+        for slot in bucket.slots:
+            spec, parameter = layout.parameters[slot.parameter], parameters[slot.parameter]
+            strided(whole, slot.offset, spec.shape, spec.stride).copy_(parameter.detach())
+        broadcast(self._direct, self._transport, [whole])
+        if bucket.dtypes.has_master:
+            keep(bucket, whole)
+        return whole.to(bucket.dtypes.compute)
 
     def end(self) -> None:
         """Nothing further is to be adopted for now: take care of the module's other tensors. Collective."""
         self._bindings = bindings(self._module)
+        self._cast_rest()
         rest = [parameter.detach() for parameter in self._unlisted()]
         broadcast(self._direct, self._transport, [*rest, *self._buffers()])
+
+    def _cast_rest(self) -> None:
+        """Cast what the model computes with, beside the listed parameters."""
+        if self._precision is not None:
+            cast(self._unlisted(), self._precision.param_dtype)
+            if self._precision.buffer_dtype is not None:
+                cast([] if self._module is None else list(self._module.buffers()), self._precision.buffer_dtype)
 
     def _unlisted(self) -> list[Tensor]:
         """The module's parameters that the optimizer does not update."""

@@ -1,0 +1,171 @@
+"""Mixed precision: narrow numbers to compute with and to send, wide ones to add up in and to update.
+
+Knows: which dtype is for what, the wide weights beside the narrow ones, what else of a module is cast. Does not know:
+gradients, ranks, or when a step is.
+
+    master weight (its owner) --- cast ---> parameter --- forward, backward ---> gradient         param_dtype
+          ^                                                                         | contribution   reduce_dtype
+          +------------ update <--- clip <--- divide <--- sum (its owner) <---------+ fold           accumulate_dtype
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .layout import Dtypes
+from .parameters import FLOATS
+from .stages import INTEGERS, same_bits, seen_at_once
+
+_BLOCK = 1 << 16  # elements that stay in the cache while they are compared
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """What a model computes in, gradients travel in, and are added up in; FSDP's terms.
+
+    The optimizer's owner of an element keeps it as a master weight, in fp32 (fp64 of an fp64 parameter).
+
+    Args:
+        param_dtype: of the parameters while the model computes; their gradients have it, too.
+        reduce_dtype: of what travels to an element's owner; None: ``param_dtype``.
+        accumulate_dtype: in which an owner adds up; not narrower than ``reduce_dtype``. 16 bits halve a gradient's
+            memory, and lose what is small beside the sum.
+        buffer_dtype: of the module's floating-point buffers; None: they keep theirs.
+        cast_forward_inputs: cast the floating-point tensors that the module is called with to ``param_dtype``.
+
+    Raises:
+        TypeError: a dtype is not fp32, bf16 or fp16 (buffers: nor fp64).
+        ValueError: ``accumulate_dtype`` is narrower than ``reduce_dtype``.
+    """
+
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype = torch.float32
+    buffer_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("param_dtype", FLOATS[1:]),
+            ("reduce_dtype", (None, *FLOATS[1:])),
+            ("accumulate_dtype", FLOATS[1:]),
+            ("buffer_dtype", (None, *FLOATS)),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise TypeError(f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}")
+        if self.accumulate_dtype.itemsize < self.travel.itemsize:
+            raise ValueError(
+                f"accumulate_dtype {self.accumulate_dtype} is narrower than what travels, {self.travel}: a sum would "
+                "lose more than its parts; set reduce_dtype, too"
+            )
+
+    @property
+    def travel(self) -> torch.dtype:
+        """What contributions travel in."""
+        return self.param_dtype if self.reduce_dtype is None else self.reduce_dtype
+
+    def of(self, dtype: torch.dtype) -> Dtypes:
+        """The dtypes of a parameter that the user made in ``dtype`` and the optimizer updates."""
+        master = dtype if dtype.itemsize >= 4 else torch.float32
+        return Dtypes(self.param_dtype, self.travel, self.accumulate_dtype, master)
+
+    def unlisted(self, _: torch.dtype) -> Dtypes:
+        """The dtypes of a parameter that the optimizer does not update."""
+        return Dtypes.all(self.param_dtype)
+
+
+class Master:
+    """The weights of one interval in the master's dtype, on a rank that updates them, 1-D; the model computes with the
+    interval itself.
+
+    They follow the model: an element that is not its master weight, rounded, was written from outside (an edit, a
+    loaded checkpoint), and is the weight from then on.
+    """
+
+    def __init__(self, narrow: Tensor, dtype: torch.dtype, wide: Tensor | None) -> None:
+        """``narrow``: the interval; ``wide``: its values, where they are known better than from it."""
+        self._narrow, self._dtype, self._wide = narrow, dtype, wide
+
+    @property
+    def exists(self) -> bool:
+        """False of weights that were never updated: then the narrow ones say it all, and no memory is used."""
+        return self._wide is not None
+
+    @property
+    def wide(self) -> Tensor:
+        """The weights, made from the narrow ones where there are none yet."""
+        if self._wide is None:
+            self._wide = self._narrow.to(self._dtype)
+        return self._wide
+
+    def followed(self) -> Tensor:
+        """What `follow` would make of them, a copy."""
+        if self._wide is None:
+            return self._narrow.to(self._dtype)
+        copied = Master(self._narrow, self._dtype, self._wide.clone())
+        copied.follow()
+        return copied.wide
+
+    def follow(self) -> None:
+        """Take over what was written into the narrow ones."""
+        if self._wide is None:
+            return
+        at_once = seen_at_once(self._narrow.device)
+        block = _BLOCK if at_once else max(1, self._narrow.numel())
+        for begin in range(0, self._narrow.numel(), block):
+            narrow, wide = self._narrow[begin : begin + block], self._wide[begin : begin + block]
+            rounded = wide.to(narrow.dtype)
+            if at_once and same_bits(rounded, narrow):
+                continue
+            as_integers = INTEGERS[narrow.itemsize]
+            written = rounded.view(as_integers) != narrow.view(as_integers)
+            wide.copy_(torch.where(written, narrow.to(wide.dtype), wide))
+
+    def forget(self) -> None:
+        """From now on the narrow ones say it all."""
+        self._wide = None
+
+    def cast(self, begin: int, end: int) -> None:
+        """Round these weights, which were updated, to what the model computes with."""
+        self._narrow[begin:end].copy_(self.wide[begin:end])
+
+
+def cast(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
+    """Cast what is floating-point in place: each tensor keeps its identity."""
+    for tensor in tensors:
+        if tensor.dtype in FLOATS and tensor.dtype is not dtype:
+            tensor.data = tensor.detach().to(dtype)
+
+
+def cast_inputs(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    """Cast what ``module`` is called with from now on, before any other hook; returns what ends it. Copies of the
+    module go on casting: they compute in the same dtype."""
+    hook = functools.partial(_cast_call, dtype)
+    handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    return handle.remove
+
+
+def _cast_call(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(_cast(arg, dtype) for arg in args), {key: _cast(value, dtype) for key, value in kwargs.items()}
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating-point tensors cast: alone, or in tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.dtype in FLOATS and value.dtype is not dtype else value
+    if type(value) in (tuple, list):
+        return type(value)(_cast(item, dtype) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(item, dtype) for item in value))
+    if type(value) is dict:
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return value
