@@ -138,13 +138,16 @@ class Loopback(Generic[T]):
     def run(self, program: Callable[[Transport], T], ranks: Sequence[int] | None = None) -> list[T]:
         """Run ``program(transport)`` on each rank at once and return what each returned.
 
-        A rank that raises leaves the group, so that the others' waits end; the first error is raised here.
+        A rank that raises leaves the group, so that the others' waits end; the first error is raised here. Ranks
+        compute with as many intra-op threads as the caller.
         """
+        intra_op_threads = torch.get_num_threads()
         chosen = list(range(self.world_size)) if ranks is None else list(ranks)
         results: dict[int, T] = {}
         errors: list[tuple[int, BaseException]] = []
 
         def body(rank: int) -> None:
+            torch.set_num_threads(intra_op_threads)  # MKL keeps it for each thread, and its bits depend on it
             try:
                 results[rank] = program(self.transports[rank])
             except BaseException as error:

@@ -65,6 +65,14 @@ def test_random_programs_in_common_memory_give_the_bits_of_the_plain_loop() -> N
     assert OnSockets.trained >= (100 if thorough else 12), "too little was trained to say anything"
 
 
+def test_ranks_that_are_threads_compute_with_as_many_intra_op_threads_as_the_plain_loop() -> None:
+    """With another number some math libraries round some of these elements otherwise."""
+    linear = (Part("linear", size=1), Part("linear", size=1), Part("linear", size=31, dtype="float64"))
+    for stage in (0, 3):
+        config = Config(Setting(stage, 1), linear, width=9)
+        run(config, Backward(100), Clip(1.0), Step(), ZeroGrad(), Backward(101), Step())
+
+
 def test_a_program_prints_as_the_source_text_that_makes_it() -> None:
     config = Config(Setting(3, 2, 25.0, "ring"), (Part("twice", of=(Part("tied"),)),), integer=True, delays=True)
     followed = Run(config, Threads())
