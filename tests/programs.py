@@ -8,6 +8,7 @@ by hand, in the order of the contract: rank after rank, round after round, a ran
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -60,6 +61,8 @@ class Step:
     toggle: tuple[str, ...] = ()
     step: bool = True
     clear: Clear = "zero_grad"
+    overflow: tuple[int, int] | None = None  # of a round and a rank, whose gradient has one element that is inf
+    unscale: bool = True  # before the clips, where there is a scaler; otherwise its step does it
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,29 @@ class Program:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     precision: MixedPrecision | None = None
+    scaled: bool = False
     steps: tuple[Step, ...] = field(default_factory=lambda: (Step(), Step(), Step()))
     seed: int = 0
 
     def optimizer_class(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         return (CLASSES | FOR_LOOP)[self.optimizer]
+
+
+def scaler_of(program: Program) -> torch.amp.GradScaler:
+    """One that grows often; disabled where losses are not scaled."""
+    return torch.amp.GradScaler(program.device, init_scale=64.0, growth_interval=2, enabled=program.scaled)
+
+
+def scaled_backward(
+    model: nn.Module, program: Program, scaler: torch.amp.GradScaler, step: int, round_: int, rank: int
+) -> None:
+    """The backward of a micro-batch."""
+    handle = None
+    if program.steps[step].overflow == (round_, rank):
+        handle = model.get_parameter("last.bias").register_hook(lambda g: torch.cat([g[:3], g[3:4] / 0, g[4:]]))
+    scaler.scale(odd_loss(model, batch_of(program, step, round_, rank))).backward()
+    if handle is not None:
+        handle.remove()
 
 
 def batch_of(program: Program, step: int, round_: int, rank: int) -> tuple[Tensor, bool]:
@@ -92,7 +113,7 @@ class Narrowed:
 
     def __init__(self, model: nn.Module, precision: MixedPrecision | None) -> None:
         self.parameters, self.precision = list(model.parameters()), precision
-        self.held = self.updated = self.parameters
+        self.held = self.updated = list[Tensor](self.parameters)
         if precision is None:
             return
         frozen = [not p.requires_grad for p in self.parameters]
@@ -106,7 +127,8 @@ class Narrowed:
         for p, known, late in zip(self.parameters, wide, frozen, strict=True):
             master = torch.float64 if known.dtype is torch.float64 else torch.float32
             self.updated.append((p if late else known).detach().to(master).requires_grad_())
-        self.held = [torch.zeros_like(p, dtype=precision.accumulate_dtype) for p in self.parameters]
+        dtype = precision.accumulate_dtype
+        self.held = [wide if wide.dtype is dtype else torch.zeros_like(wide, dtype=dtype) for wide in self.updated]
 
     def travelling(self, gradient: Tensor) -> Tensor:
         return gradient if self.precision is None else gradient.to(self.precision.travel)
@@ -114,16 +136,16 @@ class Narrowed:
     def added_up(self, gradient: Tensor) -> Tensor:
         return gradient if self.precision is None else gradient.to(self.precision.accumulate_dtype)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         if self.precision is None:
-            optimizer.step()
+            scaler.step(optimizer)
             return
         for p, wide, held in zip(self.parameters, self.updated, self.held, strict=True):
             written = p.detach() != wide.detach().to(p.dtype)
             with torch.no_grad():
                 wide.copy_(torch.where(written, p.to(wide.dtype), wide))
             wide.grad = None if held.grad is None else held.grad.to(wide.dtype)
-        optimizer.step()
+        scaler.step(optimizer)
         for p, wide in zip(self.parameters, self.updated, strict=True):
             if wide.grad is not None:
                 p.data.copy_(wide.detach())
@@ -138,6 +160,7 @@ class Plain:
         self.model = build(program.seed, program.dtype).to(program.device)
         self.numbers = Narrowed(self.model, program.precision)
         self.optimizer = cls(self.numbers.updated, **arguments)
+        self.scaler = scaler_of(program)
         self.norms: list[Tensor] = []
         self.trace: list[list[Tensor]] = []
         self._local: list[dict[int, Tensor]] = [{} for _ in range(program.world_size)]
@@ -150,10 +173,14 @@ class Plain:
                 self._round(number, count, round_)
             self._reduce()
             self._show(step)
+            if step.unscale:
+                self.scaler.unscale_(self.optimizer)
             for max_norm, norm_type in step.clips:
                 self.norms.append(clip_grad_norm_(self.numbers.held, max_norm, norm_type))
             if step.step:
-                self.numbers.step(self.optimizer)
+                self.numbers.step(self.optimizer, self.scaler)
+                self.scaler.update()
+            self.norms.append(torch.tensor(self.scaler.get_scale()))
             self._clear(step)
             self.trace.append([p.detach().clone().cpu() for p in self.model.parameters()])
 
@@ -164,7 +191,7 @@ class Plain:
         for rank in range(ranks):
             for p in parameters:
                 p.grad = None
-            odd_loss(self.model, batch_of(self.program, number, count, rank)).backward()
+            scaled_backward(self.model, self.program, self.scaler, number, count, rank)
             for index, p in enumerate(parameters):
                 if p.grad is not None:
                     local, gradient = self._local[rank], self.numbers.added_up(p.grad)
@@ -232,21 +259,22 @@ def run_rank(
     )
     norms: list[Tensor] = []
     trace = []
+    scaler = scaler_of(program)
     for number, step in enumerate(program.steps):
         prepare(model, optimizer, step)
         optimizer.divisor = step.divisor if step.divisor is not None else program.world_size
         for count, round_ in enumerate(step.rounds):
             if round_.ranks is not None and rank >= round_.ranks:
                 continue
-            loss = odd_loss(model, batch_of(program, number, count, rank))
-            if round_.sync:
-                loss.backward()
-            else:
-                with optimizer.no_sync():
-                    loss.backward()
+            with nullcontext() if round_.sync else optimizer.no_sync():
+                scaled_backward(model, program, scaler, number, count, rank)
+        if step.unscale:
+            scaler.unscale_(optimizer)
         norms += [optimizer.clip_grad_norm_(max_norm, norm_type) for max_norm, norm_type in step.clips]
         if step.step:
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
+        norms.append(torch.tensor(scaler.get_scale()))
         clear(model, optimizer, step.clear)
         with optimizer.gathered():
             trace.append([p.detach().clone().cpu() for p in model.parameters()])

@@ -54,7 +54,7 @@ class ShardedGradient(torch.Tensor):
     dropped.
 
     ``capture`` holds what autograd added last, until the parameter's hook takes it. ``says``: the dtype that it answers
-    with. An fp16 gradient that is added up in another dtype is none to a `GradScaler`, which refuses those.
+    with: for fp16 it is fp32, because a `GradScaler` refuses fp16 gradients.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -75,8 +75,7 @@ class ShardedGradient(torch.Tensor):
             requires_grad=False,
         )
         made.owner, made.number, made.capture, made.listener = like.name, index, None, listener
-        dtypes = like.dtypes
-        made.says = dtypes.accumulate if dtypes.compute is torch.float16 else dtypes.compute
+        made.says = torch.float32 if like.dtypes.compute is torch.float16 else like.dtypes.compute
         return made
 
     def __init__(self, like: ParameterSpec, index: int, listener: weakref.ref[Listener]) -> None:
