@@ -133,8 +133,10 @@ def test_gradients_of_fp16_parameters_are_unscaled_where_a_scaler_would_refuse_t
         for parameter in plain.parameters():
             assert parameter.grad is not None
             parameter.grad.div_(2)
+        refusing = scaler()
+        refusing.scale(torch.ones(()))
         with pytest.raises(ValueError, match="FP16 gradients"):
-            torch.amp.GradScaler("cpu").unscale_(optimizer)
+            refusing.unscale_(optimizer)
         found = torch.zeros(1)
         scaling._unscale_grads_(optimizer, torch.tensor(1 / scaling.get_scale()), found, allow_fp16=True)
         assert not found
