@@ -114,7 +114,7 @@ def test_gradients_of_fp16_parameters_are_unscaled_where_a_scaler_would_refuse_t
 
     def program(transport: Transport) -> nn.Module:
         model = small(FP16)
-        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=stage, process_group=transport)
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=1e-3, stage=stage, process_group=transport)
         scaling = scaler()
         for _ in range(2):
             backward(model, scaling)
@@ -126,7 +126,7 @@ def test_gradients_of_fp16_parameters_are_unscaled_where_a_scaler_would_refuse_t
         return model
 
     plain, scaling = small(FP16), scaler()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3)
     for _ in range(2):
         for _ in range(2):
             backward(plain, scaling)
@@ -137,9 +137,9 @@ def test_gradients_of_fp16_parameters_are_unscaled_where_a_scaler_would_refuse_t
         refusing.scale(torch.ones(()))
         with pytest.raises(ValueError, match="FP16 gradients"):
             refusing.unscale_(optimizer)
-        found = torch.zeros(1)
-        scaling._unscale_grads_(optimizer, torch.tensor(1 / scaling.get_scale()), found, allow_fp16=True)
-        assert not found
+        inverse = torch.tensor(1 / scaling.get_scale())
+        found = scaling._unscale_grads_(optimizer, inverse, torch.zeros(1), allow_fp16=True)
+        assert not any(found.values())
         optimizer.step()
         optimizer.zero_grad()
     for model in on_threads(2, program, timeout=5):
