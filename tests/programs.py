@@ -19,6 +19,7 @@ from collectives import Transport
 from zero import MixedPrecision, ZeroOptimizer, clip_grad_norm_
 
 from .models import Odd, build, odd_batches, odd_loss
+from .narrowed import Narrowed
 from .plain import assert_same_bits, assert_same_model
 
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -106,51 +107,6 @@ def batch_of(program: Program, step: int, round_: int, rank: int) -> tuple[Tenso
     return tokens.to(program.device), (step + round_ + (rank if program.stage < 3 else 0)) % 3 == 1
 
 
-class Narrowed:
-    """A model that computes in 16 bits, and the weights that are updated: what a plain loop does by hand.
-
-    ``held``: gradients in the accumulator's dtype stand in their ``grad``, where a loop clips them."""
-
-    def __init__(self, model: nn.Module, precision: MixedPrecision | None) -> None:
-        self.parameters, self.precision = list(model.parameters()), precision
-        self.held = self.updated = list[Tensor](self.parameters)
-        if precision is None:
-            return
-        frozen = [not p.requires_grad for p in self.parameters]
-        wide = [p.detach().clone() for p in self.parameters]
-        for p in self.parameters:
-            p.data = p.detach().to(precision.param_dtype)
-        if precision.buffer_dtype is not None:
-            for buffer in model.buffers():
-                buffer.data = buffer.to(precision.buffer_dtype)
-        self.updated = []
-        for p, known, late in zip(self.parameters, wide, frozen, strict=True):
-            master = torch.float64 if known.dtype is torch.float64 else torch.float32
-            self.updated.append((p if late else known).detach().to(master).requires_grad_())
-        dtype = precision.accumulate_dtype
-        self.held = [wide if wide.dtype is dtype else torch.zeros_like(wide, dtype=dtype) for wide in self.updated]
-
-    def travelling(self, gradient: Tensor) -> Tensor:
-        return gradient if self.precision is None else gradient.to(self.precision.travel)
-
-    def added_up(self, gradient: Tensor) -> Tensor:
-        return gradient if self.precision is None else gradient.to(self.precision.accumulate_dtype)
-
-    def step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-        if self.precision is None:
-            scaler.step(optimizer)
-            return
-        for p, wide, held in zip(self.parameters, self.updated, self.held, strict=True):
-            written = p.detach() != wide.detach().to(p.dtype)
-            with torch.no_grad():
-                wide.copy_(torch.where(written, p.to(wide.dtype), wide))
-            wide.grad = None if held.grad is None else held.grad.to(wide.dtype)
-        scaler.step(optimizer)
-        for p, wide in zip(self.parameters, self.updated, strict=True):
-            if wide.grad is not None:
-                p.data.copy_(wide.detach())
-
-
 class Plain:
     """One process; its gradients are sums that it forms by hand."""
 
@@ -194,10 +150,8 @@ class Plain:
             scaled_backward(self.model, self.program, self.scaler, number, count, rank)
             for index, p in enumerate(parameters):
                 if p.grad is not None:
-                    local, gradient = self._local[rank], self.numbers.added_up(p.grad)
-                    if round_.sync and index not in local:
-                        gradient = p.grad
-                    local[index] = local[index] + gradient if index in local else gradient
+                    local = self._local[rank]
+                    local[index] = self.numbers.contributed(local.get(index), p.grad, travels=round_.sync)
         for p, gradient in zip(parameters, kept, strict=True):
             p.grad = gradient
         if round_.sync:
@@ -206,14 +160,14 @@ class Plain:
     def _reduce(self) -> None:
         for local in self._local:
             for index, contribution in local.items():
-                gradient = self.numbers.added_up(self.numbers.travelling(contribution))
+                gradient = self.numbers.travelling(contribution)
                 self._sum[index] = self._sum[index] + gradient if index in self._sum else gradient.clone()
             local.clear()
 
     def _show(self, step: Step) -> None:
         divisor = step.divisor if step.divisor is not None else self.program.world_size
-        for index, held in enumerate(self.numbers.held):
-            held.grad = self._sum[index] / divisor if index in self._sum else None
+        count = len(self.numbers.held)
+        self.numbers.show([self._sum[index] / divisor if index in self._sum else None for index in range(count)])
 
     def _clear(self, step: Step) -> None:
         if step.clear in ("zeros", "module zeros"):

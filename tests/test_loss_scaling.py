@@ -12,9 +12,10 @@ from torch import nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
+from .narrowed import BF16, FP16, PRECISIONS
 from .plain import assert_same_bits
 from .programs import Program, Round, Step
-from .test_mixed_precision import BF16, EVERY_STAGE, FP16, PRECISIONS, check
+from .test_mixed_precision import EVERY_STAGE, check
 
 NUMBERS = pytest.mark.parametrize("precision", [None, "fp16"])
 OVERFLOWS = (

@@ -7,19 +7,11 @@ import torch
 from torch import Tensor
 
 from collectives import on_threads
-from zero import MixedPrecision
 
+from .narrowed import PRECISIONS
 from .plain import assert_same_bits, assert_same_states
 from .programs import Program, Round, Step, compare, run_rank
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-PRECISIONS = {
-    "bf16": MixedPrecision(BF16, buffer_dtype=BF16),
-    "fp16": MixedPrecision(FP16, buffer_dtype=FP16),
-    "bf16, sent in fp32": MixedPrecision(BF16, reduce_dtype=FP32, buffer_dtype=BF16),
-    "bf16, added up in bf16": MixedPrecision(BF16, accumulate_dtype=BF16, buffer_dtype=BF16),
-    "fp32, sent in bf16": MixedPrecision(FP32, reduce_dtype=BF16),
-}
 EVERY_PRECISION = pytest.mark.parametrize("precision", PRECISIONS)
 EVERY_STAGE = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zero import clip_grad_norm_
 
+from ..narrowed import Narrowed
 from ..programs import CLASSES, clear
 from . import program as p
 from .program import Command, Config, Setting
@@ -32,13 +33,21 @@ class Oracle:
     def __init__(self, config: Config) -> None:
         self.config, self.setting = config, config.setting
         self.model = config.model(config.seed)
+        self.numbers = Narrowed(self.model, config.mixed)
         self._build()
 
     def _build(self) -> None:
         cls, arguments = CLASSES[self.config.optimizer]
-        self.optimizer = cls(self.config.groups(self.model), **arguments)
+        groups = self.config.groups(self.model)
+        places = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        listed = [places[id(parameter)] for group in groups for _, parameter in group["params"]]
+        for group in groups:
+            group["params"] = [(name, self.numbers.updated[places[id(q)]]) for name, q in group["params"]]
+        self.optimizer = cls(groups, **arguments)
         self.scheduler = p.scheduler_of(self.optimizer)
-        self.listed = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self.updated = [self.numbers.updated[index] for index in listed]
+        self.held = [self.numbers.held[index] for index in listed]
+        self.listed = [self.parameters[index] for index in listed]
         self.divisor: float = self.setting.world_size
         self._clear()
 
@@ -79,13 +88,15 @@ class Oracle:
                 return self.do(p.Backward(seed, sync=False))
             case p.Clip():
                 self._settle()
-                return clip_grad_norm_(self.listed, command.max_norm, command.norm_type)
+                return clip_grad_norm_(self.held, command.max_norm, command.norm_type)
             case p.Divide():
                 self.divisor = command.by
             case p.Step():
                 self._settle()
-                self.optimizer.step()
+                self.numbers.step(self.optimizer)
                 return p.values(self.parameters) if command.look else None
+            case p.Scaled():
+                return self._scaled_step(command)
             case p.ZeroGrad():
                 self._zero_grad(command)
             case p.Freeze():
@@ -114,7 +125,7 @@ class Oracle:
                 return self._full_gradient(command.number % len(self.parameters))
             case p.Consolidate():
                 self._meet()
-                return self.optimizer.state_dict()
+                return self.optimizer.state_dict() | self._masters()
             case p.Load():
                 return self._load(command.setting)
         return None
@@ -128,10 +139,13 @@ class Oracle:
     def _backward(self, rank: int, backward: Any, sync: bool) -> None:
         """One backward of a rank, on top of what its `no_sync` blocks left."""
         shown = [parameter.grad for parameter in self.parameters]
-        for index, parameter in enumerate(self.parameters):
-            parameter.grad = self.local[rank].get(index)
+        for parameter in self.parameters:
+            parameter.grad = None
         backward()
-        self.local[rank] = {i: q.grad for i, q in enumerate(self.parameters) if q.grad is not None}
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                before = self.local[rank].get(index)
+                self.local[rank][index] = self.numbers.contributed(before, parameter.grad, travels=sync)
         for parameter, gradient in zip(self.parameters, shown, strict=True):
             parameter.grad = gradient
         if sync:
@@ -149,7 +163,8 @@ class Oracle:
         total = dict(self.before)
         for round_ in [*zip(*self.rounds, strict=True), self.local]:
             for contribution in round_:
-                for index, gradient in contribution.items():
+                for index, contributed in contribution.items():
+                    gradient = self.numbers.travelling(contributed)
                     total[index] = total[index] + gradient if index in total else gradient
         return total
 
@@ -158,16 +173,45 @@ class Oracle:
         if self.settled:
             return
         self.settled, total = True, self._sums()
-        for index, parameter in enumerate(self.parameters):
-            parameter.grad = total[index].clone().div_(self.divisor) if index in total else None
+        count = len(self.parameters)
+        self.numbers.show([total[i].clone().div_(self.divisor) if i in total else None for i in range(count)])
 
     def _full_gradient(self, index: int) -> Tensor | None:
         if self.settled:
-            gradient = self.parameters[index].grad
+            gradient = self.numbers.held[index].grad
         else:
             gradient = self._sums().get(index)
             gradient = None if gradient is None else gradient / self.divisor
         return None if gradient is None else gradient.clone()
+
+    def _scaled_step(self, command: p.Scaled) -> Any:
+        self._zero_grad(p.ZeroGrad())
+        scaler = p.scaler_of(command)
+        for rank in range(self.setting.world_size):
+            loss = scaler.scale(p.loss_to_scale(self.model, self.setting, command, rank))
+            self._backward(rank, loss.backward, True)
+        self._settle()
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for held in self.held:
+            if held.grad is not None:
+                by_dtype.setdefault(held.grad.dtype, []).append(held.grad)
+        found = torch.zeros(1)
+        for gradients in by_dtype.values():
+            inverse = torch.tensor(scaler.get_scale()).double().reciprocal().float()
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+        norm = clip_grad_norm_(self.held, 1.0)
+        if not found:
+            self.numbers.step(self.optimizer)
+        self._zero_grad(p.ZeroGrad())
+        return norm, bool(found), p.values(self.parameters)
+
+    def _masters(self) -> dict[str, Any]:
+        """Master weights as the next step would begin with, by the optimizer's index."""
+        if self.config.mixed is None:
+            return {}
+        followed = dict(zip(map(id, self.numbers.updated), self.numbers.followed(), strict=True))
+        pairs = enumerate(zip(self.listed, self.updated, strict=True))
+        return {"masters": {index: followed[id(wide)] for index, (q, wide) in pairs if q.dtype is not wide.dtype}}
 
     def _zero_grad(self, command: p.ZeroGrad) -> None:
         self._meet()
@@ -187,4 +231,4 @@ class Oracle:
         self._build()
         self.optimizer.load_state_dict(saved)
         for number, state in saved["state"].items():
-            self.optimizer.state[self.listed[number]].update({k: v for k, v in state.items() if k != "step"})
+            self.optimizer.state[self.updated[number]].update({k: v for k, v in state.items() if k != "step"})

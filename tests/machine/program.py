@@ -12,6 +12,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from zero import MixedPrecision
+
+from ..narrowed import PRECISIONS
 from ..programs import CLASSES, Clear
 from .trees import Batch, Part, Source, Tree, batch_of, build
 
@@ -42,6 +45,11 @@ class Config(Source):
     options: tuple[tuple[tuple[str, Any], ...], ...] = ((),)
     seed: int = 0
     delays: bool = False
+    precision: str = ""  # of `PRECISIONS`
+
+    @property
+    def mixed(self) -> MixedPrecision | None:
+        return PRECISIONS[self.precision] if self.precision else None
 
     def model(self, seed: int) -> Tree:
         return build(self.parts, self.width, self.integer, seed)
@@ -124,6 +132,16 @@ class Step(Source):
     """``look``: read all parameters after it, which at stage 3 gathers them, and all states."""
 
     look: bool = True
+
+
+@dataclass(frozen=True, repr=False)
+class Scaled(Source):
+    """A whole step with a `GradScaler`: a micro-batch of each rank, unscaling, a clip, a step that may be skipped.
+    ``overflow``: a rank (modulo their number) whose loss is infinite."""
+
+    seed: int
+    scale: float = 64.0
+    overflow: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -213,6 +231,7 @@ Command: TypeAlias = (
     | Clip
     | Divide
     | Step
+    | Scaled
     | ZeroGrad
     | Freeze
     | Change
@@ -263,6 +282,15 @@ def backwards(model: Tree, setting: Setting, command: Backward, rank: int) -> li
     if command.form == "autograd.grad before":
         torch.autograd.grad(loss, batch.x, retain_graph=True, allow_unused=True)
     return [loss.backward]
+
+
+def scaler_of(command: Scaled) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=command.scale)
+
+
+def loss_to_scale(model: Tree, setting: Setting, command: Scaled, rank: int) -> Tensor:
+    loss = loss_of(model, micro_batch(setting, command.seed, -1, rank)).float()
+    return loss / 0 if command.overflow is not None and command.overflow % setting.world_size == rank else loss
 
 
 def evaluate(model: Tree, setting: Setting, command: Evaluate) -> Tensor:

@@ -53,6 +53,7 @@ class Rank:
             stage=setting.stage,
             bucket_cap_mb=setting.bucket_cap_mb,
             collective=COLLECTIVES.get(setting.collective, setting.collective),
+            mixed_precision=config.mixed,
             **arguments,
         )
         self.scheduler = p.scheduler_of(self.optimizer)
@@ -85,6 +86,8 @@ class Rank:
             case p.Step():
                 self.optimizer.step()
                 return self._read(None) if command.look else None
+            case p.Scaled():
+                return self._scaled_step(command)
             case p.ZeroGrad():
                 clear(self.model, self.optimizer, command.how)
             case p.Freeze():
@@ -116,6 +119,17 @@ class Rank:
                 self.optimizer.consolidate_state_dict(command.to)
                 return self.optimizer.state_dict() if self.rank == command.to else None
         return None
+
+    def _scaled_step(self, command: p.Scaled) -> Any:
+        self.optimizer.zero_grad()
+        scaler = p.scaler_of(command)
+        scaler.scale(p.loss_to_scale(self.model, self.setting, command, self.rank)).backward()
+        scaler.unscale_(self.optimizer)
+        norm = self.optimizer.clip_grad_norm_(1.0)
+        scaler.step(self.optimizer)
+        scaler.update()
+        self.optimizer.zero_grad()
+        return norm, scaler.get_scale() < command.scale, self._read(None)
 
     def save(self) -> Saved:
         """What rank 0 saves; all ranks call."""

@@ -13,6 +13,7 @@ from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from ..narrowed import PRECISIONS
 from ..programs import CLASSES
 from . import program as p
 from .backends import Backend
@@ -80,7 +81,8 @@ def settings(stages: Sequence[int], most_ranks: int, collectives: tuple[str, ...
 
 @st.composite
 def configs(draw: st.DrawFn, stages: Sequence[int], most_ranks: int, collectives: Collectives) -> Config:
-    integer = draw(st.sampled_from([False, False, True]))
+    precision = draw(st.sampled_from(["", "", *PRECISIONS]))
+    integer = not precision and draw(st.sampled_from([False, False, True]))
     return Config(
         draw(settings(stages, most_ranks, collectives.names(integer))),
         draw(parts(("float32", "float64") if integer else ("float32", "float32", "float64", "bfloat16"))),
@@ -91,6 +93,7 @@ def configs(draw: st.DrawFn, stages: Sequence[int], most_ranks: int, collectives
         tuple(draw(st.lists(OPTIONS, min_size=1, max_size=3))),
         draw(SEEDS),
         draw(st.sampled_from([False, False, False, True])),
+        precision,
     )
 
 
@@ -124,7 +127,7 @@ class RandomPrograms(RuleBasedStateMachine):
         try:
             self.run.do(command)
             if isinstance(command, p.Step):
-                type(self).trained += any(q.grad is not None for q in self.run.oracle.listed)
+                type(self).trained += any(held.grad is not None for held in self.run.oracle.held)
         except BaseException:
             note(str(self.run))
             self.run = None
@@ -216,6 +219,13 @@ class RandomPrograms(RuleBasedStateMachine):
         self.clip(1.0, 2.0)
         self.step(look)
         self.zero_grad("zero_grad")
+
+    @rule(seed=SEEDS, scale=st.sampled_from([1.0, 64.0, 3.0]), overflow=st.none() | st.integers(0, 7))
+    def scaled_step(self, seed: int, scale: float, overflow: int | None) -> None:
+        self.drop_kept()
+        self.do(p.Scaled(seed, scale, overflow))
+        self.open, self.pending = True, False
+        self.stepped = self.stepped or overflow is None
 
     @rule(how=st.sampled_from(["zero_grad", "zero_grad", "zeros", "module", "module zeros", "none"]))
     def zero_grad(self, how: p.Clear) -> None:

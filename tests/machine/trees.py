@@ -181,7 +181,7 @@ class Tree(nn.Module):
                 batch.x.detach().new_zeros(ROWS, self.first.out_features), list(self.first.parameters()), batch
             )
         else:
-            x = torch.tanh(self.first(batch.x))
+            x = torch.tanh(self.first(batch.x.to(self.first.weight.dtype)))
         for number, part in enumerate(self.parts):
             if batch.fails and number == len(self.parts) // 2:
                 raise PlannedError("in the middle of a forward")
