@@ -8,16 +8,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 
 @dataclass(frozen=True)
 class Record:
     """One rank's word. ``pending``: buckets of which this rank has something that was not reduced. ``used`` and
-    ``trainable`` have a byte, 0 or 1, for each parameter in the layout's order. ``scale``: by what gradients are
-    divided that a loss scale made, where they are."""
+    ``trainable`` have a byte, 0 or 1, for each parameter in the layout's order. ``scale``: the loss scale, where
+    it is being taken out of gradients. ``options``: a digest of those of each param group, where a step will use them.
+    """
 
     divisor: float
     scale: float | None
+    options: tuple[int, ...]
     phase: str
     pending: tuple[int, ...]
     error: str | None
@@ -28,6 +31,7 @@ class Record:
         head = {
             "divisor": float(self.divisor).hex(),
             "scale": self.scale,
+            "options": self.options,
             "phase": self.phase,
             "pending": self.pending,
             "error": self.error,
@@ -42,6 +46,7 @@ class Record:
         return cls(
             float.fromhex(fields["divisor"]),
             fields["scale"],
+            tuple(fields["options"]),
             fields["phase"],
             tuple(fields["pending"]),
             fields["error"],
@@ -66,6 +71,13 @@ def check(records: Sequence[Record], purpose: str, name: Callable[[int], str]) -
             raise ValueError(
                 f"{purpose}: the loss scale is {first.scale} on rank 0, but {record.scale} on rank {rank}: give every "
                 "rank's GradScaler the same arguments, and update it on every rank alike"
+            )
+        if record.options != first.options:
+            both = zip_longest(record.options, first.options)
+            group = next(number for number, (theirs, ours) in enumerate(both) if theirs != ours)
+            raise ValueError(
+                f"{purpose}: the options of param group {group} (its learning rate, say) on rank {rank} are not those "
+                "of rank 0: change them, and step schedulers, on every rank alike"
             )
         if record.phase != first.phase:
             raise RuntimeError(

@@ -12,6 +12,7 @@ Knows: the order of a step. Its parts do the work: `assembly` (how parameters ar
 from __future__ import annotations
 
 import copy
+import json
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ from .assembly import Assembly
 from .clip import check_finite, check_norm_arguments, clip_factor
 from .describe import Description, describe
 from .inner import InnerOptimizer
+from .join import Call, adopt_options, digests_of
 from .norm import PowerSum
 from .parameters import as_groups, check_listed_once, device_of
 from .precision import MixedPrecision
@@ -190,13 +192,69 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises `RuntimeError` naming the first parameter that differs and the ranks, on every rank.
         """
         self._check()
-        self._reducer.agree("check_replicas()", self._storage.problem())
-        return compare(self._transport, self._storage.fingerprints(), "check_replicas()")
+        with self._reducer.in_turn("check_replicas"):
+            self._reducer.agree("check_replicas()", self._storage.problem())
+            return compare(self._transport, self._storage.fingerprints(), "check_replicas()")
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order; lengths may differ. All ranks."""
         self._check()
-        return self._transport.exchange(data, Tag(Kind.EXCHANGE, "exchange()"))
+        with self._reducer.in_turn("exchange"):
+            return self._transport.exchange(data, Tag(Kind.EXCHANGE, "exchange()"))
+
+    def sum_over_ranks(self, value: float) -> float:
+        """The sum of every rank's ``value``, the same bits on all: a step's tokens, to divide by. All ranks.
+
+        Integers add up exactly; with a float among them, the exact sum is rounded once.
+        """
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"rank {self.rank}: sum_over_ranks() adds up numbers, not {value!r}; .item() is one")
+        told = [json.loads(data) for data in self.exchange(json.dumps(value).encode()) if data]
+        return sum(told) if all(isinstance(number, int) for number in told) else math.fsum(told)
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Inside, ranks may have different numbers of steps: one that leaves goes on taking part in the others' steps,
+        with no gradient of its own, until all have left. All ranks.
+
+        So training is that of the plain loop over all micro-batches that there are. Inside, every rank that has batches
+        makes the same calls, and clears gradients by `zero_grad`. A rank that left takes over the others' divisor and
+        param group options (a scheduled learning rate); what else a loop keeps, a scheduler or a `GradScaler`, is its
+        own to bring up to date.
+        """
+        self._check()
+        if not self._storage.gathers_nothing:
+            raise RuntimeError(
+                "join() needs ranks that see each other's parameters without a forward of their own: at stage 3 those "
+                "are processes of one host, with parameters on the CPU; use stage 2, or give every rank as many "
+                "micro-batches"
+            )
+        turns = self._reducer.join(self.param_groups)
+        try:
+            yield
+            for call in turns.others():
+                self._follow(call)
+        finally:
+            self._reducer.leave()
+
+    def _follow(self, call: Call) -> None:
+        """Make another rank's call with it."""
+        adopt_options(self.param_groups, call.options)
+        if self.divisor != call.divisor:
+            self.divisor = call.divisor
+        match call.name:
+            case "exchange":
+                self.exchange(b"")
+            case "unscale":
+                found = torch.zeros(1, device=self._storage.device)
+                self._reducer.unscale(found, torch.tensor([call.arguments["inverse"]], device=found.device))
+            case "full_grad" | "full_master":
+                getattr(self, call.name)(self._storage.parameters[call.arguments["index"]])
+            case "gathered":
+                with self.gathered(self._storage.at(call.arguments["places"]), write=call.arguments["write"]):
+                    pass
+            case _:
+                getattr(self, call.name)(**call.arguments)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -216,6 +274,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._check()
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
+        arguments = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        with self._reducer.in_turn("clip_grad_norm_", **arguments):
+            return self._clip(max_norm, norm_type, error_if_nonfinite)
+
+    def _clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         self._reducer.settle("clip_grad_norm_()", self._storage.problem())
         pieces = self._reducer.owned()
         mine = PowerSum.of(pieces, norm_type)  # host synchronisation: exact integers, which devices have not
@@ -241,9 +304,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with self._reducer.in_turn("step"):
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         free = self._storage.retire()
         problem = self._storage.problem() if free else "step() inside gathered() or inside a forward: leave it first"
-        self._reducer.settle("step()", problem)
+        self._reducer.settle("step()", problem, options=digests_of(self.param_groups))
         try:
             self._update()
         except CollectiveError:
@@ -253,7 +321,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise
         self._reducer.stepped()
         self._consolidated = None
-        return loss
 
     def _update(self) -> None:
         """Step this rank's intervals, and gather everybody's."""
@@ -282,25 +349,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Clear every gradient: to None, or to zero where one exists. Local, but on every rank alike."""
         if self._built:
             self._check()
-            self._reducer.zero_grad(set_to_none)
+            with self._reducer.in_turn("zero_grad", set_to_none=set_to_none):
+                self._reducer.zero_grad(set_to_none)
 
     def full_grad(self, parameter: Tensor) -> Tensor | None:
         """The whole mean gradient of ``parameter`` in its shape, a copy; None where no rank used it. All ranks."""
         self._check()
-        return self._reducer.full_gradient(self._storage.index(parameter))
+        index = self._storage.index(parameter)
+        with self._reducer.in_turn("full_grad", index=index):
+            return self._reducer.full_gradient(index)
 
     def full_master(self, parameter: Tensor) -> Tensor:
         """The whole master weights of ``parameter`` in its shape, a copy; where there are none, those that the model
         computes with, in the dtype of a master. All ranks."""
         self._check()
         index = self._storage.index(parameter)
-        purpose = f"full_master of {self._storage.layout.parameters[index].name!r}"
-        self._reducer.agree(purpose)
-        bucket, _, slot = next(found for found in self._storage.layout.slots() if found[2].parameter == index)
-        states = self._inner.states[bucket.index]
-        held = (states.begin, states.followed_weights())
-        whole = gather_slot(self._collective, bucket, slot, held, Tag(Kind.ALL_GATHER, purpose, index=bucket.index))
         spec = self._storage.layout.parameters[index]
+        with self._reducer.in_turn("full_master", index=index):
+            self._reducer.agree(f"full_master of {spec.name!r}", self._storage.problem())
+            bucket, _, slot = next(found for found in self._storage.layout.slots() if found[2].parameter == index)
+            states = self._inner.states[bucket.index]
+            tag = Tag(Kind.ALL_GATHER, f"full_master of {spec.name!r}", index=bucket.index)
+            whole = gather_slot(self._collective, bucket, slot, (states.begin, states.followed_weights()), tag)
         return whole.as_strided(spec.shape, spec.stride)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
@@ -314,13 +384,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._check()
         chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
-        with self._storage.gathered(chosen):
+        places = self._storage.places(chosen) if self._reducer.joining else None
+        with self._reducer.in_turn("gathered", places=places, write=write), self._storage.gathered(chosen):
             try:
                 yield
             finally:
                 if write:
                     self._reducer.agree("gathered(write=True)", self._storage.problem())
                     self._storage.overwrite(chosen)
+
+    def broadcast_buffers(self) -> None:
+        """Group rank 0's buffers of the module for all, as DDP has them before a forward. All ranks.
+
+        Buffers (the running statistics of a batch norm) are each rank's own otherwise, after construction.
+        """
+        self._check()
+        with self._reducer.in_turn("broadcast_buffers"):
+            self._reducer.agree("broadcast_buffers()", self._storage.problem())
+            self._storage.broadcast_buffers()
 
     def close(self) -> None:
         """Make the model plain again: every parameter gets memory of its own, and every hook goes. All ranks."""
@@ -345,12 +426,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not 0 <= to < self.world_size:
             raise ValueError(f"consolidate_state_dict: rank {to} is not one of the {self.world_size} ranks")
         purpose = f"consolidate_state_dict(to={to})"
-        self._reducer.agree(purpose)
-        whole_here = self._stage.states is Placement.WHOLE or self.world_size == 1
-        tag = Tag(Kind.EXCHANGE, purpose)
-        found = checkpoint.gather(self._storage.layout, self._inner, self._transport, to, whole_here, tag)
-        if found is not None:
-            self._consolidated = found
+        with self._reducer.in_turn("consolidate_state_dict", to=to):
+            self._reducer.agree(purpose)
+            whole_here = self._stage.states is Placement.WHOLE or self.world_size == 1
+            tag = Tag(Kind.EXCHANGE, purpose)
+            found = checkpoint.gather(self._storage.layout, self._inner, self._transport, to, whole_here, tag)
+            if found is not None:
+                self._consolidated = found
 
     def state_dict(self) -> dict[str, Any]:
         """The whole, plain `torch.optim` dict (CPU), on the rank that `consolidate_state_dict` named. Local.

@@ -17,8 +17,9 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from .agreement import Record, check
 from .faces import Faces
 from .gradients import GradientStore
 from .hooks import GradientHooks
+from .join import Options, Turns
 from .layout import Layout, Piece
 from .released import as_plain
 from .replicas import gather_slot
@@ -64,6 +66,7 @@ class Reducer:
         self._stale: set[int] = set()  # gradients that a settled phase waits to be cleared
         self._settled_by = ""
         self._unscaled: Tensor | None = None  # what a `GradScaler` was last told into
+        self._turns: Turns | None = None  # inside `join`
         self._stranger: str | None = None  # who had a gradient of the user's before the backward under way
         self.hooks = GradientHooks(self, exclusive=stage.parameters is Placement.SHARD, ahead=self.means_are_shown)
 
@@ -173,11 +176,13 @@ class Reducer:
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
-    def settle(self, purpose: str, problem: str | None = None, scale: float | None = None) -> None:
+    def settle(
+        self, purpose: str, problem: str | None = None, *, scale: float | None = None, options: tuple[int, ...] = ()
+    ) -> None:
         """Turn the sums into means, once. Collective; ``purpose`` is what errors call it.
 
         ``problem``: an error that this rank alone may have found; every rank raises it, and nothing has changed.
-        ``scale``: the loss scale that made the gradients, where it is about to be taken out.
+        ``scale``: the loss scale that made the gradients, where it is about to be taken out; ``options``: of `Record`.
         """
         if self.hooks.inside_backward:
             raise RuntimeError(f"{purpose} inside a backward")
@@ -185,7 +190,7 @@ class Reducer:
             raise RuntimeError(
                 f"{purpose} inside no_sync(): leave the block first, what it left pending is reduced then"
             )
-        records = self.agree(purpose, problem, scale)
+        records = self.agree(purpose, problem, scale=scale, options=options)
         if not self._is_open():
             self._agree_used(records)
             return
@@ -206,25 +211,32 @@ class Reducer:
     def _is_open(self) -> bool:
         return self.phase is Phase.OPEN
 
-    def agree(self, purpose: str, problem: str | None = None, scale: float | None = None) -> list[Record]:
+    def agree(
+        self, purpose: str, problem: str | None = None, *, scale: float | None = None, options: tuple[int, ...] = ()
+    ) -> list[Record]:
         """Meet all ranks and compare what they hold. Collective; raises the same error on every rank."""
         self.finish_interrupted()
         stranger = self._look()
         if self._is_open() and self._means_divisor != self.divisor:  # the means will be gathered anew
             problem = problem or self._edited()
         problem = problem or self._assigned(stranger)
-        self._meeting += 1
-        self._transport.meet(Tag(Kind.MEET, purpose, self._rounds.number, self._meeting), self._empty_round)
+        self._meet(purpose)
         tag = Tag(Kind.EXCHANGE, purpose, self._rounds.number, self._meeting)
-        records = [Record.unpack(r) for r in self._transport.exchange(self._record(problem, scale).pack(), tag)]
+        records = [
+            Record.unpack(r) for r in self._transport.exchange(self._record(problem, scale, options).pack(), tag)
+        ]
         check(records, purpose, self._name)
         return records
 
-    def _record(self, problem: str | None = None, scale: float | None = None) -> Record:
+    def _meet(self, purpose: str) -> None:
+        self._meeting += 1
+        self._transport.meet(Tag(Kind.MEET, purpose, self._rounds.number, self._meeting), self._empty_round)
+
+    def _record(self, problem: str | None = None, scale: float | None = None, options: tuple[int, ...] = ()) -> Record:
         with as_plain():
             trainable = bytes([p.requires_grad for p in self.parameters])
         phase = self.phase.name.lower()
-        return Record(self.divisor, scale, phase, self._rounds.pending, problem, bytes(self.used), trainable)
+        return Record(self.divisor, scale, options, phase, self._rounds.pending, problem, bytes(self.used), trainable)
 
     def _agree_used(self, records: Sequence[Record]) -> None:
         merged = functools.reduce(operator.or_, (int.from_bytes(record.used, "little") for record in records))
@@ -335,6 +347,31 @@ class Reducer:
 
     # -- for the optimizer --------------------------------------------------------------------------------------------
 
+    def join(self, groups: Sequence[Options]) -> Turns:
+        """From now on calls are told, until `leave`."""
+        if self._turns is not None:
+            raise RuntimeError("join() inside join()")
+
+        def meet(purpose: str) -> None:
+            self.finish_interrupted()
+            self._look()
+            self._meet(purpose)
+
+        self._turns = Turns(self._transport, meet, groups)
+        return self._turns
+
+    def leave(self) -> None:
+        self._turns = None
+
+    @property
+    def joining(self) -> bool:
+        """Inside `join`."""
+        return self._turns is not None
+
+    def in_turn(self, name: str, **arguments: Any) -> AbstractContextManager[None]:
+        """Around a call that all ranks make: those that have nothing more to do inside `join` make it, too."""
+        return nullcontext() if self._turns is None else self._turns.taken(name, arguments, self.divisor)
+
     def owned(self) -> list[Tensor]:
         """The settled gradients of this rank's own slices, as pieces of the parameters that some rank used."""
         return self._settled(lambda store: store.pieces)
@@ -362,6 +399,11 @@ class Reducer:
         """
         if found is self._unscaled:
             return
+        with self.in_turn("unscale", inverse=inverse.item()):  # host synchronisation: only inside `join`
+            self._unscale(found, inverse)
+        self._unscaled = found
+
+    def _unscale(self, found: Tensor, inverse: Tensor) -> None:
         scale = 1 / inverse.item()  # host synchronisation: ranks compare it, once a step
         self.settle("GradScaler.unscale_()", scale=scale)
         here = torch.zeros_like(found)
@@ -375,7 +417,6 @@ class Reducer:
         tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self._rounds.number, self._meeting)
         if any(told[0] for told in self._transport.exchange(mine, tag)):
             found.fill_(1.0)
-        self._unscaled = found
 
     def stepped(self) -> None:
         """A step has used the gradients."""

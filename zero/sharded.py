@@ -166,6 +166,10 @@ class ShardedStorage(ParameterStorage):
         return misplaced(self._bindings)
 
     @property
+    def gathers_nothing(self) -> bool:
+        return self._transport.world_size == 1 or not self.units_travel
+
+    @property
     def units_travel(self) -> bool:
         return all(shelf.common is None for shelf in self.residency.shelves())
 

@@ -136,9 +136,33 @@ class ParameterStorage:
         bucket, slot = next((b, s) for b, _, s in self.layout.slots() if s.parameter == index)
         return self.flats[bucket.index][slot.offset : slot.end]
 
+    def places(self, parameters: Sequence[Tensor] | None) -> list[int] | None:
+        """Where parameters are among all that are kept here, also those that are not updated: what `at` takes."""
+        known = {id(parameter): place for place, parameter in enumerate([*self.parameters, *self._unlisted()])}
+        return None if parameters is None else [known[id(parameter)] for parameter in parameters]
+
+    def at(self, places: Sequence[int] | None) -> list[Tensor] | None:
+        """The parameters at these places."""
+        known = [*self.parameters, *self._unlisted()]
+        return None if places is None else [known[place] for place in places]
+
     def fingerprints(self) -> list[tuple[str, bytes]]:
         """Name and SHA-256 of each whole parameter. Collective."""
         return [(s.name, fingerprint(p)) for s, p in zip(self.layout.parameters, self.parameters, strict=True)]
+
+    @property
+    def gathers_nothing(self) -> bool:
+        """True where a forward needs nothing of the other ranks that they have to send."""
+        return True
+
+    def broadcast_buffers(self) -> None:
+        """Rank 0's buffers for all. Collective."""
+        broadcast(self._direct, self._transport, self._buffers())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.flats[0].device
 
     @property
     def units_travel(self) -> bool:

@@ -1,0 +1,240 @@
+"""Ranks with different numbers of batches, inside `join`, train as the plain loop over all that there are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from collectives import Transport, on_threads
+from zero import MixedPrecision, ZeroOptimizer, clip_grad_norm_
+
+from .narrowed import BF16, Narrowed
+from .plain import assert_same_bits, assert_same_model
+from .sockets import meet
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+COUNTS = ((3, 1), (1, 4), (0, 2), (2, 2), (1, 0, 3), (2, 5, 3))
+
+
+def small() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.linspace(-0.5 - number, 0.75, parameter.numel()).view(parameter.shape))
+    return model
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(2 + (step + rank) % 3, 3, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    """A sum over tokens."""
+    loss: Tensor = model(x).float().square().sum()
+    return loss
+
+
+def among(stage: int, transport: Transport) -> Transport:
+    """Stage 3 needs ranks with memory in common."""
+    return Transport(meet(transport)) if stage == 3 else transport
+
+
+def plain(counts: tuple[int, ...], precision: MixedPrecision | None, scheduled: bool) -> tuple[nn.Module, list[Tensor]]:
+    model = small()
+    numbers = Narrowed(model, precision)
+    optimizer = torch.optim.AdamW(numbers.updated, lr=0.05)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5 if scheduled else 1.0)
+    norms = []
+    for step in range(max(counts)):
+        total: dict[int, Tensor] = {}
+        xs = [batch(step, rank) for rank, count in enumerate(counts) if step < count]
+        for x in xs:
+            loss_of(model, x if precision is None else x.to(precision.param_dtype)).backward()
+            for index, p in enumerate(model.parameters()):
+                assert p.grad is not None
+                gradient = numbers.travelling(p.grad)
+                total[index] = total[index] + gradient if index in total else gradient.clone()
+            model.zero_grad()
+        tokens = sum(len(x) for x in xs)
+        numbers.show([total[index] / tokens for index in range(len(total))])
+        norms.append(clip_grad_norm_(numbers.held, 0.5))
+        numbers.step(optimizer)
+        optimizer.zero_grad()
+        scheduler.step()
+    return model, norms
+
+
+def train(counts: tuple[int, ...], scheduled: bool) -> Callable[[nn.Module, ZeroOptimizer], list[Tensor]]:
+    def run(model: nn.Module, optimizer: ZeroOptimizer) -> list[Tensor]:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5 if scheduled else 1.0)
+        norms = []
+        with optimizer.join():
+            for step in range(counts[optimizer.rank]):
+                x = batch(step, optimizer.rank)
+                loss_of(model, x).backward()
+                optimizer.divisor = optimizer.sum_over_ranks(len(x))
+                norms.append(optimizer.clip_grad_norm_(0.5))
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+        return norms
+
+    return run
+
+
+@pytest.mark.parametrize("precision", [None, MixedPrecision(BF16)])
+@pytest.mark.parametrize("counts", COUNTS)
+@STAGES
+def test_training_is_that_of_the_plain_loop_over_the_union(
+    stage: int, counts: tuple[int, ...], precision: MixedPrecision | None
+) -> None:
+    """Tokens that all ranks count together, a clip, a schedule that the ranks with batches follow."""
+    expected, norms = plain(counts, precision, scheduled=True)
+
+    def program(transport: Transport) -> tuple[nn.Module, list[Tensor]]:
+        model = small()
+        group = among(stage, transport)
+        optimizer = ZeroOptimizer(
+            model,
+            torch.optim.AdamW,
+            lr=0.05,
+            stage=stage,
+            process_group=group,
+            bucket_cap_mb=1e-4,
+            mixed_precision=precision,
+        )
+        seen = train(counts, scheduled=True)(model, optimizer)
+        optimizer.check_replicas()
+        optimizer.close()
+        return model, seen
+
+    for rank, (model, seen) in enumerate(on_threads(len(counts), program, timeout=10)):
+        assert_same_model(model, expected)
+        assert len(seen) == counts[rank]
+        for ours, theirs in zip(seen, norms, strict=False):
+            assert_same_bits(ours, theirs)
+
+
+@STAGES
+def test_a_rank_that_left_makes_every_call_of_the_others(stage: int) -> None:
+    def program(transport: Transport) -> list[Any]:
+        model = small()
+        model.register_buffer("mean", torch.full((2,), float(transport.rank)))
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=stage, process_group=among(stage, transport))
+        model.mean.fill_(transport.rank)  # type: ignore[operator, union-attr]
+        seen: list[Any] = []
+        with optimizer.join():
+            if transport.rank == 0:
+                for _ in range(2):
+                    loss_of(model, batch(0, 0)).backward()
+                    seen.append(optimizer.full_grad(model[0].weight))
+                    with optimizer.gathered(model[0].weight, write=True):
+                        model[0].weight.data.mul_(2)
+                    with optimizer.gathered():
+                        pass
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=False)
+                    seen.append(optimizer.check_replicas())
+                    seen.append(optimizer.full_master(model[2].bias))
+                    optimizer.broadcast_buffers()
+                    optimizer.consolidate_state_dict(0)
+                    seen.append(optimizer.sum_over_ranks(0.25))
+                    assert optimizer.exchange(b"x") == [b"x", b""]
+        optimizer.check_replicas()
+        return [seen, model.mean]
+
+    (seen, _), (nothing, mean) = on_threads(2, program, timeout=10)
+    assert nothing == []
+    assert mean.tolist() == [0, 0]
+    assert len(seen) == 8
+    assert seen[3] == 0.25
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+@STAGES
+def test_a_scaler_works_where_a_rank_left(stage: int, overflow: bool) -> None:
+    def step(model: nn.Module, optimizer: Any, scaler: torch.amp.GradScaler) -> None:
+        loss = loss_of(model, batch(0, 0))
+        scaler.scale(loss / 0 if overflow else loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    def program(transport: Transport) -> nn.Module:
+        model = small()
+        group = among(stage, transport)
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=group, divisor=1)
+        with optimizer.join():
+            if transport.rank == 1:
+                step(model, optimizer, torch.amp.GradScaler("cpu", init_scale=8.0))
+        optimizer.close()
+        return model
+
+    expected = small()
+    step(expected, torch.optim.AdamW(expected.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0))
+    for model in on_threads(2, program, timeout=10):
+        assert_same_model(model, expected)
+
+
+def test_ranks_that_call_different_things_are_told_on_every_rank() -> None:
+    def program(transport: Transport) -> str:
+        model = small()
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, process_group=transport)
+
+        def different() -> None:
+            with optimizer.join():
+                if transport.rank < 2:
+                    optimizer.clip_grad_norm_(1.0 + transport.rank)
+
+        with pytest.raises(RuntimeError, match="inside join") as caught:
+            different()
+        return str(caught.value)
+
+    first, *others = on_threads(3, program, timeout=10)
+    assert others == [first, first]
+    assert re.search(r"rank 0 calls clip_grad_norm_\(\) and rank 1 .*max_norm.*1.0.*max_norm.*2.0", first)
+
+
+def test_join_at_stage_3_says_where_it_cannot_be() -> None:
+    def program(transport: Transport) -> None:
+        optimizer = ZeroOptimizer(small(), torch.optim.SGD, lr=0.1, stage=3, process_group=transport)
+        with pytest.raises(RuntimeError, match="processes of one host"), optimizer.join():
+            pass
+
+    on_threads(2, program, timeout=10)
+
+
+def test_sums_over_ranks_are_exact_and_equal_everywhere() -> None:
+    def program(transport: Transport) -> list[float]:
+        optimizer = ZeroOptimizer(small(), torch.optim.SGD, lr=0.1, process_group=transport)
+        with pytest.raises(TypeError, match=r"numbers, not tensor"):
+            optimizer.sum_over_ranks(torch.ones(()))  # type: ignore[arg-type]
+        big = optimizer.sum_over_ranks(2**60 + transport.rank)
+        return [big, optimizer.sum_over_ranks([1e300, 1.0, -1e300][transport.rank])]
+
+    assert on_threads(3, program, timeout=10) == [[3 * 2**60 + 3, 1.0]] * 3
+
+
+def test_options_that_differ_between_ranks_are_an_error_that_names_the_group() -> None:
+    def program(transport: Transport) -> str:
+        model = small()
+        groups = [{"params": [p]} for p in model.parameters()]
+        optimizer = ZeroOptimizer(groups, torch.optim.SGD, lr=0.1, process_group=transport, module=model)
+        loss_of(model, batch(0, 0)).backward()
+        if transport.rank == 1:
+            optimizer.param_groups[2]["lr"] = 0.2
+        with pytest.raises(ValueError, match="param group 2") as caught:
+            optimizer.step()
+        optimizer.param_groups[2]["lr"] = 0.2
+        optimizer.step()  # nothing was lost
+        return str(caught.value)
+
+    first, second = on_threads(2, program, timeout=10)
+    assert first == second
+    assert "on rank 1" in first
