@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from zero import clip_grad_norm_
-from zero.data import load_corpus
+from zero import MixedPrecision, clip_grad_norm_
+from zero.data import Corpus, load_corpus
 from zero.model import build_model, loss_fn
+
+from .narrowed import Narrowed
 
 STEPS, MICRO_BATCHES, BATCH, SEQUENCE = 20, 12, 2, 128
 COMMON = ["--preset=tiny", f"--steps={STEPS}", f"--micro-batches={MICRO_BATCHES}"]
@@ -36,28 +39,59 @@ class Variant:
     flags: tuple[str, ...] = ()
     fused: bool = False
     clip: float | None = None
+    precision: MixedPrecision | None = None
+    scaled: bool = False
 
 
-VARIANTS = (Variant("default"), Variant("fused", ("--fused",), fused=True), Variant("clip", ("--clip=0.5",), clip=0.5))
+VARIANTS = (
+    Variant("default"),
+    Variant("fused", ("--fused",), fused=True),
+    Variant("clip", ("--clip=0.5",), clip=0.5),
+    Variant("bf16", ("--precision=bf16",), precision=MixedPrecision(torch.bfloat16)),
+    Variant("fp16", ("--precision=fp16", "--clip=0.5"), clip=0.5, precision=MixedPrecision(torch.float16), scaled=True),
+)
 
 
 def plain_loop(variant: Variant) -> str:
     """The hash of the plain loop."""
     torch.set_num_threads(1)
     corpus, model = load_corpus(None, SEQUENCE), build_model("tiny", SEQUENCE, 0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **({"fused": True} if variant.fused else {}))
-    for step in range(STEPS):
-        for index in range(MICRO_BATCHES):
-            batch = corpus.micro_batch(0, step, index, BATCH, SEQUENCE)
-            loss_fn(model(batch.inputs), batch.targets).backward()
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(MICRO_BATCHES)
+    return trained_sha256(corpus, model, STEPS, MICRO_BATCHES, (BATCH, SEQUENCE), variant)
+
+
+def trained_sha256(
+    corpus: Corpus,
+    model: nn.Module,
+    steps: int,
+    micro_batches: int,
+    sizes: tuple[int, int],
+    variant: Variant,
+    **more: Any,
+) -> str:
+    """The hash of a model after a plain loop; ``more``: arguments of AdamW."""
+    numbers = Narrowed(model, variant.precision)
+    arguments = {"lr": 1e-3, **({"fused": True} if variant.fused else {}), **more}
+    optimizer = torch.optim.AdamW(numbers.updated, **arguments)
+    scaler = torch.amp.GradScaler("cpu", enabled=variant.scaled)
+    for step in range(steps):
+        total: dict[int, torch.Tensor] = {}
+        for index in range(micro_batches):
+            batch = corpus.micro_batch(0, step, index, *sizes)
+            scaler.scale(loss_fn(model(batch.inputs), batch.targets)).backward()
+            for number, parameter in enumerate(model.parameters()):
+                assert parameter.grad is not None
+                gradient = numbers.travelling(parameter.grad)
+                total[number] = total[number] + gradient if number in total else gradient
+                parameter.grad = None
+        numbers.show([total[number].div_(micro_batches) for number in range(len(total))])
+        scaler.unscale_(optimizer)
         if variant.clip is not None:
-            clip_grad_norm_(model.parameters(), variant.clip)
-        optimizer.step()
+            clip_grad_norm_(numbers.held, variant.clip)
+        numbers.step(optimizer, scaler)
+        scaler.update()
         optimizer.zero_grad()
-    return hashlib.sha256(b"".join(p.detach().numpy().astype("<f4").tobytes() for p in model.parameters())).hexdigest()
+    parts = (p.detach().float().numpy().astype("<f4").tobytes() for p in model.parameters())
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def train(start: list[str], flags: list[str]) -> dict[str, Any]:

@@ -392,7 +392,7 @@ def test_moving_a_weight_to_another_dtype_afterwards_is_an_error_that_names_it()
         model = build()
         optimizer = zero(model, transport, 1)
         model.float()
-        with pytest.raises(RuntimeError, match=r"'0.weight' is now torch.float32"):
+        with pytest.raises(RuntimeError, match=r"'2.bias' is now torch.float32"):
             optimizer.step()
 
     on_threads(1, program)

@@ -18,12 +18,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-import zero
-from zero import cli, launch, measure, plots, train, view
+from zero import MixedPrecision, cli, launch, measure, plots, train, view
 from zero.config import TrainConfig, parse_arguments, typer_signature
 from zero.data import load_corpus
 from zero.loop import Loop
-from zero.model import build_model, loss_fn
+from zero.model import build_model
+
+from .matrix import Variant, trained_sha256
 
 ROOT = Path(__file__).parents[1]
 STEPS, MICRO_BATCHES, BATCH, SEQUENCE = 3, 4, 2, 24
@@ -65,22 +66,13 @@ def flags(text: Path, out: Path, *more: str) -> list[str]:
     ]
 
 
-def plain_sha256(text: Path, clip: float | None = None, **arguments: Any) -> str:
+def plain_sha256(text: Path, clip: float | None = None, precision: str = "", **arguments: Any) -> str:
     """The loop that a person has without us: model and data of `zero train`, the optimizer of torch."""
     torch.set_num_threads(1)
     corpus, model = load_corpus(text, SEQUENCE), build_model("tiny", SEQUENCE, seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, **arguments})
-    for step in range(STEPS):
-        for index in range(MICRO_BATCHES):
-            batch = corpus.micro_batch(0, step, index, BATCH, SEQUENCE)
-            loss_fn(model(batch.inputs), batch.targets).backward()
-        for parameter in model.parameters():
-            cast(torch.Tensor, parameter.grad).div_(MICRO_BATCHES)
-        if clip is not None:
-            zero.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return hashlib.sha256(b"".join(p.detach().numpy().astype("<f4").tobytes() for p in model.parameters())).hexdigest()
+    mixed = MixedPrecision({"bf16": torch.bfloat16, "fp16": torch.float16}[precision]) if precision else None
+    variant = Variant("", clip=clip, precision=mixed, scaled=precision == "fp16")
+    return trained_sha256(corpus, model, STEPS, MICRO_BATCHES, (BATCH, SEQUENCE), variant, **arguments)
 
 
 def run_json(out: Path) -> dict[str, Any]:
@@ -109,6 +101,8 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("--stage=0", "--bucket-cap-mb=0.01"), {}),
         (("--stage=1", "--fused"), {"fused": True}),
         (("--clip=0.5", "--weight-decay=0.3", "--lr=0.003"), {"clip": 0.5, "weight_decay": 0.3, "lr": 0.003}),
+        (("--precision=bf16", "--stage=3"), {"precision": "bf16"}),
+        (("--precision=fp16", "--stage=0", "--clip=0.5"), {"precision": "fp16", "clip": 0.5}),
     ],
 )
 def test_one_rank_gives_the_parameters_of_the_plain_loop(
@@ -146,6 +140,28 @@ def test_every_way_to_start_two_ranks_gives_the_parameters_and_losses_of_one(
         assert (record["world_size"], record["stage"]) == (2, stage)
         for key in ("params_sha256", "losses", "validation_bits_per_byte", "sample"):
             assert record[key] == one[key]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("bare")
+@pytest.mark.timeout(3 * LIMIT)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_two_ranks_have_the_hash_of_the_plain_loop_in_sixteen_bits_too(
+    text: Path, tmp_path: Path, precision: str
+) -> None:
+    for stage in (1, 3):
+        ended = command(
+            *("-m", "zero.cli", "train", "--ranks=2", f"--precision={precision}"),
+            *flags(text, tmp_path, f"--stage={stage}", "--bucket-cap-mb=0.05"),
+        )
+        assert (ended.returncode, ended.stderr) == (0, "")
+        record = run_json(tmp_path)
+        assert record["params_sha256"] == plain_sha256(text, precision=precision)
+        assert record["traffic_bytes_per_step"] == record["formula_traffic_bytes_per_step"]
+        held, formula = record["bytes_per_rank"], record["formula_bytes_per_rank"]
+        slack = 3 * 64 * 2 * len(list(build_model("tiny", SEQUENCE, 0).parameters()))
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert formula[kind] <= held[kind] <= formula[kind] + slack, kind
 
 
 # ------------------------------------------------------------------------------------------------ what a run tells

@@ -31,6 +31,9 @@ class TrainConfig:
     batch: Annotated[int, "sequences in a micro-batch"] = 2
     sequence: Annotated[int, "bytes in a sequence"] = 128
     preset: Annotated[Literal["tiny", "small", "medium"], "size of the model"] = "small"
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"], "what the model computes in; 16 bits have fp32 masters, fp16 a scaled loss"
+    ] = "fp32"
     optimizer: Annotated[str, "an element-wise class of torch.optim in lower case: adamw, adam, sgd, adagrad"] = "adamw"
     fused: Annotated[bool, "use the optimizer's fused kernel"] = False
     clip: Annotated[float | None, "bound of the global gradient norm; no clipping when omitted"] = None
@@ -51,7 +54,9 @@ class TrainConfig:
         _require(0 <= self.lr < math.inf, "lr", self.lr, "finite and not negative")
         _require(0 < self.bucket_cap_mb < math.inf, "bucket_cap_mb", self.bucket_cap_mb, "above 0 and finite")
         _require(self.clip is None or self.clip > 0, "clip", self.clip, "above 0")
-        _require(self.preset in _choices("preset"), "preset", self.preset, f"one of {', '.join(_choices('preset'))}")
+        for name in ("preset", "precision"):
+            value, choices = getattr(self, name), _choices(name)
+            _require(value in choices, name, value, f"one of {', '.join(choices)}")
 
     def to_arguments(self) -> list[str]:
         """The command line that `parse_arguments` reads this configuration from."""

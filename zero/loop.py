@@ -71,6 +71,7 @@ class Loop:
         self._mine = range(optimizer.rank, config.micro_batches, optimizer.world_size)
         self._watch = Stopwatch()
         self._unshared: list[float] = []
+        self._scaler = torch.amp.GradScaler("cpu", enabled=config.precision == "fp16")
 
     def run(self) -> RankFacts:
         """All steps; returns what this rank measured in the last one. All ranks must call it."""
@@ -114,13 +115,15 @@ class Loop:
         for index in self._mine:
             data = self._corpus.micro_batch(config.seed, step, index, config.batch, config.sequence)
             loss = loss_fn(self._model(data.inputs), data.targets)
-            loss.backward()  # type: ignore[no-untyped-call]
+            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             self._unshared.append(loss.item())
 
     def _update(self) -> None:
+        self._scaler.unscale_(self._optimizer)
         if self._config.clip is not None:
             self._optimizer.clip_grad_norm_(self._config.clip)
-        self._optimizer.step()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
 
     def _clear(self) -> None:
         with self._watch:

@@ -76,8 +76,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes in, logits of the next byte out; the head's weight is the embedding's (one tensor, two names).
 
-    `forward` takes int64 (batch, sequence) with sequence at most `sequence`, and returns float32
-    (batch, sequence, vocabulary). Make one with `build`, which also sets the weights.
+    `forward` takes int64 (batch, sequence) with sequence at most `sequence`, and returns (batch, sequence, vocabulary)
+    in the parameters' dtype. Make one with `build`, which also sets the weights.
     """
 
     def __init__(self, shape: Shape, sequence: int) -> None:
@@ -109,6 +109,7 @@ def _rotary_table(sequence: int, features: int) -> Tensor:
 
 def _rotate(x: Tensor, rotary: Tensor) -> Tensor:
     """Turn feature i and feature i + half of (…, sequence, features) by the angle of their position."""
+    rotary = rotary.to(x.dtype)
     return x * rotary[0] + x.roll(x.shape[-1] // 2, dims=-1) * rotary[1]
 
 
@@ -141,8 +142,8 @@ def _initialise(model: GPT, shape: Shape, generator: torch.Generator) -> None:
 
 
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of float32 (batch, sequence, vocabulary) against int64 (batch, sequence)."""
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    """Mean cross-entropy in nats, float32, of (batch, sequence, vocabulary) against int64 (batch, sequence)."""
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 @torch.no_grad()
@@ -152,6 +153,6 @@ def generate(model: GPT, prompt: bytes, length: int, seed: int, temperature: flo
     text = list(prompt)
     for _ in range(length):
         context = torch.tensor([text[-model.sequence :]])
-        odds = (model(context)[0, -1] / temperature).softmax(-1)
+        odds = (model(context)[0, -1].float() / temperature).softmax(-1)
         text.append(int(torch.multinomial(odds, 1, generator=generator)))
     return bytes(text[len(prompt) :])

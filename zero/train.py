@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import ZeroOptimizer
+from . import MixedPrecision, ZeroOptimizer
 from .config import TrainConfig, parse_arguments
 from .data import Corpus, load_corpus
 from .loop import Loop, validate
@@ -38,6 +38,7 @@ DEFAULT_RANKS = 2
 SAMPLE_PROMPT, SAMPLE_LENGTH = 48, 300
 VALIDATION_WINDOWS = 256
 TRACEBACK = "error.txt"
+_PRECISIONS = {"fp32": None, "bf16": MixedPrecision(torch.bfloat16), "fp16": MixedPrecision(torch.float16)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,6 +122,7 @@ def _make_optimizer(config: TrainConfig, model: nn.Module) -> ZeroOptimizer:
         stage=config.stage,
         bucket_cap_mb=config.bucket_cap_mb,
         collective=config.collective,
+        mixed_precision=_PRECISIONS[config.precision],
         **_optimizer_arguments(config),
     )
 
