@@ -30,7 +30,7 @@ from .gpu_job import DTYPES, GpuJob, OnDevice
 from .rank import end_with
 from .step_job import CAP_MB
 from .step_rank import resident
-from .systems import ON_A_DEVICE, Training
+from .systems import ON_A_DEVICE, How, Training
 
 COPIES = 10
 
@@ -142,7 +142,7 @@ def train(job: GpuJob) -> OnDevice:
     copied = copy_bandwidth(device, job.copied)
     clock = _clock(device)
     start = clock.held()
-    training: Training = ON_A_DEVICE[job.system].build(model := _model(job), CAP_MB)
+    training: Training = ON_A_DEVICE[job.system].build(model := _model(job), How(CAP_MB))
     elements = sum(parameter.numel() for parameter in model.parameters())
     following = _batches(job)
 

@@ -42,7 +42,7 @@ MODELS: dict[str, Model] = {
 @dataclass(frozen=True)
 class StepJob:
     """Train ``model`` under ``system``: ``warm`` steps, and ``steps`` that are timed. ``bucket_cap_mb``: MiB, for the
-    systems that take it as DistributedDataParallel does."""
+    systems that take it as DistributedDataParallel does; ``narrow``: in bf16."""
 
     system: str
     model: str
@@ -50,6 +50,7 @@ class StepJob:
     steps: int
     timeout: float = 120.0
     bucket_cap_mb: float = CAP_MB
+    narrow: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -26,7 +26,7 @@ from zero.measure import live_storages, proportional_set_size
 from .models import trainable
 from .rank import end_with
 from .step_job import StepJob, Trained
-from .systems import SYSTEMS, Training
+from .systems import SYSTEMS, How, Training
 
 BUS_ROUNDS = 7
 
@@ -72,7 +72,7 @@ def train(job: StepJob, rank: int) -> Trained:
     if SYSTEMS[job.system].needs:
         importlib.import_module(SYSTEMS[job.system].needs)
     start, before = resident("VmRSS"), live_storages()
-    training = SYSTEMS[job.system].build(model.build(), job.bucket_cap_mb)
+    training = SYSTEMS[job.system].build(model.build(), How(job.bucket_cap_mb, job.narrow))
     seconds: list[float] = []
     received = 0
     loss = torch.zeros(())

@@ -29,7 +29,7 @@ QUICK = (2, 1, 3)
 
 
 def measure(
-    models: list[str], systems: list[str], ranks: int, rounds: tuple[int, int, int], console: Console
+    models: list[str], systems: list[str], ranks: int, rounds: tuple[int, int, int], narrow: bool, console: Console
 ) -> Iterator[Run]:
     """Run every system on every model in rounds: each begins with the next system, each run in fresh processes."""
     count, warm, steps = rounds
@@ -39,7 +39,7 @@ def measure(
                 for i in range(len(systems)):
                     system = systems[(number + i) % len(systems)]
                     status.update(f"{model}, round {number + 1} of {count}: {system}")
-                    yield train(StepJob(system, model, warm, steps), ranks)
+                    yield train(StepJob(system, model, warm, steps, narrow=narrow), ranks)
 
 
 def checked(names: list[str] | None, known: Collection[str], what: str) -> list[str]:
@@ -50,12 +50,17 @@ def checked(names: list[str] | None, known: Collection[str], what: str) -> list[
     return names or list(known)
 
 
+def _stem(precision: str) -> str:
+    return "steps" if precision == "fp32" else f"steps-{precision}"
+
+
 def main(
     model: Annotated[list[str] | None, typer.Option(help="One of the models; may be repeated.")] = None,
     system: Annotated[list[str] | None, typer.Option(help="One of the systems; may be repeated.")] = None,
     ranks: Annotated[int, typer.Option(help="How many processes.")] = 2,
+    precision: Annotated[str, typer.Option(help="What all compute in: fp32 or bf16.")] = "fp32",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and steps: to see that it works.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for steps.json and steps.png.")] = Path("zero-bench"),
+    out: Annotated[Path, typer.Option(help="Folder for steps.json and .png (steps-bf16).")] = Path("zero-bench"),
     markdown: Annotated[bool, typer.Option("--markdown", help="Print tables as Markdown.")] = False,
     show_only: Annotated[Path | None, typer.Option("--show", help="Measure nothing: show this JSON.")] = None,
 ) -> None:
@@ -64,11 +69,14 @@ def main(
     if show_only is not None:
         report = Report.read(show_only)
     else:
+        checked([precision], ("fp32", "bf16"), "precision")
+        narrow = precision == "bf16"
         here = {name: found for name, found in SYSTEMS.items() if found.is_here and not found.alone}
+        here = {name: found for name, found in here.items() if found.in_bf16 or not narrow}
         models, systems = checked(model, MODELS, "model"), checked(system, here, "system here")
         runs: list[Run] = []
         try:
-            for run in measure(models, systems, ranks, QUICK if quick else (ROUNDS, WARM, STEPS), console):
+            for run in measure(models, systems, ranks, QUICK if quick else (ROUNDS, WARM, STEPS), narrow, console):
                 runs.append(run)  # what was measured before an error is shown
         except RankError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -76,10 +84,10 @@ def main(
         if not runs:
             raise typer.Exit(1)
         report = Report.of_this_machine("benchmarks.steps", [asdict(run) for run in runs])
-        report.write(out / "steps.json")
+        report.write(out / f"{_stem(precision)}.json")
     results = step_tables.StepResults([read_run(part) for part in report.parts])
     out.mkdir(parents=True, exist_ok=True)
-    step_tables.draw(out / "steps.png", results, report.line().replace("`", ""))
+    step_tables.draw(out / f"{_stem(precision)}.png", results, report.line().replace("`", ""))
     found = [*step_tables.by_model(results), step_tables.targets(results)]
     tables.show(report.line(), found, markdown, console)
     console.print(f"written to {out}", markup=False)

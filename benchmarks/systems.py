@@ -4,6 +4,8 @@
     floor    each rank alone: forward, backward, and fused AdamW on 1/W of one flat buffer; nothing is communicated,
              and nothing is learnt. What no sharded optimizer can be faster than, as long as each rank computes as much
 
+In bf16 all keep fp32 weights to update: DDP computes under autocast, the others have 16-bit parameters.
+
 Knows: how each system is put around a model and an AdamW. Does not know: models, batches, clocks.
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,19 +42,28 @@ class Training:
     common: Callable[[], frozenset[int]] = frozenset
 
 
-Build = Callable[[nn.Module, float], Training]  # the number: MiB of a bucket, for what has such buckets
+@dataclass(frozen=True)
+class How:
+    """``bucket_cap_mb``: MiB of a bucket, for what has such buckets; ``narrow``: compute and communicate in bf16."""
+
+    bucket_cap_mb: float
+    narrow: bool = False
+
+
+Build = Callable[[nn.Module, How], Training]
 
 
 @dataclass(frozen=True)
 class System:
     """``stage``: of ZeRO, which it amounts to; ``needs``: what must be installed beside torch; ``alone``: it trains on
-    one rank."""
+    one rank; ``in_bf16``: also then."""
 
     name: str
     build: Build
     stage: int | None
     needs: str = ""
     alone: bool = False
+    in_bf16: bool = False
 
     @property
     def is_here(self) -> bool:
@@ -88,24 +99,38 @@ def _arguments(fused: bool) -> dict[str, Any]:
     return {"lr": LEARNING_RATE, "fused": True} if fused else {"lr": LEARNING_RATE, "foreach": False}
 
 
-def _plain(model: nn.Module, bucket_cap_mb: float) -> Training:
+def _plain(model: nn.Module, how: How) -> Training:
     return _training(model, model, torch.optim.AdamW(model.parameters(), **_arguments(True)))
 
 
-def _floor(model: nn.Module, bucket_cap_mb: float) -> Training:
+def _floor(model: nn.Module, how: How) -> Training:
     numel = sum(parameter.numel() for parameter in model.parameters())
     flat = torch.zeros(numel // dist.get_world_size()).requires_grad_()
     flat.grad = torch.zeros_like(flat)
     optimizer = torch.optim.AdamW([flat], **_arguments(True))
     training = _training(model, model, optimizer)
+    if how.narrow:
+        model.to(torch.bfloat16)
+        narrow = torch.zeros_like(flat, dtype=torch.bfloat16)
+
+        def step_and_cast() -> None:
+            optimizer.step()
+            narrow.copy_(flat.detach())
+
+        training.step = step_and_cast
     training.clear, training.learns = lambda: model.zero_grad(), False
     return training
 
 
 def _ddp(fused: bool) -> Build:
-    def build(model: nn.Module, bucket_cap_mb: float) -> Training:
-        wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
-        training = _training(model, wrapped, torch.optim.AdamW(model.parameters(), **_arguments(fused)))
+    def build(model: nn.Module, how: How) -> Training:
+        wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=how.bucket_cap_mb)
+
+        def forward(inputs: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=how.narrow):
+                return cast(Tensor, wrapped(inputs))
+
+        training = _training(model, forward, torch.optim.AdamW(model.parameters(), **_arguments(fused)))
         facts: Callable[[], dict[str, Any]] = wrapped._get_ddp_logging_data
         training.buckets = lambda: len(facts()["rebuilt_bucket_sizes"].split(", "))
         return training
@@ -113,10 +138,10 @@ def _ddp(fused: bool) -> Build:
     return build
 
 
-def _redundancy(model: nn.Module, bucket_cap_mb: float) -> Training:
+def _redundancy(model: nn.Module, how: How) -> Training:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=how.bucket_cap_mb)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **_arguments(True))
     training = _training(model, wrapped, optimizer)
     inner = _training(model, wrapped, optimizer.optim)
@@ -125,24 +150,25 @@ def _redundancy(model: nn.Module, bucket_cap_mb: float) -> Training:
 
 
 def _fsdp2(reshard: bool) -> Build:
-    def build(model: Any, bucket_cap_mb: float) -> Training:
+    def build(model: Any, how: How) -> Training:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if how.narrow else MixedPrecisionPolicy()
         mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
         for block in model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         return _training(model, model, torch.optim.AdamW(model.parameters(), **_arguments(True)))
 
     return build
 
 
 def _deepspeed(stage: int) -> Build:
-    def build(model: nn.Module, bucket_cap_mb: float) -> Training:
+    def build(model: nn.Module, how: How) -> Training:
         import deepspeed  # type: ignore[import-not-found]
 
-        elements = int(bucket_cap_mb * 1024 * 1024) // 4
+        elements = int(how.bucket_cap_mb * 1024 * 1024) // 4
         config = {
             "train_micro_batch_size_per_gpu": 1,
             # its own default, 500 million elements, would be two gigabytes beside everybody's buckets
@@ -150,6 +176,7 @@ def _deepspeed(stage: int) -> Build:
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "gradient_clipping": 0.0,  # its default is a norm of 1
+            "bf16": {"enabled": how.narrow},
         }
         optimizer = torch.optim.AdamW(model.parameters(), **_arguments(True))
         engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -160,7 +187,7 @@ def _deepspeed(stage: int) -> Build:
     return build
 
 
-def _fairscale(model: nn.Module, bucket_cap_mb: float) -> Training:
+def _fairscale(model: nn.Module, how: How) -> Training:
     from fairscale.nn.data_parallel import ShardedDataParallel  # type: ignore[import-not-found]
     from fairscale.optim.oss import OSS  # type: ignore[import-not-found]
 
@@ -175,11 +202,12 @@ def _fairscale(model: nn.Module, bucket_cap_mb: float) -> Training:
 
 
 def _ours(stage: int, fused: bool) -> Build:
-    def build(model: nn.Module, bucket_cap_mb: float) -> Training:
-        from zero import ZeroOptimizer
+    def build(model: nn.Module, how: How) -> Training:
+        from zero import MixedPrecision, ZeroOptimizer
 
-        arguments = {"bucket_cap_mb": bucket_cap_mb, **_arguments(fused)}
-        optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, **arguments)
+        precision = MixedPrecision(torch.bfloat16) if how.narrow else None
+        arguments = {"bucket_cap_mb": how.bucket_cap_mb, **_arguments(fused)}
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, mixed_precision=precision, **arguments)
         training = _training(model, model, optimizer)
         training.parameters = lambda: [*optimizer._storage.flats, *optimizer._storage.rest_flats()]
         inner = optimizer._inner
@@ -197,15 +225,15 @@ SYSTEMS: dict[str, System] = {
     system.name: system
     for system in (
         System(PLAIN, _plain, None, alone=True),
-        System(FLOOR, _floor, None),
-        System(DDP, _ddp(True), 0),
+        System(FLOOR, _floor, None, in_bf16=True),
+        System(DDP, _ddp(True), 0, in_bf16=True),
         System("DDP, for-loop", _ddp(False), 0),
         System("ZeroRedundancyOptimizer", _redundancy, 1),
-        System(FSDP2, _fsdp2(True), 3),
-        System("FSDP2, kept", _fsdp2(False), 3),
-        *(System(f"DeepSpeed {stage}", _deepspeed(stage), stage, "deepspeed") for stage in (1, 2, 3)),
+        System(FSDP2, _fsdp2(True), 3, in_bf16=True),
+        System("FSDP2, kept", _fsdp2(False), 3, in_bf16=True),
+        *(System(f"DeepSpeed {stage}", _deepspeed(stage), stage, "deepspeed", in_bf16=True) for stage in (1, 2, 3)),
         System("FairScale OSS", _fairscale, 2, "fairscale"),
-        *(System(f"zero {stage}", _ours(stage, True), stage) for stage in range(4)),
+        *(System(f"zero {stage}", _ours(stage, True), stage, in_bf16=True) for stage in range(4)),
         *(System(f"zero {stage}, for-loop", _ours(stage, False), stage) for stage in range(4)),
     )
 }
