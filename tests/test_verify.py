@@ -29,6 +29,7 @@ from zero import Verification, cli, launch, verification, verify, verify_ranks
 from zero.program import reference, resolve
 
 from . import verified
+from .narrowed import PRECISIONS
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,24 @@ def alone(**changes: Any) -> Verification:
         "lr": 1e-2,
     }
     return verify(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.usefixtures("in_this_process")
+def test_mixed_precision_has_a_plain_loop_of_its_own(precision: str) -> None:
+    odd = {"build_model": verified.build_odd, "batches": verified.batches, "loss_fn": verified.odd_loss}
+    found = alone(**odd, micro_batches=6, max_norm=0.5, mixed_precision=PRECISIONS[precision])
+    assert found.ok, str(found)
+    assert [run.stage for run in found.runs] == [0, 1, 2, 3]
+    assert all(run.step == verified.STEPS for run in found.runs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_mixed_precision_is_verified_on_ranks() -> None:
+    found = alone(mixed_precision=PRECISIONS["bf16"], world_sizes=(1, 2, 3), micro_batches=6, batches=verified.pairs(12))
+    assert found.ok, str(found)
+    assert len(found.runs) == 12
 
 
 # -- functions by name -------------------------------------------------------------------------------------------------

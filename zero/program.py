@@ -24,6 +24,7 @@ import torch
 
 from .clip import check_norm_arguments
 from .differences import Difference
+from .precision import MixedPrecision
 
 __all__ = ["RESULTS", "Program", "Run", "as_batches", "plain_data", "reference", "resolve"]
 
@@ -46,6 +47,7 @@ class Program:
     micro_batches: int
     max_norm: float | None
     bucket_cap_mb: float
+    mixed_precision: dict[str, Any] | None
     threads: int
     timeout: float
     path: list[str]
@@ -63,6 +65,10 @@ class Program:
             check_norm_arguments(self.max_norm, 2.0)
         if isinstance(self.batches, list):
             self.steps(len(self.batches))
+
+    @property
+    def precision(self) -> MixedPrecision | None:
+        return None if self.mixed_precision is None else MixedPrecision(**self.mixed_precision)
 
     def steps(self, count: int) -> int:
         """How many steps ``count`` micro-batches make; `ValueError` where they do not."""

@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from .optimizer import ZeroOptimizer
+from .precision import MixedPrecision
 from .program import RESULTS, Program, Run, as_batches, plain_data, reference
 
 __all__ = ["FUNCTION", "FUNCTION_HELP", "HELP", "Verification", "main", "run", "verify"]
@@ -83,6 +84,7 @@ def verify(
     max_norm: float | None = None,
     units: Callable[[nn.Module], bool] | None = None,
     bucket_cap_mb: float = 25.0,
+    mixed_precision: MixedPrecision | None = None,
     threads: int = 1,
     timeout: float = 300.0,
     quiet: bool = False,
@@ -112,6 +114,7 @@ def verify(
             ``world_sizes``; None: their least common multiple.
         max_norm: clip to this norm, by `zero.clip_grad_norm_` in the plain loop; None: no clipping.
         units, bucket_cap_mb: of `ZeroOptimizer`.
+        mixed_precision: of `ZeroOptimizer`; the plain loop then has a 16-bit model and fp32 weights of its own.
         threads: intra-op threads of a process; their number changes bits.
         timeout: seconds that building the model, a micro-batch or an update may take.
         quiet: print nothing.
@@ -125,7 +128,7 @@ def verify(
     _check_place()
     sizes = _integers(world_sizes, "world_sizes")
     told = _integers(stages, "stages", least=0)
-    _rehearse(optimizer_class, told, bucket_cap_mb, defaults)
+    _rehearse(optimizer_class, told, {"bucket_cap_mb": bucket_cap_mb, "mixed_precision": mixed_precision}, defaults)
     program = Program(
         build_model=reference(build_model, "build_model"),
         batches=reference(batches, "batches")
@@ -140,6 +143,7 @@ def verify(
         micro_batches=math.lcm(*sizes) if micro_batches is None else _integers([micro_batches], "micro_batches")[0],
         max_norm=max_norm,
         bucket_cap_mb=bucket_cap_mb,
+        mixed_precision=None if mixed_precision is None else asdict(mixed_precision),
         threads=_integers([threads], "threads")[0],
         timeout=timeout,
         path=[os.path.abspath(entry) for entry in sys.path],
@@ -176,7 +180,7 @@ def _integers(values: Sequence[int], name: str, least: int = 1) -> tuple[int, ..
     return found
 
 
-def _rehearse(optimizer_class: Any, stages: Sequence[int], bucket_cap_mb: float, defaults: dict[str, Any]) -> None:
+def _rehearse(optimizer_class: Any, stages: Sequence[int], ours: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Let the library judge what is its own on a throw-away module, before any process is started."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class must be a class of torch.optim, not {optimizer_class!r}")
@@ -184,7 +188,7 @@ def _rehearse(optimizer_class: Any, stages: Sequence[int], bucket_cap_mb: float,
         module = nn.Linear(1, 1)
     try:
         for stage in stages:
-            ZeroOptimizer(module, optimizer_class, stage=stage, bucket_cap_mb=bucket_cap_mb, **defaults).close()
+            ZeroOptimizer(module, optimizer_class, stage=stage, **ours, **defaults).close()
     except TypeError as error:
         raise TypeError(
             f"{error} (what is no argument of verify() goes to {optimizer_class.__name__}: {', '.join(defaults)})"

@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 import collectives
 
-from . import ZeroOptimizer, clip_grad_norm_
+from . import ZeroOptimizer
 from .differences import Difference, first_difference
 from .launch import World, process_group, record_error
+from .plain import MixedPlainLoop, PlainLoop
 from .program import RESULTS, Program, Run, as_batches, resolve
 
 
@@ -182,19 +183,17 @@ def _plain_steps(work: Work, watch: Watch) -> Iterator[tuple[int, dict[str, Tens
     """What a person writes without this library; step 0 is the model as built."""
     program, model = work.program, work.model
     watch.at(f"{work.name}, the optimizer class")
-    optimizer = resolve(program.optimizer_class)(model.parameters(), **program.defaults)
+    optimizer_class, precision = resolve(program.optimizer_class), program.precision
+    loop = PlainLoop(list(model.parameters()), optimizer_class, program.defaults)
+    if precision is not None:
+        loop = MixedPlainLoop(model, optimizer_class, program.defaults, precision)
     yield 0, dict(model.named_parameters())
     for step in range(1, work.steps + 1):
         for number in range(program.micro_batches):
             work.backward(watch, step, number)
+            loop.micro_batch_is_done()
         watch.at(f"{work.name}, step {step}, the update")
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(program.micro_batches)
-        if program.max_norm is not None:
-            clip_grad_norm_(model.parameters(), program.max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.update(program.micro_batches, program.max_norm)
         yield step, dict(model.named_parameters())
 
 
@@ -228,6 +227,7 @@ def _on_ranks(folder: Path, watch: Watch, stage: int, size: int) -> Run:
         stage=stage,
         divisor=program.micro_batches,
         bucket_cap_mb=program.bucket_cap_mb,
+        mixed_precision=program.precision,
         units=resolve(program.units) if program.units else None,
         **program.defaults,
     )
