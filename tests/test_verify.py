@@ -91,7 +91,9 @@ def test_mixed_precision_has_a_plain_loop_of_its_own(precision: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_mixed_precision_is_verified_on_ranks() -> None:
-    found = alone(mixed_precision=PRECISIONS["bf16"], world_sizes=(1, 2, 3), micro_batches=6, batches=verified.pairs(12))
+    found = alone(
+        mixed_precision=PRECISIONS["bf16"], world_sizes=(1, 2, 3), micro_batches=6, batches=verified.pairs(12)
+    )
     assert found.ok, str(found)
     assert len(found.runs) == 12
 
