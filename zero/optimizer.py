@@ -220,21 +220,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         So training is that of the plain loop over all micro-batches that there are. Inside, every rank that has batches
         makes the same calls, and clears gradients by `zero_grad`. A rank that left takes over the others' divisor and
         param group options (a scheduled learning rate); what else a loop keeps, a scheduler or a `GradScaler`, is its
-        own to bring up to date.
+        own to bring up to date. At stage 3, where units travel, a rank keeps the gradients of a backward until it is
+        over, and gathers for the others what they need.
         """
         self._check()
-        if not self._storage.gathers_nothing:
-            raise RuntimeError(
-                "join() needs ranks that see each other's parameters without a forward of their own: at stage 3 those "
-                "are processes of one host, with parameters on the CPU; use stage 2, or give every rank as many "
-                "micro-batches"
-            )
-        turns = self._reducer.join(self.param_groups)
+        turns = self._reducer.join(self.param_groups, gathers_nothing=self._storage.gathers_nothing)
+        self._storage.tell_gathers(self._reducer.in_turn)
         try:
             yield
             for call in turns.others():
                 self._follow(call)
         finally:
+            self._storage.tell_gathers(None)
             self._reducer.leave()
 
     def _follow(self, call: Call) -> None:
@@ -245,6 +242,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         match call.name:
             case "exchange":
                 self.exchange(b"")
+            case "gather":
+                self._storage.gather(call.arguments["unit"])
             case "unscale":
                 found = torch.zeros(1, device=self._storage.device)
                 self._reducer.unscale(found, torch.tensor([call.arguments["inverse"]], device=found.device))

@@ -347,21 +347,24 @@ class Reducer:
 
     # -- for the optimizer --------------------------------------------------------------------------------------------
 
-    def join(self, groups: Sequence[Options]) -> Turns:
-        """From now on calls are told, until `leave`."""
+    def join(self, groups: Sequence[Options], *, gathers_nothing: bool) -> Turns:
+        """From now on calls are told, until `leave`. ``gathers_nothing``: no forward and no backward is told."""
         if self._turns is not None:
             raise RuntimeError("join() inside join()")
 
         def meet(purpose: str) -> None:
-            self.finish_interrupted()
-            self._look()
+            if not self.hooks.inside_backward:
+                self.finish_interrupted()
+                self._look()
             self._meet(purpose)
 
+        self._rounds.at_the_end = not gathers_nothing
         self._turns = Turns(self._transport, meet, groups)
         return self._turns
 
     def leave(self) -> None:
-        self._turns = None
+        """Calls are told no more."""
+        self._turns, self._rounds.at_the_end = None, False
 
     @property
     def joining(self) -> bool:

@@ -73,6 +73,7 @@ class Residency:
         self._lenders: list[Shelf] = []
         self._classes: dict[type[Tensor], type[Tensor]] = {}
         self._written: Work | None = None  # that every rank has written its slices of common memory
+        self.telling: Callable[..., AbstractContextManager[None]] | None = None  # around a gather, inside `join`
 
     # -- what is where --------------------------------------------------------------------------------------------
 
@@ -136,7 +137,8 @@ class Residency:
         unit = self.units[number]
         if unit.state is not State.SHARDED:
             return
-        with _usable_later():
+        telling = _NOTHING if self.telling is None else self.telling("gather", unit=number)
+        with telling, _usable_later():
             self._sweep()
             if self._lenders:
                 self._edits.find()  # who holds a dropped buffer may have written beside it

@@ -31,7 +31,9 @@ class Rounds:
         self.seen: list[bool] = []  # of each parameter: trainable in a backward since gradients were cleared
         self.number = 0  # rounds that this rank entered
         self._position = 0  # of the round since gradients were cleared: ranks that skip a step alone are found
+        self.at_the_end = False  # a round begins when its backward is over: gathers come first, and nothing between
         self._in_round = False  # what is under way is a round
+        self._entered = False  # it has begun
         self._active: list[GradientStore] = []
         self._missing: dict[int, int] = {}
         self._trainable: dict[int, list[bool]] = {}
@@ -63,12 +65,16 @@ class Rounds:
     def begin(self, *, is_round: bool, also: Sequence[int] = ()) -> None:
         """A backward begins. The buckets in which a gradient may arrive, as the parameters stand now, and ``also``
         these, take part."""
-        self._in_round = is_round
+        self._in_round, self._entered = is_round, False
         self._activate(also)
-        if is_round:
-            self.number += 1
-            self._position += 1
-            self._queue.begin([store.bucket.index for store in self._active])
+        if is_round and not self.at_the_end:
+            self._enter()
+
+    def _enter(self) -> None:
+        self._entered = True
+        self.number += 1
+        self._position += 1
+        self._queue.begin([store.bucket.index for store in self._active])
 
     def _activate(self, also: Sequence[int]) -> None:
         self._active, self._missing, self._trainable = [], {}, {}
@@ -93,9 +99,9 @@ class Rounds:
         bucket = store.bucket.index
         self._missing[bucket] = self._missing.get(bucket, 0) - 1
         if self._missing[bucket] == 0:
-            if self._in_round:
+            if self._entered:
                 self._queue.ready(bucket)
-            else:
+            elif not self._in_round:
                 store.absorb(travels=False)
 
     def _launch(self, bucket: int) -> Work:
@@ -111,6 +117,8 @@ class Rounds:
                 store.absorb(travels=False)
             return
         try:
+            if not self._entered:
+                self._enter()
             self._queue.finish()
             then()
         except MismatchError as error:

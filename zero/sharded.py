@@ -6,7 +6,7 @@ sharded, the listed ones in the layout's buckets, the others in buckets of their
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -164,6 +164,13 @@ class ShardedStorage(ParameterStorage):
                         "or casting the model): move and cast it before that"
                     )
         return misplaced(self._bindings)
+
+    def tell_gathers(self, telling: Callable[..., AbstractContextManager[None]] | None) -> None:
+        self.residency.telling = None if self.gathers_nothing else telling
+
+    def gather(self, unit: int) -> None:
+        self.residency.fetch(unit)
+        self.residency.drop(unit)
 
     @property
     def gathers_nothing(self) -> bool:

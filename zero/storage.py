@@ -155,6 +155,13 @@ class ParameterStorage:
         """True where a forward needs nothing of the other ranks that they have to send."""
         return True
 
+    def tell_gathers(self, telling: Callable[..., AbstractContextManager[None]] | None) -> None:
+        """Inside `join`: ranks without a forward of their own must be told of each gather."""
+
+    def gather(self, unit: int) -> None:
+        """Give the others this rank's slices of a unit. Collective."""
+        raise NotImplementedError("every rank holds whole parameters")  # pragma: no cover - nobody tells of a gather
+
     def broadcast_buffers(self) -> None:
         """Rank 0's buffers for all. Collective."""
         broadcast(self._direct, self._transport, self._buffers())
