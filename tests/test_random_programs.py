@@ -25,6 +25,7 @@ from .machine.program import (
 from .machine.run import Run, run
 from .machine.state_machine import STAGES, Collectives, RandomPrograms
 from .machine.trees import Part
+from .narrowed import PRECISIONS
 
 
 @pytest.mark.hypothesis
@@ -48,6 +49,23 @@ def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(stage: int) 
 
 @pytest.mark.hypothesis
 @pytest.mark.timeout(1500)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_random_programs_in_mixed_precision_give_the_bits_of_the_plain_loop(precision: str) -> None:
+    class Mixed(RandomPrograms):
+        make_backend = Threads
+        collectives = Collectives(("auto", "shared", "one host", "two hosts"), ())
+        precisions = (precision,)
+
+    thorough = settings.default.max_examples > 100
+    size = settings(max_examples=30 if thorough else 4, stateful_step_count=40 if thorough else 12)
+    run_state_machine_as_test(Mixed, settings=size)
+    print(f"{Mixed.followed} commands, {Mixed.trained} steps with a gradient")
+    assert Mixed.followed >= (700 if thorough else 60), "too short to say anything"
+    assert Mixed.trained >= (60 if thorough else 8), "too little was trained to say anything"
+
+
+@pytest.mark.hypothesis
+@pytest.mark.timeout(1500)
 def test_random_programs_in_common_memory_give_the_bits_of_the_plain_loop() -> None:
     """From stage 3 on, where gathering moves no bytes there."""
 
@@ -56,6 +74,7 @@ def test_random_programs_in_common_memory_give_the_bits_of_the_plain_loop() -> N
         most_ranks = 4
         collectives = Collectives(("auto", "pairwise"), ("ring",))
         begins = (3,)
+        precisions = ("", "", "bf16")
 
     thorough = settings.default.max_examples > 100
     size = settings(max_examples=50 if thorough else 6, stateful_step_count=40 if thorough else 12)

@@ -18,6 +18,7 @@ def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: Gloo
         make_backend = staticmethod(lambda: Processes(gloo))
         most_ranks = SIZE
         collectives = Collectives(("auto", "pairwise", "hierarchical"), ("ring", "native", "all_to_all"))
+        precisions = ("", "", "bf16", "fp16")
 
     thorough = settings.default.max_examples > 100
     once = settings(

@@ -97,6 +97,8 @@ class Oracle:
                 return p.values(self.parameters) if command.look else None
             case p.Scaled():
                 return self._scaled_step(command)
+            case p.Joined():
+                return self._joined_steps(command)
             case p.ZeroGrad():
                 self._zero_grad(command)
             case p.Freeze():
@@ -204,6 +206,19 @@ class Oracle:
             self.numbers.step(self.optimizer)
         self._zero_grad(p.ZeroGrad())
         return norm, bool(found), p.values(self.parameters)
+
+    def _joined_steps(self, command: p.Joined) -> Any:
+        self._zero_grad(p.ZeroGrad())
+        ranks = range(self.setting.world_size)
+        for step in range(max(map(command.of, ranks))):
+            for rank in ranks:
+                if step < command.of(rank):
+                    self._micro_batch(rank, p.Backward(command.seed + step))
+            self._settle()
+            clip_grad_norm_(self.held, 1.0)
+            self.numbers.step(self.optimizer)
+            self._zero_grad(p.ZeroGrad())
+        return p.values(self.parameters)
 
     def _masters(self) -> dict[str, Any]:
         """Master weights as the next step would begin with, by the optimizer's index."""

@@ -145,6 +145,17 @@ class Scaled(Source):
 
 
 @dataclass(frozen=True, repr=False)
+class Joined(Source):
+    """Whole steps inside `join`: as many of rank r as ``counts[r % len]`` says."""
+
+    seed: int
+    counts: tuple[int, ...]
+
+    def of(self, rank: int) -> int:
+        return self.counts[rank % len(self.counts)]
+
+
+@dataclass(frozen=True, repr=False)
 class ZeroGrad(Source):
     how: Clear = "zero_grad"
 
@@ -232,6 +243,7 @@ Command: TypeAlias = (
     | Divide
     | Step
     | Scaled
+    | Joined
     | ZeroGrad
     | Freeze
     | Change

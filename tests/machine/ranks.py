@@ -88,6 +88,8 @@ class Rank:
                 return self._read(None) if command.look else None
             case p.Scaled():
                 return self._scaled_step(command)
+            case p.Joined():
+                return self._joined_steps(command)
             case p.ZeroGrad():
                 clear(self.model, self.optimizer, command.how)
             case p.Freeze():
@@ -130,6 +132,17 @@ class Rank:
         scaler.update()
         self.optimizer.zero_grad()
         return norm, scaler.get_scale() < command.scale, self._read(None)
+
+    def _joined_steps(self, command: p.Joined) -> Any:
+        self.optimizer.zero_grad()
+        with self.optimizer.join():
+            for step in range(command.of(self.rank)):
+                backward = p.Backward(command.seed + step)
+                self._run(p.backwards(self.model, self.setting, backward, self.rank), True)
+                self.optimizer.clip_grad_norm_(1.0)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return self._read(None)
 
     def save(self) -> Saved:
         """What rank 0 saves; all ranks call."""

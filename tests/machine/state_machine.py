@@ -13,7 +13,6 @@ from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from ..narrowed import PRECISIONS
 from ..programs import CLASSES
 from . import program as p
 from .backends import Backend
@@ -80,8 +79,10 @@ def settings(stages: Sequence[int], most_ranks: int, collectives: tuple[str, ...
 
 
 @st.composite
-def configs(draw: st.DrawFn, stages: Sequence[int], most_ranks: int, collectives: Collectives) -> Config:
-    precision = draw(st.sampled_from(["", "", *PRECISIONS]))
+def configs(
+    draw: st.DrawFn, stages: Sequence[int], most_ranks: int, collectives: Collectives, precisions: Sequence[str]
+) -> Config:
+    precision = draw(st.sampled_from(precisions))
     integer = not precision and draw(st.sampled_from([False, False, True]))
     return Config(
         draw(settings(stages, most_ranks, collectives.names(integer))),
@@ -103,6 +104,7 @@ class RandomPrograms(RuleBasedStateMachine):
     make_backend: Callable[[], Backend]
     most_ranks = 8
     collectives: Collectives
+    precisions: Sequence[str] = ("",)
     begins: Sequence[int] = STAGES
     followed = 0  # commands of all programs of the class
     trained = 0  # those that were steps with a gradient to take
@@ -118,7 +120,7 @@ class RandomPrograms(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        config = data.draw(configs(self.begins, self.most_ranks, self.collectives))
+        config = data.draw(configs(self.begins, self.most_ranks, self.collectives, self.precisions))
         self.run = Run(config, type(self).make_backend())
 
     def do(self, command: Command) -> None:
@@ -226,6 +228,15 @@ class RandomPrograms(RuleBasedStateMachine):
         self.do(p.Scaled(seed, scale, overflow))
         self.open, self.pending = True, False
         self.stepped = self.stepped or overflow is None
+
+    @rule(seed=SEEDS, counts=st.lists(st.integers(0, 2), min_size=2, max_size=4).map(tuple))
+    def joined_steps(self, seed: int, counts: tuple[int, ...]) -> None:
+        self.drop_kept()
+        assert self.run is not None
+        command = p.Joined(seed, counts)
+        self.do(command)
+        self.open, self.pending = True, False
+        self.stepped = self.stepped or any(command.of(rank) for rank in range(self.run.setting.world_size))
 
     @rule(how=st.sampled_from(["zero_grad", "zero_grad", "zeros", "module", "module zeros", "none"]))
     def zero_grad(self, how: p.Clear) -> None:
