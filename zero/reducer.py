@@ -402,13 +402,13 @@ class Reducer:
         """
         if found is self._unscaled:
             return
-        with self.in_turn("unscale", inverse=inverse.item()):  # host synchronisation: only inside `join`
+        factor = inverse.item()  # host synchronisation: ranks compare it, once a step
+        with self.in_turn("unscale", inverse=factor):
+            self.settle("GradScaler.unscale_()", scale=1 / factor)
             self._unscale(found, inverse)
         self._unscaled = found
 
     def _unscale(self, found: Tensor, inverse: Tensor) -> None:
-        scale = 1 / inverse.item()  # host synchronisation: ranks compare it, once a step
-        self.settle("GradScaler.unscale_()", scale=scale)
         here = torch.zeros_like(found)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         rank = self._transport.rank
