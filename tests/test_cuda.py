@@ -21,6 +21,7 @@ from torch import nn
 from zero import ZeroOptimizer
 
 from .models import build, odd_batches, odd_loss
+from .narrowed import PRECISIONS
 from .plain import assert_same_model, assert_same_states, plain_step, share
 from .pool import GlooPool
 from .programs import Program, Round, Step, compare, run_rank
@@ -96,10 +97,13 @@ PROGRAMS = [
 ]
 PROGRAMS += [replace(program, optimizer="adamw foreach", dtype=torch.bfloat16) for program in PROGRAMS[4:8]]
 PROGRAMS += [replace(program, collective="pairwise") for program in PROGRAMS[8:12]]
+PROGRAMS += [replace(program, precision=PRECISIONS["bf16"]) for program in PROGRAMS[:8]]
+PROGRAMS += [replace(program, precision=PRECISIONS["fp16"], scaled=True) for program in PROGRAMS[4:8]]
 
 
 def named(program: Program) -> str:
-    return f"W{program.world_size}-stage{program.stage}-{program.optimizer}-{program.dtype}-{program.collective}"
+    mixed = f"-{program.precision.param_dtype}" if program.precision else ""
+    return f"W{program.world_size}-stage{program.stage}-{program.optimizer}-{program.dtype}-{program.collective}{mixed}"
 
 
 def whole_program(group: dist.ProcessGroup, rank: int, program: Program) -> Any:

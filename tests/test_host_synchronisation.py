@@ -19,18 +19,19 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import Transport, on_threads
-from zero import ZeroOptimizer
+from zero import MixedPrecision, ZeroOptimizer
 from zero.hooks import _reentrant
 from zero.stages import all_zero, first_difference, read_scalars
 
 from . import test_gradients as gradients
 from . import test_stage3_edits as edits
 from .models import odd_batches, odd_loss
+from .narrowed import PRECISIONS
 from .plain import assert_same_model, plain_step
 from .programs import locked_build
 
 OPERATORS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2"}
-METHODS = ("tolist", "numpy", "cpu", "__array__")  # that need none of these
+METHODS = ("tolist", "numpy", "cpu", "__array__", "item")  # that need none of these, or are called below a dispatch
 NAMED = "host synchronisation"
 
 
@@ -83,7 +84,7 @@ def methods_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values cannot be seen at once."""
-    for module in ("stages", "edits", "reducer"):
+    for module in ("stages", "edits", "reducer", "precision"):
         monkeypatch.setattr(f"zero.{module}.seen_at_once", lambda device: False)
 
 
@@ -103,6 +104,12 @@ def clip(model: nn.Module, optimizer: ZeroOptimizer, batch: Any) -> None:
     optimizer.clip_grad_norm_(0.1)
 
 
+def scaled(model: nn.Module, optimizer: ZeroOptimizer, batch: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(odd_loss(model, batch)).backward()
+    scaler.unscale_(optimizer)
+
+
 STEPS: dict[str, tuple[Act, ...]] = {
     "one backward": (backward,),
     "no_sync": (pending, backward),
@@ -111,10 +118,13 @@ STEPS: dict[str, tuple[Act, ...]] = {
 }
 
 
-def looks_of_a_step(transport: Transport, stage: int, acts: tuple[Act, ...], steps: int) -> list[list[str]]:
+def looks_of_a_step(
+    transport: Transport, stage: int, acts: tuple[Act, ...], steps: int, precision: MixedPrecision | None = None
+) -> list[list[str]]:
     """Of each step, where it looked at values; fused, as torch's other paths look at step counts, on the host."""
     model = locked_build(0)
-    arguments = {"stage": stage, "process_group": transport, "bucket_cap_mb": 0.0005, "lr": 1e-2, "fused": True}
+    arguments: dict[str, Any] = {"stage": stage, "process_group": transport, "bucket_cap_mb": 0.0005}
+    arguments |= {"lr": 1e-2, "fused": True, "mixed_precision": precision}
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, **arguments)
     found = []
     for step in range(steps):
@@ -141,6 +151,23 @@ def test_a_step_of_one_rank_looks_at_no_value_but_where_it_says_so(acts: str, st
         assert [len(step) for step in found] == [1, 1, 1], "one for all means"
     else:
         assert any("_exact_sum" in look for look in looks), "else nothing would be noted at all"
+
+
+@pytest.mark.usefixtures("unseen")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_in_mixed_precision_looks_at_nothing_and_one_with_a_scaler_at_the_scale(stage: int) -> None:
+    """Masters follow the model without a look; ranks compare the scale, and agree whether anything was not finite."""
+
+    def looks(act: Act, precision: MixedPrecision | None) -> list[list[str]]:
+        return on_threads(1, lambda transport: looks_of_a_step(transport, stage, (act,), 2, precision))[0]
+
+    for precision in PRECISIONS.values():
+        assert looks(backward, precision) == [[], []]
+    for chosen in (None, PRECISIONS["fp16"]):
+        found = looks(scaled, chosen)
+        assert all(NAMED in look.lower() for step in found for look in step), found
+        shown = stage == 0 and chosen is None  # real gradients, which the scaler unscales by itself
+        assert [len(step) for step in found] == [0 if shown else 2] * 2
 
 
 @pytest.mark.usefixtures("unseen")
