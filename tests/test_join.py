@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer, clip_grad_norm_
 
+from .machine.ranks import COLLECTIVES
 from .narrowed import BF16, Narrowed
 from .plain import assert_same_bits, assert_same_model
+from .programs import _BUILDING
 from .sockets import meet
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3, "3, in common memory"])
@@ -228,3 +230,58 @@ def test_options_that_differ_between_ranks_are_an_error_that_names_the_group() -
     first, second = on_threads(2, program, timeout=10)
     assert first == second
     assert "on rank 1" in first
+
+
+class Deep(nn.Module):
+    """Several units, of which the next is gathered ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("collective", ["pairwise", "ring", "two hosts"])
+def test_units_that_travel_are_gathered_for_the_others_whatever_the_algorithm(collective: str) -> None:
+    """Some end a gather only when every rank has read."""
+    counts = (2, 0, 1, 0, 3)
+
+    def program(transport: Transport) -> nn.Module:
+        with _BUILDING, torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = Deep()
+        optimizer = ZeroOptimizer(
+            model,
+            torch.optim.SGD,
+            lr=0.1,
+            stage=3,
+            process_group=transport,
+            collective=COLLECTIVES.get(collective, collective),
+            bucket_cap_mb=1e-4,
+            divisor=1,
+        )
+        with optimizer.join():
+            for step in range(counts[optimizer.rank]):
+                loss_of(model, batch(step, optimizer.rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.close()
+        return model
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        expected = Deep()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(max(counts)):
+        for rank, count in enumerate(counts):
+            if step < count:
+                loss_of(expected, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    models = on_threads(len(counts), program, timeout=10)
+    for model in models:  # a ring adds in an order of its own, which all ranks share
+        assert_same_model(model, models[0] if collective == "ring" else expected)

@@ -137,8 +137,16 @@ class Residency:
         unit = self.units[number]
         if unit.state is not State.SHARDED:
             return
-        telling = _NOTHING if self.telling is None else self.telling("gather", unit=number)
-        with telling, _usable_later():
+        if self.telling is None:
+            self._fetch(number)
+        else:
+            with self.telling("gather", unit=number):
+                self._fetch(number)
+                self._arrive(unit)  # who gathers for others alone waits here, until all have read
+
+    def _fetch(self, number: int) -> None:
+        unit = self.units[number]
+        with _usable_later():
             self._sweep()
             if self._lenders:
                 self._edits.find()  # who holds a dropped buffer may have written beside it
