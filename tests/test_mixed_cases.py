@@ -324,6 +324,25 @@ def test_an_evaluation_between_steps_changes_nothing(stage: int) -> None:
                 assert_same_bits(states["masters"][index], master, f"master weights of parameter {index}")
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_group_that_is_added_later_has_masters_of_its_own_wide_values(stage: int) -> None:
+    def program(transport: Transport) -> list[Tensor]:
+        first, second = build(transport.rank), build(5 + transport.rank)
+        optimizer = zero(list(first.parameters()), transport, stage)  # type: ignore[arg-type]
+        first(torch.ones(1, WIDTH, dtype=BF16)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.add_param_group({"params": list(second.parameters())})
+        masters = [optimizer.full_master(p) for p in second.parameters()]
+        for p, master in zip(second.parameters(), masters, strict=True):
+            assert_same_bits(p, master.to(BF16))
+        return masters
+
+    for masters in on_threads(2, program):
+        for master, value in zip(masters, build(5).parameters(), strict=True):
+            assert_same_bits(master, value)
+
+
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 @pytest.mark.parametrize(("stage", "later"), [(0, 3), (1, 2), (2, 0), (3, 1)])
 def test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped(stage: int, later: int, order: str) -> None:
@@ -409,6 +428,28 @@ def test_a_full_gradient_is_the_wide_mean_and_p_grad_is_a_placeholder(stage: int
         plain_step(plain, numbers, torch.optim.SGD(numbers.updated, lr=0.0), [0, 1, 2, 3])
         assert numbers.held[0].grad is not None
         assert_same_bits(whole, numbers.held[0].grad * 2)  # divided by 2 ranks there, by 4 micro-batches here
+
+    on_threads(2, program)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_gradient_that_one_rank_used_and_all_zeroed_is_zero_in_every_slice(stage: int) -> None:
+    """Not -0.0, as where nobody used it."""
+
+    def program(transport: Transport) -> None:
+        model = build()
+        optimizer = zero(model, transport, stage)
+        loss = model[0](torch.ones(1, WIDTH, dtype=BF16)).float().square().mean()
+        (loss if transport.rank else loss + model[2](torch.ones(1, WIDTH, dtype=BF16)).float().mean()).backward()
+        optimizer.zero_grad(set_to_none=False)
+        model[0](torch.ones(1, WIDTH, dtype=BF16)).float().square().mean().backward()
+        for part, zero_everywhere in ((model[0], False), (model[2], True)):
+            whole = optimizer.full_grad(part.weight)
+            assert whole is not None
+            assert bool((whole == 0).all()) is zero_everywhere
+            if zero_everywhere:
+                assert_same_bits(whole, torch.zeros(WIDTH, WIDTH))
+        assert optimizer.full_grad(model[1].weight) is None
 
     on_threads(2, program)
 

@@ -203,6 +203,29 @@ def test_a_rank_that_owns_nothing_takes_part(stage: int) -> None:
         assert_same_bits(model.b, 2.0 - 0.1 * (gradient * clip_factor(norm, 0.5)))
 
 
+@ALL_STAGES
+def test_a_parameter_that_no_rank_used_has_no_part_in_the_norm_not_even_its_dtype(stage: int) -> None:
+    def program(transport: Transport) -> tuple[nn.Module, Tensor]:
+        model = Two()
+        model.a = nn.Parameter(torch.arange(32.0, dtype=torch.float64))
+        optimizer = zero(model, transport, stage=stage)
+        model(1.0 + transport.rank, use_a=False).backward()
+        norm = optimizer.clip_grad_norm_(0.3)
+        optimizer.step()
+        optimizer.close()
+        return model, norm
+
+    plain = Two()
+    plain.a = nn.Parameter(torch.arange(32.0, dtype=torch.float64))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected = plain_step(plain, optimizer, lambda m, scale: m(scale, use_a=False), [1.0, 2.0], 2, max_norm=0.3)
+    assert expected is not None
+    assert expected.dtype is torch.float32
+    for model, norm in on_threads(2, program, timeout=5):
+        assert_same_bits(norm, expected)
+        assert_same_model(model, plain)
+
+
 def test_states_of_parameters_without_elements_are_told_apart() -> None:
     """They all lie at address 0, so an address is no name."""
     model = nn.ParameterDict({name: torch.zeros(0) for name in ("first", "second")})

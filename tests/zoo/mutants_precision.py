@@ -86,6 +86,45 @@ MASTERS = (
         ("test_mixed_cases.py::test_a_zero_that_was_written_has_its_sign",),
     ),
     Mutant(
+        "masters-of-a-later-group-are-rounded",
+        ("S39",),
+        "Parameters that are added to an optimizer get masters that are made of what they were cast to.",
+        (
+            Edit(
+                ASSEMBLY,
+                "bucket.dtypes.master, wide.get(bucket.index))",
+                "bucket.dtypes.master, None if buckets else wide.get(bucket.index))",
+            ),
+        ),
+        ("test_mixed_cases.py::test_a_group_that_is_added_later_has_masters_of_its_own_wide_values[2]",),
+    ),
+    Mutant(
+        "the-first-of-several-weights-is-cast",
+        ("S41",),
+        "Of neighbours whose master weights were updated the first one reaches the model.",
+        (
+            Edit(
+                INNER,
+                "self.master.cast(members[0].begin - self.begin, members[-1].end - self.begin)",
+                "self.master.cast(members[0].begin - self.begin, members[0].end - self.begin)",
+            ),
+        ),
+        (f"{TRAINING}[2-bf16]",),
+    ),
+    Mutant(
+        "moments-are-loaded-in-16-bits",
+        ("L15",),
+        "The loader rounds moments to what the model computes in.",
+        (
+            Edit(
+                CHECKPOINT,
+                "flattened(value.detach().to(bucket.device, bucket.dtypes.master), spec.stride)",
+                "flattened(value.detach().to(bucket.device, bucket.dtypes.compute), spec.stride)",
+            ),
+        ),
+        ("test_mixed_cases.py::test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped[2-0-model first]",),
+    ),
+    Mutant(
         "an-evaluation-forgets-the-masters",
         ("S59",),
         "A forward in evaluation mode lets go of the wide weights, which are then made of the narrow ones: the next "
@@ -262,7 +301,28 @@ SUMS = (
                 "        return bool(doubles)\n",
             ),
         ),
-        ("test_exact.py::test_clipping_is_that_of_the_plain_loop_for_every_norm[2-2.0]",),
+        ("test_properties.py::test_a_parameter_that_no_rank_used_has_no_part_in_the_norm_not_even_its_dtype[2]",),
+    ),
+    Mutant(
+        "stage-0-steps-with-the-means-of-before",
+        ("L2",),
+        "At stage 0, where means are not shown and so gathered once, those of the first step count as those of now.",
+        (Edit(REDUCER, "        self._means_divisor = None\n        if self.means", "        if self.means"),),
+        (f"{TRAINING}[0-bf16]",),
+    ),
+    Mutant(
+        "a-zero-of-one-rank-is-nothing-elsewhere",
+        ("L11",),
+        "At stage 0 a gradient that was zeroed before ranks agreed on who has one counts as known to all: in the other "
+        "ranks' slices it is -0.0.",
+        (
+            Edit(
+                REDUCER,
+                "        return (self.means_are_shown and not",
+                "        return (self._stage.means_are_gathered and not",
+            ),
+        ),
+        ("test_mixed_cases.py::test_a_gradient_that_one_rank_used_and_all_zeroed_is_zero_in_every_slice[0]",),
     ),
 )
 
@@ -439,6 +499,13 @@ JOINING = (
         "A rank that has run out of batches listens without entering the rounds that the others began.",
         (Edit(JOIN, '        self._meet("join()")\n', ""),),
         (f"{LEFT}[2-counts0-None]",),
+    ),
+    Mutant(
+        "other-arguments-inside-join-are-not-noticed",
+        ("L14",),
+        "Ranks inside `join` that make one call with different arguments clip by different limits.",
+        (Edit(JOIN, "        if call != expected:\n", '        if call["name"] != expected["name"]:\n'),),
+        ("test_join.py::test_ranks_that_call_different_things_are_told_on_every_rank",),
     ),
     Mutant(
         "options-are-not-compared",
