@@ -201,6 +201,45 @@ def test_ranks_that_call_different_things_are_told_on_every_rank() -> None:
     assert re.search(r"rank 0 calls clip_grad_norm_\(\) and rank 1 .*max_norm.*1.0.*max_norm.*2.0", first)
 
 
+def test_join_ends_with_an_exception() -> None:
+    def program(transport: Transport) -> nn.Module:
+        model = small()
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=0.05, process_group=transport)
+        with pytest.raises(KeyError, match="this loop"), optimizer.join():
+            raise KeyError("this loop")
+        train((1, 2), scheduled=False)(model, optimizer)
+        optimizer.close()
+        return model
+
+    expected, _ = plain((1, 2), None, scheduled=False)
+    for model in on_threads(2, program, timeout=10):
+        assert_same_model(model, expected)
+
+
+def test_options_that_a_rank_takes_over_keep_their_type() -> None:
+    """A learning rate in a tensor stays that tensor, betas stay a tuple."""
+
+    def program(transport: Transport) -> None:
+        model = small()
+        rate = torch.tensor(0.1)
+        groups = [{"params": [p], "lr": rate, "betas": (0.9, 0.99)} for p in model.parameters()]
+        optimizer = ZeroOptimizer(groups, torch.optim.AdamW, process_group=transport, module=model, foreach=False)
+        with optimizer.join():
+            if transport.rank == 0:
+                loss_of(model, batch(0, 0)).backward()
+                rate.fill_(0.25)
+                for group in optimizer.param_groups:
+                    group["betas"] = (0.5, 0.75)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert rate.item() == 0.25
+        for group in optimizer.param_groups:
+            assert group["lr"] is rate
+            assert group["betas"] == (0.5, 0.75)
+
+    on_threads(2, program, timeout=10)
+
+
 def test_join_at_stage_3_says_where_it_cannot_be() -> None:
     def program(transport: Transport) -> None:
         optimizer = ZeroOptimizer(small(), torch.optim.SGD, lr=0.1, stage=3, process_group=transport)

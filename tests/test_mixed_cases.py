@@ -277,6 +277,29 @@ def test_saved_masters_are_what_the_next_step_would_begin_with(stage: int) -> No
         assert_same_bits(saved[index].to(BF16), weight)
 
 
+@STAGES
+def test_reading_masters_changes_nothing(stage: int) -> None:
+    """What is written and then taken back was never there, also where masters were read and saved in between."""
+
+    def program(transport: Transport) -> None:
+        model = build()
+        optimizer = zero(model, transport, stage)
+        backward(model, transport.rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = optimizer.full_master(model[0].weight)
+        with optimizer.gathered(write=True):
+            kept = model[0].weight.detach().clone()
+            model[0].weight.data.mul_(1.5)
+        assert_same_bits(optimizer.full_master(model[0].weight), (kept * 1.5).float())
+        optimizer.consolidate_state_dict()
+        with optimizer.gathered(write=True):
+            model[0].weight.data.copy_(kept)
+        assert_same_bits(optimizer.full_master(model[0].weight), before)
+
+    on_threads(2, program)
+
+
 class Averaging(nn.Module):
     """Keeps a wide mean of what it sees, as a batch norm does."""
 

@@ -173,6 +173,13 @@ MASTERS = (
         ("test_mixed_cases.py::test_saved_masters_are_what_the_next_step_would_begin_with",),
     ),
     Mutant(
+        "reading-masters-changes-them",
+        ("L15",),
+        "To read master weights makes them what was written into the model, which may be taken back before a step.",
+        (Edit(PRECISION, "self._dtype, self._wide.clone())", "self._dtype, self._wide)"),),
+        ("test_mixed_cases.py::test_reading_masters_changes_nothing[2]",),
+    ),
+    Mutant(
         "masters-are-dropped",
         ("S57",),
         "The loader takes no master weights: training goes on from rounded ones.",
@@ -214,6 +221,19 @@ SUMS = (
                 PRECISION,
                 "return self.param_dtype if self.reduce_dtype is None else self.reduce_dtype",
                 "return self.param_dtype",
+            ),
+        ),
+        (f"{TRAINING}[2-fp32, sent in bf16]",),
+    ),
+    Mutant(
+        "one-rank-sends-nothing-narrow",
+        ("S37",),
+        "With one rank a contribution is put where the sum is, in its dtype, and not rounded to what travels.",
+        (
+            Edit(
+                GRADIENTS,
+                "not self.has_sum and not bucket.dtypes.widens:",
+                "not self.has_sum:",
             ),
         ),
         (f"{TRAINING}[2-fp32, sent in bf16]",),
@@ -399,6 +419,19 @@ SCALING = (
         ("test_loss_scaling.py::test_a_scaler_asks_once_for_each_dtype_and_all_are_unscaled_once[2]",),
     ),
     Mutant(
+        "stage-0-unscales-its-own-slice",
+        ("S6",),
+        "At stage 0, where every rank steps all elements, each takes the scale out of its own slice.",
+        (
+            Edit(
+                REDUCER,
+                "self._settled(lambda store: store.bucket.pieces(*self._stage.stepped(store.bucket, rank))):",
+                "self._settled(lambda store: store.bucket.pieces(*store.bucket.owned(rank))):",
+            ),
+        ),
+        (f"{OVERFLOW}[0-fp16]",),
+    ),
+    Mutant(
         "unscaled-by-the-scale-of-another-step",
         ("R1", "R3"),
         "A scale is taken out that did not make the gradients: where it grew or fell in between, they are twice or "
@@ -478,6 +511,41 @@ JOINING = (
         "A rank that has run out of batches steps its slices with the learning rate of its own last step.",
         (Edit(OPTIMIZER, "        adopt_options(self.param_groups, call.options)\n", ""),),
         (f"{LEFT}[2-counts0-None]",),
+    ),
+    Mutant(
+        "a-rate-in-a-tensor-becomes-a-number",
+        ("L12",),
+        "A rank that takes over a learning rate puts a number where the user has a tensor, which is live no more.",
+        (
+            Edit(
+                JOIN,
+                "            if isinstance(known, Tensor):\n                known.fill_(value)\n            else:\n",
+                "            if known is not value:\n",
+            ),
+        ),
+        ("test_join.py::test_options_that_a_rank_takes_over_keep_their_type",),
+    ),
+    Mutant(
+        "betas-become-a-list",
+        ("L12",),
+        "A rank that takes over options has a list where the user has a tuple.",
+        (Edit(JOIN, "tuple(value) if isinstance(known, tuple) else value", "value"),),
+        ("test_join.py::test_options_that_a_rank_takes_over_keep_their_type",),
+    ),
+    Mutant(
+        "join-without-finally",
+        ("R12",),
+        "After an exception inside `join()` the optimizer stays inside, and no other block can be entered.",
+        (
+            Edit(
+                OPTIMIZER,
+                "        try:\n            yield\n            for call in turns.others():\n"
+                "                self._follow(call)\n        finally:\n            self._reducer.leave()\n",
+                "        yield\n        for call in turns.others():\n"
+                "            self._follow(call)\n        self._reducer.leave()\n",
+            ),
+        ),
+        ("test_join.py::test_join_ends_with_an_exception",),
     ),
     Mutant(
         "who-left-clears-nothing",
