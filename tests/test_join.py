@@ -169,7 +169,7 @@ def test_a_scaler_works_where_a_rank_left(stage: int, overflow: bool) -> None:
     def program(transport: Transport) -> nn.Module:
         model = small()
         group = among(stage, transport)
-        optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=group, divisor=1)
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=stage, process_group=group, divisor=1)
         with optimizer.join():
             if transport.rank == 1:
                 step(model, optimizer, torch.amp.GradScaler("cpu", init_scale=8.0))
@@ -177,9 +177,32 @@ def test_a_scaler_works_where_a_rank_left(stage: int, overflow: bool) -> None:
         return model
 
     expected = small()
-    step(expected, torch.optim.AdamW(expected.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0))
+    step(expected, torch.optim.SGD(expected.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0))
     for model in on_threads(2, program, timeout=10):
         assert_same_model(model, expected)
+
+
+def test_at_stage_0_means_are_shown_before_and_after_join_and_not_inside() -> None:
+    """What a loop did to them would not be done where a rank left."""
+
+    def program(transport: Transport) -> None:
+        model = small()
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=0, process_group=transport)
+        loss_of(model, batch(0, 0)).backward()
+        weight = model[0].weight
+        assert weight.grad is not None
+        mean = weight.grad.clone()
+        with optimizer.join():
+            if transport.rank == 0:
+                with pytest.raises(RuntimeError, match="full_grad"):
+                    weight.grad.mul_(2)
+                whole = optimizer.full_grad(weight)
+                assert whole is not None
+                assert_same_bits(whole, mean)
+        assert weight.grad is not None
+        assert_same_bits(weight.grad, mean)
+
+    on_threads(2, program, timeout=10)
 
 
 def test_ranks_that_call_different_things_are_told_on_every_rank() -> None:

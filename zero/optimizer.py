@@ -218,9 +218,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with no gradient of its own, until all have left. All ranks.
 
         So training is that of the plain loop over all micro-batches that there are. Inside, every rank that has batches
-        makes the same calls, and clears gradients by `zero_grad`. A rank that left takes over the others' divisor and
-        param group options (a scheduled learning rate); what else a loop keeps, a scheduler or a `GradScaler`, is its
-        own to bring up to date.
+        makes the same calls, and clears gradients by `zero_grad`; ``p.grad`` is a placeholder at stage 0, too. A rank
+        that left takes over the others' divisor and param group options (a scheduled learning rate); what else a loop
+        keeps, a scheduler or a `GradScaler`, is its own to bring up to date.
         """
         self._check()
         if not self._storage.gathers_nothing:
