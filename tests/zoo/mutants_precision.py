@@ -513,6 +513,14 @@ JOINING = (
         (f"{LEFT}[2-counts0-None]",),
     ),
     Mutant(
+        "stage-0-shows-means-inside-join",
+        ("L14",),
+        "At stage 0 a scaler divides the means that `p.grad` shows, and a rank that has run out of batches steps with "
+        "those that are still scaled.",
+        (Edit(REDUCER, "return self._means_may_be_shown and self._turns is None", "return self._means_may_be_shown"),),
+        ("test_join.py::test_a_scaler_works_where_a_rank_left[0-False]",),
+    ),
+    Mutant(
         "a-rate-in-a-tensor-becomes-a-number",
         ("L12",),
         "A rank that takes over a learning rate puts a number where the user has a tensor, which is live no more.",
