@@ -159,6 +159,13 @@ def test_a_parameter_that_is_unfrozen_later_is_trained_from_then_on(stage: int) 
         assert_same_model(model, plain)
 
 
+class Rate(float):
+    """Equal to the others' number, and of no use to a step."""
+
+    def __neg__(self) -> float:
+        raise TypeError("this rate cannot be used")
+
+
 @ALL_STAGES
 def test_an_error_in_one_ranks_step_is_told_to_the_others(stage: int) -> None:
     """Long before a time limit would end their waits, and with the reason."""
@@ -168,7 +175,7 @@ def test_an_error_in_one_ranks_step_is_told_to_the_others(stage: int) -> None:
         optimizer = zero(model, transport, stage=stage)
         model(1.0).backward()
         if transport.rank == 1:
-            optimizer.param_groups[0]["lr"] = "fast"
+            optimizer.param_groups[0]["lr"] = Rate(0.1)
         try:
             optimizer.step()
             optimizer.check_replicas()
