@@ -28,6 +28,7 @@ MUTANTS = (
         ("S40",),
         "Construction takes a step with zero gradients and no learning rate: Adam's count is 1 too high ever after.",
         (
+            Edit(INNER, "        if not self._begins_with_state:\n            return\n", ""),
             Edit(
                 INNER,
                 "            built = self._class(param_groups, **self._arguments)\n",
