@@ -43,7 +43,9 @@ class Narrowed:
 
     def travelling(self, gradient: Tensor) -> Tensor:
         """What a contribution is when it has travelled, and is added up."""
-        return gradient if self.precision is None else self.wide(gradient.to(self.precision.travel))
+        if self.precision is None:
+            return gradient
+        return self.wide(gradient.to(self.precision.reduce_dtype or self.precision.param_dtype))
 
     def wide(self, gradient: Tensor) -> Tensor:
         """A gradient in the dtype in which it is added up."""

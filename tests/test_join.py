@@ -170,7 +170,7 @@ def test_a_scaler_works_where_a_rank_left(stage: int | str, overflow: bool) -> N
 
     def program(transport: Transport) -> nn.Module:
         model = small()
-        optimizer = ZeroOptimizer(model, torch.optim.AdamW, divisor=1, **among(stage, transport))
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, divisor=1, **among(stage, transport))
         with optimizer.join():
             if transport.rank == 1:
                 step(model, optimizer, torch.amp.GradScaler("cpu", init_scale=8.0))
@@ -178,9 +178,32 @@ def test_a_scaler_works_where_a_rank_left(stage: int | str, overflow: bool) -> N
         return model
 
     expected = small()
-    step(expected, torch.optim.AdamW(expected.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0))
+    step(expected, torch.optim.SGD(expected.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0))
     for model in on_threads(2, program, timeout=10):
         assert_same_model(model, expected)
+
+
+def test_at_stage_0_means_are_shown_before_and_after_join_and_not_inside() -> None:
+    """What a loop did to them would not be done where a rank left."""
+
+    def program(transport: Transport) -> None:
+        model = small()
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=0, process_group=transport)
+        loss_of(model, batch(0, 0)).backward()
+        weight = model[0].weight
+        assert weight.grad is not None
+        mean = weight.grad.clone()
+        with optimizer.join():
+            if transport.rank == 0:
+                with pytest.raises(RuntimeError, match="full_grad"):
+                    weight.grad.mul_(2)
+                whole = optimizer.full_grad(weight)
+                assert whole is not None
+                assert_same_bits(whole, mean)
+        assert weight.grad is not None
+        assert_same_bits(weight.grad, mean)
+
+    on_threads(2, program, timeout=10)
 
 
 def test_ranks_that_call_different_things_are_told_on_every_rank() -> None:
@@ -200,6 +223,45 @@ def test_ranks_that_call_different_things_are_told_on_every_rank() -> None:
     first, *others = on_threads(3, program, timeout=10)
     assert others == [first, first]
     assert re.search(r"rank 0 calls clip_grad_norm_\(\) and rank 1 .*max_norm.*1.0.*max_norm.*2.0", first)
+
+
+def test_join_ends_with_an_exception() -> None:
+    def program(transport: Transport) -> nn.Module:
+        model = small()
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=0.05, process_group=transport)
+        with pytest.raises(KeyError, match="this loop"), optimizer.join():
+            raise KeyError("this loop")
+        train((1, 2), scheduled=False)(model, optimizer)
+        optimizer.close()
+        return model
+
+    expected, _ = plain((1, 2), None, scheduled=False)
+    for model in on_threads(2, program, timeout=10):
+        assert_same_model(model, expected)
+
+
+def test_options_that_a_rank_takes_over_keep_their_type() -> None:
+    """A learning rate in a tensor stays that tensor, betas stay a tuple."""
+
+    def program(transport: Transport) -> None:
+        model = small()
+        rate = torch.tensor(0.1)
+        groups = [{"params": [p], "lr": rate, "betas": (0.9, 0.99)} for p in model.parameters()]
+        optimizer = ZeroOptimizer(groups, torch.optim.AdamW, process_group=transport, module=model, foreach=False)
+        with optimizer.join():
+            if transport.rank == 0:
+                loss_of(model, batch(0, 0)).backward()
+                rate.fill_(0.25)
+                for group in optimizer.param_groups:
+                    group["betas"] = (0.5, 0.75)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert rate.item() == 0.25
+        for group in optimizer.param_groups:
+            assert group["lr"] is rate
+            assert group["betas"] == (0.5, 0.75)
+
+    on_threads(2, program, timeout=10)
 
 
 def test_sums_over_ranks_are_exact_and_equal_everywhere() -> None:

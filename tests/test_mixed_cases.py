@@ -210,6 +210,162 @@ def test_masters_follow_what_is_written_into_the_model_element_by_element(stage:
             assert_same_bits(p, q)
 
 
+@STAGES
+def test_what_is_written_far_behind_the_beginning_counts_too(stage: int) -> None:
+    """Weights are compared with their masters a block at a time, of 65,536 elements on the CPU."""
+
+    def program(transport: Transport) -> Tensor:
+        model = nn.Linear(512, 512)
+        optimizer = zero(model, transport, stage, bucket_cap_mb=25.0)
+        with optimizer.gathered(write=True):
+            model.weight.data.view(-1)[:: 1 << 15] = 3.0
+            model.weight.data.view(-1)[-1] = 5.0
+        written = model.weight.detach().clone() if stage < 3 else None
+        master = optimizer.full_master(model.weight)
+        model(torch.ones(1, 512)).float().sum().backward()
+        for group in optimizer.param_groups:
+            group.update(lr=0.0, weight_decay=0.0)
+        optimizer.step()
+        optimizer.close()
+        assert_same_bits(model.weight, master.to(BF16))
+        assert written is None or torch.equal(written, model.weight)
+        return master
+
+    for master in on_threads(2, program):
+        assert master.view(-1)[:: 1 << 15].tolist() == [3.0] * 8
+        assert master.view(-1)[-1] == 5.0
+
+
+@STAGES
+def test_a_zero_that_was_written_has_its_sign(stage: int) -> None:
+    def program(transport: Transport) -> Tensor:
+        model = build(count=1)
+        nn.init.zeros_(model[0].bias)
+        optimizer = zero(model, transport, stage)
+        with optimizer.gathered(write=True):
+            model[0].bias.data[3:40] = -0.0
+        return optimizer.full_master(model[0].bias)
+
+    expected = torch.zeros(WIDTH)
+    expected[3:40] = -0.0
+    for master in on_threads(2, program):
+        assert_same_bits(master, expected)
+
+
+@STAGES
+def test_saved_masters_are_what_the_next_step_would_begin_with(stage: int) -> None:
+    """Also of what was written since the last step."""
+
+    def program(transport: Transport) -> Any:
+        model = build()
+        optimizer = zero(model, transport, stage)
+        backward(model, transport.rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        with optimizer.gathered(write=True):
+            model[0].weight.data.view(-1)[7:600] *= 1.5
+        optimizer.consolidate_state_dict()
+        masters = [optimizer.full_master(p) for p in model.parameters()]
+        with optimizer.gathered():
+            weights = [p.detach().clone() for p in model.parameters()]
+        return masters, weights, optimizer.state_dict()["masters"] if transport.rank == 0 else None
+
+    masters, weights, saved = on_threads(2, program)[0]
+    assert list(saved) == list(range(len(masters)))
+    for index, (master, weight) in enumerate(zip(masters, weights, strict=True)):
+        assert_same_bits(saved[index], master)
+        assert_same_bits(saved[index].to(BF16), weight)
+
+
+@STAGES
+def test_reading_masters_changes_nothing(stage: int) -> None:
+    """What is written and then taken back was never there, also where masters were read and saved in between."""
+
+    def program(transport: Transport) -> None:
+        model = build()
+        optimizer = zero(model, transport, stage)
+        backward(model, transport.rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = optimizer.full_master(model[0].weight)
+        with optimizer.gathered(write=True):
+            kept = model[0].weight.detach().clone()
+            model[0].weight.data.mul_(1.5)
+        assert_same_bits(optimizer.full_master(model[0].weight), (kept * 1.5).float())
+        optimizer.consolidate_state_dict()
+        with optimizer.gathered(write=True):
+            model[0].weight.data.copy_(kept)
+        assert_same_bits(optimizer.full_master(model[0].weight), before)
+
+    on_threads(2, program)
+
+
+class Averaging(nn.Module):
+    """Keeps a wide mean of what it sees, as a batch norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build()
+        self.register_buffer("mean", torch.linspace(0, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        if self.training:
+            self.mean.lerp_(y.detach().float().mean(0), 0.1)
+        return y - self.mean.to(y.dtype)
+
+
+@STAGES
+def test_an_evaluation_between_steps_changes_nothing(stage: int) -> None:
+    """Neither weights, masters, moments and buffers, nor what later steps make of them."""
+
+    def train(transport: Transport, evaluates: bool) -> Any:
+        model = Averaging()
+        optimizer = zero(model, transport, stage)
+        for step in range(3):
+            backward(model, 10 * step + transport.rank)
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluates:
+                model.eval()
+                with torch.no_grad():
+                    model(torch.ones(2, WIDTH))
+                model.train()
+        optimizer.consolidate_state_dict()
+        states = optimizer.state_dict() if transport.rank == 0 else None
+        optimizer.close()
+        return model.state_dict(), states
+
+    with_one = on_threads(2, lambda transport: train(transport, True))
+    without = on_threads(2, lambda transport: train(transport, False))
+    for (ours, states), (theirs, expected) in zip(with_one, without, strict=True):
+        for name, value in theirs.items():
+            assert_same_bits(ours[name], value, name)
+        if expected is not None:
+            assert_same_states(states, expected)
+            for index, master in expected["masters"].items():
+                assert_same_bits(states["masters"][index], master, f"master weights of parameter {index}")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_group_that_is_added_later_has_masters_of_its_own_wide_values(stage: int) -> None:
+    def program(transport: Transport) -> list[Tensor]:
+        first, second = build(transport.rank), build(5 + transport.rank)
+        optimizer = zero(list(first.parameters()), transport, stage)  # type: ignore[arg-type]
+        first(torch.ones(1, WIDTH, dtype=BF16)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.add_param_group({"params": list(second.parameters())})
+        masters = [optimizer.full_master(p) for p in second.parameters()]
+        for p, master in zip(second.parameters(), masters, strict=True):
+            assert_same_bits(p, master.to(BF16))
+        return masters
+
+    for masters in on_threads(2, program):
+        for master, value in zip(masters, build(5).parameters(), strict=True):
+            assert_same_bits(master, value)
+
+
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 @pytest.mark.parametrize(("stage", "later"), [(0, 3), (1, 2), (2, 0), (3, 1)])
 def test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped(stage: int, later: int, order: str) -> None:
@@ -295,6 +451,28 @@ def test_a_full_gradient_is_the_wide_mean_and_p_grad_is_a_placeholder(stage: int
         plain_step(plain, numbers, torch.optim.SGD(numbers.updated, lr=0.0), [0, 1, 2, 3])
         assert numbers.held[0].grad is not None
         assert_same_bits(whole, numbers.held[0].grad * 2)  # divided by 2 ranks there, by 4 micro-batches here
+
+    on_threads(2, program)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_gradient_that_one_rank_used_and_all_zeroed_is_zero_in_every_slice(stage: int) -> None:
+    """Not -0.0, as where nobody used it."""
+
+    def program(transport: Transport) -> None:
+        model = build()
+        optimizer = zero(model, transport, stage)
+        loss = model[0](torch.ones(1, WIDTH, dtype=BF16)).float().square().mean()
+        (loss if transport.rank else loss + model[2](torch.ones(1, WIDTH, dtype=BF16)).float().mean()).backward()
+        optimizer.zero_grad(set_to_none=False)
+        model[0](torch.ones(1, WIDTH, dtype=BF16)).float().square().mean().backward()
+        for part, zero_everywhere in ((model[0], False), (model[2], True)):
+            whole = optimizer.full_grad(part.weight)
+            assert whole is not None
+            assert bool((whole == 0).all()) is zero_everywhere
+            if zero_everywhere:
+                assert_same_bits(whole, torch.zeros(WIDTH, WIDTH))
+        assert optimizer.full_grad(model[1].weight) is None
 
     on_threads(2, program)
 

@@ -159,19 +159,23 @@ def test_a_parameter_that_is_unfrozen_later_is_trained_from_then_on(stage: int) 
         assert_same_model(model, plain)
 
 
+class Rate(float):
+    """Equal to the others' number, and of no use to a step."""
+
+    def __neg__(self) -> float:
+        raise TypeError("this rate cannot be used")
+
+
 @ALL_STAGES
 def test_an_error_in_one_ranks_step_is_told_to_the_others(stage: int) -> None:
     """Long before a time limit would end their waits, and with the reason."""
-
-    def fails(*_: Any) -> Any:
-        raise TypeError("it cannot be")
 
     def program(transport: Transport) -> str:
         model = Two()
         optimizer = zero(model, transport, stage=stage)
         model(1.0).backward()
         if transport.rank == 1:
-            optimizer._inner.step = fails  # type: ignore[method-assign]
+            optimizer.param_groups[0]["lr"] = Rate(0.1)
         try:
             optimizer.step()
             optimizer.check_replicas()
@@ -204,6 +208,29 @@ def test_a_rank_that_owns_nothing_takes_part(stage: int) -> None:
         gradient = torch.tensor([sum(2 * 2.0 * (1.0 + rank) ** 2 for rank in range(4)) / 4])
         assert_same_bits(norm, gradient[0])
         assert_same_bits(model.b, 2.0 - 0.1 * (gradient * clip_factor(norm, 0.5)))
+
+
+@ALL_STAGES
+def test_a_parameter_that_no_rank_used_has_no_part_in_the_norm_not_even_its_dtype(stage: int) -> None:
+    def program(transport: Transport) -> tuple[nn.Module, Tensor]:
+        model = Two()
+        model.a = nn.Parameter(torch.arange(32.0, dtype=torch.float64))
+        optimizer = zero(model, transport, stage=stage)
+        model(1.0 + transport.rank, use_a=False).backward()
+        norm = optimizer.clip_grad_norm_(0.3)
+        optimizer.step()
+        optimizer.close()
+        return model, norm
+
+    plain = Two()
+    plain.a = nn.Parameter(torch.arange(32.0, dtype=torch.float64))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected = plain_step(plain, optimizer, lambda m, scale: m(scale, use_a=False), [1.0, 2.0], 2, max_norm=0.3)
+    assert expected is not None
+    assert expected.dtype is torch.float32
+    for model, norm in on_threads(2, program, timeout=5):
+        assert_same_bits(norm, expected)
+        assert_same_model(model, plain)
 
 
 def test_states_of_parameters_without_elements_are_told_apart() -> None:

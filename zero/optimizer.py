@@ -218,10 +218,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with no gradient of its own, until all have left. All ranks.
 
         So training is that of the plain loop over all micro-batches that there are. Inside, every rank that has batches
-        makes the same calls, and clears gradients by `zero_grad`. A rank that left takes over the others' divisor and
-        param group options (a scheduled learning rate); what else a loop keeps, a scheduler or a `GradScaler`, is its
-        own to bring up to date. At stage 3, where units travel, a rank keeps the gradients of a backward until it is
-        over, and gathers for the others what they need.
+        makes the same calls, and clears gradients by `zero_grad`; ``p.grad`` is a placeholder at stage 0, too. A rank
+        that left takes over the others' divisor and param group options (a scheduled learning rate); what else a loop
+        keeps, a scheduler or a `GradScaler`, is its own to bring up to date. At stage 3, where units travel, a rank
+        keeps the gradients of a backward until it is over, and gathers for the others what they need.
         """
         self._check()
         turns = self._reducer.join(self.param_groups, gathers_nothing=self._storage.gathers_nothing)

@@ -54,7 +54,7 @@ class Reducer:
     ) -> None:
         """``means_may_be_shown``: whole means, where the stage has them, have the dtype that p.grad must have."""
         self._stage, self._transport, self._collective = stage, transport, collective
-        self.means_are_shown = stage.means_are_gathered and means_may_be_shown
+        self._means_may_be_shown = stage.means_are_gathered and means_may_be_shown
         self._rounds = Rounds(layout, stage, transport, collective)
         self.used: list[bool] = []
         self.phase = Phase.OPEN
@@ -69,6 +69,12 @@ class Reducer:
         self._turns: Turns | None = None  # inside `join`
         self._stranger: str | None = None  # who had a gradient of the user's before the backward under way
         self.hooks = GradientHooks(self, exclusive=stage.parameters is Placement.SHARD, ahead=self.means_are_shown)
+
+    @property
+    def means_are_shown(self) -> bool:
+        """p.grad is the mean after each round. Not inside `join`: what is done to it would not be done where a rank
+        left."""
+        return self._means_may_be_shown and self._turns is None
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -358,13 +364,17 @@ class Reducer:
                 self._look()
             self._meet(purpose)
 
+        self.finish_interrupted()
+        self._look()
         self._rounds.at_the_end = not gathers_nothing
         self._turns = Turns(self._transport, meet, groups)
+        self._faces.hide()
         return self._turns
 
     def leave(self) -> None:
-        """Calls are told no more."""
+        """What `join` began is over."""
         self._turns, self._rounds.at_the_end = None, False
+        self._show()
 
     @property
     def joining(self) -> bool:

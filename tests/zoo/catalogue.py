@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from . import mutants_norms, mutants_ranks, mutants_states, mutants_sums, mutants_units, mutants_update
+from . import (
+    mutants_norms,
+    mutants_precision,
+    mutants_ranks,
+    mutants_states,
+    mutants_sums,
+    mutants_units,
+    mutants_update,
+)
 
 MUTANTS = (
     *mutants_sums.MUTANTS,
@@ -11,4 +19,5 @@ MUTANTS = (
     *mutants_update.MUTANTS,
     *mutants_states.MUTANTS,
     *mutants_units.MUTANTS,
+    *mutants_precision.MUTANTS,
 )

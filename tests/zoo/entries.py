@@ -45,8 +45,7 @@ class Entry:
     impossible: str = ""
 
 
-PRECISION, SCALING, OFFLOAD = "mixed precision", "loss scaling", "offload"
-MATRIX, DISK = "whole-matrix optimizers (Muon)", "checkpoints on disk"
+MATRIX, DISK, OFFLOAD = "whole-matrix optimizers (Muon)", "checkpoints on disk", "offload"
 
 ENTRIES: dict[str, Entry] = {
     # gradients and accumulation
@@ -54,7 +53,7 @@ ENTRIES: dict[str, Entry] = {
     "S2": Entry("copies to the host at the wrong micro-step after the first step", ("DS!6550",), OFFLOAD),
     "S3": Entry("a parameter without a gradient in one micro-batch breaks accumulation", ("DS!545",)),
     "S4": Entry("the last micro-batch is not reduced; ranks differ", ("DS!7985",)),
-    "S5": Entry("`zero_grad` is skipped (and gradients keep the loss scale, here without one)", ("DS#7837", "DS!7839")),
+    "S5": Entry("`zero_grad` is skipped, and gradients keep the loss scale", ("DS#7837", "DS!7839")),
     "S6": Entry("stages give different losses, more so with accumulation", ("DS#966", "DS#1488")),
     "S7": Entry("the accumulated shard is scaled instead of the new bucket: 1/W compounds", ("ML!3023",)),
     "S8": Entry("a group of one rank doubles the gradient at each micro-batch", ("ML#6660",)),
@@ -89,12 +88,12 @@ ENTRIES: dict[str, Entry] = {
     "S31": Entry("clipping uses the local norm", ("PT#170862", "MILD!35")),
     "S32": Entry("a tied copy counts twice in the norm", ("ML!7228",)),
     "S33": Entry("replicated parameters are counted more or less than once", ("ML!5916", "ML!6470")),
-    "S34": Entry("no norm for unused parameters whose gradients are on the host", ("DS#5241",), OFFLOAD),
-    "S35": Entry("an overflow enters the momentum before the step is discarded", ("DS#8432",), SCALING),
+    "S34": Entry("unused parameters break the norm (there, where gradients are on the host)", ("DS#5241",)),
+    "S35": Entry("an overflow enters the momentum before the step is discarded", ("DS#8432",)),
     "S36": Entry("norm and step both prepare the gradients: unscaled twice (here: divided twice)", ("RLX!44",)),
     "S37": Entry("the declared dtype of a reduction is not honoured", ("PT#190626", "PT#186998")),
-    "S38": Entry("fresh and accumulated gradients differ in dtype", ("PT#196996",), PRECISION),
-    "S39": Entry("an upcast to fp32 master weights does nothing", ("ACC#3979",), PRECISION),
+    "S38": Entry("fresh and accumulated gradients differ in dtype", ("PT#196996",)),
+    "S39": Entry("an upcast to fp32 master weights does nothing", ("ACC#3979",)),
     # the update itself
     "S40": Entry("a fake step that makes the state advances Adam's count", ("PT#164929", "TT!4382", "ML!5976")),
     "S41": Entry("the wrong partition is copied back: a fraction is trained", ("DS!2058",)),
@@ -122,14 +121,14 @@ ENTRIES: dict[str, Entry] = {
     ),
     "S57": Entry("the loader silently drops the moments", ("AREAL!1468",)),
     "S58": Entry("resuming differs where rows do not divide by the ranks", ("TT#1136",)),
-    "S59": Entry("a forward for evaluation corrupts the checkpoint of narrow copies", ("PT#104770",), PRECISION),
+    "S59": Entry("a forward for evaluation corrupts the checkpoint of narrow copies", ("PT#104770",)),
     "S60": Entry("padding in optimizer checkpoints", ("ML!5898",)),
     "S61": Entry("a strict load succeeds into the wrong layers", ("ML#7452",)),
     "S62": Entry("a newer scheduler state is saved with an older model", ("VEO!1181",)),
     # read in source code
-    "R1": Entry("DeepSpeed: the loss scale is updated, then used to unscale older gradients", (), SCALING),
+    "R1": Entry("DeepSpeed: the loss scale is updated, then used to unscale older gradients"),
     "R2": Entry("DeepSpeed stages 1, 2: `reduce_scatter=True` is an all-reduce: twice the traffic"),
-    "R3": Entry("ColossalAI: as R1", (), SCALING),
+    "R3": Entry("ColossalAI: as R1"),
     "R4": Entry("ZeroRedundancyOptimizer: a global rank is taken for the rank in the group"),
     "R5": Entry("FairScale ShardedDDP: a group's index is compared with a global rank; the owner drops its gradient"),
     "R6": Entry("FairScale OSS: the norm is summed over the world whatever the group"),
@@ -162,6 +161,9 @@ ENTRIES: dict[str, Entry] = {
     "L11": Entry("no gradient is not a gradient of zero"),
     "L12": Entry("the class and its param groups are the user's: live, whole, element-wise or refused"),
     "L13": Entry("edits from outside count, or are told"),
+    "L14": Entry("a rank without batches takes part in all that the others do, with nothing of its own"),
+    "L15": Entry("what computes in 16 bits is cast, rounded once from wide weights, which follow what is written"),
+    "L16": Entry("one loss scale on all ranks, and one verdict on what is not finite"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-NORM, OPTIMIZER = "zero/norm.py", "zero/optimizer.py"
+NORM, OPTIMIZER, REDUCER = "zero/norm.py", "zero/optimizer.py", "zero/reducer.py"
 CLIPPING = "test_exact.py::test_clipping_is_that_of_the_plain_loop_for_every_norm"
 
 MUTANTS = (
@@ -34,9 +34,9 @@ MUTANTS = (
         "The norm covers the first bucket that has a gradient, so that it depends on the bucket size.",
         (
             Edit(
-                OPTIMIZER,
-                "            if gradient is None:\n                continue\n            begin, _",
-                "            if gradient is None or pieces:\n                continue\n            begin, _",
+                REDUCER,
+                "            if gradient is not None:\n                begin, _",
+                "            if gradient is not None and not found:\n                begin, _",
             ),
         ),
         (f"{CLIPPING}[2-2.0]",),
@@ -58,7 +58,7 @@ MUTANTS = (
         "the-norm-of-this-rank",
         ("S31",),
         "Each rank clips by the norm of its own slices.",
-        (Edit(OPTIMIZER, "        norm = total.norm(dtype)\n", "        norm = mine.norm(dtype)\n"),),
+        (Edit(OPTIMIZER, "        norm = total.norm(", "        norm = mine.norm("),),
         (f"{CLIPPING}[2-2.0]",),
     ),
     Mutant(
@@ -67,11 +67,11 @@ MUTANTS = (
         "A parameter with two names is added to the norm once for each.",
         (
             Edit(
-                OPTIMIZER,
-                "                    pieces.append(gradient[piece.begin - begin : piece.end - begin])\n",
-                "                    names = "
-                "self._storage.layout.parameters[store.bucket.slots[piece.slot].parameter].names\n"
-                "                    pieces += [gradient[piece.begin - begin : piece.end - begin]] * len(names)\n",
+                REDUCER,
+                "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n",
+                "                        names = "
+                "self._rounds.layout.parameters[store.bucket.slots[piece.slot].parameter].names\n"
+                "                        found += [gradient[piece.begin - begin : piece.end - begin]] * len(names)\n",
             ),
         ),
         (f"{CLIPPING}[2-2.0]",),
@@ -82,11 +82,11 @@ MUTANTS = (
         "At stage 0 every rank adds the whole gradient to the norm, which grows by sqrt(W).",
         (
             Edit(
-                OPTIMIZER,
-                "            begin, _ = self._stage.stepped(store.bucket, self.rank)\n"
-                "            for piece in store.pieces:\n",
-                "            begin, end = self._stage.stepped(store.bucket, self.rank)\n"
-                "            for piece in store.bucket.pieces(begin, end):\n",
+                REDUCER,
+                "        return self._settled(lambda store: store.pieces)\n",
+                "        rank = self._transport.rank\n"
+                "        return self._settled(lambda store: "
+                "store.bucket.pieces(*self._stage.stepped(store.bucket, rank)))\n",
             ),
         ),
         (f"{CLIPPING}[0-2.0]",),
@@ -99,7 +99,7 @@ MUTANTS = (
             Edit(
                 OPTIMIZER,
                 "        mine = PowerSum.of(pieces, norm_type)",
-                "        if not pieces:\n            return torch.zeros((), dtype=dtype)\n"
+                "        if not pieces:\n            return torch.zeros(())\n"
                 "        mine = PowerSum.of(pieces, norm_type)",
             ),
         ),
@@ -112,7 +112,8 @@ MUTANTS = (
         (
             Edit(
                 OPTIMIZER,
-                "        norm = total.norm(dtype)\n",
+                "        norm = total.norm(torch.float64 if self._reducer.any_is_double() else torch.float32)\n",
+                "        dtype = torch.float64 if self._reducer.any_is_double() else torch.float32\n"
                 "        roots = [PowerSum.from_bytes(data).norm(dtype) for data in self._transport.exchange("
                 'mine.to_bytes(), Tag(Kind.EXCHANGE, "norms"))]\n        norm = torch.stack(roots).sum()\n',
             ),
@@ -125,9 +126,9 @@ MUTANTS = (
         "The norm runs over whole slices, with the uninitialised memory between the parameters.",
         (
             Edit(
-                OPTIMIZER,
-                "                    pieces.append(gradient[piece.begin - begin : piece.end - begin])\n",
-                "                    pieces[-1:] = [*(p for p in pieces[-1:] if p is not gradient), gradient]\n",
+                REDUCER,
+                "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n",
+                "                        found[-1:] = [*(p for p in found[-1:] if p is not gradient), gradient]\n",
             ),
         ),
         ("test_laws.py::test_padding_and_scratch_cannot_be_observed[2]",),

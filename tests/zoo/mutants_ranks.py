@@ -266,7 +266,7 @@ RANKS = (
         (
             Edit(
                 "zero/storage.py",
-                "        broadcast(self._direct, self._transport, self.flats[len(self.flats) - len(new) :])\n",
+                "        broadcast(self._direct, self._transport, [whole])\n",
                 "",
             ),
         ),

@@ -168,8 +168,8 @@ MUTANTS = (
         (
             Edit(
                 CHECKPOINT,
-                "                for name in state.elementwise:\n                    values",
-                "                for name in state.elementwise[-1:]:\n                    values",
+                "                    for name in slots[number].elementwise:\n",
+                "                    for name in slots[number].elementwise[-1:]:\n",
             ),
         ),
         ("test_saving.py::test_a_saved_dict_has_torchs_own_form_and_names",),

@@ -36,8 +36,8 @@ MUTANTS = (
             Edit(
                 GRADIENTS,
                 "        if not self._blank:\n            for slot in self._fresh:\n"
-                "                self._view(slot).fill_(-0.0)\n        source",
-                "        source",
+                "                self._view(slot).fill_(-0.0)\n        if self._local.dtype",
+                "        if self._local.dtype",
             ),
             Edit(
                 GRADIENTS,
@@ -79,9 +79,9 @@ MUTANTS = (
         "Stage 0 alone adds a second backward to the divided mean instead of to the sum.",
         (
             Edit(
-                GRADIENTS,
-                "if stage.contributions_stay and not stage.means_are_gathered:\n            assert",
-                "if stage.contributions_stay:\n            assert",
+                "zero/stages.py",
+                "return not self.contributions_stay or self.means_are_gathered or dtypes.widens",
+                "return not self.contributions_stay or dtypes.widens",
             ),
         ),
         ("test_gradients.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
@@ -107,11 +107,11 @@ MUTANTS = (
         (
             Edit(
                 GRADIENTS,
-                "if self.has_sum and self._kept_sum is None:",
-                "if self.has_sum and self._kept_sum is None and bucket.world_size > 1:",
+                "if self._transport.world_size == 1 and not self.has_sum and not",
+                "if self._transport.world_size == 1 and not",
             ),
         ),
-        (f"{NO_SYNC}[1]",),
+        (f"{NO_SYNC}[2]",),
     ),
     Mutant(
         "no-sync-overwrites",
@@ -222,9 +222,9 @@ MUTANTS = (
                 GRADIENTS,
                 "            places.append(len(row))\n            row.append(nothing.expand(slot.numel))\n"
                 "            if end > slot.end:\n"
-                "                row.append(torch.zeros(end - slot.end, dtype=self._dtype, device=device))\n",
+                "                row.append(torch.zeros(end - slot.end, dtype=dtype, device=device))\n",
                 "            if end > slot.end:\n"
-                "                row.append(torch.zeros(end - slot.end, dtype=self._dtype, device=device))\n"
+                "                row.append(torch.zeros(end - slot.end, dtype=dtype, device=device))\n"
                 "            places.append(len(row))\n            row.append(nothing.expand(slot.numel))\n",
             ),
         ),
@@ -314,7 +314,7 @@ MUTANTS = (
         (
             Edit(
                 REDUCER,
-                "        if self._stage.means_are_gathered:\n"
+                "        if self.means_are_shown:\n"
                 "            self._faces.hide()  # no mean may be where autograd would add to it\n",
                 "",
             ),

@@ -249,10 +249,9 @@ MUTANTS = (
         "Weights of the module that are not listed keep each rank's own values.",
         (
             Edit(
-                SHARDED,
-                "        broadcast(self._direct, self._transport, [flat])\n        return flat",
-                "        if layout is self.layout:\n"
-                "            broadcast(self._direct, self._transport, [flat])\n        return flat",
+                "zero/storage.py",
+                "        broadcast(self._direct, self._transport, [whole])\n",
+                "        if layout is self.layout:\n            broadcast(self._direct, self._transport, [whole])\n",
             ),
         ),
         ("test_stage3_properties.py::test_weights_that_are_not_listed_are_rank_0s_too",),

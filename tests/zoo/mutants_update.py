@@ -15,9 +15,9 @@ MUTANTS = (
         (
             Edit(
                 INNER,
-                "                run.parameter.grad = gradient[run.begin : run.end].view(run.parameter.shape)\n",
+                "                run.parameter.grad = wide[run.begin : run.end].view(run.parameter.shape)\n",
                 "                begin = 0 if run.views else run.begin\n"
-                "                run.parameter.grad = gradient[begin : begin + run.end - "
+                "                run.parameter.grad = wide[begin : begin + run.end - "
                 "run.begin].view(run.parameter.shape)\n",
             ),
         ),
@@ -28,6 +28,7 @@ MUTANTS = (
         ("S40",),
         "Construction takes a step with zero gradients and no learning rate: Adam's count is 1 too high ever after.",
         (
+            Edit(INNER, "        if not self._begins_with_state:\n            return\n", ""),
             Edit(
                 INNER,
                 "            built = self._class(param_groups, **self._arguments)\n",
@@ -134,13 +135,13 @@ MUTANTS = (
         (
             Edit(
                 STORAGE,
-                "        self._bindings = bindings(self._module)\n        rest",
+                "        self._bindings = bindings(self._module)\n        self._cast_rest()",
                 "        first: set[int] = set()\n"
                 "        for bound in bindings(self._module):\n"
                 "            if id(bound.parameter) in first:\n"
                 "                bound.registry[bound.key] = nn.Parameter(bound.parameter.detach().clone())\n"
                 "            first.add(id(bound.parameter))\n"
-                "        self._bindings = bindings(self._module)\n        rest",
+                "        self._bindings = bindings(self._module)\n        self._cast_rest()",
             ),
         ),
         ("test_face.py::test_identity_names_ties_shapes_and_strides_stay[2]",),

@@ -1,0 +1,607 @@
+"""Mutants of mixed precision, loss scaling, `join`, and of what ranks tell each other for these."""
+
+from __future__ import annotations
+
+from .mutant import Edit, Mutant
+
+PRECISION, GRADIENTS, REDUCER = "zero/precision.py", "zero/gradients.py", "zero/reducer.py"
+ASSEMBLY, CHECKPOINT, INNER = "zero/assembly.py", "zero/checkpoint.py", "zero/inner.py"
+OPTIMIZER, STORAGE, AGREEMENT, JOIN = "zero/optimizer.py", "zero/storage.py", "zero/agreement.py", "zero/join.py"
+TRAINING = "test_mixed_precision.py::test_training_is_that_of_the_plain_loop"
+NO_SYNC = "test_mixed_precision.py::test_what_no_sync_adds_up_is_wide_and_rounded_once"
+MADE_IN = "test_mixed_precision.py::test_the_model_may_have_been_made_in_any_dtype"
+FOLLOW = "test_mixed_cases.py::test_masters_follow_what_is_written_into_the_model_element_by_element"
+CAST = "test_mixed_cases.py::test_inputs_unlisted_parameters_and_asked_for_buffers_are_cast"
+EVALUATION = "test_mixed_cases.py::test_an_evaluation_between_steps_changes_nothing"
+OVERFLOW = "test_loss_scaling.py::test_one_element_that_is_not_finite_on_one_rank_skips_the_step_everywhere"
+LEFT = "test_join.py::test_training_is_that_of_the_plain_loop_over_the_union"
+CALLS = "test_join.py::test_a_rank_that_left_makes_every_call_of_the_others"
+
+MASTERS = (
+    Mutant(
+        "masters-of-rounded-weights",
+        ("S39",),
+        "The model is cast before the masters are made of it: the upcast adds no bit to what was rounded.",
+        (
+            Edit(
+                STORAGE,
+                "            keep(bucket, whole)\n",
+                "            keep(bucket, whole.to(bucket.dtypes.compute).to(bucket.dtypes.master))\n",
+            ),
+        ),
+        ("test_mixed_cases.py::test_masters_are_rank_0s_wide_values_and_can_be_read[2]",),
+    ),
+    Mutant(
+        "a-model-made-in-16-bits-has-no-wide-masters",
+        ("S39",),
+        "A weight that the user made in 16 bits is its own master: updates smaller than its last bit are lost.",
+        (Edit(PRECISION, "master = dtype if dtype.itemsize >= 4 else torch.float32", "master = dtype"),),
+        (f"{MADE_IN}[2-dtype1]",),
+    ),
+    Mutant(
+        "masters-do-not-follow-loaded-weights",
+        ("S54",),
+        "A step begins with the master weights as they were: what was loaded into the model is overwritten by their "
+        "cast.",
+        (Edit(INNER, "                states.master.follow()\n", "                pass\n"),),
+        (f"{FOLLOW}[2]",),
+    ),
+    Mutant(
+        "an-edit-rounds-its-neighbours",
+        ("L15",),
+        "Where one element was written, all of them become what the model computes with: masters lose their low bits.",
+        (
+            Edit(
+                PRECISION,
+                "wide.copy_(torch.where(written, narrow.to(wide.dtype), wide))",
+                "wide.copy_(narrow if bool(written.any()) else wide)",
+            ),
+        ),
+        (f"{FOLLOW}[2]",),
+    ),
+    Mutant(
+        "masters-follow-within-the-first-block",
+        ("S54",),
+        "What is written behind the first 65,536 elements of a slice is not seen, and lost at the next step.",
+        (
+            Edit(
+                PRECISION,
+                "        for begin in range(0, self._narrow.numel(), block):\n            narrow, wide",
+                "        for begin in range(0, min(block, self._narrow.numel()), block):\n            narrow, wide",
+            ),
+        ),
+        ("test_mixed_cases.py::test_what_is_written_far_behind_the_beginning_counts_too",),
+    ),
+    Mutant(
+        "a-written-sign-of-zero-does-not-count",
+        ("L15",),
+        "Weights are compared by value: -0.0 that was written over 0.0 is not seen.",
+        (
+            Edit(
+                PRECISION,
+                "written = rounded.view(as_integers) != narrow.view(as_integers)",
+                "written = (rounded != narrow) & (as_integers is not None)",
+            ),
+        ),
+        ("test_mixed_cases.py::test_a_zero_that_was_written_has_its_sign",),
+    ),
+    Mutant(
+        "masters-of-a-later-group-are-rounded",
+        ("S39",),
+        "Parameters that are added to an optimizer get masters that are made of what they were cast to.",
+        (
+            Edit(
+                ASSEMBLY,
+                "bucket.dtypes.master, wide.get(bucket.index))",
+                "bucket.dtypes.master, None if buckets else wide.get(bucket.index))",
+            ),
+        ),
+        ("test_mixed_cases.py::test_a_group_that_is_added_later_has_masters_of_its_own_wide_values[2]",),
+    ),
+    Mutant(
+        "the-first-of-several-weights-is-cast",
+        ("S41",),
+        "Of neighbours whose master weights were updated the first one reaches the model.",
+        (
+            Edit(
+                INNER,
+                "self.master.cast(members[0].begin - self.begin, members[-1].end - self.begin)",
+                "self.master.cast(members[0].begin - self.begin, members[0].end - self.begin)",
+            ),
+        ),
+        (f"{TRAINING}[2-bf16]",),
+    ),
+    Mutant(
+        "moments-are-loaded-in-16-bits",
+        ("L15",),
+        "The loader rounds moments to what the model computes in.",
+        (
+            Edit(
+                CHECKPOINT,
+                "flattened(value.detach().to(bucket.device, bucket.dtypes.master), spec.stride)",
+                "flattened(value.detach().to(bucket.device, bucket.dtypes.compute), spec.stride)",
+            ),
+        ),
+        ("test_mixed_cases.py::test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped[2-0-model first]",),
+    ),
+    Mutant(
+        "an-evaluation-forgets-the-masters",
+        ("S59",),
+        "A forward in evaluation mode lets go of the wide weights, which are then made of the narrow ones: the next "
+        "checkpoint has 16 bits in 32.",
+        (
+            Edit(
+                ASSEMBLY,
+                "            self._end_casting = cast_inputs(self.module, precision.param_dtype)\n",
+                "            self._end_casting = cast_inputs(self.module, precision.param_dtype)\n"
+                "            self.module.register_forward_pre_hook(self._narrowed)\n\n"
+                "    def _narrowed(self, module, _) -> None:\n"
+                "        for states in self.inner.states if not module.training else ():\n"
+                "            if states.master is not None:\n"
+                "                self.inner.collect()\n"
+                "                states.master.forget()\n",
+            ),
+        ),
+        (f"{EVALUATION}[2]",),
+    ),
+    Mutant(
+        "an-evaluation-rounds-the-buffers",
+        ("S59",),
+        "A forward in evaluation mode casts the buffers to what the model computes in, and leaves them so.",
+        (
+            Edit(
+                PRECISION,
+                "    return tuple(_cast(arg, dtype) for arg in args), {",
+                "    for buffer in [] if module.training else list(module.buffers()):\n"
+                "        buffer.copy_(buffer.to(dtype))\n"
+                "    return tuple(_cast(arg, dtype) for arg in args), {",
+            ),
+        ),
+        (f"{EVALUATION}[2]",),
+    ),
+    Mutant(
+        "saved-masters-are-those-of-the-last-step",
+        ("S54",),
+        "A saved dict holds the master weights without what was written into the model since.",
+        (
+            Edit(
+                CHECKPOINT,
+                "states.followed_weights() if name == _MASTER",
+                "states.weights if name == _MASTER",
+            ),
+        ),
+        ("test_mixed_cases.py::test_saved_masters_are_what_the_next_step_would_begin_with",),
+    ),
+    Mutant(
+        "reading-masters-changes-them",
+        ("L15",),
+        "To read master weights makes them what was written into the model, which may be taken back before a step.",
+        (Edit(PRECISION, "self._dtype, self._wide.clone())", "self._dtype, self._wide)"),),
+        ("test_mixed_cases.py::test_reading_masters_changes_nothing[2]",),
+    ),
+    Mutant(
+        "masters-are-dropped",
+        ("S57",),
+        "The loader takes no master weights: training goes on from rounded ones.",
+        (
+            Edit(
+                OPTIMIZER,
+                'checkpoint.scatter_masters(loaded.get("masters", {}), ',
+                "checkpoint.scatter_masters({}, ",
+            ),
+        ),
+        ("test_mixed_cases.py::test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped[2-0-model first]",),
+    ),
+    Mutant(
+        "masters-of-before-outlive-a-load",
+        ("S53",),
+        "After a dict without master weights those of the training before stay.",
+        (Edit(CHECKPOINT, "        states.master.forget()\n", ""),),
+        (
+            "test_mixed_cases.py::"
+            "test_a_dict_without_masters_leaves_them_to_the_model_and_a_plain_optimizer_takes_one_with",
+        ),
+    ),
+    Mutant(
+        "whatever-is-frozen-has-masters",
+        ("L7",),
+        "Weights that were never updated get wide ones, too, at the first step.",
+        (Edit(INNER, "                if is_present:\n", "                if members:\n"),),
+        ("test_mixed_cases.py::test_what_is_never_trained_has_no_master_weights[2]",),
+    ),
+)
+
+SUMS = (
+    Mutant(
+        "the-reduce-dtype-is-ignored",
+        ("S37",),
+        "Gradients travel in what the model computes in, whatever `reduce_dtype` says.",
+        (
+            Edit(
+                PRECISION,
+                "return self.param_dtype if self.reduce_dtype is None else self.reduce_dtype",
+                "return self.param_dtype",
+            ),
+        ),
+        (f"{TRAINING}[2-fp32, sent in bf16]",),
+    ),
+    Mutant(
+        "one-rank-sends-nothing-narrow",
+        ("S37",),
+        "With one rank a contribution is put where the sum is, in its dtype, and not rounded to what travels.",
+        (
+            Edit(
+                GRADIENTS,
+                "not self.has_sum and not bucket.dtypes.widens:",
+                "not self.has_sum:",
+            ),
+        ),
+        (f"{TRAINING}[2-fp32, sent in bf16]",),
+    ),
+    Mutant(
+        "a-16-bit-sum-is-rounded-once",
+        ("S37",),
+        "Sums that were asked for in 16 bits are formed in 32 and rounded at the end: not the accumulator that was "
+        "declared.",
+        (
+            Edit(
+                "collectives/fold.py",
+                "    running = torch.empty(min(block, size), dtype=out.dtype, device=out.device)\n",
+                "    kept = torch.float32 if out.itemsize == 2 else out.dtype\n"
+                "    running = torch.empty(min(block, size), dtype=kept, device=out.device)\n",
+            ),
+        ),
+        (f"{TRAINING}[2-bf16, added up in bf16]",),
+    ),
+    Mutant(
+        "no-sync-adds-up-in-what-travels",
+        ("S37",),
+        "What `no_sync` keeps is as narrow as what travels: each micro-batch is rounded.",
+        (
+            Edit(
+                GRADIENTS,
+                "        if travels or not self.bucket.dtypes.widens:\n            self._local",
+                "        if travels or not self.bucket.dtypes.widens or self.has_sum is not None:\n"
+                "            self._local",
+            ),
+        ),
+        (f"{NO_SYNC}[2-bf16]",),
+    ),
+    Mutant(
+        "a-fresh-gradient-beside-wide-ones-is-nothing",
+        ("S38",),
+        "A parameter that is first used in the last micro-batch has a narrow gradient where the others were added up "
+        "in a wide one: it is left out.",
+        (
+            Edit(
+                GRADIENTS,
+                "            if first:\n",
+                "            if first and travels and self._local.dtype is not self.bucket.dtypes.travel:\n"
+                "                torch._foreach_zero_([self._view(slot) for slot in first])\n"
+                "            elif first:\n",
+            ),
+        ),
+        (f"{NO_SYNC}[2-bf16]",),
+    ),
+    Mutant(
+        "stage-0-rounds-its-means",
+        ("S6",),
+        "At stage 0 alone the wide means are gathered into what travels, and so rounded to 16 bits.",
+        (
+            Edit(
+                GRADIENTS,
+                "            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.accumulate)\n",
+                "            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.travel)\n",
+            ),
+        ),
+        (f"{TRAINING}[0-bf16]",),
+    ),
+    Mutant(
+        "an-unused-parameter-ends-the-norm",
+        ("S34",),
+        "The norm leaves out what lies in a bucket behind a parameter that no rank used.",
+        (
+            Edit(
+                REDUCER,
+                "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n",
+                "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n"
+                "                    else:\n                        break\n",
+            ),
+        ),
+        ("test_exact.py::test_clipping_is_that_of_the_plain_loop_for_every_norm[2-2.0]",),
+    ),
+    Mutant(
+        "an-unused-parameter-decides-the-norm-s-dtype",
+        ("S34",),
+        "An fp64 parameter that no rank used makes the norm fp64, and so the clip factor.",
+        (
+            Edit(
+                REDUCER,
+                "        return any(self.used[slot.parameter] for bucket in doubles for slot in bucket.slots)\n",
+                "        return bool(doubles)\n",
+            ),
+        ),
+        ("test_properties.py::test_a_parameter_that_no_rank_used_has_no_part_in_the_norm_not_even_its_dtype[2]",),
+    ),
+    Mutant(
+        "stage-0-steps-with-the-means-of-before",
+        ("L2",),
+        "At stage 0, where means are not shown and so gathered once, those of the first step count as those of now.",
+        (Edit(REDUCER, "        self._means_divisor = None\n        if self.means", "        if self.means"),),
+        (f"{TRAINING}[0-bf16]",),
+    ),
+    Mutant(
+        "a-zero-of-one-rank-is-nothing-elsewhere",
+        ("L11",),
+        "At stage 0 a gradient that was zeroed before ranks agreed on who has one counts as known to all: in the other "
+        "ranks' slices it is -0.0.",
+        (
+            Edit(
+                REDUCER,
+                "        return (self.means_are_shown and not",
+                "        return (self._stage.means_are_gathered and not",
+            ),
+        ),
+        ("test_mixed_cases.py::test_a_gradient_that_one_rank_used_and_all_zeroed_is_zero_in_every_slice[0]",),
+    ),
+)
+
+CASTS = (
+    Mutant(
+        "inputs-inside-containers-are-not-cast",
+        ("L15",),
+        "What a module is called with is cast where it is a tensor, and not inside tuples, lists and dicts.",
+        (
+            Edit(
+                PRECISION,
+                "        return type(value)(_cast(item, dtype) for item in value)\n",
+                "        return value\n",
+            ),
+        ),
+        (f"{CAST}[2-True]",),
+    ),
+    Mutant(
+        "what-is-not-listed-stays-wide",
+        ("L15",),
+        "Parameters of the module that are not updated keep their dtype, and what is computed with them is wide again.",
+        (
+            Edit(
+                STORAGE,
+                "            cast(self._unlisted(), self._precision.param_dtype)\n",
+                "            cast(self._unlisted()[:0], self._precision.param_dtype)\n",
+            ),
+        ),
+        (f"{CAST}[2-True]",),
+    ),
+    Mutant(
+        "a-closed-model-goes-on-casting",
+        ("L15",),
+        "After `close()` the model still casts what it is called with.",
+        (Edit(ASSEMBLY, "            self._end_casting()\n", "            self._end_casting = None\n"),),
+        (f"{CAST}[2-True]",),
+    ),
+)
+
+SCALING = (
+    Mutant(
+        "an-overflow-enters-the-moments",
+        ("S35",),
+        "The object says that it looks at a scaler's verdict itself, as torch's fused classes do, and does not: the "
+        "moments of a step that should be skipped become infinite.",
+        (
+            Edit(
+                OPTIMIZER,
+                '        self._closed = ""  # why nothing can be done any more\n',
+                '        self._closed = ""  # why nothing can be done any more\n'
+                "        self._step_supports_amp_scaling = True\n",
+            ),
+        ),
+        (f"{OVERFLOW}[2-None]",),
+    ),
+    Mutant(
+        "only-its-owner-knows-of-an-overflow",
+        ("L16",),
+        "The rank that owns an element that is not finite skips the step, and the others take it.",
+        (
+            Edit(
+                REDUCER,
+                "        if any(told[0] for told in self._transport.exchange(mine, tag)):\n",
+                "        if self._transport.exchange(mine, tag)[rank][0]:\n",
+            ),
+        ),
+        (f"{OVERFLOW}[2-None]",),
+    ),
+    Mutant(
+        "unscaled-once-for-each-dtype",
+        ("S36",),
+        "A scaler asks once for each dtype of gradients, and each time all of them are unscaled.",
+        (Edit(REDUCER, "        if found is self._unscaled:\n            return\n", ""),),
+        ("test_loss_scaling.py::test_a_scaler_asks_once_for_each_dtype_and_all_are_unscaled_once[2]",),
+    ),
+    Mutant(
+        "stage-0-unscales-its-own-slice",
+        ("S6",),
+        "At stage 0, where every rank steps all elements, each takes the scale out of its own slice.",
+        (
+            Edit(
+                REDUCER,
+                "self._settled(lambda store: store.bucket.pieces(*self._stage.stepped(store.bucket, rank))):",
+                "self._settled(lambda store: store.bucket.pieces(*store.bucket.owned(rank))):",
+            ),
+        ),
+        (f"{OVERFLOW}[0-fp16]",),
+    ),
+    Mutant(
+        "unscaled-by-the-scale-of-another-step",
+        ("R1", "R3"),
+        "A scale is taken out that did not make the gradients: where it grew or fell in between, they are twice or "
+        "half as large.",
+        (
+            Edit(
+                REDUCER,
+                "        here = torch.zeros_like(found)\n",
+                '        inverse, self._kept = getattr(self, "_kept", inverse), inverse.clone()\n'
+                "        here = torch.zeros_like(found)\n",
+            ),
+        ),
+        (f"{OVERFLOW}[2-None]",),
+    ),
+    Mutant(
+        "scales-are-not-compared",
+        ("L16",),
+        "Each rank takes out the loss scale of its own scaler, and none notices that they differ.",
+        (Edit(AGREEMENT, "if record.scale != first.scale:", "if first.divisor is None:"),),
+        ("test_loss_scaling.py::test_scales_that_differ_between_ranks_are_an_error_on_every_rank[2]",),
+    ),
+    Mutant(
+        "a-skipped-step-is-not-cleared",
+        ("S5",),
+        "`zero_grad` takes gradients that were unscaled and not stepped with for already cleared: an overflow stays.",
+        (
+            Edit(
+                REDUCER,
+                "            self._faces.clear()  # also what was there before this object\n"
+                "            self._clear()\n",
+                "            self._faces.clear()  # also what was there before this object\n"
+                "            if self.phase is not Phase.SETTLED:\n"
+                "                self._clear()\n",
+            ),
+        ),
+        (f"{OVERFLOW}[2-None]",),
+    ),
+)
+
+JOINING = (
+    Mutant(
+        "rank-0-s-tokens-count-for-all",
+        ("S16",),
+        "`sum_over_ranks` takes every rank's number for rank 0's: equal on all ranks, and wrong where they differ.",
+        (
+            Edit(
+                OPTIMIZER,
+                "        return sum(told) if all(",
+                "        told = told[:1] * len(told)\n        return sum(told) if all(",
+            ),
+        ),
+        (f"{LEFT}[2-counts0-None]",),
+    ),
+    Mutant(
+        "sums-over-ranks-are-rounded-at-each-rank",
+        ("L1",),
+        "`sum_over_ranks` adds floats up one after another: a small number is lost between large ones.",
+        (Edit(OPTIMIZER, "else math.fsum(told)", "else float(sum(told))"),),
+        ("test_join.py::test_sums_over_ranks_are_exact_and_equal_everywhere",),
+    ),
+    Mutant(
+        "who-left-keeps-its-divisor",
+        ("S16",),
+        "A rank that has run out of batches divides by the tokens of its own last step.",
+        (
+            Edit(
+                OPTIMIZER,
+                "        if self.divisor != call.divisor:\n            self.divisor = call.divisor\n",
+                "",
+            ),
+        ),
+        (f"{LEFT}[2-counts0-None]",),
+    ),
+    Mutant(
+        "who-left-keeps-its-learning-rate",
+        ("L14",),
+        "A rank that has run out of batches steps its slices with the learning rate of its own last step.",
+        (Edit(OPTIMIZER, "        adopt_options(self.param_groups, call.options)\n", ""),),
+        (f"{LEFT}[2-counts0-None]",),
+    ),
+    Mutant(
+        "stage-0-shows-means-inside-join",
+        ("L14",),
+        "At stage 0 a scaler divides the means that `p.grad` shows, and a rank that has run out of batches steps with "
+        "those that are still scaled.",
+        (Edit(REDUCER, "return self._means_may_be_shown and self._turns is None", "return self._means_may_be_shown"),),
+        ("test_join.py::test_a_scaler_works_where_a_rank_left[0-False]",),
+    ),
+    Mutant(
+        "a-rate-in-a-tensor-becomes-a-number",
+        ("L12",),
+        "A rank that takes over a learning rate puts a number where the user has a tensor, which is live no more.",
+        (
+            Edit(
+                JOIN,
+                "            if isinstance(known, Tensor):\n                known.fill_(value)\n            else:\n",
+                "            if known is not value:\n",
+            ),
+        ),
+        ("test_join.py::test_options_that_a_rank_takes_over_keep_their_type",),
+    ),
+    Mutant(
+        "betas-become-a-list",
+        ("L12",),
+        "A rank that takes over options has a list where the user has a tuple.",
+        (Edit(JOIN, "tuple(value) if isinstance(known, tuple) else value", "value"),),
+        ("test_join.py::test_options_that_a_rank_takes_over_keep_their_type",),
+    ),
+    Mutant(
+        "join-without-finally",
+        ("R12",),
+        "After an exception inside `join()` the optimizer stays inside, and no other block can be entered.",
+        (
+            Edit(
+                OPTIMIZER,
+                "        finally:\n            self._storage.tell_gathers(None)\n            self._reducer.leave()\n",
+                "        except GeneratorExit:\n            self._storage.tell_gathers(None)\n"
+                "        self._reducer.leave()\n",
+            ),
+        ),
+        ("test_join.py::test_join_ends_with_an_exception",),
+    ),
+    Mutant(
+        "who-left-clears-nothing",
+        ("L14",),
+        "A rank that has run out of batches does not clear gradients: its slices add up those of all steps.",
+        (
+            Edit(
+                OPTIMIZER,
+                '            case "exchange":\n                self.exchange(b"")\n',
+                '            case "exchange":\n                self.exchange(b"")\n'
+                '            case "zero_grad":\n                pass\n',
+            ),
+        ),
+        (f"{LEFT}[2-counts0-None]",),
+    ),
+    Mutant(
+        "who-left-does-not-catch-up",
+        ("L14",),
+        "A rank that has run out of batches listens without entering the rounds that the others began.",
+        (Edit(JOIN, '        self._meet("join()")\n', ""),),
+        (f"{LEFT}[2-counts0-None]",),
+    ),
+    Mutant(
+        "other-arguments-inside-join-are-not-noticed",
+        ("L14",),
+        "Ranks inside `join` that make one call with different arguments clip by different limits.",
+        (Edit(JOIN, "        if call != expected:\n", '        if call["name"] != expected["name"]:\n'),),
+        ("test_join.py::test_ranks_that_call_different_things_are_told_on_every_rank",),
+    ),
+    Mutant(
+        "options-are-not-compared",
+        ("L12",),
+        "Ranks whose learning rates differ update their slices with different ones, and none notices.",
+        (Edit(AGREEMENT, "if record.options != first.options:", "if first.divisor is None:"),),
+        ("test_join.py::test_options_that_differ_between_ranks_are_an_error_that_names_the_group",),
+    ),
+    Mutant(
+        "buffers-are-not-broadcast",
+        ("L10",),
+        "`broadcast_buffers` sends nothing: running statistics stay each rank's own.",
+        (
+            Edit(
+                STORAGE,
+                "        broadcast(self._direct, self._transport, self._buffers())\n",
+                "        broadcast(self._direct, self._transport, self._buffers()[:0])\n",
+            ),
+        ),
+        (f"{CALLS}[2]",),
+    ),
+)
+
+MUTANTS = (*MASTERS, *SUMS, *CASTS, *SCALING, *JOINING)
