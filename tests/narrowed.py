@@ -63,7 +63,9 @@ class Narrowed:
         found = []
         for p, wide in zip(self.parameters, self.updated, strict=True):
             as_integers = INTEGERS[p.itemsize]
-            written = p.detach().view(as_integers) != wide.to(p.dtype).view(as_integers)
+            rounded = wide.detach().to(p.dtype)
+            written = p.detach().view(as_integers) != rounded.view(as_integers)
+            written &= ~(p.detach().isnan() & rounded.isnan())
             found.append(torch.where(written, p.to(wide.dtype), wide))
         return found
 

@@ -126,6 +126,7 @@ class Master:
                 continue
             as_integers = INTEGERS[narrow.itemsize]
             written = rounded.view(as_integers) != narrow.view(as_integers)
+            written &= ~(rounded.isnan() & narrow.isnan())  # which NaN a cast makes depends on the place in a tensor
             wide.copy_(torch.where(written, narrow.to(wide.dtype), wide))
 
     def forget(self) -> None:

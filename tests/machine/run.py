@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..plain import assert_same_bits
@@ -43,14 +44,14 @@ class Run:
             if not isinstance(command, p.Consolidate) or command.to == rank:
                 if isinstance(command, p.Consolidate):
                     _leave_out_masters_that_are_not_kept(expected, seen)
-                assert_same(seen, expected, f"rank {rank} after {command}")
+                assert_same(seen, expected, f"rank {rank} after {command}", any_nan=bool(self.config.precision))
 
     def close(self) -> None:
         """The end: all parameters, all states, plain models."""
         self.do(p.Consolidate(0))
         expected = p.values(self.oracle.parameters)
         for rank, seen in enumerate(self.backend.close()):
-            assert_same(seen, expected, f"rank {rank} at the end")
+            assert_same(seen, expected, f"rank {rank} at the end", any_nan=bool(self.config.precision))
 
     def __str__(self) -> str:
         """Source text that runs this program again."""
@@ -75,20 +76,23 @@ def run(config: Config, *commands: Command, backend: Backend | None = None) -> N
     both.close()
 
 
-def assert_same(ours: Any, theirs: Any, what: str) -> None:
-    """Equal as bits, all the way down. A state that is None is one that is not there."""
+def assert_same(ours: Any, theirs: Any, what: str, *, any_nan: bool = False) -> None:
+    """Equal as bits, all the way down. A state that is None is one that is not there. ``any_nan``: a NaN is one, where
+    weights are cast: which one a cast to 16 bits makes depends on its place in a tensor, in torch itself."""
     if isinstance(theirs, Tensor):
         assert isinstance(ours, Tensor), f"{what}: {ours!r} where a tensor is expected"
+        if any_nan and theirs.is_floating_point():
+            ours, theirs = (torch.where(side.isnan(), float("nan"), side.detach()) for side in (ours, theirs))
         assert_same_bits(ours, theirs, what)
     elif isinstance(theirs, dict):
         ours, theirs = ({k: v for k, v in side.items() if v is not None} for side in (ours, theirs))
         assert list(map(str, sorted(ours, key=str))) == list(map(str, sorted(theirs, key=str))), what
         for key, value in theirs.items():
-            assert_same(ours[key], value, f"{what}, {key!r}")
+            assert_same(ours[key], value, f"{what}, {key!r}", any_nan=any_nan)
     elif isinstance(theirs, (list, tuple)):
         assert len(ours) == len(theirs), what
         for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(a, b, f"{what}, {number}")
+            assert_same(a, b, f"{what}, {number}", any_nan=any_nan)
     elif isinstance(theirs, float):
         assert struct.pack("d", ours) == struct.pack("d", theirs), f"{what}: {ours!r} instead of {theirs!r}"
     else:
