@@ -33,7 +33,6 @@ def launch(function: str, folder: Path, limit: float = 100) -> Any:
         "LOCAL_WORLD_SIZE": str(WORLD_SIZE),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",  # nothing is downloaded
-        "ACCELERATE_USE_CPU": "1",
     }
     command = [sys.executable, "-m", "tests.launched", function, str(folder / "result.pt")]
     processes = [

@@ -110,7 +110,9 @@ def constant(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
 
 @dataclass(frozen=True)
 class PlainLoop:
-    """One process: ``together`` micro-batches in turn, one division, clip, step. ``divisor``: of these micro-batches."""
+    """One process: ``together`` micro-batches in turn, one division, clip, step.
+
+    ``divisor``: of these micro-batches. ``scale``: a `GradScaler`'s first."""
 
     loss_of: LossOf = mean_loss
     together: int = 2

@@ -1,7 +1,7 @@
 """Every block of zero/LOOPS.md runs as it stands, and trains the bits of the plain loop.
 
-A block is run on two processes after what the guide's first block makes (`Start` itself, on two that are launched). It is
-given the names of the guide's table:
+A block is run on two processes, with what the guide's first block makes (`Start` itself, on two that are launched), and
+with the names of the guide's table:
 
     model, loader     of the `Example` below, from a seed
     loss_fn           torch's mean squared error
@@ -190,6 +190,10 @@ def test_batch_norm_has_the_plain_loops_parameters_and_rank_0s_statistics_everyw
             assert_same_dict(state, statistics.state_dict())
 
 
+def already(built: ZeroOptimizer, *_: Any, **__: Any) -> ZeroOptimizer:
+    return built
+
+
 def save_and_load(group: dist.ProcessGroup, rank: int, path: str) -> list[Any]:
     """At each stage the saved file, and the model after training on from it at another stage."""
     results = []
@@ -204,8 +208,7 @@ def save_and_load(group: dist.ProcessGroup, rank: int, path: str) -> list[Any]:
         later = {**names_of(EXAMPLES["fp32"], 3 - stage, group, rank), "path": f"{path}-{stage}"}
         later["model"] = seeded(8, network)
         exec(code_of("Loading"), later)
-        built = later["optimizer"]
-        later["ZeroOptimizer"] = lambda *_, **__: built  # the loop goes on with what was loaded
+        later["ZeroOptimizer"] = partial(already, later["optimizer"])  # the loop goes on with what was loaded
         exec(code_of("fp32"), later)
         results.append((torch.load(f"{path}-{stage}", weights_only=True), trained(later).state_dict()))
     return results
