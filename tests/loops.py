@@ -17,7 +17,13 @@ from zero import MixedPrecision, clip_grad_norm_
 from .narrowed import Narrowed
 
 GUIDE = Path(__file__).resolve().parent.parent / "zero" / "LOOPS.md"
-ECOSYSTEM = ("accelerate", "accelerate with autocast and accumulation", "Fabric", "Trainer")
+ECOSYSTEM = (
+    "accelerate",
+    "accelerate with autocast and accumulation",
+    "Fabric",
+    "Fabric with a strategy",
+    "Trainer",
+)
 """The blocks of `test_ecosystem`, which need more than torch; all others are those of `test_loops`."""
 
 _BUILDING = threading.Lock()

@@ -428,6 +428,10 @@ def fabric(started: dict[str, Any], _: Path) -> list[State]:
     return run_recipe(started, "Fabric")
 
 
+def fabric_strategy(started: dict[str, Any], _: Path) -> list[State]:
+    return run_recipe(started, "Fabric with a strategy")
+
+
 RECIPES = {
     "accelerate": ("accelerate", accelerate, PlainLoop()),
     "accelerate with autocast and accumulation": (
@@ -436,6 +440,7 @@ RECIPES = {
         PlainLoop(halved, together=4, divisor=lambda _: WORLD_SIZE),
     ),
     "Fabric": ("lightning_fabric", fabric, PlainLoop(autocast_loss)),
+    "Fabric with a strategy": ("lightning_fabric", fabric_strategy, PlainLoop(autocast_loss)),
 }
 
 
