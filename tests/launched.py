@@ -1,0 +1,70 @@
+"""A block of zero/LOOPS.md as `torchrun` starts it: after the block that begins all, one process per rank.
+
+``python -m tests.launched MODULE:FUNCTION FILE``: the function is given what the first block of the guide made; what it
+returns is written to FILE by rank 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .loops import GUIDE, code_of
+
+WORLD_SIZE = 2
+
+
+def launch(function: str, folder: Path, limit: float = 100) -> Any:
+    """What ``function`` returned on rank 0 of two processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(WORLD_SIZE),
+        "LOCAL_WORLD_SIZE": str(WORLD_SIZE),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",  # nothing is downloaded
+    }
+    command = [sys.executable, "-m", "tests.launched", function, str(folder / "result.pt")]
+    processes = [
+        subprocess.Popen(
+            command,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=GUIDE.parent.parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(WORLD_SIZE)
+    ]
+    try:
+        said = [process.communicate(timeout=limit)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for rank, (process, text) in enumerate(zip(processes, said, strict=True)):
+        assert process.returncode == 0, f"rank {rank} ended with {process.returncode}:\n{text}"
+    return torch.load(folder / "result.pt", weights_only=False)
+
+
+def main(function: str, file: str) -> None:
+    torch.set_num_threads(1)
+    started: dict[str, Any] = {}
+    exec(code_of("Start"), started)
+    module, _, name = function.partition(":")
+    result = getattr(importlib.import_module(module), name)(started, Path(file).parent)
+    if started["rank"] == 0:
+        torch.save(result, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

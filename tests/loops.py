@@ -1,0 +1,175 @@
+"""The blocks of zero/LOOPS.md, what they are given, and the plain loops that they are compared with."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero import MixedPrecision, clip_grad_norm_
+
+from .narrowed import Narrowed
+
+GUIDE = Path(__file__).resolve().parent.parent / "zero" / "LOOPS.md"
+ECOSYSTEM = (
+    "accelerate",
+    "accelerate with autocast and accumulation",
+    "Fabric",
+    "Fabric with a strategy",
+    "Trainer",
+)
+"""The blocks of `test_ecosystem`, which need more than torch; all others are those of `test_loops`."""
+
+_BUILDING = threading.Lock()
+Batch = Any
+LossOf = Callable[[nn.Module, Batch], Tensor]
+SchedulerOf = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+def blocks_of(text: str) -> dict[str, str]:
+    """Heading -> the Python block below it; each block has a heading of its own, by which a test runs it."""
+    blocks: dict[str, str] = {}
+    heading = ""
+    for found in re.finditer(r"^```python\n(.*?)^```$|^#+ ([^\n]*)$", text, flags=re.MULTILINE | re.DOTALL):
+        if found[1] is None:
+            heading = found[2]
+        else:
+            assert heading not in blocks, f"two blocks below {heading!r}"
+            blocks[heading] = found[1]
+    return blocks
+
+
+BLOCKS = blocks_of(GUIDE.read_text())
+
+
+def code_of(heading: str) -> Any:
+    """A block, ready to run; an error in it names the heading."""
+    return compile(BLOCKS[heading], f"LOOPS.md, {heading!r}", "exec")
+
+
+def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
+    """A model whose weights follow from a seed alone: torch's generator is one for all threads."""
+    with _BUILDING, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return build()
+
+
+# -- what the blocks are given -----------------------------------------------------------------------------------------
+
+WIDTH, CLASSES, SAMPLES = 6, 3, 4
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
+
+
+def even(count: int) -> list[tuple[Tensor, Tensor]]:
+    """Micro-batches of one size."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(SAMPLES, WIDTH, generator=generator), torch.randn(SAMPLES, CLASSES, generator=generator))
+        for _ in range(count)
+    ]
+
+
+def uneven(count: int) -> list[tuple[Tensor, Tensor]]:
+    """Micro-batches of several sizes."""
+    return [(x[: 1 + j % SAMPLES], y[: 1 + j % SAMPLES]) for j, (x, y) in enumerate(even(count))]
+
+
+# -- plain loops -------------------------------------------------------------------------------------------------------
+
+
+def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+    outputs: Tensor = model(batch[0])
+    return nn.functional.mse_loss(outputs.float(), batch[1])
+
+
+def total_loss(model: nn.Module, batch: Batch) -> Tensor:
+    outputs: Tensor = model(batch[0])
+    return nn.functional.mse_loss(outputs.float(), batch[1], reduction="sum")
+
+
+def autocast_loss(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs: Tensor = model(batch[0])
+    return nn.functional.mse_loss(outputs.float(), batch[1])
+
+
+def tokens_of(batches: Sequence[Batch]) -> float:
+    return sum(batch[1].numel() for batch in batches)
+
+
+def constant(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+
+
+@dataclass(frozen=True)
+class PlainLoop:
+    """One process: ``together`` micro-batches in turn, one division, clip, step.
+
+    ``divisor``: of these micro-batches. ``scale``: a `GradScaler`'s first."""
+
+    loss_of: LossOf = mean_loss
+    together: int = 2
+    divisor: Callable[[Sequence[Batch]], float] = len
+    precision: MixedPrecision | None = None
+    scale: float | None = None
+    scheduler: SchedulerOf = constant
+    lr: float = 1e-2
+    max_norm: float = 1.0
+    after_step: Callable[[nn.Module], None] = lambda _: None
+    optimizer: torch.optim.Optimizer | None = None  # one that steps the model already
+
+    def run(self, model: nn.Module, batches: Sequence[Batch]) -> torch.optim.Optimizer:
+        """Train ``model``; returns what updated it."""
+        numbers = Narrowed(model, self.precision)
+        optimizer = self.optimizer or torch.optim.AdamW(numbers.updated, lr=self.lr)
+        scheduler = self.scheduler(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=self.scale or 1.0, enabled=self.scale is not None)
+        handle = model.register_forward_pre_hook(self._cast)
+        for begin in range(0, len(batches), self.together):
+            chosen = batches[begin : begin + self.together]
+            sums = self._sums(model, numbers, scaler, chosen)
+            divisor = self.divisor(chosen)
+            numbers.show([None if total is None else total / divisor for total in sums])
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(numbers.held, self.max_norm)
+            numbers.step(optimizer, scaler)
+            scaler.update()
+            scheduler.step()
+            self.after_step(model)
+            optimizer.zero_grad()
+        handle.remove()
+        return optimizer
+
+    def _sums(
+        self, model: nn.Module, numbers: Narrowed, scaler: torch.amp.GradScaler, batches: Sequence[Batch]
+    ) -> list[Tensor | None]:
+        """Each parameter's contributions, added up in turn; None where there is none."""
+        sums: list[Tensor | None] = [None] * len(numbers.parameters)
+        for batch in batches:
+            scaler.scale(self.loss_of(model, batch)).backward()  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(model.parameters()):
+                if parameter.grad is not None:
+                    gradient = numbers.travelling(parameter.grad)
+                    before = sums[index]
+                    sums[index] = gradient.clone() if before is None else before + gradient
+            model.zero_grad()
+        return sums
+
+    def _cast(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.precision is None:
+            return inputs
+        dtype = self.precision.param_dtype
+        return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
