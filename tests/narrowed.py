@@ -17,6 +17,7 @@ PRECISIONS = {
     "bf16, sent in fp32": MixedPrecision(BF16, reduce_dtype=FP32, buffer_dtype=BF16),
     "bf16, added up in bf16": MixedPrecision(BF16, accumulate_dtype=BF16, buffer_dtype=BF16),
     "fp32, sent in bf16": MixedPrecision(FP32, reduce_dtype=BF16, buffer_dtype=FP32),
+    "fp32, added up in bf16": MixedPrecision(FP32, reduce_dtype=BF16, accumulate_dtype=BF16, buffer_dtype=FP32),
 }
 
 

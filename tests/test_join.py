@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -347,3 +349,133 @@ def test_units_that_travel_are_gathered_for_the_others_whatever_the_algorithm(co
     models = on_threads(len(counts), program, timeout=10)
     for model in models:  # a ring adds in an order of its own, which all ranks share
         assert_same_model(model, models[0] if collective == "ring" else expected)
+
+
+@pytest.mark.parametrize("kind", ["a number", "numpy's", "a tensor", "a new key"])
+def test_an_option_keeps_its_kind_on_the_way_to_a_rank_that_left(kind: str) -> None:
+    """A step with a rate in fp32 has other bits than one with Python's number."""
+
+    def set_rate(group: dict[str, Any], step: int) -> None:
+        rate = 0.1 / (step + 3)
+        if kind == "a new key":
+            group["note"] = None
+        group["lr"] = {"numpy's": np.float32(rate), "a tensor": torch.tensor(rate)}.get(kind, rate)
+
+    def program(transport: Transport) -> nn.Module:
+        model = small()
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, process_group=transport, divisor=1, foreach=False)
+        with optimizer.join():
+            for step in range(3 if transport.rank == 0 else 0):
+                loss_of(model, batch(step, 0)).backward()
+                set_rate(optimizer.param_groups[0], step)
+                optimizer.step()
+                optimizer.zero_grad()
+        if kind == "a new key":
+            assert optimizer.param_groups[0]["note"] is None
+        optimizer.close()
+        return model
+
+    expected = small()
+    optimizer = torch.optim.AdamW(expected.parameters(), foreach=False)
+    for step in range(3):
+        loss_of(expected, batch(step, 0)).backward()
+        set_rate(optimizer.param_groups[0], step)
+        optimizer.step()
+        optimizer.zero_grad()
+    for model in on_threads(2, program, timeout=10):
+        assert_same_model(model, expected)
+
+
+@STAGES
+def test_calls_inside_gathered_and_in_hooks_of_a_step_are_made_by_who_left(stage: int | str) -> None:
+    def program(transport: Transport) -> list[Any]:
+        model = small()
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, divisor=1, **among(stage, transport))
+        seen: list[Any] = []
+        optimizer.register_step_post_hook(lambda *_: seen.append(optimizer.sum_over_ranks(2)))
+        with optimizer.join():
+            if transport.rank == 1:
+                loss_of(model, batch(0, 0)).backward()
+                with optimizer.gathered(model[0].weight, write=True):
+                    seen.append(optimizer.full_grad(model[2].bias))
+                    seen.append(optimizer.clip_grad_norm_(1.0))
+                    model(batch(0, 0))
+                    with torch.no_grad():
+                        model[0].weight.mul_(2)
+                optimizer.step()
+                with optimizer.gathered(), torch.no_grad():
+                    seen.append(optimizer.check_replicas())
+                    model(batch(0, 0))
+            stranger = optimizer.gathered(torch.ones(2))
+            with pytest.raises(ValueError, match="not one of this optimizer's parameters"):
+                stranger.__enter__()
+        return seen
+
+    nothing, seen = on_threads(2, program, timeout=10)
+    assert nothing == []
+    assert len(seen) == 4
+    assert seen[2] == 2
+
+
+def test_an_error_of_one_rank_inside_join_reaches_those_that_left_and_those_that_go_on() -> None:
+    def program(transport: Transport) -> str:
+        model = small()
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, process_group=transport)
+
+        def loop() -> None:
+            with optimizer.join():
+                if transport.rank == 1:
+                    raise KeyError("a broken batch")
+                if transport.rank == 0:
+                    loss_of(model, batch(0, 0)).backward()
+                    optimizer.step()
+
+        begin = time.monotonic()
+        with pytest.raises((KeyError, RuntimeError)) as caught:
+            loop()
+        assert time.monotonic() - begin < 5
+        optimizer.zero_grad()
+        loss_of(model, batch(0, transport.rank)).backward()
+        optimizer.step()  # all can go on
+        optimizer.check_replicas()
+        return str(caught.value)
+
+    first, culprit, last = on_threads(3, program, timeout=10)
+    assert first == last == "rank 1 left join() with an error: KeyError: 'a broken batch'"
+    assert culprit == "'a broken batch'"
+
+
+def test_what_changes_the_layout_is_refused_inside_join() -> None:
+    optimizer = ZeroOptimizer(small(), torch.optim.SGD, lr=0.1)
+    with optimizer.join():
+        with pytest.raises(RuntimeError, match="inside join"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        with pytest.raises(RuntimeError, match="inside join"):
+            optimizer.close()
+    optimizer.close()
+
+
+class CountsWhereItSteps(torch.optim.SGD):
+    """Counts in its groups, but only where there is something to step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if group["params"]:
+                group["counted"] = group.get("counted", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_a_class_keeps_in_its_groups_may_differ_between_ranks(stage: int) -> None:
+    def program(transport: Transport) -> None:
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        groups = [{"params": [p], "whose": transport.rank, 3: "not a name"} for p in model.parameters()]
+        optimizer = ZeroOptimizer(
+            groups, CountsWhereItSteps, lr=0.1, stage=stage, process_group=transport, module=model
+        )
+        for _ in range(3):
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    on_threads(3, program, timeout=10)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import gc
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -539,7 +542,104 @@ def test_a_copy_of_the_model_computes_in_the_same_dtype() -> None:
     optimizer.close()
 
 
+@pytest.mark.parametrize("ends", ["discarded", "superseded"])
+def test_what_an_optimizer_did_to_the_inputs_ends_with_it(ends: str) -> None:
+    """As in a notebook, whose cell is run again."""
+    model = build()
+    first = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=0, mixed_precision=MixedPrecision(BF16))
+    if ends == "discarded":
+        del first
+        gc.collect()
+        model.float()
+        found = model(torch.ones(1, WIDTH))
+    else:
+        model.float()
+        second = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=0)
+        found = model(torch.ones(1, WIDTH))
+        second.close()
+    assert found.dtype is FP32
+    with torch.no_grad():
+        assert_same_bits(found, nn.Sequential.forward(model, torch.ones(1, WIDTH)))
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    name: str
+
+
+@dataclass
+class Item:
+    x: Tensor
+    count: int = 0
+
+
+def test_inputs_are_cast_in_every_container() -> None:
+    seen: list[Any] = []
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, *args: Any) -> Tensor:
+            seen.extend(args)
+            return self.weight.sum()
+
+    model = Keeps()
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=0, mixed_precision=MixedPrecision(BF16))
+    x = torch.ones(2)
+    model(Pair(x, "a"), Item(x, 3), OrderedDict(x=x), UserDict({"x": x}), [x, (x,)])
+    pair, item, ordered, user, listed = seen
+    assert [type(value) for value in seen] == [Pair, Item, OrderedDict, UserDict, list]
+    assert (pair.name, item.count) == ("a", 3)
+    found = (pair.x, item.x, ordered["x"], user["x"], listed[0], listed[1][0])
+    assert {value.dtype for value in found} == {BF16}
+    assert x.dtype is FP32
+    optimizer.close()
+
+
+@STAGES
+def test_a_class_that_begins_with_state_needs_no_masters_for_what_is_frozen(stage: int) -> None:
+    def program(transport: Transport) -> None:
+        model = build()
+        model[0].requires_grad_(False)
+        optimizer = ZeroOptimizer(
+            model,
+            torch.optim.Adagrad,
+            lr=0.1,
+            stage=stage,
+            process_group=transport,
+            mixed_precision=MixedPrecision(BF16),
+        )
+        for number in range(2):
+            backward(model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+        masters = [states.master for states in optimizer._inner.states]
+        frozen = [not bucket.trainable for bucket in optimizer.describe().buckets]
+        assert [master is not None and not master.exists for master in masters] == frozen
+        assert any(frozen)
+        model[0].requires_grad_(True)
+        backward(model)
+        optimizer.step()  # with the state that was made at first
+        assert all(master is not None and master.exists for master in masters)
+
+    on_threads(2, program)
+
+
 # -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+def test_saved_masters_that_cannot_be() -> None:
+    model = build()
+    optimizer = ZeroOptimizer(model, stage=0, lr=0.1, mixed_precision=MixedPrecision(BF16))
+    backward(model)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for masters in ({"0": saved["masters"][0]}, {0: "x"}, [1]):
+        with pytest.raises(ValueError, match="'masters' of a state dict must hold tensors by the parameters' indices"):
+            optimizer.load_state_dict({**saved, "masters": masters})
+    optimizer.close()
 
 
 def test_arguments_that_cannot_be() -> None:
@@ -547,8 +647,9 @@ def test_arguments_that_cannot_be() -> None:
         MixedPrecision(torch.float64)
     with pytest.raises(TypeError, match="reduce_dtype must be one of"):
         MixedPrecision(BF16, reduce_dtype=torch.int8)
-    with pytest.raises(ValueError, match=r"accumulate_dtype torch.bfloat16 is narrower.*set reduce_dtype"):
-        MixedPrecision(FP32, accumulate_dtype=BF16)
+    for param_dtype in (FP32, FP16):  # two kinds of 16 bits are two roundings for each part
+        with pytest.raises(ValueError, match=r"accumulate_dtype torch.bfloat16 is not wider.*set reduce_dtype"):
+            MixedPrecision(param_dtype, accumulate_dtype=BF16)
     with pytest.raises(TypeError, match=r"mixed_precision must be a zero.MixedPrecision, not torch.bfloat16"):
         ZeroOptimizer(build(), mixed_precision=BF16)  # type: ignore[arg-type]
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 
 @dataclass(frozen=True)
 class Record:
     """One rank's word. ``pending``: buckets of which this rank has something that was not reduced. ``used`` and
     ``trainable`` have a byte, 0 or 1, for each parameter in the layout's order. ``scale``: the loss scale, where
-    it is being taken out of gradients. ``options``: a digest of those of each param group, where a step will use them.
+    it is being taken out of gradients. ``options``: digests of those of each param group, where a step will use them.
     """
 
     divisor: float
     scale: float | None
-    options: tuple[int, ...]
+    options: list[dict[str, int]]
     phase: str
     pending: tuple[int, ...]
     error: str | None
@@ -46,7 +45,7 @@ class Record:
         return cls(
             float.fromhex(fields["divisor"]),
             fields["scale"],
-            tuple(fields["options"]),
+            fields["options"],
             fields["phase"],
             tuple(fields["pending"]),
             fields["error"],
@@ -72,13 +71,12 @@ def check(records: Sequence[Record], purpose: str, name: Callable[[int], str]) -
                 f"{purpose}: the loss scale is {first.scale} on rank 0, but {record.scale} on rank {rank}: give every "
                 "rank's GradScaler the same arguments, and update it on every rank alike"
             )
-        if record.options != first.options:
-            both = zip_longest(record.options, first.options)
-            group = next(number for number, (theirs, ours) in enumerate(both) if theirs != ours)
-            raise ValueError(
-                f"{purpose}: the options of param group {group} (its learning rate, say) on rank {rank} are not those "
-                "of rank 0: change them, and step schedulers, on every rank alike"
-            )
+        for group, (theirs, ours) in enumerate(zip(record.options, first.options, strict=True)):
+            for key in (key for key in ours if theirs.get(key, ours[key]) != ours[key]):
+                raise ValueError(
+                    f"{purpose}: {key!r} of param group {group} is not on rank {rank} what it is on rank 0: change "
+                    "options, and step schedulers, on every rank alike"
+                )
         if record.phase != first.phase:
             raise RuntimeError(
                 f"{purpose}: the gradients of rank 0 are {first.phase}, those of rank {rank} {record.phase}: clip, "

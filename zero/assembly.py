@@ -6,7 +6,7 @@ Knows: which parts there are, and in what order they take up parameters. Does no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,7 @@ from .hooks import check_free
 from .inner import BucketStates, InnerOptimizer, Options
 from .layout import Bucket, Dtypes, ParameterSpec, build
 from .parameters import check_buffers, check_modules, specs
-from .precision import Master, MixedPrecision, cast_inputs
+from .precision import InputCast, Master, MixedPrecision
 from .reducer import Reducer
 from .replicas import agree_on_construction
 from .sharded import ShardedStorage
@@ -49,7 +49,6 @@ class Assembly:
     ) -> None:
         """``device``: where the parameters are."""
         self.stage, self.module, self.inner, self.precision = stage, module, inner, precision
-        self._end_casting: Callable[[], None] | None = None
         self._bucket_bytes = _bucket_bytes(bucket_cap_mb)
         check_name(collective)
         self.choice = build_collective(_transport(process_group).fork(), collective, device)
@@ -91,14 +90,15 @@ class Assembly:
 
     def _cast_inputs(self) -> None:
         """From now on, what the module is called with has the dtype of its parameters."""
-        precision, known = self.precision, self._end_casting is not None
-        if precision is not None and precision.cast_forward_inputs and self.module is not None and not known:
-            self._end_casting = cast_inputs(self.module, precision.param_dtype)
+        if self.module is not None:
+            InputCast.remove(self.module)  # also of an optimizer that this one replaces
+            if self.precision is not None and self.precision.cast_forward_inputs:
+                InputCast.put(self.module, self.precision.param_dtype, self)
 
     def release(self) -> None:
         """Make the model plain again. Collective."""
-        if self._end_casting is not None:
-            self._end_casting()
+        if self.module is not None:
+            InputCast.remove(self.module)
         self.reducer.close()
         self.inner.close()
         self.storage.release()

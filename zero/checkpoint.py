@@ -156,6 +156,7 @@ def check(
     mapping: dict[int, int] = {}
     by_index = {spec.index: spec for spec in layout.parameters}
     masters: Mapping[int, Tensor] = state_dict.get("masters", {})
+    _check_masters(masters)
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         if len(mine["params"]) != len(other["params"]):
             raise ValueError(
@@ -191,6 +192,12 @@ def check(
                 if name not in elementwise and isinstance(value, Tensor) and value.numel() != 1:
                     raise ValueError(f"state {name!r} of {by_index[index].name!r} belongs to another optimizer class")
     return mapping
+
+
+def _check_masters(masters: Any) -> None:
+    whole = isinstance(masters, Mapping) and all(isinstance(index, int) for index in masters)
+    if not whole or not all(isinstance(value, Tensor) for value in masters.values()):
+        raise ValueError("'masters' of a state dict must hold tensors by the parameters' indices, as it was saved")
 
 
 def scatter(

@@ -126,7 +126,9 @@ class GradientStore:
             if first:
                 torch._foreach_copy_([self._view(slot) for slot in first], list(first.values()))
             if later:
-                torch._foreach_add_([self._view(slot) for slot in later], list(later.values()))
+                dtype = self._local.dtype  # in which a gradient is added: a wider one is rounded first
+                narrowed = [g.to(dtype) if g.itemsize > dtype.itemsize else g for g in later.values()]
+                torch._foreach_add_([self._view(slot) for slot in later], narrowed)
         self._fresh.difference_update(arrived)
         self.arrived = {}
 

@@ -235,12 +235,16 @@ class InnerOptimizer:
         self.states.append(states)
         if not self._begins_with_state:
             return
+        late = states.master is not None and not states.master.exists
         states.plan(self._inner, (True,) * len(states.pieces), (False,) * len(groups))
         param_groups = self._param_groups([states], groups)
         if states.runs:
             built = self._class(param_groups, **self._arguments)
             self._inner.state.update(built.state)
         states.harvest(self._inner, self.elementwise)
+        if late and states.master is not None:
+            states.collect(self._inner)  # the runs are views of weights that may never be updated
+            states.master.forget()
 
     def step(
         self, gradients: Sequence[Tensor | None], present: Sequence[tuple[bool, ...]], groups: Sequence[Options]

@@ -12,13 +12,13 @@ A backward needs no word: who is behind catches up when ranks meet, with nothing
 from __future__ import annotations
 
 import json
-import numbers
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from collectives import Kind, Tag, Transport
@@ -40,7 +40,7 @@ class Call:
 
 
 LEAVING = b""
-_UNKNOWN = "an object of class"  # what cannot be told
+FAILED = b"!"  # before an error's text
 
 
 class Turns:
@@ -50,6 +50,7 @@ class Turns:
         """``meet``: returns when all ranks are here and have entered the same rounds; ``groups``: the live ones."""
         self._transport, self._meet, self.groups = transport, meet, groups
         self._inside = False  # a call, whose own parts are not told
+        self._over = False  # a rank failed, and all know
 
     @contextmanager
     def taken(self, name: str, arguments: dict[str, Any], divisor: float) -> Iterator[None]:
@@ -57,7 +58,7 @@ class Turns:
         if self._inside:
             yield
             return
-        _check(self._exchange(Call(name, arguments, divisor, options_of(self.groups)).pack()))
+        self._compare(self._exchange(Call(name, arguments, divisor, options_of(self.groups)).pack()))
         self._inside = True
         try:
             yield
@@ -68,15 +69,29 @@ class Turns:
         """What the ranks that have batches do, call by call, until none has any. Collective."""
         while True:
             told = self._exchange(LEAVING)
+            self._compare(told)
             calls = [data for data in told if data != LEAVING]
             if not calls:
                 return
-            _check(told)
             self._inside = True
             try:
                 yield Call(**json.loads(calls[0]))
             finally:
                 self._inside = False
+
+    def tell_failure(self, error: Exception) -> None:
+        """An error ends the block on this rank: the others, who wait to be told something, get it, too. Collective,
+        unless all know."""
+        if not self._over and not self._transport.broken:
+            self._over = True
+            self._exchange(FAILED + f"{type(error).__name__}: {error}".encode())
+
+    def _compare(self, told: Sequence[bytes]) -> None:
+        try:
+            _check(told)
+        except RuntimeError:
+            self._over = True
+            raise
 
     def _exchange(self, data: bytes) -> list[bytes]:
         self._meet("join()")
@@ -85,7 +100,12 @@ class Turns:
 
 def _check(told: Sequence[bytes]) -> None:
     """Raise, on every rank alike, where ranks are about to do different things."""
+    for rank, data in enumerate(told):
+        if data.startswith(FAILED):
+            raise RuntimeError(f"rank {rank} left join() with an error: {data.removeprefix(FAILED).decode()}")
     calls = {rank: json.loads(data) for rank, data in enumerate(told) if data != LEAVING}
+    if not calls:
+        return
     (first, expected), *others = calls.items()
     for rank, call in others:
         if call != expected:
@@ -96,9 +116,12 @@ def _check(told: Sequence[bytes]) -> None:
             )
 
 
-def digests_of(groups: Sequence[Options]) -> tuple[int, ...]:
-    """CRC-32 of what each param group says."""
-    return tuple(zlib.crc32(json.dumps(options, sort_keys=True).encode()) for options in options_of(groups))
+def digests_of(groups: Sequence[Options], keys: Set[str]) -> list[dict[str, int]]:
+    """CRC-32 of what each param group says of ``keys``."""
+    return [
+        {key: zlib.crc32(json.dumps(_plain(value)).encode()) for key, value in group.items() if key in keys}
+        for group in groups
+    ]
 
 
 def options_of(groups: Sequence[Options]) -> list[Options]:
@@ -113,19 +136,45 @@ def adopt_options(groups: Sequence[Options], told: Sequence[Options]) -> None:
     for group, options in zip(groups, told, strict=True):
         for key, value in options.items():
             known = group.get(key)
-            if _plain(known) == value or (isinstance(value, dict) and _UNKNOWN in value):
+            if key in group and _plain(known) == value:
                 continue
-            if isinstance(known, Tensor):
-                known.fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(known, tuple) else value
+            found = _rebuilt(value)
+            if isinstance(known, Tensor) and isinstance(found, Tensor) and known.dtype is found.dtype:
+                known.copy_(found)  # the same tensor, which others may hold, too
+            elif found is not _UNKNOWN:
+                group[key] = found
+
+
+_UNKNOWN = object()  # what cannot be told
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.tolist()  # host synchronisation: a learning rate on a device, where ranks must agree on it
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, (bool, int, str, type(None))):
+    """A value with its kind, as JSON knows it: an update with a number in another dtype has other bits."""
+    if type(value).__module__ == "numpy" and hasattr(value, "item"):
+        return {"numpy": value.dtype.str, "value": value.tolist()}
+    if isinstance(value, (bool, int, float, str, type(None))):
         return value
-    return float(value) if isinstance(value, numbers.Real) else {_UNKNOWN: type(value).__qualname__}
+    if isinstance(value, Tensor):
+        found = value.tolist()  # host synchronisation: a learning rate on a device, on which ranks must agree
+        return {"tensor": str(value.dtype).removeprefix("torch."), "value": found}
+    if isinstance(value, (list, tuple)):
+        return {"tuple" if isinstance(value, tuple) else "list": [_plain(item) for item in value]}
+    return {"object": type(value).__qualname__}
+
+
+def _rebuilt(plain: Any) -> Any:
+    match plain:
+        case {"tensor": name, "value": value}:
+            return torch.tensor(value, dtype=getattr(torch, name), device="cpu")
+        case {"numpy": name, "value": value}:
+            import numpy as np
+
+            return np.asarray(value, name)[()]
+        case {"tuple": items}:
+            return tuple(_rebuilt(item) for item in items)
+        case {"list": items}:
+            return [_rebuilt(item) for item in items]
+        case {"object": _}:
+            return _UNKNOWN
+        case _:
+            return plain

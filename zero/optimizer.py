@@ -15,8 +15,8 @@ import copy
 import json
 import math
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -119,6 +119,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(groups, self._inner.defaults)
         self.state: Any = checkpoint.States(self._storage, self._inner)
         parts.adopt(self.param_groups, 0)
+        self._counted: set[str] = set()  # options that the class changes itself, perhaps only where it steps something
+        self._followed: list[AbstractContextManager[None]] = []  # blocks of others, inside `join`
         self._built = True
         self.divisor = self._transport.world_size if divisor is None else divisor
 
@@ -130,8 +132,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         self._check()
-        if self._reducer.hooks.inside_backward:
-            raise RuntimeError("add_param_group() inside a backward")
+        if self._reducer.hooks.inside_backward or self._reducer.joining:
+            raise RuntimeError("add_param_group() inside a backward or inside join(): leave it first")
         if not self._storage.retire():
             raise RuntimeError("add_param_group() inside gathered() or inside a forward: leave it first")
         group = dict(param_group)
@@ -221,7 +223,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         makes the same calls, and clears gradients by `zero_grad`; ``p.grad`` is a placeholder at stage 0, too. A rank
         that left takes over the others' divisor and param group options (a scheduled learning rate); what else a loop
         keeps, a scheduler or a `GradScaler`, is its own to bring up to date. At stage 3, where units travel, a rank
-        keeps the gradients of a backward until it is over, and gathers for the others what they need.
+        keeps the gradients of a backward until it is over, and gathers for the others what they need. One optimizer of
+        several at a time: a rank that left follows the calls of one.
         """
         self._check()
         turns = self._reducer.join(self.param_groups, gathers_nothing=self._storage.gathers_nothing)
@@ -230,7 +233,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             yield
             for call in turns.others():
                 self._follow(call)
+        except Exception as error:
+            turns.tell_failure(error)
+            raise
         finally:
+            while self._followed:
+                self._followed.pop().__exit__(None, None, None)
             self._storage.tell_gathers(None)
             self._reducer.leave()
 
@@ -244,14 +252,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self.exchange(b"")
             case "gather":
                 self._storage.gather(call.arguments["unit"])
+            case "step":
+                with torch.no_grad():
+                    self._step()  # without the hooks of the user's, which belong to his own calls
             case "unscale":
                 found = torch.zeros(1, device=self._storage.device)
                 self._reducer.unscale(found, torch.tensor([call.arguments["inverse"]], device=found.device))
             case "full_grad" | "full_master":
                 getattr(self, call.name)(self._storage.parameters[call.arguments["index"]])
             case "gathered":
-                with self.gathered(self._storage.at(call.arguments["places"]), write=call.arguments["write"]):
-                    pass
+                block = self._storage.gathered(self._storage.at(call.arguments["places"]))
+                block.__enter__()
+                self._followed.append(block)
+            case "end of gathered":
+                block = self._followed.pop()
+                try:
+                    if call.arguments["write"]:
+                        self._overwrite(self._storage.at(call.arguments["places"]))
+                finally:
+                    block.__exit__(None, None, None)
             case _:
                 getattr(self, call.name)(**call.arguments)
 
@@ -310,7 +329,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         free = self._storage.retire()
         problem = self._storage.problem() if free else "step() inside gathered() or inside a forward: leave it first"
-        self._reducer.settle("step()", problem, options=digests_of(self.param_groups))
+        told = digests_of(self.param_groups, self._inner.defaults.keys() - self._counted)
+        self._reducer.settle("step()", problem, options=told)
         try:
             self._update()
         except CollectiveError:
@@ -333,6 +353,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         changed = self._inner.step(gradients, present, self.param_groups)
         for number, options in changed.items():
             self.param_groups[number].update(options)
+            self._counted.update(options)
         if self._stage.parameters_are_gathered:
             queue = BucketQueue(self._gather, GATHERS_IN_FLIGHT)
             queue.begin([bucket.index for bucket in buckets if any(used[slot.parameter] for slot in bucket.slots)])
@@ -384,13 +405,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check()
         chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
         places = self._storage.places(chosen) if self._reducer.joining else None
-        with self._reducer.in_turn("gathered", places=places, write=write), self._storage.gathered(chosen):
+        with ExitStack() as block:
+            with self._reducer.in_turn("gathered", places=places):
+                block.enter_context(self._storage.gathered(chosen))
             try:
                 yield
             finally:
-                if write:
-                    self._reducer.agree("gathered(write=True)", self._storage.problem())
-                    self._storage.overwrite(chosen)
+                with self._reducer.in_turn("end of gathered", places=places, write=write):
+                    if write:
+                        self._overwrite(chosen)
+
+    def _overwrite(self, chosen: Sequence[Tensor] | None) -> None:
+        self._reducer.agree("gathered(write=True)", self._storage.problem())
+        self._storage.overwrite(chosen)
 
     def broadcast_buffers(self) -> None:
         """Group rank 0's buffers of the module for all, as DDP has them before a forward. All ranks.
@@ -406,8 +433,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Make the model plain again: every parameter gets memory of its own, and every hook goes. All ranks."""
         if self._closed:
             return
-        if self._storage.busy():
-            raise RuntimeError("close() inside a forward or inside a backward: leave it first")
+        if self._storage.busy() or self._reducer.joining:
+            raise RuntimeError("close() inside a forward, inside a backward or inside join(): leave it first")
         try:
             if not self._transport.broken:
                 self._reducer.agree("close()", self._storage.problem())

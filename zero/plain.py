@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .clip import clip_grad_norm_
 from .parameters import FLOATS
-from .precision import MixedPrecision, cast, cast_inputs
+from .precision import InputCast, MixedPrecision, cast
 
 
 class PlainLoop:
@@ -60,7 +60,7 @@ class MixedPlainLoop(PlainLoop):
         if precision.buffer_dtype is not None:
             cast(model.buffers(), precision.buffer_dtype)
         if precision.cast_forward_inputs:
-            cast_inputs(model, precision.param_dtype)
+            InputCast.put(model, precision.param_dtype, self)
         for master in masters:
             master.requires_grad_(master.is_floating_point())
         self._sums = dict[int, Tensor]()

@@ -10,8 +10,10 @@ gradients, ranks, or when a step is.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+import copy
+import dataclasses
+import weakref
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,14 +36,14 @@ class MixedPrecision:
     Args:
         param_dtype: of the parameters while the model computes; their gradients have it, too.
         reduce_dtype: of what travels to an element's owner; None: ``param_dtype``.
-        accumulate_dtype: in which an owner adds up; not narrower than ``reduce_dtype``. 16 bits halve a gradient's
+        accumulate_dtype: in which an owner adds up: ``reduce_dtype`` itself, or wider. 16 bits halve a gradient's
             memory, and lose what is small beside the sum.
         buffer_dtype: of the module's floating-point buffers; None: they keep theirs.
         cast_forward_inputs: cast the floating-point tensors that the module is called with to ``param_dtype``.
 
     Raises:
         TypeError: a dtype is not fp32, bf16 or fp16 (buffers: nor fp64).
-        ValueError: ``accumulate_dtype`` is narrower than ``reduce_dtype``.
+        ValueError: ``accumulate_dtype`` is neither ``reduce_dtype`` nor wider.
     """
 
     param_dtype: torch.dtype
@@ -60,10 +62,11 @@ class MixedPrecision:
             value = getattr(self, name)
             if value not in allowed:
                 raise TypeError(f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}")
-        if self.accumulate_dtype.itemsize < self.travel.itemsize:
+        wider = self.accumulate_dtype.itemsize > self.travel.itemsize
+        if self.accumulate_dtype is not self.travel and not wider:
             raise ValueError(
-                f"accumulate_dtype {self.accumulate_dtype} is narrower than what travels, {self.travel}: a sum would "
-                "lose more than its parts; set reduce_dtype, too"
+                f"accumulate_dtype {self.accumulate_dtype} is not wider than what travels, {self.travel}, and not the "
+                "same: a sum would lose more than its parts; set reduce_dtype, too"
             )
 
     @property
@@ -145,28 +148,55 @@ def cast(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
             tensor.data = tensor.detach().to(dtype)
 
 
-def cast_inputs(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """Cast what ``module`` is called with from now on, before any other hook; returns what ends it. Copies of the
-    module go on casting: they compute in the same dtype."""
-    hook = functools.partial(_cast_call, dtype)
-    handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-    return handle.remove
+class InputCast:
+    """Casts the floating-point tensors that a module is called with, before any other hook, as long as its owner lives.
 
+    A module has one: who puts another there, or takes it away, ends the one before. A copy of the module has one
+    without an owner: it computes in the same dtype.
+    """
 
-def _cast_call(
-    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(_cast(arg, dtype) for arg in args), {key: _cast(value, dtype) for key, value in kwargs.items()}
+    def __init__(self, dtype: torch.dtype, owner: object | None = None) -> None:
+        self._dtype, self._owner = dtype, None if owner is None else weakref.ref(owner)
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._owner is not None and self._owner() is None:
+            return args, kwargs
+        dtype = self._dtype
+        return tuple(_cast(arg, dtype) for arg in args), {key: _cast(value, dtype) for key, value in kwargs.items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InputCast, (self._dtype,)
+
+    @staticmethod
+    def remove(module: nn.Module) -> None:
+        """Take away what casts a module's inputs."""
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, InputCast):
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+    @classmethod
+    def put(cls, module: nn.Module, dtype: torch.dtype, owner: object) -> None:
+        cls.remove(module)
+        module.register_forward_pre_hook(cls(dtype, owner), prepend=True, with_kwargs=True)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors cast: alone, or in tuples, lists and dicts."""
+    """``value`` with its floating-point tensors cast: alone, or in sequences, mappings and dataclasses."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.dtype in FLOATS and value.dtype is not dtype else value
-    if type(value) in (tuple, list):
-        return type(value)(_cast(item, dtype) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_cast(item, dtype) for item in value))
-    if type(value) is dict:
-        return {key: _cast(item, dtype) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cast(item, dtype) for item in value)
+    if isinstance(value, MutableMapping):
+        changed = copy.copy(value)
+        for key, item in value.items():
+            changed[key] = _cast(item, dtype)
+        return changed
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{name: _cast(getattr(value, name), dtype) for name in names})
     return value

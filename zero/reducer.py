@@ -183,7 +183,12 @@ class Reducer:
     # -- agreement ----------------------------------------------------------------------------------------------------
 
     def settle(
-        self, purpose: str, problem: str | None = None, *, scale: float | None = None, options: tuple[int, ...] = ()
+        self,
+        purpose: str,
+        problem: str | None = None,
+        *,
+        scale: float | None = None,
+        options: Sequence[dict[str, int]] = (),
     ) -> None:
         """Turn the sums into means, once. Collective; ``purpose`` is what errors call it.
 
@@ -218,7 +223,12 @@ class Reducer:
         return self.phase is Phase.OPEN
 
     def agree(
-        self, purpose: str, problem: str | None = None, *, scale: float | None = None, options: tuple[int, ...] = ()
+        self,
+        purpose: str,
+        problem: str | None = None,
+        *,
+        scale: float | None = None,
+        options: Sequence[dict[str, int]] = (),
     ) -> list[Record]:
         """Meet all ranks and compare what they hold. Collective; raises the same error on every rank."""
         self.finish_interrupted()
@@ -238,11 +248,15 @@ class Reducer:
         self._meeting += 1
         self._transport.meet(Tag(Kind.MEET, purpose, self._rounds.number, self._meeting), self._empty_round)
 
-    def _record(self, problem: str | None = None, scale: float | None = None, options: tuple[int, ...] = ()) -> Record:
+    def _record(
+        self, problem: str | None = None, scale: float | None = None, options: Sequence[dict[str, int]] = ()
+    ) -> Record:
         with as_plain():
             trainable = bytes([p.requires_grad for p in self.parameters])
         phase = self.phase.name.lower()
-        return Record(self.divisor, scale, options, phase, self._rounds.pending, problem, bytes(self.used), trainable)
+        return Record(
+            self.divisor, scale, list(options), phase, self._rounds.pending, problem, bytes(self.used), trainable
+        )
 
     def _agree_used(self, records: Sequence[Record]) -> None:
         merged = functools.reduce(operator.or_, (int.from_bytes(record.used, "little") for record in records))

@@ -139,6 +139,9 @@ class ParameterStorage:
     def places(self, parameters: Sequence[Tensor] | None) -> list[int] | None:
         """Where parameters are among all that are kept here, also those that are not updated: what `at` takes."""
         known = {id(parameter): place for place, parameter in enumerate([*self.parameters, *self._unlisted()])}
+        for parameter in parameters or ():
+            if id(parameter) not in known:
+                self.index(parameter)
         return None if parameters is None else [known[id(parameter)] for parameter in parameters]
 
     def at(self, places: Sequence[int] | None) -> list[Tensor] | None:

@@ -132,9 +132,9 @@ MASTERS = (
         (
             Edit(
                 ASSEMBLY,
-                "            self._end_casting = cast_inputs(self.module, precision.param_dtype)\n",
-                "            self._end_casting = cast_inputs(self.module, precision.param_dtype)\n"
-                "            self.module.register_forward_pre_hook(self._narrowed)\n\n"
+                "                InputCast.put(self.module, self.precision.param_dtype, self)\n",
+                "                InputCast.put(self.module, self.precision.param_dtype, self)\n"
+                "                self.module.register_forward_pre_hook(self._narrowed)\n\n"
                 "    def _narrowed(self, module, _) -> None:\n"
                 "        for states in self.inner.states if not module.training else ():\n"
                 "            if states.master is not None:\n"
@@ -151,10 +151,10 @@ MASTERS = (
         (
             Edit(
                 PRECISION,
-                "    return tuple(_cast(arg, dtype) for arg in args), {",
-                "    for buffer in [] if module.training else list(module.buffers()):\n"
-                "        buffer.copy_(buffer.to(dtype))\n"
-                "    return tuple(_cast(arg, dtype) for arg in args), {",
+                "        return tuple(_cast(arg, dtype) for arg in args), {",
+                "        for buffer in [] if module.training else list(module.buffers()):\n"
+                "            buffer.copy_(buffer.to(dtype))\n"
+                "        return tuple(_cast(arg, dtype) for arg in args), {",
             ),
         ),
         (f"{EVALUATION}[2]",),
@@ -377,7 +377,13 @@ CASTS = (
         "a-closed-model-goes-on-casting",
         ("L15",),
         "After `close()` the model still casts what it is called with.",
-        (Edit(ASSEMBLY, "            self._end_casting()\n", "            self._end_casting = None\n"),),
+        (
+            Edit(
+                ASSEMBLY,
+                "            InputCast.remove(self.module)\n        self.reducer.close()\n",
+                "            self.module.zero_grad()\n        self.reducer.close()\n",
+            ),
+        ),
         (f"{CAST}[2-True]",),
     ),
 )
@@ -527,8 +533,8 @@ JOINING = (
         (
             Edit(
                 JOIN,
-                "            if isinstance(known, Tensor):\n                known.fill_(value)\n            else:\n",
-                "            if known is not value:\n",
+                "                known.copy_(found)  # the same tensor, which others may hold, too\n",
+                "                group[key] = found.item()\n",
             ),
         ),
         ("test_join.py::test_options_that_a_rank_takes_over_keep_their_type",),
@@ -537,7 +543,7 @@ JOINING = (
         "betas-become-a-list",
         ("L12",),
         "A rank that takes over options has a list where the user has a tuple.",
-        (Edit(JOIN, "tuple(value) if isinstance(known, tuple) else value", "value"),),
+        (Edit(JOIN, "return tuple(_rebuilt(item) for item in items)", "return [_rebuilt(item) for item in items]"),),
         ("test_join.py::test_options_that_a_rank_takes_over_keep_their_type",),
     ),
     Mutant(
@@ -547,9 +553,10 @@ JOINING = (
         (
             Edit(
                 OPTIMIZER,
-                "        finally:\n            self._storage.tell_gathers(None)\n            self._reducer.leave()\n",
-                "        except GeneratorExit:\n            self._storage.tell_gathers(None)\n"
-                "        self._reducer.leave()\n",
+                "        finally:\n            while self._followed:\n"
+                "                self._followed.pop().__exit__(None, None, None)\n"
+                "            self._storage.tell_gathers(None)\n            self._reducer.leave()\n",
+                "        self._storage.tell_gathers(None)\n        self._reducer.leave()\n",
             ),
         ),
         ("test_join.py::test_join_ends_with_an_exception",),
@@ -586,7 +593,7 @@ JOINING = (
         "options-are-not-compared",
         ("L12",),
         "Ranks whose learning rates differ update their slices with different ones, and none notices.",
-        (Edit(AGREEMENT, "if record.options != first.options:", "if first.divisor is None:"),),
+        (Edit(AGREEMENT, "theirs.get(key, ours[key]) != ours[key]", "theirs.get(key, ours[key]) is None"),),
         ("test_join.py::test_options_that_differ_between_ranks_are_an_error_that_names_the_group",),
     ),
     Mutant(

@@ -203,7 +203,7 @@ MUTANTS = (
                 OPTIMIZER,
                 "        for number, options in changed.items():\n"
                 "            self.param_groups[number].update(options)\n",
-                "",
+                "        for options in changed.values():\n",
             ),
         ),
         ("test_face.py::test_a_class_counts_steps_also_on_ranks_and_in_groups_that_hold_nothing[Counting-2]",),
