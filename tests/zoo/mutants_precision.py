@@ -219,8 +219,8 @@ SUMS = (
         (
             Edit(
                 PRECISION,
-                "return self.param_dtype if self.reduce_dtype is None else self.reduce_dtype",
-                "return self.param_dtype",
+                "return Dtypes(self.param_dtype, self.travel,",
+                "return Dtypes(self.param_dtype, self.param_dtype,",
             ),
         ),
         (f"{TRAINING}[2-fp32, sent in bf16]",),
