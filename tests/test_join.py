@@ -277,7 +277,7 @@ def test_sums_over_ranks_are_exact_and_equal_everywhere() -> None:
     assert on_threads(3, program, timeout=10) == [[3 * 2**60 + 3, 1.0]] * 3
 
 
-def test_options_that_differ_between_ranks_are_an_error_that_names_the_group() -> None:
+def test_options_that_differ_between_ranks_are_an_error_that_names_them() -> None:
     def program(transport: Transport) -> str:
         model = small()
         groups = [{"params": [p]} for p in model.parameters()]
@@ -285,7 +285,7 @@ def test_options_that_differ_between_ranks_are_an_error_that_names_the_group() -
         loss_of(model, batch(0, 0)).backward()
         if transport.rank == 1:
             optimizer.param_groups[2]["lr"] = 0.2
-        with pytest.raises(ValueError, match="param group 2") as caught:
+        with pytest.raises(ValueError, match="'lr' of the param groups") as caught:
             optimizer.step()
         optimizer.param_groups[2]["lr"] = 0.2
         optimizer.step()  # nothing was lost

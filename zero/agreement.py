@@ -14,12 +14,12 @@ from dataclasses import dataclass
 class Record:
     """One rank's word. ``pending``: buckets of which this rank has something that was not reduced. ``used`` and
     ``trainable`` have a byte, 0 or 1, for each parameter in the layout's order. ``scale``: the loss scale, where
-    it is being taken out of gradients. ``options``: digests of those of each param group, where a step will use them.
+    it is being taken out of gradients. ``options``: a digest for each of the param groups', where a step will use them.
     """
 
     divisor: float
     scale: float | None
-    options: list[dict[str, int]]
+    options: dict[str, int]
     phase: str
     pending: tuple[int, ...]
     error: str | None
@@ -71,10 +71,10 @@ def check(records: Sequence[Record], purpose: str, name: Callable[[int], str]) -
                 f"{purpose}: the loss scale is {first.scale} on rank 0, but {record.scale} on rank {rank}: give every "
                 "rank's GradScaler the same arguments, and update it on every rank alike"
             )
-        for group, (theirs, ours) in enumerate(zip(record.options, first.options, strict=True)):
-            for key in (key for key in ours if theirs.get(key, ours[key]) != ours[key]):
+        for key, ours in first.options.items():
+            if record.options.get(key, ours) != ours:
                 raise ValueError(
-                    f"{purpose}: {key!r} of param group {group} is not on rank {rank} what it is on rank 0: change "
+                    f"{purpose}: {key!r} of the param groups is not on rank {rank} what it is on rank 0: change "
                     "options, and step schedulers, on every rank alike"
                 )
         if record.phase != first.phase:

@@ -116,12 +116,10 @@ def _check(told: Sequence[bytes]) -> None:
             )
 
 
-def digests_of(groups: Sequence[Options], keys: Set[str]) -> list[dict[str, int]]:
-    """CRC-32 of what each param group says of ``keys``."""
-    return [
-        {key: zlib.crc32(json.dumps(_plain(value)).encode()) for key, value in group.items() if key in keys}
-        for group in groups
-    ]
+def digests_of(groups: Sequence[Options], keys: Set[str]) -> dict[str, int]:
+    """Of each key, CRC-32 of what the param groups say of it."""
+    told = {key: json.dumps([_plain(group.get(key)) for group in groups]) for key in sorted(keys)}
+    return {key: zlib.crc32(text.encode()) for key, text in told.items()}
 
 
 def options_of(groups: Sequence[Options]) -> list[Options]:

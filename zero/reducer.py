@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Any
@@ -188,7 +188,7 @@ class Reducer:
         problem: str | None = None,
         *,
         scale: float | None = None,
-        options: Sequence[dict[str, int]] = (),
+        options: Mapping[str, int] | None = None,
     ) -> None:
         """Turn the sums into means, once. Collective; ``purpose`` is what errors call it.
 
@@ -228,7 +228,7 @@ class Reducer:
         problem: str | None = None,
         *,
         scale: float | None = None,
-        options: Sequence[dict[str, int]] = (),
+        options: Mapping[str, int] | None = None,
     ) -> list[Record]:
         """Meet all ranks and compare what they hold. Collective; raises the same error on every rank."""
         self.finish_interrupted()
@@ -249,13 +249,13 @@ class Reducer:
         self._transport.meet(Tag(Kind.MEET, purpose, self._rounds.number, self._meeting), self._empty_round)
 
     def _record(
-        self, problem: str | None = None, scale: float | None = None, options: Sequence[dict[str, int]] = ()
+        self, problem: str | None = None, scale: float | None = None, options: Mapping[str, int] | None = None
     ) -> Record:
         with as_plain():
             trainable = bytes([p.requires_grad for p in self.parameters])
         phase = self.phase.name.lower()
         return Record(
-            self.divisor, scale, list(options), phase, self._rounds.pending, problem, bytes(self.used), trainable
+            self.divisor, scale, dict(options or {}), phase, self._rounds.pending, problem, bytes(self.used), trainable
         )
 
     def _agree_used(self, records: Sequence[Record]) -> None:

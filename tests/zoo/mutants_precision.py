@@ -593,8 +593,8 @@ JOINING = (
         "options-are-not-compared",
         ("L12",),
         "Ranks whose learning rates differ update their slices with different ones, and none notices.",
-        (Edit(AGREEMENT, "theirs.get(key, ours[key]) != ours[key]", "theirs.get(key, ours[key]) is None"),),
-        ("test_join.py::test_options_that_differ_between_ranks_are_an_error_that_names_the_group",),
+        (Edit(AGREEMENT, "record.options.get(key, ours) != ours:", "record.options.get(key, ours) is None:"),),
+        ("test_join.py::test_options_that_differ_between_ranks_are_an_error_that_names_them",),
     ),
     Mutant(
         "buffers-are-not-broadcast",
