@@ -41,7 +41,8 @@ class Rank:
         self.setting, self.rank = setting, rank
         self.model = config.model(config.seed + rank)  # rank 0's values are everybody's
         if saved is not None:
-            self.model.load_state_dict(saved[0])
+            if config.mixed is None:
+                self.model.load_state_dict(saved[0])
             for parameter, trainable in zip(self.model.parameters(), saved[1].pop("trainable"), strict=True):
                 parameter.requires_grad_(trainable)
         cls, arguments = CLASSES[config.optimizer]
@@ -58,6 +59,9 @@ class Rank:
         )
         self.scheduler = p.scheduler_of(self.optimizer)
         if saved is not None:
+            if config.mixed is not None:  # what was saved has another dtype than a new model: that one would round it
+                with self.optimizer.gathered(write=True):
+                    self.model.load_state_dict(saved[0])
             self.optimizer.load_state_dict(saved[1])
         self.listed = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         self.kept: list[Any] = []
