@@ -562,6 +562,24 @@ def test_what_an_optimizer_did_to_the_inputs_ends_with_it(ends: str) -> None:
         assert_same_bits(found, nn.Sequential.forward(model, torch.ones(1, WIDTH)))
 
 
+def test_an_older_optimizer_that_is_closed_and_one_beside_leave_the_cast_of_another() -> None:
+    model = build()
+    first = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=0, mixed_precision=MixedPrecision(BF16))
+    second = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=0, mixed_precision=MixedPrecision(BF16))
+    with pytest.raises(RuntimeError, match="was replaced after the optimizer was built"):
+        first.close()  # it no longer holds the memory
+    assert model(torch.ones(1, WIDTH)).dtype is BF16
+    second.close()
+    half = ZeroOptimizer(
+        model[0].parameters(), torch.optim.SGD, lr=0.1, stage=0, module=model, mixed_precision=MixedPrecision(BF16)
+    )
+    other = ZeroOptimizer(model[1].parameters(), torch.optim.SGD, lr=0.1, stage=0, module=model)
+    assert model(torch.ones(1, WIDTH)).dtype is BF16
+    other.close()
+    assert model(torch.ones(1, WIDTH)).dtype is BF16
+    half.close()
+
+
 class Pair(NamedTuple):
     x: Tensor
     name: str

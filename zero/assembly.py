@@ -88,17 +88,22 @@ class Assembly:
                 self.storage.end()
                 self._cast_inputs()
 
+    @property
+    def superseded(self) -> bool:
+        """Another optimizer has taken parameters of this one over."""
+        return self.reducer.hooks.superseded
+
     def _cast_inputs(self) -> None:
         """From now on, what the module is called with has the dtype of its parameters."""
         if self.module is not None:
-            InputCast.remove(self.module)  # also of an optimizer that this one replaces
+            InputCast.remove(self.module, self)  # also of an optimizer that this one replaces
             if self.precision is not None and self.precision.cast_forward_inputs:
                 InputCast.put(self.module, self.precision.param_dtype, self)
 
     def release(self) -> None:
         """Make the model plain again. Collective."""
         if self.module is not None:
-            InputCast.remove(self.module)
+            InputCast.remove(self.module, self)
         self.reducer.close()
         self.inner.close()
         self.storage.release()

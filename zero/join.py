@@ -48,7 +48,7 @@ class Turns:
 
     def __init__(self, transport: Transport, meet: Callable[[str], object], groups: Sequence[Options]) -> None:
         """``meet``: returns when all ranks are here and have entered the same rounds; ``groups``: the live ones."""
-        self._transport, self._meet, self.groups = transport, meet, groups
+        self._transport, self._meet, self._groups = transport, meet, groups
         self._inside = False  # a call, whose own parts are not told
         self._over = False  # a rank failed, and all know
 
@@ -58,7 +58,7 @@ class Turns:
         if self._inside:
             yield
             return
-        self._compare(self._exchange(Call(name, arguments, divisor, options_of(self.groups)).pack()))
+        self._compare(self._exchange(Call(name, arguments, divisor, options_of(self._groups)).pack()))
         self._inside = True
         try:
             yield

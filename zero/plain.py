@@ -19,6 +19,8 @@ from .precision import InputCast, MixedPrecision, cast
 class PlainLoop:
     """Parameters and the optimizer of torch over them."""
 
+    superseded = False
+
     def __init__(
         self, parameters: list[Tensor], optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
     ) -> None:

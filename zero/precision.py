@@ -15,7 +15,7 @@ import dataclasses
 import weakref
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -148,20 +148,24 @@ def cast(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
             tensor.data = tensor.detach().to(dtype)
 
 
+class Owner(Protocol):
+    """For whom inputs are cast."""
+
+    @property
+    def superseded(self) -> bool: ...
+
+
 class InputCast:
-    """Casts the floating-point tensors that a module is called with, before any other hook, as long as its owner lives.
+    """Casts the floating-point tensors that a module is called with, before any other hook, as long as its owner lives
+    and was not superseded. A copy of the module has one without an owner: it computes in the same dtype."""
 
-    A module has one: who puts another there, or takes it away, ends the one before. A copy of the module has one
-    without an owner: it computes in the same dtype.
-    """
-
-    def __init__(self, dtype: torch.dtype, owner: object | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, owner: Owner | None = None) -> None:
         self._dtype, self._owner = dtype, None if owner is None else weakref.ref(owner)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._owner is not None and self._owner() is None:
+        if self._is_over():
             return args, kwargs
         dtype = self._dtype
         return tuple(_cast(arg, dtype) for arg in args), {key: _cast(value, dtype) for key, value in kwargs.items()}
@@ -169,17 +173,21 @@ class InputCast:
     def __reduce__(self) -> tuple[Any, ...]:
         return InputCast, (self._dtype,)
 
+    def _is_over(self) -> bool:
+        owner = None if self._owner is None else self._owner()
+        return self._owner is not None and (owner is None or owner.superseded)
+
     @staticmethod
-    def remove(module: nn.Module) -> None:
-        """Take away what casts a module's inputs."""
+    def remove(module: nn.Module, owner: Owner) -> None:
+        """Take away what casts a module's inputs for this owner, or for one that is gone or superseded."""
         for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, InputCast):
+            if isinstance(hook, InputCast) and (hook._is_over() or (hook._owner and hook._owner() is owner)):
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
     @classmethod
-    def put(cls, module: nn.Module, dtype: torch.dtype, owner: object) -> None:
-        cls.remove(module)
+    def put(cls, module: nn.Module, dtype: torch.dtype, owner: Owner) -> None:
+        cls.remove(module, owner)
         module.register_forward_pre_hook(cls(dtype, owner), prepend=True, with_kwargs=True)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -428,7 +429,7 @@ class Reducer:
             return
         factor = inverse.item()  # host synchronisation: ranks compare it, once a step
         with self.in_turn("unscale", inverse=factor):
-            self.settle("GradScaler.unscale_()", scale=1 / factor)
+            self.settle("GradScaler.unscale_()", scale=1 / factor if factor else math.inf)
             self._unscale(found, inverse)
         self._unscaled = found
 

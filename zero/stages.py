@@ -100,9 +100,9 @@ def formula_bytes(layout: Layout, stage: Stage, state_tensors: int, rest: Layout
     """Bytes of one rank by kind, from the elements alone (no padding).
 
     ``state_tensors``: tensors as large as the parameter that the optimizer keeps for it (Adam: 2); a master weight that
-    is kept beside the parameter is one more. ``rest``: of
-    parameters that are stored beside those of ``layout`` and not updated. ``gathered_peak`` and ``scratch_peak`` are
-    bounds: the root's rest and the two largest units; three of the largest bucket.
+    is kept beside the parameter is one more. ``rest``: of parameters that are stored beside those of ``layout`` and not
+    updated. ``gathered_peak`` and ``scratch_peak`` are bounds: the root's rest and the two largest units; three of the
+    largest bucket.
     """
 
     def total(which: str, among: Sequence[ParameterSpec]) -> int:

@@ -380,7 +380,7 @@ CASTS = (
         (
             Edit(
                 ASSEMBLY,
-                "            InputCast.remove(self.module)\n        self.reducer.close()\n",
+                "            InputCast.remove(self.module, self)\n        self.reducer.close()\n",
                 "            self.module.zero_grad()\n        self.reducer.close()\n",
             ),
         ),
