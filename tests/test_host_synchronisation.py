@@ -84,7 +84,7 @@ def methods_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values cannot be seen at once."""
-    for module in ("stages", "edits", "reducer", "precision"):
+    for module in ("stages", "edits", "shown", "precision"):
         monkeypatch.setattr(f"zero.{module}.seen_at_once", lambda device: False)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from collectives import CollectiveError, Transport, on_threads
 from zero import ZeroOptimizer
-from zero.reducer import Phase, Reducer
+from zero.progress import Phase, Progress
 from zero.released import is_released
 from zero.residency import State, _Unit
 from zero.stages import STAGES
@@ -282,9 +282,9 @@ def a_rank_leaves(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
 
 
 def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the drawings at the heads of `residency` and `reducer`, whatever is called or goes wrong."""
+    """Those of the drawings at the heads of `residency` and `progress`, whatever is called or goes wrong."""
     units = record_transitions(monkeypatch, _Unit, "state")
-    phases = record_transitions(monkeypatch, Reducer, "phase")
+    phases = record_transitions(monkeypatch, Progress, "phase")
 
     def at(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
         if moment == "clear":

@@ -19,10 +19,11 @@ ORDER = (
     ("layout",),
     ("stages",),
     ("gradients", "hooks", "storage", "shelf"),
-    ("faces", "residency"),
+    ("faces", "residency", "rounds"),
     ("saving",),
+    ("shown",),
     ("reducer", "unit_hooks"),
-    ("sharded",),
+    ("sharded", "update"),
     ("assembly",),
     ("optimizer",),
 )

@@ -27,13 +27,15 @@ from .stages import Placement, Stage
 from .storage import ParameterStorage
 from .unit_hooks import check_not_in_units
 from .units import Predicate
+from .update import Update
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 class Assembly:
-    """The parts of one optimizer on one rank: `transport`, `collective`, `inner`, `storage`, `reducer`."""
+    """The parts of one optimizer on one rank: `transport`, `collective`, `inner`, `storage`, `reducer`,
+    `update`."""
 
     def __init__(
         self,
@@ -64,6 +66,7 @@ class Assembly:
         self.reducer = Reducer(
             self.storage.layout, stage, self.transport, self.collective, means_may_be_shown=precision is None
         )
+        self.update = Update(stage, self.transport, self.collective, self.storage, self.reducer, inner)
 
     def _make_storage(self, units: Predicate | None) -> ParameterStorage:
         direct = Pairwise(self.transport)

@@ -1,12 +1,8 @@
 """`ZeroOptimizer`: the public face.
 
-Knows: the order of a step. Its parts do the work: `assembly` (how parameters are taken in), `storage` and `sharded`
-(where they lie), `reducer` (gradients to means), `norm` (clip), `inner` (the user's class), `checkpoint` (plain dicts).
-
-    settle:  wait for the reductions, agree, divide          all ranks
-    clip:    norm of all slices, one factor                  all ranks
-    update:  the inner optimizer on this rank's interval     each rank alone
-    gather:  everybody's slices, where parameters are whole  all ranks
+Knows: what a call means, and what ranks agree on before it. Its parts do the work: `assembly` (how parameters are taken
+in), `storage` and `sharded` (where they lie), `reducer` (gradients to means), `update` (clip and step), `inner` (the
+user's class), `checkpoint` (plain dicts).
 """
 
 from __future__ import annotations
@@ -22,15 +18,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from collectives import Algorithm, BucketQueue, CollectiveError, Kind, Tag, Traffic, Transport, Work
+from collectives import Algorithm, CollectiveError, Kind, Tag, Traffic, Transport
 
 from . import checkpoint
 from .assembly import Assembly
-from .clip import check_finite, check_norm_arguments, clip_factor
+from .clip import check_norm_arguments
 from .describe import Description, describe
 from .inner import InnerOptimizer
 from .join import Call, adopt_options, digests_of
-from .norm import PowerSum
 from .parameters import as_groups, check_listed_once, device_of
 from .precision import MixedPrecision
 from .replicas import compare, gather_slot
@@ -39,8 +34,6 @@ from .units import Predicate
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-GATHERS_IN_FLIGHT = 2  # after a step: a rank's slice of each may be copied to where its peers can read it
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -113,7 +106,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             mixed_precision,
         )
         self._assembly, self._transport, self._collective = parts, parts.transport, parts.collective
-        self._storage, self._reducer = parts.storage, parts.reducer
+        self._storage, self._reducer, self._update = parts.storage, parts.reducer, parts.update
         self._consolidated: tuple[dict[int, Any], dict[int, Tensor]] | None = None  # states, master weights
         check_listed_once(groups, self._module)
         super().__init__(groups, self._inner.defaults)
@@ -294,25 +287,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
         arguments = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
         with self._reducer.in_turn("clip_grad_norm_", **arguments):
-            return self._clip(max_norm, norm_type, error_if_nonfinite)
-
-    def _clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        self._reducer.settle("clip_grad_norm_()", self._storage.problem())
-        pieces = self._reducer.owned()
-        mine = PowerSum.of(pieces, norm_type)  # host synchronisation: exact integers, which devices have not
-        total = PowerSum.of([], norm_type)
-        for data in self._transport.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):
-            total = total.merge(PowerSum.from_bytes(data))
-        norm = total.norm(torch.float64 if self._reducer.any_is_double() else torch.float32)
-        if error_if_nonfinite:
-            check_finite(norm, norm_type)
-        factor = clip_factor(norm, max_norm)
-        if not bool(factor == 1.0):
-            for store in self._reducer.stores:
-                gradient = store.settled()
-                if gradient is not None:
-                    gradient.mul_(factor)  # from the host, as in a plain loop: no copy, and one rounding
-        return norm
+            self._reducer.settle("clip_grad_norm_()", self._storage.problem())
+            return self._update.clip(max_norm, norm_type, error_if_nonfinite)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -332,38 +308,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         told = digests_of(self.param_groups, self._inner.defaults.keys() - self._counted)
         self._reducer.settle("step()", problem, options=told)
         try:
-            self._update()
+            changed = self._update.step(self.param_groups)
         except CollectiveError:
             raise
         except Exception as error:
             self._transport.abort(f"rank {self.rank}, in step(): {type(error).__name__}: {error}")
             raise
-        self._reducer.stepped()
-        self._consolidated = None
-
-    def _update(self) -> None:
-        """Step this rank's intervals, and gather everybody's."""
-        used = self._reducer.used
-        buckets = self._storage.layout.buckets
-        gradients = [store.settled() for store in self._reducer.stores]
-        present = [
-            tuple(used[bucket.slots[piece.slot].parameter] for piece in states.pieces)
-            for bucket, states in zip(buckets, self._inner.states, strict=True)
-        ]
-        changed = self._inner.step(gradients, present, self.param_groups)
         for number, options in changed.items():
             self.param_groups[number].update(options)
             self._counted.update(options)
-        if self._stage.parameters_are_gathered:
-            queue = BucketQueue(self._gather, GATHERS_IN_FLIGHT)
-            queue.begin([bucket.index for bucket in buckets if any(used[slot.parameter] for slot in bucket.slots)])
-            queue.finish()
-        self._storage.stepped(used)
-
-    def _gather(self, index: int) -> Work:
-        bounds = self._storage.layout.buckets[index].bounds
-        tag = Tag(Kind.ALL_GATHER, f"parameters of bucket {index}", index=index)
-        return self._collective.all_gather(self._storage.flats[index], bounds, tag=tag)
+        self._reducer.stepped()
+        self._consolidated = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear every gradient: to None, or to zero where one exists. Local, but on every rank alike."""

@@ -1,25 +1,18 @@
 """From the gradients of a rank's backwards to mean gradients at their owners.
 
-Knows: when a round is due, and what stands in p.grad. A backward outside `no_sync` is a round, and so is what `no_sync`
-left pending when somebody needs it. Does not know: how the optimizer uses a gradient, or how bytes travel.
-
-    OPEN ------------ settle (clip, unscale, step) ----------> SETTLED --- step ---> STEPPED
-      ^  backwards add                                            |                     |
-      +----------------- every gradient was cleared <-------------+---------------------+
+Knows: when a round is due. A backward outside `no_sync` is one, and so is what `no_sync` left pending when somebody
+needs it. Does not know: what stands in p.grad, how the optimizer uses a gradient, how bytes travel.
 
 What no bucket can tell is agreed in `settle`: how many rounds each rank entered (a rank behind catches up), which
-parameters were used, what is pending, the divisor, and errors that one rank alone found.
+parameters were used, what is pending, the divisor, and errors that one rank alone found. See `progress` for what may
+happen when.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum
 from typing import Any
 
 import torch
@@ -28,23 +21,16 @@ from torch import Tensor
 from collectives import Chain, Collective, Kind, Tag, Transport
 
 from .agreement import Record, check
-from .faces import Faces
 from .gradients import GradientStore
 from .hooks import GradientHooks
 from .join import Options, Turns
 from .layout import Layout, Piece
+from .progress import Phase, Progress
 from .released import as_plain
 from .replicas import gather_slot
 from .rounds import Rounds
-from .stages import Placement, Stage, all_zero, read_scalars, seen_at_once
-
-
-class Phase(Enum):
-    """What may happen to the gradients next."""
-
-    OPEN = "backwards add to them"
-    SETTLED = "they are means, perhaps clipped"
-    STEPPED = "a step has used them"
+from .shown import Shown
+from .stages import Placement, Stage
 
 
 class Reducer:
@@ -53,19 +39,13 @@ class Reducer:
     def __init__(
         self, layout: Layout, stage: Stage, transport: Transport, collective: Collective, *, means_may_be_shown: bool
     ) -> None:
-        """``means_may_be_shown``: whole means, where the stage has them, have the dtype that p.grad must have."""
+        """``means_may_be_shown``: of `Shown`."""
         self._stage, self._transport, self._collective = stage, transport, collective
-        self._means_may_be_shown = stage.means_are_gathered and means_may_be_shown
         self._rounds = Rounds(layout, stage, transport, collective)
-        self.used: list[bool] = []
-        self.phase = Phase.OPEN
-        self.divisor: float = transport.world_size
-        self._faces = Faces(self)
+        self._progress = Progress(transport.world_size)
+        self._shown = Shown(self, stage, self._rounds, self._progress, means_may_be_shown=means_may_be_shown)
         self._meeting = 0
         self._sync = True
-        self._means_divisor: float | None = None
-        self._stale: set[int] = set()  # gradients that a settled phase waits to be cleared
-        self._settled_by = ""
         self._unscaled: Tensor | None = None  # what a `GradScaler` was last told into
         self._turns: Turns | None = None  # inside `join`
         self._stranger: str | None = None  # who had a gradient of the user's before the backward under way
@@ -73,9 +53,18 @@ class Reducer:
 
     @property
     def means_are_shown(self) -> bool:
-        """p.grad is the mean after each round. Not inside `join`: what is done to it would not be done where a rank
-        left."""
-        return self._means_may_be_shown and self._turns is None
+        """p.grad is the mean after each round."""
+        return self._shown.means_are_shown
+
+    @property
+    def used(self) -> Sequence[bool]:
+        """Of each parameter, whether some rank used it, once that was agreed."""
+        return self._progress.used
+
+    @property
+    def divisor(self) -> float:
+        """Of the next settling."""
+        return self._progress.divisor
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -91,8 +80,8 @@ class Reducer:
         """Take up further parameters, which ``layout`` has in further buckets."""
         first = len(self.parameters)
         self._rounds.extend(parameters, layout)
-        self.used += [False] * len(parameters)
-        self._faces.extend(parameters, layout.parameters[first:])
+        self._progress.used += [False] * len(parameters)
+        self._shown.extend(parameters, layout)
         for index, parameter in enumerate(parameters, first):
             self.hooks.watch(parameter, index)
 
@@ -100,19 +89,19 @@ class Reducer:
 
     def backward_is_near(self) -> None:
         self.finish_interrupted()
-        self._stranger = self._look()
+        self._stranger = self._shown.look()
         if self.means_are_shown:
-            self._faces.hide()  # no mean may be where autograd would add to it
+            self._shown.hide()
 
     def backward_began(self) -> None:
         self._transport.check()
         try:
             self._check_open()
-            problem = self._assigned(self._stranger) or self._edited()
+            problem = self._assigned(self._stranger) or self._shown.edited()
             if problem is not None:
                 self._fail(problem)
         except RuntimeError:
-            self._show()
+            self._shown.show()
             raise
         self._rounds.begin(is_round=self._sync)
 
@@ -123,20 +112,19 @@ class Reducer:
                 f"rank {self._transport.rank}: the gradient of {self._name(index)} is {gradient.layout}: sparse "
                 "gradients are not supported; build the Embedding with sparse=False"
             )
-        self.used[index] = True
-        self._faces.put_placeholder(index)
+        self._progress.used[index] = True
+        self._shown.put_placeholder(index)
         self._rounds.arrived(index, gradient)
 
     def backward_ended(self) -> None:
         self._complete()
-        self._show()
+        self._shown.show()
 
     def outside_backward(self) -> None:
-        self._show()
+        self._shown.show()
 
     def gradient_zeroed(self, index: int) -> None:
-        self._zero(index, self._used_is_known())
-        self._renewed(index)
+        self._shown.zeroed(index)
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -146,7 +134,7 @@ class Reducer:
 
     def _round_is_over(self) -> None:
         """The sums are others now, and so are the means."""
-        self._means_divisor = None
+        self._progress.means_divisor = None
         if self.means_are_shown:
             self._gather_means()
 
@@ -154,32 +142,32 @@ class Reducer:
         """Give every rank the means, and agree whose gradient exists at all: the hash of the plain loop sees None."""
         tag = Tag(Kind.EXCHANGE, "which parameters were used", self._rounds.number)
         records = [Record.unpack(r) for r in self._transport.exchange(self._record().pack(), tag)]
-        self._agree_used(records)
+        self._progress.agree_used([record.used for record in records])
         if any(record.divisor != self.divisor for record in records):
-            self._means_divisor = None  # nobody's p.grad would be right; `settle` agrees and comes back
+            self._progress.means_divisor = None  # nobody's p.grad would be right; `settle` agrees and comes back
             return
         stores = [store for store in self.stores if store.has_sum]
         Chain(store.gather_means(self._collective, self._rounds.number, self.divisor) for store in stores).wait()
-        self._means_divisor = self.divisor
+        self._progress.means_divisor = self.divisor
 
     def _empty_round(self, also: Sequence[int] = ()) -> None:
         """A round of the others', to which this rank has nothing to add but what it still holds."""
         self._rounds.begin(is_round=True, also=also)
         self._complete()
-        self._show()
+        self._shown.show()
 
     def finish_interrupted(self) -> None:
         """Complete the round of a backward that an exception left, so that collectives stay matched."""
         if not self.hooks.interrupted:
             return
-        cleared = self._faces.look().cleared  # since then, and so after what is completed here
+        cleared = self._shown.cleared()  # since then, and so after what is completed here
         self.hooks.forget()
         if self._transport.broken:
             self._rounds.abandon()
             return
         self._complete()
-        self._forget(cleared)
-        self._show()
+        self._shown.forget(cleared)
+        self._shown.show()
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
@@ -203,25 +191,22 @@ class Reducer:
                 f"{purpose} inside no_sync(): leave the block first, what it left pending is reduced then"
             )
         records = self.agree(purpose, problem, scale=scale, options=options)
-        if not self._is_open():
-            self._agree_used(records)
+        used = [record.used for record in records]
+        if not self._progress.is_open:
+            self._progress.agree_used(used)
             return
         pending = sorted({bucket for record in records for bucket in record.pending})
         if pending:
             self._empty_round(pending)
-        self._agree_used(records)
+        self._progress.agree_used(used)
         if self._stage.means_are_gathered:
-            if self._means_divisor != self.divisor:
+            if self._progress.means_divisor != self.divisor:
                 self._gather_means()
         else:
             for store in self.stores:
                 store.divide(self.divisor)
-        self._stale = {index for index, used in enumerate(self.used) if used}
-        self.phase, self._settled_by = Phase.SETTLED if self._stale else Phase.OPEN, purpose
-        self._show()
-
-    def _is_open(self) -> bool:
-        return self.phase is Phase.OPEN
+        self._progress.settled(purpose)
+        self._shown.show()
 
     def agree(
         self,
@@ -233,9 +218,9 @@ class Reducer:
     ) -> list[Record]:
         """Meet all ranks and compare what they hold. Collective; raises the same error on every rank."""
         self.finish_interrupted()
-        stranger = self._look()
-        if self._is_open() and self._means_divisor != self.divisor:  # the means will be gathered anew
-            problem = problem or self._edited()
+        stranger = self._shown.look()
+        if self._progress.is_open and self._progress.means_divisor != self.divisor:  # the means will be gathered anew
+            problem = problem or self._shown.edited()
         problem = problem or self._assigned(stranger)
         self._meet(purpose)
         tag = Tag(Kind.EXCHANGE, purpose, self._rounds.number, self._meeting)
@@ -254,80 +239,29 @@ class Reducer:
     ) -> Record:
         with as_plain():
             trainable = bytes([p.requires_grad for p in self.parameters])
-        phase = self.phase.name.lower()
+        known = self._progress
         return Record(
-            self.divisor, scale, dict(options or {}), phase, self._rounds.pending, problem, bytes(self.used), trainable
+            known.divisor,
+            scale,
+            dict(options or {}),
+            known.phase.name.lower(),
+            self._rounds.pending,
+            problem,
+            bytes(known.used),
+            trainable,
         )
 
-    def _agree_used(self, records: Sequence[Record]) -> None:
-        merged = functools.reduce(operator.or_, (int.from_bytes(record.used, "little") for record in records))
-        self.used[:] = map(bool, merged.to_bytes(len(self.used), "little"))
-
-    # -- p.grad -------------------------------------------------------------------------------------------------------
+    # -- errors -------------------------------------------------------------------------------------------------------
 
     def _name(self, index: int) -> str:
         return repr(self._rounds.layout.parameters[index].name)
 
-    def _means_are_true(self) -> bool:
-        """True when every rank holds the means of all that was added, divided by the divisor."""
-        return self._stage.means_are_gathered and not self._rounds.pending and self._means_divisor == self.divisor
-
-    def _show(self) -> None:
-        """Put into every p.grad what is true now: the mean, a placeholder, or None."""
-        if not self.means_are_shown:
-            self._faces.shelter([used or seen for used, seen in zip(self.used, self._rounds.seen, strict=True)])
-            return
-        means = self._means_are_true()
-        for index in range(len(self.parameters)):
-            store, slot = self._rounds.places[index]
-            if means and store.has_sum:
-                self._faces.put(index, store.mean_view(slot) if self.used[index] else None)
-            elif self.used[index] or self._rounds.seen[index]:
-                self._faces.put_placeholder(index)
-
-    def _look(self) -> str | None:
-        """Take note of what the user did to gradients since they were shown; the name of one that is a stranger's."""
-        changes = self._faces.look()
-        self._forget(changes.cleared)
-        for index, gradient in changes.replaced:
-            store, slot = self._rounds.places[index]
-            store.mean_view(slot).copy_(gradient)
-        if self.means_are_shown:  # real tensors, which may have been zeroed in place
-            stale = sorted(self._stale)
-            places = [self._rounds.places[index] for index in stale]
-            # host synchronisation: one for all, where means that were settled are still there
-            zero = all_zero([store.mean_view(slot) for store, slot in places])
-            for index in itertools.compress(stale, zero):
-                self._zero(index, known=True)
-                self._renewed(index)
-        return changes.stranger
-
-    def _forget(self, cleared: Sequence[int]) -> None:
-        """The user set these gradients to None."""
-        for index in cleared:
-            store, slot = self._rounds.places[index]
-            store.clear_slot(slot)
-            self.used[index] = self._rounds.seen[index] = False
-            self._renewed(index)
-        if cleared and not any(True for _ in self._faces.held()):
-            self._clear()
-
-    def _clear(self) -> None:
-        """No parameter has a gradient any more."""
-        self.used = [False] * len(self.parameters)
-        self._rounds.clear()
-
-    def _renewed(self, index: int) -> None:
-        self._stale.discard(index)
-        if not self._stale:
-            self.phase = Phase.OPEN
-
     def _check_open(self) -> None:
-        if not self._is_open():
-            name = self._name(min(self._stale))
+        if not self._progress.is_open:
+            name = self._name(min(self._progress.stale))
             raise RuntimeError(
-                f"rank {self._transport.rank}: backward() after {self._settled_by} without zero_grad(): the gradient "
-                f"of {name} was already divided; call optimizer.zero_grad() first"
+                f"rank {self._transport.rank}: backward() after {self._progress.settled_by} without zero_grad(): the "
+                f"gradient of {name} was already divided; call optimizer.zero_grad() first"
             )
 
     def _assigned(self, stranger: str | None) -> str | None:
@@ -337,27 +271,6 @@ class Reducer:
             f"the gradient of {stranger!r} was assigned from outside: only backward() can say what this rank "
             "contributes"
         )
-
-    def _edited(self) -> str | None:
-        """What is wrong where a mean was edited that will not be the last one."""
-        if not self.means_are_shown or self._means_divisor is None or not self._is_open():
-            return None
-        for store in self._doubtful(self._means_divisor):
-            for slot in store.edits(self._means_divisor, self.used):
-                name = self._name(store.bucket.slots[slot].parameter)
-                return (
-                    f"the gradient of {name} was edited after a backward, and a further backward or another divisor "
-                    "would lose the edit; edit gradients after the last backward of a step"
-                )
-        return None
-
-    def _doubtful(self, divisor: float) -> list[GradientStore]:
-        """Stores whose means may have been edited since they were gathered."""
-        stores = [store for store in self.stores if store.shows_means]
-        if not stores or seen_at_once(torch.device(stores[0].bucket.device)):
-            return stores
-        # host synchronisation: one for all, in a backward that is not the first since gradients were cleared
-        return list(itertools.compress(stores, read_scalars([store.edited(divisor) for store in stores])))
 
     def _fail(self, problem: str) -> None:
         """Raise what this rank alone may have found where the others cannot be asked: they are told."""
@@ -376,20 +289,20 @@ class Reducer:
         def meet(purpose: str) -> None:
             if not self.hooks.inside_backward:
                 self.finish_interrupted()
-                self._look()
+                self._shown.look()
             self._meet(purpose)
 
         self.finish_interrupted()
-        self._look()
+        self._shown.look()
         self._rounds.at_the_end = not gathers_nothing
-        self._turns = Turns(self._transport, meet, groups)
-        self._faces.hide()
+        self._turns, self._shown.inside_join = Turns(self._transport, meet, groups), True
+        self._shown.hide()
         return self._turns
 
     def leave(self) -> None:
         """What `join` began is over."""
-        self._turns, self._rounds.at_the_end = None, False
-        self._show()
+        self._turns, self._shown.inside_join, self._rounds.at_the_end = None, False, False
+        self._shown.show()
 
     @property
     def joining(self) -> bool:
@@ -448,53 +361,27 @@ class Reducer:
 
     def stepped(self) -> None:
         """A step has used the gradients."""
-        self.phase, self._settled_by = Phase.STEPPED if self._stale else Phase.OPEN, "step()"
+        self._progress.stepped()
 
     def set_divisor(self, value: float) -> None:
         """Set the divisor of the next settling."""
         if not self.hooks.interrupted:
-            self._look()
-        if self.phase is Phase.SETTLED:
+            self._shown.look()
+        if self._progress.phase is Phase.SETTLED:
             raise RuntimeError(
-                f"the divisor was set after {self._settled_by}, which has already divided by {self.divisor:g}: set it "
-                "before the first clip, unscale or step of a step"
+                f"the divisor was set after {self._progress.settled_by}, which has already divided by "
+                f"{self.divisor:g}: set it before the first clip, unscale or step of a step"
             )
-        self.divisor = value
-        if self.means_are_shown and self._is_open():
-            self._show()
+        self._progress.divisor = value
+        if self.means_are_shown and self._progress.is_open:
+            self._shown.show()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear every gradient, or set those that exist to zero."""
         if self.hooks.inside_backward:
             raise RuntimeError("zero_grad() inside a backward")
         self.finish_interrupted()
-        if set_to_none:  # whatever was done to them
-            self._faces.clear()  # also what was there before this object
-            self._clear()
-        else:
-            self._look()
-            known = self._used_is_known()
-            for index in range(len(self.parameters)):
-                if self.used[index] or self._rounds.seen[index]:
-                    self._zero(index, known)
-                mean = self._faces.mean(index)
-                if mean is not None:
-                    mean.zero_()
-        self._stale = set()
-        self.phase = Phase.OPEN
-
-    def _used_is_known(self) -> bool:
-        """True when `used` says what all ranks used, rather than this one."""
-        return (self.means_are_shown and not self._rounds.pending) or self.phase is not Phase.OPEN
-
-    def _zero(self, index: int, known: bool) -> None:
-        store, slot = self._rounds.places[index]
-        if not self.used[index]:
-            store.clear_slot(slot)
-        elif known:
-            store.zero_slot(slot)
-        else:
-            store.contribute_zero(slot)
+        self._shown.zero_grad(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -515,19 +402,19 @@ class Reducer:
         if not any(record.used[index] for record in records):
             return None
         spec, slot = self._rounds.layout.parameters[index], store.bucket.slots[slot_number]
-        if self._means_are_true():
+        if self._shown.means_are_true:
             whole = store.mean_view(slot_number).as_strided((slot.numel,), (1,)).clone()
         else:
             total = store.running_sum()
             assert total is not None  # used by some rank, and nothing is pending
             tag = Tag(Kind.ALL_GATHER, purpose, self._rounds.number, store.bucket.index)
             whole = gather_slot(self._collective, store.bucket, slot, (store.low, total), tag)
-            if self.phase is Phase.OPEN:
+            if self._progress.is_open:
                 whole.div_(self.divisor)
         return whole.as_strided(spec.shape, spec.stride)
 
     def close(self) -> None:
         """Take the hooks away; gradients that this rank holds whole become the user's own."""
         self.hooks.remove()
-        self._faces.release()
+        self._shown.release()
         self._rounds.close()

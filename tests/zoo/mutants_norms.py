@@ -14,7 +14,7 @@ MUTANTS = (
         "Where every rank holds whole gradients, the factor is computed and not applied.",
         (
             Edit(
-                OPTIMIZER,
+                "zero/update.py",
                 "        if not bool(factor == 1.0):\n",
                 "        if not bool(factor == 1.0) and not self._stage.means_are_gathered:\n",
             ),
@@ -58,7 +58,7 @@ MUTANTS = (
         "the-norm-of-this-rank",
         ("S31",),
         "Each rank clips by the norm of its own slices.",
-        (Edit(OPTIMIZER, "        norm = total.norm(", "        norm = mine.norm("),),
+        (Edit("zero/update.py", "        norm = total.norm(", "        norm = mine.norm("),),
         (f"{CLIPPING}[2-2.0]",),
     ),
     Mutant(
@@ -97,7 +97,7 @@ MUTANTS = (
         "A rank that owns no used piece returns a norm of 0 before the exchange, in which the others wait for it.",
         (
             Edit(
-                OPTIMIZER,
+                "zero/update.py",
                 "        mine = PowerSum.of(pieces, norm_type)",
                 "        if not pieces:\n            return torch.zeros(())\n"
                 "        mine = PowerSum.of(pieces, norm_type)",
@@ -111,7 +111,7 @@ MUTANTS = (
         "The ranks' norms are added up, not their sums of squares.",
         (
             Edit(
-                OPTIMIZER,
+                "zero/update.py",
                 "        norm = total.norm(torch.float64 if self._reducer.any_is_double() else torch.float32)\n",
                 "        dtype = torch.float64 if self._reducer.any_is_double() else torch.float32\n"
                 "        roots = [PowerSum.from_bytes(data).norm(dtype) for data in self._transport.exchange("

@@ -327,7 +327,7 @@ SUMS = (
         "stage-0-steps-with-the-means-of-before",
         ("L2",),
         "At stage 0, where means are not shown and so gathered once, those of the first step count as those of now.",
-        (Edit(REDUCER, "        self._means_divisor = None\n        if self.means", "        if self.means"),),
+        (Edit(REDUCER, "        self._progress.means_divisor = None\n        if self.means", "        if self.means"),),
         (f"{TRAINING}[0-bf16]",),
     ),
     Mutant(
@@ -337,7 +337,7 @@ SUMS = (
         "ranks' slices it is -0.0.",
         (
             Edit(
-                REDUCER,
+                "zero/shown.py",
                 "        return (self.means_are_shown and not",
                 "        return (self._stage.means_are_gathered and not",
             ),
@@ -465,11 +465,11 @@ SCALING = (
         "`zero_grad` takes gradients that were unscaled and not stepped with for already cleared: an overflow stays.",
         (
             Edit(
-                REDUCER,
+                "zero/shown.py",
                 "            self._faces.clear()  # also what was there before this object\n"
                 "            self._clear()\n",
                 "            self._faces.clear()  # also what was there before this object\n"
-                "            if self.phase is not Phase.SETTLED:\n"
+                "            if self._progress.phase.name != 'SETTLED':\n"
                 "                self._clear()\n",
             ),
         ),
@@ -523,7 +523,13 @@ JOINING = (
         ("L14",),
         "At stage 0 a scaler divides the means that `p.grad` shows, and a rank that has run out of batches steps with "
         "those that are still scaled.",
-        (Edit(REDUCER, "return self._means_may_be_shown and self._turns is None", "return self._means_may_be_shown"),),
+        (
+            Edit(
+                "zero/shown.py",
+                "return self._means_may_be_shown and not self.inside_join",
+                "return self._means_may_be_shown",
+            ),
+        ),
         ("test_join.py::test_a_scaler_works_where_a_rank_left[0-False]",),
     ),
     Mutant(

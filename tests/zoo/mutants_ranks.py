@@ -52,8 +52,8 @@ WAITS = (
         (
             Edit(
                 REDUCER,
-                "for store in stores).wait()\n        self._means_divisor",
-                "for store in stores)\n        self._means_divisor",
+                "for store in stores).wait()\n        self._progress.means_divisor",
+                "for store in stores)\n        self._progress.means_divisor",
             ),
         ),
         ("test_gradients.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
@@ -71,7 +71,7 @@ WAITS = (
         "The next forward reads parameters that are still on their way from their owners.",
         (
             Edit(
-                "zero/optimizer.py",
+                "zero/update.py",
                 "            queue.finish()\n",
                 "            for n in range(len(buckets)): queue.ready(n)\n",
             ),
@@ -177,7 +177,7 @@ RANKS = (
         "The norm of a group's gradients adds up those of every rank in the world.",
         (
             Edit(
-                "zero/optimizer.py",
+                "zero/update.py",
                 'for data in self._transport.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):',
                 "world = Transport(self._transport.carrier, channel=77)\n"
                 '        for data in world.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):',
@@ -251,11 +251,11 @@ RANKS = (
         "The divisor is kept where all instances share it: building or setting one optimizer changes another.",
         (
             Edit(
-                REDUCER,
-                "        self.divisor: float = transport.world_size\n",
-                "        type(self).divisor = transport.world_size\n",
+                "zero/progress.py",
+                "        self.divisor = divisor  # of the next settling\n",
+                "        type(self).divisor = divisor\n",
             ),
-            Edit(REDUCER, "        self.divisor = value\n", "        type(self).divisor = value\n"),
+            Edit(REDUCER, "        self._progress.divisor = value\n", "        type(self._progress).divisor = value\n"),
         ),
         ("test_properties.py::test_a_second_optimizer_changes_nothing_of_the_first",),
     ),

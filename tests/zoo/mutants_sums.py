@@ -253,8 +253,8 @@ MUTANTS = (
         (
             Edit(
                 REDUCER,
-                'functools.reduce(operator.or_, (int.from_bytes(record.used, "little") for record in records))',
-                'int.from_bytes(records[self._transport.rank].used, "little")',
+                "        used = [record.used for record in records]\n",
+                "        used = [records[self._transport.rank].used]\n",
             ),
         ),
         ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
@@ -273,8 +273,8 @@ MUTANTS = (
         (
             Edit(
                 REDUCER,
-                "            self._agree_used(records)\n            return\n",
-                "            self._agree_used(records)\n            for store in self.stores:\n"
+                "            self._progress.agree_used(used)\n            return\n",
+                "            self._progress.agree_used(used)\n            for store in self.stores:\n"
                 "                if not self._stage.means_are_gathered and purpose == 'step()':\n"
                 "                    store.divide(self.divisor)\n            return\n",
             ),
@@ -314,8 +314,7 @@ MUTANTS = (
         (
             Edit(
                 REDUCER,
-                "        if self.means_are_shown:\n"
-                "            self._faces.hide()  # no mean may be where autograd would add to it\n",
+                "        if self.means_are_shown:\n            self._shown.hide()\n",
                 "",
             ),
         ),
@@ -328,8 +327,8 @@ MUTANTS = (
         (
             Edit(
                 REDUCER,
-                "        self._complete()\n        self._forget(cleared)\n",
-                "        self._rounds.abandon()\n        self._forget(cleared)\n",
+                "        self._complete()\n        self._shown.forget(cleared)\n",
+                "        self._rounds.abandon()\n        self._shown.forget(cleared)\n",
             ),
         ),
         ("test_errors.py::test_an_exception_inside_a_backward_leaves_everything_usable[failing1-2]",),
@@ -341,7 +340,7 @@ MUTANTS = (
         (
             Edit(
                 REDUCER,
-                "            if self.phase is Phase.OPEN:\n                whole.div_(self.divisor)\n",
+                "            if self._progress.is_open:\n                whole.div_(self.divisor)\n",
                 "",
             ),
         ),

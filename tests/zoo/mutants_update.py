@@ -80,7 +80,7 @@ MUTANTS = (
         "The first step only warms up.",
         (
             Edit(
-                OPTIMIZER,
+                "zero/update.py",
                 "        used = self._reducer.used\n        buckets",
                 "        if not hasattr(self, '_warm'):\n            self._warm = True\n            return\n"
                 "        used = self._reducer.used\n        buckets",
@@ -152,7 +152,7 @@ MUTANTS = (
         "A parameter that nobody used is stepped with a gradient of zero: it decays, and its steps are counted.",
         (
             Edit(
-                OPTIMIZER,
+                "zero/update.py",
                 "            tuple(used[bucket.slots[piece.slot].parameter] for piece in states.pieces)\n",
                 "            tuple(gradients[bucket.index] is not None for piece in states.pieces)\n",
             ),

@@ -1,0 +1,65 @@
+"""How far the gradients of one optimizer have come since they were cleared.
+
+Knows: which parameters were used, the divisor, and what may happen next. Does not know: where gradients lie, p.grad,
+other ranks.
+
+    OPEN ------------ settle (clip, unscale, step) ----------> SETTLED --- step ---> STEPPED
+      ^  backwards add                                            |                     |
+      +----------------- every gradient was cleared <-------------+---------------------+
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from enum import Enum
+
+
+class Phase(Enum):
+    """What may happen to the gradients next."""
+
+    OPEN = "backwards add to them"
+    SETTLED = "they are means, perhaps clipped"
+    STEPPED = "a step has used them"
+
+
+class Progress:
+    """Of the gradients of all parameters, each by its index in the layout."""
+
+    def __init__(self, divisor: float) -> None:
+        self.phase = Phase.OPEN
+        self.used: list[bool] = []  # by this rank; once ranks have agreed, by any
+        self.divisor = divisor  # of the next settling
+        self.means_divisor: float | None = None  # of the means that all ranks hold; None: of no means, or older sums'
+        self.stale: set[int] = set()  # gradients that a settled phase waits to be cleared
+        self.settled_by = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Backwards may add."""
+        return self.phase is Phase.OPEN
+
+    def agree_used(self, told: Sequence[bytes]) -> None:
+        """What any rank used, all know. ``told``: one byte a parameter, of every rank."""
+        merged = functools.reduce(operator.or_, (int.from_bytes(used, "little") for used in told))
+        self.used[:] = map(bool, merged.to_bytes(len(self.used), "little"))
+
+    def settled(self, purpose: str) -> None:
+        """The sums have become means."""
+        self.stale = {index for index, used in enumerate(self.used) if used}
+        self.phase, self.settled_by = Phase.SETTLED if self.stale else Phase.OPEN, purpose
+
+    def stepped(self) -> None:
+        """A step has used the means."""
+        self.phase, self.settled_by = Phase.STEPPED if self.stale else Phase.OPEN, "step()"
+
+    def renewed(self, index: int) -> None:
+        """This gradient was cleared."""
+        self.stale.discard(index)
+        if not self.stale:
+            self.phase = Phase.OPEN
+
+    def all_renewed(self) -> None:
+        """Every gradient was cleared."""
+        self.stale, self.phase = set(), Phase.OPEN
