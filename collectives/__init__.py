@@ -26,9 +26,10 @@ from .messages import (
     Work,
 )
 from .pairwise import Pairwise
+from .replicated import Replicated
 from .ring import Ring
 from .shared import Shared
-from .topology import CPU, Choice, choose, hierarchical, shared
+from .topology import CPU, Choice, choose, hierarchical, replicate, shared
 from .transport import Transport
 
 Algorithm = Callable[[Transport], Collective]
@@ -56,10 +57,16 @@ def check_name(algorithm: str | Algorithm) -> None:
         raise ValueError(f"collective must be one of auto, {', '.join(ALGORITHMS)} or a class, not {algorithm!r}")
 
 
-def build(transport: Transport, algorithm: str | Algorithm, device: torch.device = CPU) -> Choice:
+def build(
+    transport: Transport, algorithm: str | Algorithm, device: torch.device = CPU, factor: int | None = None
+) -> Choice:
     """An algorithm on a transport: "auto", one of `ALGORITHMS` by name, or a class. Collective. ``device``: where the
-    tensors that it moves are, for "auto"."""
+    tensors that it moves are, for "auto". ``factor``: a divisor of the number of ranks, how many of them own slices;
+    every so many have the same ones."""
     check_name(algorithm)
+    if factor is not None and factor < transport.world_size:
+        near = isinstance(algorithm, str) and algorithm in ("auto", "shared", "hierarchical")
+        return replicate(transport, factor, algorithm if near or callable(algorithm) else ALGORITHMS[algorithm], device)
     if algorithm == "auto":
         return choose(transport, device)
     if isinstance(algorithm, str):
@@ -83,6 +90,7 @@ __all__ = [
     "Pairwise",
     "PeerError",
     "Region",
+    "Replicated",
     "Ring",
     "Shared",
     "Tag",

@@ -43,7 +43,7 @@ class _Running:
         try:
             finish()
         except BaseException as error:  # half a sum is no sum
-            t.abort(f"rank {t.rank}, while adding up: {type(error).__name__}: {error}")
+            t.abort(f"{t.called}, while adding up: {type(error).__name__}: {error}")
             raise
 
 
@@ -79,7 +79,7 @@ class CarrierCalls:
         except PeerError as error:
             raise _lost(t, tag, error) from error
         except BaseException as error:  # the others have begun
-            t.abort(f"rank {t.rank}, in {tag.label}: {type(error).__name__}: {error}")
+            t.abort(f"{t.called}, in {tag.label}: {type(error).__name__}: {error}")
             raise
         return _Running(t, tag, pending, finish)
 
@@ -118,7 +118,7 @@ def _lost(transport: Transport, tag: Tag, error: PeerError) -> PeerError:
     """What to raise where a collective of the carrier failed, which does not say because of whom: whoever cannot be
     told so may be the one. Where a time limit passed in its midst nobody is named: gloo then closes connections as it
     likes, so that silence is no proof, and all the others wait as this rank does."""
-    reason = f"rank {transport.rank}, in {tag.label}: the process group's own collective failed ({error})"
+    reason = f"{transport.called}, in {tag.label}: the process group's own collective failed ({error})"
     untold = transport.abort(reason)
     who = f"; no answer from rank {' or '.join(map(str, untold))}" if untold else ""
     return PeerError(reason + who)

@@ -90,9 +90,14 @@ class Region(Protocol):
 
 @runtime_checkable
 class CommonMemory(Protocol):
-    """A carrier all of whose ranks can have memory in common."""
+    """A carrier whose ranks, or those of a host, can have memory in common."""
 
-    def common(self, sizes: Sequence[int]) -> Sequence[Region] | None: ...
+    def are_here(self, ranks: Sequence[int]) -> bool:
+        """True where all of these ranks share this host."""
+
+    def common(self, sizes: Sequence[int], ranks: Sequence[int]) -> Sequence[Region] | None:
+        """Regions of these bytes that are the same for ``ranks``, who are here and all call this; None where there is
+        no memory for them, which ranks may find apart."""
 
 
 @runtime_checkable

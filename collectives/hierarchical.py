@@ -104,14 +104,18 @@ class _ReduceScatter:
         # What others wait for first: at home a rank waits itself, for all that comes from elsewhere.
         self._stops = deque(sorted(mine, key=lambda item: item[0] + 1 == len(item[1].stops)))
         self._direct = {
-            rank: self._receive(source.dtype, t.rank, rank)
+            rank: self._receive(t, source.dtype, t.rank, rank)
             for rank in plans[t.rank].stops[-1].adds
             if rank != t.rank and rank not in neighbours
         }
-        self._sends = [*self._send_start(plans[t.rank]), *self._send_contributions(plans)]
+        self._sends = list(self._send_contributions(plans))
+        self._own_plan: Plan | None = plans[t.rank]
         t.ask_rest()
 
     def wait(self) -> None:
+        if self._own_plan is not None:
+            plan, self._own_plan = self._own_plan, None
+            self._sends += self._send_start(plan)
         if self._stops:
             self._borrowed.wait()
         while self._stops:
@@ -120,7 +124,7 @@ class _ReduceScatter:
             except CollectiveError:
                 raise
             except BaseException as error:  # half a sum is no sum
-                self._transport.abort(f"rank {self._transport.rank}, while adding up: {type(error).__name__}: {error}")
+                self._transport.abort(f"{self._transport.called}, while adding up: {type(error).__name__}: {error}")
                 raise
             self._stops.popleft()
             if not self._stops:
@@ -136,10 +140,10 @@ class _ReduceScatter:
     def _chunks(self, owner: int) -> Iterator[tuple[int, int]]:
         return chunks(self._bounds[owner + 1] - self._bounds[owner])
 
-    def _receive(self, dtype: torch.dtype, owner: int, source: int) -> _Arriving:
-        """What its sender has from the start: one message."""
+    def _receive(self, transport: Transport, dtype: torch.dtype, owner: int, source: int) -> _Arriving:
+        """What its sender has as a whole: one message."""
         target = self._scratch(dtype, owner)
-        return _Arriving(target, self._transport.irecv_chunks(target, source, self._tag))
+        return _Arriving(target, transport.irecv_chunks(target, source, self._tag))
 
     def _receive_onward(self, owner: int, source: int) -> _Arriving:
         """What its sender adds up itself: a message a chunk."""
@@ -160,14 +164,14 @@ class _ReduceScatter:
             return None
         if plan.owner == self._transport.rank:
             return _Arriving(self._start, ())
-        return self._receive(self._out.dtype, plan.owner, plan.owner)
+        return self._receive(self._onward, self._out.dtype, plan.owner, plan.owner)
 
     def _send_start(self, plan: Plan) -> list[Work]:
         """The sum so far to where it is added to first."""
         first = plan.stops[0].at
         if self._start is None or first == plan.owner:
             return []
-        return [self._transport.isend(self._start, first, self._tag)]
+        return [self._onward.isend(self._start, first, self._tag)]
 
     def _send_contributions(self, plans: Sequence[Plan]) -> Iterator[Work]:
         """Those of this rank that owners on other hosts add."""

@@ -154,19 +154,20 @@ class HostCarrier:
     def look(self, source: int, place: int, nbytes: int, dtype: torch.dtype) -> Tensor:
         return self._peer(source).window.look(place, nbytes, dtype)
 
-    def common(self, sizes: Sequence[int]) -> list[Region] | None:
-        """Regions of these bytes that are the same for all; None where there is no memory for them, which ranks may
-        find apart. Collective."""
-        if self.rank != 0:
-            fd = self._peer(0).receive_descriptor(self.timeout)
+    def are_here(self, ranks: Sequence[int]) -> bool:
+        return True
+
+    def common(self, sizes: Sequence[int], ranks: Sequence[int]) -> list[Region] | None:
+        first, *others = ranks
+        if self.rank != first:
+            fd = self._peer(first).receive_descriptor(self.timeout)
         else:
             try:
                 fd = file_of(sizes)
             except OSError:
                 fd = None
-            for peer in self._peers:
-                if peer is not None:
-                    peer.send_descriptor(fd)
+            for rank in others:
+                self._peer(rank).send_descriptor(fd)
         try:
             return None if fd is None else regions_of(fd, sizes)
         except OSError:  # no address space is left

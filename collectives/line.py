@@ -52,12 +52,13 @@ class Line:
     them."""
 
     def __init__(self, carrier: Carrier, ranks: Sequence[int], number: int, like: Line | None = None) -> None:
-        """``number``: keeps lines of one carrier apart. ``like``: the line with which this one is counted,
-        and fails."""
+        """``number``: keeps lines of one carrier apart. ``like``: the line of the same ranks with which this one is
+        counted, and fails."""
         self.carrier, self.ranks, self.number = carrier, tuple(ranks), number
         self.bytes: ByteCarrier = carrier if isinstance(carrier, ByteCarrier) else ByTensors(carrier)
         self.memory: Memory | None = carrier if isinstance(carrier, Memory) else None
         self.rank, self.timeout = self.ranks.index(carrier.rank), carrier.timeout
+        self.called: tuple[int, ...] = tuple(range(len(self.ranks))) if like is None else like.called
         self._header_slot = self.slot(HEADER_LANE)
         self.peers = [(self.rank + i) % len(ranks) for i in range(1, len(ranks))]
         self.counted: Counters = Counters() if like is None else like.counted
@@ -74,6 +75,23 @@ class Line:
                 with suppress(PeerError):  # who is gone already is told of when something is expected of it
                     self.listen(peer)
 
+    @property
+    def name(self) -> str:
+        """What errors call this rank."""
+        return f"rank {self.called[self.rank]}"
+
+    def adopt(self, other: Line, ranks: Sequence[int]) -> None:
+        """From now on a line of some of these ranks is counted here, fails with this one, and calls ranks what they are
+        called here. ``ranks``: what it has, in its order."""
+        if other._family is self._family:
+            return
+        for reference in other._family:
+            member = reference()
+            if member is not None:
+                member.counted, member._family = self.counted, self._family
+                member.called = tuple(self.called[rank] for rank in ranks)
+                self._family.append(reference)
+
     def slot(self, lane: int) -> int:
         return self.number * LANES + lane
 
@@ -81,7 +99,7 @@ class Line:
         """Raise `CollectiveError`, naming the failure, where there was one."""
         if self.broken is not None:
             raise CollectiveError(
-                f"rank {self.rank}: this communicator is closed since an earlier failure ({self.broken}); "
+                f"{self.name}: this communicator is closed since an earlier failure ({self.broken}); "
                 "build a new optimizer"
             )
 
@@ -129,7 +147,7 @@ class Line:
             return error
         if isinstance(error, PeerError):
             return self._no_answer(peer, tag, time.monotonic(), error)
-        self.abort(f"rank {self.rank}, in {tag.label}: {type(error).__name__}: {error}")
+        self.abort(f"{self.name}, in {tag.label}: {type(error).__name__}: {error}")
         return error
 
     def _no_answer(self, peer: int, tag: Tag, begin: float, error: PeerError) -> CollectiveError:
@@ -137,14 +155,14 @@ class Line:
         if failure is not None:
             return self._told(tag, failure)
         waited = time.monotonic() - begin
-        text = f"rank {self.rank}, in {tag.label}: no answer from rank {peer} after {waited:.1f} s ({error})"
-        return self.fail(PeerError(text), Failure(peer, text))
+        text = f"{self.name}, in {tag.label}: no answer from rank {self.called[peer]} after {waited:.1f} s ({error})"
+        return self.fail(PeerError(text), Failure(self.called[peer], text))
 
     def aborted(self, source: int, tag: Tag) -> CollectiveError:
         return self._told(tag, Failure.unpack(self.wait_bytes(self.listen(source), source, tag)))
 
     def _told(self, tag: Tag, failure: Failure) -> CollectiveError:
-        text = f"rank {self.rank}, in {tag.label}: rank {failure.culprit} failed: {failure.reason}"
+        text = f"{self.name}, in {tag.label}: rank {failure.culprit} failed: {failure.reason}"
         return self.fail(PeerError(text), failure)
 
     def listen(self, peer: int) -> PendingBytes:
@@ -177,8 +195,8 @@ class Line:
         sizes = f" ({size} and {their_size} bytes)" if size != their_size and mine.same(theirs) else ""
         return self.fail(
             MismatchError(
-                f"rank {self.rank} is in {describe(mine)}, but rank {source} is in {describe(theirs)}{sizes}: all "
-                "ranks of a group must make the same calls in the same order, with the same parameters trainable"
+                f"{self.name} is in {describe(mine)}, but rank {self.called[source]} is in {describe(theirs)}{sizes}: "
+                "all ranks of a group must make the same calls in the same order, with the same parameters trainable"
             )
         )
 
@@ -193,7 +211,7 @@ class Line:
         for reference in self._family:
             member = reference()
             if member is not None and member.broken is None:
-                found = member._abort(reason, failure or Failure(self.rank, reason))
+                found = member._abort(reason, failure or Failure(self.called[self.rank], reason))
                 untold = found if member is self else untold
         return untold
 

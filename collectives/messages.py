@@ -159,7 +159,7 @@ class Collective(Protocol):
         """Add all ranks' contributions to this rank's slice of ``source`` onto ``start`` and put the sum in ``out``.
 
         ``source``: this rank's contribution to every slice, 1-D; scratch to the algorithm until ``wait`` returns, as
-        is ``start``.
+        is ``start``, which is not read before somebody waits.
         ``out``: as long as this rank's slice, in the accumulator's dtype; may share memory with this rank's own slice
         of ``source``, or be ``start``. ``start``: the sum so far, in ``out``'s dtype, or None where there is none.
         Where `exact` is true, the sum is formed in rank order: ((start + x_0) + x_1) + ...

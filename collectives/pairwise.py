@@ -38,7 +38,7 @@ class _ReduceScatter:
             try:
                 fold(parts, out)
             except BaseException as error:  # half a sum is no sum
-                self._transport.abort(f"rank {self._transport.rank}, while adding up: {type(error).__name__}: {error}")
+                self._transport.abort(f"{self._transport.called}, while adding up: {type(error).__name__}: {error}")
                 raise
         self._sends.wait()
 

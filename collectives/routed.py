@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, UntypedStorage
 
-from .carriers import ByTensors, Carrier, Pending, PendingBytes
+from .carriers import ByTensors, Carrier, Pending, PendingBytes, Region
 from .host import HostCarrier
 
 
@@ -59,6 +59,12 @@ class RoutedCarrier:
 
     def place(self, tensor: Tensor) -> int | None:
         return self._local.place(tensor)
+
+    def are_here(self, ranks: Sequence[int]) -> bool:
+        return all(rank in self._places for rank in ranks)
+
+    def common(self, sizes: Sequence[int], ranks: Sequence[int]) -> Sequence[Region] | None:
+        return self._local.common(sizes, [self._places[rank] for rank in ranks])
 
     def look(self, source: int, place: int, nbytes: int, dtype: torch.dtype) -> Tensor:
         return self._local.look(self._places[source], place, nbytes, dtype)

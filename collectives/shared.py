@@ -33,7 +33,7 @@ class _Reading:
             try:
                 read()
             except BaseException as error:  # half a sum is no sum
-                self._transport.abort(f"rank {self._transport.rank}, while reading: {type(error).__name__}: {error}")
+                self._transport.abort(f"{self._transport.called}, while reading: {type(error).__name__}: {error}")
                 raise
             self._borrowed.give_back()
         self._lent.wait()

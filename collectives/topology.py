@@ -9,13 +9,15 @@
     GPUs on several hosts, with NCCL  native: it sends less, and adds in an order of its own
     memory that cannot be shared      pairwise, with a warning
 
+Where slices have several holders (`replicate`) these lines are about the ranks of one replica.
+
 Knows: the ranks' hosts, found from the ranks themselves, and every algorithm by what it needs. Does not know: bytes.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +30,7 @@ from .loopback import LoopbackCarrier
 from .messages import Collective, CollectiveError, Kind, Tag
 from .pairwise import Pairwise
 from .rendezvous import Card, Door, exchange_cards, join
+from .replicated import Replicated
 from .routed import RoutedCarrier
 from .shared import Shared
 from .transport import Transport
@@ -42,6 +45,11 @@ class Neighbours:
     hosts: tuple[tuple[int, ...], ...]  # ranks by host, in the order of each host's first rank
     local: HostCarrier | None  # among the ranks of this host; None where they cannot share memory
     problem: str  # why some host's ranks cannot; empty where all can; the same on every rank
+
+    def among(self, ranks: Sequence[int]) -> list[list[int]]:
+        """The hosts of some of the ranks, these numbered as they stand in ``ranks``."""
+        numbers = ([n for n, rank in enumerate(ranks) if rank in host] for host in self.hosts)
+        return [found for found in numbers if found]
 
 
 def meet_neighbours(transport: Transport) -> Neighbours:
@@ -69,24 +77,59 @@ def _hosts(cards: Sequence[Card]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, by_host.values()))
 
 
+def _near(transport: Transport, neighbours: Neighbours) -> Transport:
+    """The same group, through shared memory where ranks share a host and can; over its carrier else."""
+    if neighbours.local is None:
+        return transport
+    if len(neighbours.hosts) == 1:
+        return Transport(neighbours.local)
+    mine = next(ranks for ranks in neighbours.hosts if transport.rank in ranks)
+    return transport.over(RoutedCarrier(transport.carrier, neighbours.local, transport.carried(mine)))
+
+
 def shared(transport: Transport) -> Collective:
     """`Shared` among ranks of one host; `CollectiveError` where they are not, or cannot share memory. Collective."""
     if isinstance(transport.carrier, LoopbackCarrier):
         return Shared(transport)
     neighbours = meet_neighbours(transport)
+    _check_shared(neighbours, [range(transport.world_size)])
+    return Shared(_near(transport, neighbours))
+
+
+def _check_shared(neighbours: Neighbours, groups: Sequence[Sequence[int]]) -> None:
     if neighbours.local is None:
         raise CollectiveError(f"collective 'shared': {neighbours.problem}")
-    if len(neighbours.hosts) > 1:
+    if any(len(neighbours.among(ranks)) > 1 for ranks in groups):
         raise CollectiveError(f"collective 'shared' is for ranks of one host, and these are on {neighbours.hosts}")
-    return Shared(Transport(neighbours.local))
+
+
+def hierarchical(transport: Transport) -> Collective:
+    """`Hierarchical` among the hosts of the ranks; `CollectiveError` where ranks of a host cannot share memory.
+    Collective."""
+    if isinstance(transport.carrier, LoopbackCarrier):
+        return Hierarchical(transport, [range(transport.world_size)])
+    neighbours = meet_neighbours(transport)
+    _check_hierarchical(neighbours)
+    return Hierarchical(_near(transport, neighbours), neighbours.hosts)
+
+
+def _check_hierarchical(neighbours: Neighbours) -> None:
+    if neighbours.local is None:
+        raise CollectiveError(f"collective 'hierarchical': {neighbours.problem}")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An algorithm, and why it was chosen."""
+    """An algorithm, why it was chosen, and the ranks that own its slices: one replica's, where there are several."""
 
     collective: Collective
     why: str
+    replica: Transport | None = None
+
+    @property
+    def shards(self) -> Transport:
+        """The ranks that own the slices, among which memory for them is to be had."""
+        return self.collective.transport if self.replica is None else self.replica
 
 
 def choose(transport: Transport, device: torch.device = CPU) -> Choice:
@@ -99,19 +142,66 @@ def choose(transport: Transport, device: torch.device = CPU) -> Choice:
     if _all_have_nccl(transport, device):
         return _by_nccl(transport)
     neighbours = meet_neighbours(transport)
-    hosts, local = neighbours.hosts, neighbours.local
-    if local is None:
-        why = f"the ranks talk over {transport.name}, not through shared memory: {neighbours.problem}"
-        if transport.rank == 0:
-            warnings.warn(why, stacklevel=2)
-        return Choice(Pairwise(transport), why)
+    hosts = neighbours.hosts
+    if neighbours.local is None:
+        return Choice(Pairwise(transport), _warned(transport, neighbours))
     if len(hosts) == 1:
-        return Choice(Shared(Transport(local)), f"all {transport.world_size} ranks are on one host")
+        return Choice(Shared(_near(transport, neighbours)), f"all {transport.world_size} ranks are on one host")
     if len(hosts) == transport.world_size:
         return Choice(Pairwise(transport), f"each of the {len(hosts)} ranks has a host of its own")
-    return Choice(
-        _between_hosts(transport, neighbours, local), f"{transport.world_size} ranks are on {len(hosts)} hosts"
-    )
+    why = f"{transport.world_size} ranks are on {len(hosts)} hosts"
+    return Choice(Hierarchical(_near(transport, neighbours), hosts), why)
+
+
+def _warned(transport: Transport, neighbours: Neighbours) -> str:
+    why = f"the ranks talk over {transport.name}, not through shared memory: {neighbours.problem}"
+    if transport.rank == 0:
+        warnings.warn(why, stacklevel=3)
+    return why
+
+
+def replicate(
+    transport: Transport, factor: int, algorithm: str | Callable[[Transport], Collective], device: torch.device = CPU
+) -> Choice:
+    """Replicas of ``factor`` neighbouring ranks, each with the algorithm "auto", "shared", "hierarchical", or one that
+    is built on its ranks. Collective."""
+    world = range(transport.world_size)
+    replicas = [world[first : first + factor] for first in world[::factor]]
+    mine = replicas[transport.rank // factor]
+
+    def choice(near: Transport, build: Callable[[Transport], Collective], why: str, within: bool = False) -> Choice:
+        inner = build(near.split(mine, may_have_common=within))
+        return Choice(Replicated(near, inner), f"{len(replicas)} replicas of {factor}; {why}", inner.transport)
+
+    if not isinstance(algorithm, str):
+        return choice(transport, algorithm, "asked for")
+    if isinstance(transport.carrier, LoopbackCarrier):
+        builds: dict[str, Callable[[Transport], Collective]] = {
+            "auto": Pairwise,
+            "shared": Shared,
+            "hierarchical": _on_one_host,
+        }
+        return choice(transport, builds[algorithm], "the ranks are threads")
+    if algorithm == "auto" and _all_have_nccl(transport, device):
+        return choice(transport, Pairwise, "directly, as NCCL's own collectives are among all ranks of a process group")
+    neighbours = meet_neighbours(transport)
+    within = all(len(neighbours.among(ranks)) == 1 for ranks in replicas)
+    if algorithm == "shared":
+        _check_shared(neighbours, replicas)
+    elif algorithm == "hierarchical":
+        _check_hierarchical(neighbours)
+    elif neighbours.local is None:
+        return choice(transport, Pairwise, _warned(transport, neighbours))
+    near, why = _near(transport, neighbours), f"{len(world)} ranks are on {len(neighbours.hosts)} host(s)"
+    if algorithm == "auto" and factor == 1:
+        return choice(near, Pairwise, f"{why}, and one in each replica")
+    if algorithm == "shared" or (algorithm == "auto" and within):
+        return choice(near, Shared, f"{why}, and each replica on one", within)
+    return choice(near, lambda part: Hierarchical(part, neighbours.among(mine)), why, within)
+
+
+def _on_one_host(transport: Transport) -> Collective:
+    return Hierarchical(transport, [range(transport.world_size)])
 
 
 def _all_have_nccl(transport: Transport, device: torch.device) -> bool:
@@ -137,20 +227,3 @@ def _by_nccl(transport: Transport) -> Choice:
         f"{transport.world_size} ranks are on {len(hosts)} hosts, where NCCL's own reduce-scatter sends less, but adds "
         "in an order of its own: collective='pairwise' keeps the bits of the plain loop",
     )
-
-
-def hierarchical(transport: Transport) -> Collective:
-    """`Hierarchical` among the hosts of the ranks; `CollectiveError` where ranks of a host cannot share memory.
-    Collective."""
-    if isinstance(transport.carrier, LoopbackCarrier):
-        return Hierarchical(transport, [range(transport.world_size)])
-    neighbours = meet_neighbours(transport)
-    if neighbours.local is None:
-        raise CollectiveError(f"collective 'hierarchical': {neighbours.problem}")
-    return _between_hosts(transport, neighbours, neighbours.local)
-
-
-def _between_hosts(transport: Transport, neighbours: Neighbours, local: HostCarrier) -> Collective:
-    mine = next(ranks for ranks in neighbours.hosts if transport.rank in ranks)
-    routed = RoutedCarrier(transport.carrier, local, transport.carried(mine))
-    return Hierarchical(transport.over(routed), neighbours.hosts)

@@ -42,6 +42,7 @@ class Transport:
         self.rank = self._channel.rank
         self.world_size = len(ranks)
         self.timeout, self.name = carrier.timeout, carrier.name
+        self._may_have_common = True
         self.memory: Memory | None = self._channel.memory
         self._allocate = partial(_allocate, self.memory)  # which holds nothing that holds this
         self.pool: Pool = Pool(allocate=self._allocate) if like is None else like.pool
@@ -73,7 +74,9 @@ class Transport:
     @property
     def has_common(self) -> bool:
         """True where all ranks share a host, so that `common` gives memory as long as there is any."""
-        return self.world_size == self.carrier.world_size and isinstance(self.carrier, CommonMemory)
+        if not self._may_have_common or not isinstance(self.carrier, CommonMemory):
+            return False
+        return self.carrier.are_here(self._channel.ranks)
 
     def common(self, sizes: Sequence[int]) -> Sequence[Region] | None:
         """Memory of these bytes that is the same for all ranks; None where they do not share a host, or there is none.
@@ -84,7 +87,7 @@ class Transport:
         tag = Tag(Kind.EXCHANGE, "making memory for all ranks")
         self.exchange(b"", tag)  # who failed, or is elsewhere, says so here: a rank that waits for memory hears nothing
         try:
-            regions = self.carrier.common(sizes)
+            regions = self.carrier.common(sizes, self._channel.ranks)
         except BaseException as error:
             raise self._channel.cut_off(error, 0, tag) from error
         problems = self.exchange(b"" if regions is not None else b"none", tag)
@@ -96,10 +99,18 @@ class Transport:
         """The other ranks, starting behind this one, so that not everybody talks to rank 0 first."""
         return self._channel.peers
 
-    def split(self, ranks: Sequence[int], channel: int = 0) -> Transport:
-        """The part of this group that ``ranks`` name, in that order. Called by these ranks; nothing is sent."""
+    def split(self, ranks: Sequence[int], channel: int = 0, *, may_have_common: bool = True) -> Transport:
+        """The part of this group that ``ranks`` name, in that order. Called by these ranks; nothing is sent.
+        ``may_have_common``: False where some other part has no memory in common, and all are to be alike."""
         carried = self.carried(ranks)
-        return Transport(self.carrier, carried, self._derived(carried, channel))
+        part = Transport(self.carrier, carried, self._derived(carried, channel))
+        part._may_have_common = may_have_common
+        return part
+
+    def adopt(self, part: Transport, ranks: Sequence[int]) -> None:
+        """From now on a transport of some of these ranks is counted here and fails together with this one, and errors
+        call its ranks what they are called here. ``ranks``: these, in its order."""
+        self._channel.adopt(part._channel, ranks)
 
     def over(self, carrier: Carrier) -> Transport:
         """The same group over another carrier with the same ranks; this transport is not to be used any more."""
@@ -248,6 +259,11 @@ class Transport:
         """Tell every other rank that this one failed, and return those that could not be told. The transport is of no
         use afterwards; the carrier is."""
         return self._channel.abort(reason)
+
+    @property
+    def called(self) -> str:
+        """What errors call this rank."""
+        return self._channel.name
 
     @property
     def broken(self) -> bool:

@@ -9,6 +9,7 @@ plain loops come first. Ends with code 1 where a hash differs, or where bytes le
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import subprocess
 import sys
@@ -105,32 +106,66 @@ def train(start: list[str], flags: list[str]) -> dict[str, Any]:
         return record
 
 
+@dataclass(frozen=True)
+class Run:
+    variant: Variant
+    stage: int
+    ranks: int
+    cap: float = 0.01
+    torchrun: bool = False
+    sharing: tuple[str, ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        flags = [f"--stage={self.stage}", f"--bucket-cap-mb={self.cap}", *self.variant.flags, *self.sharing]
+        if self.torchrun:
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+            return train([*launcher, "-m", "zero.train"], flags)
+        return train(["-m", "zero.cli", "train"], [f"--ranks={self.ranks}", *flags])
+
+    def __str__(self) -> str:
+        how = " ".join(("torchrun" if self.torchrun else "zero", *self.sharing))
+        return f"{how:8} {self.variant.name:8} stage {self.stage} ranks {self.ranks} cap {self.cap:<6}"
+
+
+def all_shared(stages: list[int]) -> list[Run]:
+    """Every stage, variant, bucket size and number of ranks, with one copy for all ranks."""
+    runs = [Run(VARIANTS[0], stage, ranks, cap) for stage in stages for ranks in (1, 2, 3, 4, 6) for cap in (0.01, 100)]
+    runs += [Run(variant, stage, ranks) for variant in VARIANTS[1:] for stage in stages for ranks in (1, 3)]
+    return runs + [Run(VARIANTS[0], stage, 4, torchrun=True) for stage in stages]
+
+
+def all_sharings(stages: list[int]) -> list[Run]:
+    """Every number of ranks to a copy, and everything that may be kept for a backward."""
+    runs = []
+    for variant, stage, ranks in itertools.product((VARIANTS[0], VARIANTS[3]), stages, (1, 2, 4, 6)):
+        for factor in (number for number in range(1, ranks + 1) if stage and ranks % number == 0):
+            kept = [n for n in range(2, factor) if factor % n == 0] if stage == 3 else []
+            for reshard in ("true", *(["false"] if stage == 3 else []), *map(str, kept)):
+                sharing = (f"--sharding-factor={factor}", f"--reshard-after-forward={reshard}")
+                runs.append(Run(variant, stage, ranks, sharing=sharing))
+    return runs
+
+
 def main() -> int:
     """Run everything and print a line for each run."""
-    stages = [int(text) for text in sys.argv[1:]] or [0, 1, 2, 3]
-    zero = ["-m", "zero.cli", "train"]
-    plain = {variant.name: plain_loop(variant) for variant in VARIANTS}
-    for name, sha in plain.items():
+    sharing = "sharing" in sys.argv[1:]
+    stages = [int(text) for text in sys.argv[1:] if text != "sharing"] or [0, 1, 2, 3]
+    runs = (all_sharings if sharing else all_shared)(stages)
+    plain = {run.variant.name: run.variant for run in runs}
+    hashes = {name: plain_loop(variant) for name, variant in plain.items()}
+    for name, sha in hashes.items():
         print(f"plain loop, {name}: {sha}", flush=True)
-    runs = [
-        (VARIANTS[0], stage, ranks, cap, zero) for stage in stages for ranks in (1, 2, 3, 4, 6) for cap in (0.01, 100)
-    ]
-    runs += [(variant, stage, ranks, 0.01, zero) for variant in VARIANTS[1:] for stage in stages for ranks in (1, 3)]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "zero.train"]
-    runs += [(VARIANTS[0], stage, 4, 0.01, torchrun) for stage in stages]
     failures = 0
-    for variant, stage, ranks, cap, start in runs:
+    for run in runs:
         begin = time.monotonic()
-        flags = [f"--stage={stage}", f"--bucket-cap-mb={cap}", *variant.flags]
-        record = train(start, flags if start is torchrun else [f"--ranks={ranks}", *flags])
-        same = record["params_sha256"] == plain[variant.name]
+        record = run.record()
+        same = record["params_sha256"] == hashes[run.variant.name]
         traffic = record["traffic_bytes_per_step"] == record["formula_traffic_bytes_per_step"]
         held, bound = record["bytes_per_rank"], record["formula_bytes_per_rank"]
         scratch = all(held[kind] <= bound[kind] for kind in ("scratch_peak", "gathered_peak"))
         failures += not (same and traffic and scratch)
         print(
-            f"{'torchrun' if start is torchrun else 'zero':8} {variant.name:8} stage {stage} ranks {ranks} "
-            f"cap {cap:<6} {record['params_sha256'][:16]} {'same' if same else 'DIFFERS'}, traffic "
+            f"{run} {record['params_sha256'][:16]} {'same' if same else 'DIFFERS'}, traffic "
             f"{'as formula' if traffic else 'DIFFERS'}, scratch {'within bound' if scratch else 'OVER'}, "
             f"{time.monotonic() - begin:.0f} s",
             flush=True,

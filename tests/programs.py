@@ -73,6 +73,8 @@ class Program:
     optimizer: str = "adamw"
     bucket_cap_mb: float = 0.0005
     collective: str = "auto"
+    sharding_factor: int | None = None
+    reshard: bool | int = True
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     precision: MixedPrecision | None = None
@@ -208,6 +210,8 @@ def run_rank(
         process_group=transport,
         bucket_cap_mb=program.bucket_cap_mb,
         collective=program.collective,
+        sharding_factor=program.sharding_factor,
+        reshard_after_forward=program.reshard,
         mixed_precision=program.precision,
         **arguments,
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from collectives import Algorithm, Collective, Pairwise, Transport, check_name
+from collectives import Algorithm, Choice, Collective, Kind, Pairwise, Tag, Transport, check_name
 from collectives import build as build_collective
 
 from .hooks import check_free
@@ -23,7 +23,7 @@ from .precision import InputCast, Master, MixedPrecision
 from .reducer import Reducer
 from .replicas import agree_on_construction
 from .sharded import ShardedStorage
-from .stages import Placement, Stage
+from .stages import Placement, Stage, check_reshard, check_sharding_factor
 from .storage import ParameterStorage
 from .unit_hooks import check_not_in_units
 from .units import Predicate
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Assembly:
-    """The parts of one optimizer on one rank: `transport`, `collective`, `inner`, `storage`, `reducer`,
+    """The parts of one optimizer on one rank: `transport`, `shards`, `collective`, `inner`, `storage`, `reducer`,
     `update`."""
 
     def __init__(
@@ -48,38 +48,64 @@ class Assembly:
         device: torch.device,
         units: Predicate | None,
         precision: MixedPrecision | None,
+        sharding_factor: int | None,
+        reshard: bool | int,
     ) -> None:
         """``device``: where the parameters are."""
         self.stage, self.module, self.inner, self.precision = stage, module, inner, precision
         self._bucket_bytes = _bucket_bytes(bucket_cap_mb)
         check_name(collective)
-        self.choice = build_collective(_transport(process_group).fork(), collective, device)
+        group = _transport(process_group).fork()
+        self.kept_by = _agree_on_sharing(group, sharding_factor, reshard, stage)
+        self.choice = build_collective(group, collective, device, sharding_factor)
         self.collective: Collective = self.choice.collective
-        self.transport = self.collective.transport
+        self.transport, self.shards = self.collective.transport, self.choice.shards
         try:
             check_modules(module)
             check_not_in_units(module)
-            self.storage = self._make_storage(units)
+            self.storage = self._make_storage(units, device)
         except (ValueError, TypeError) as error:
             agree_on_construction(self.transport, [], error)
             raise  # pragma: no cover - the line before has raised it, which a type checker cannot know
         self.reducer = Reducer(
-            self.storage.layout, stage, self.transport, self.collective, means_may_be_shown=precision is None
+            self.storage.layout,
+            stage,
+            self.transport,
+            self.shards,
+            self.collective,
+            means_may_be_shown=precision is None,
         )
-        self.update = Update(stage, self.transport, self.collective, self.storage, self.reducer, inner)
+        self.update = Update(stage, self.transport, self.shards, self.collective, self.storage, self.reducer, inner)
 
-    def _make_storage(self, units: Predicate | None) -> ParameterStorage:
+    def _make_storage(self, units: Predicate | None, device: torch.device) -> ParameterStorage:
         direct = Pairwise(self.transport)
         if self.stage.parameters is Placement.WHOLE:
-            return ParameterStorage(self.transport, direct, self.module, self.precision)
+            return ParameterStorage(self.transport, self.shards, direct, self.module, self.precision)
         if self.module is None:
             raise ValueError(
                 f"stage {self.stage.number} gathers parameters for the forwards of their modules: pass the module "
                 "itself, or parameters and module=model"
             )
         return ShardedStorage(
-            self.transport, direct, self.module, self.collective, units, self._bucket_bytes, self.precision
+            self.transport,
+            self.shards,
+            direct,
+            self.module,
+            self.collective,
+            units,
+            self._bucket_bytes,
+            self.precision,
+            self._nearby(device),
         )
+
+    def _nearby(self, device: torch.device) -> Choice | None:
+        """Who shares what is kept for a backward, where that is not everybody who shares a copy. Collective."""
+        shards = self.shards
+        if self.kept_by == shards.world_size:
+            return None
+        choice = build_collective(shards.sibling(3), "auto", device, self.kept_by)
+        shards.adopt(choice.collective.transport, range(shards.world_size))
+        return choice
 
     def adopt(self, all_groups: Sequence[Options], first: int) -> None:
         """Lay out, check and take over the parameters of the groups from ``first`` on. Collective."""
@@ -131,17 +157,17 @@ class Assembly:
         if buckets:
             layout = self.storage.layout.extended(described, self._bucket_bytes, across_units=across)
         else:
-            layout = build(described, self.transport.world_size, self._bucket_bytes, across_units=across)
+            layout = build(described, self.shards.world_size, self._bucket_bytes, across_units=across)
         wide: dict[int, Tensor] = {}  # this rank's part of the values that are cast, by bucket
 
         def keep(bucket: Bucket, whole: Tensor) -> None:
             if layout.parameters[bucket.slots[0].parameter].trainable:  # others may never be updated
-                begin, end = self.stage.stepped(bucket, self.transport.rank)
+                begin, end = self.stage.stepped(bucket, self.shards.rank)
                 wide[bucket.index] = whole[begin:end].clone()
 
         self.storage.adopt(found, layout, keep)
         for bucket in layout.buckets[buckets:]:
-            begin, end = self.stage.stepped(bucket, self.transport.rank)
+            begin, end = self.stage.stepped(bucket, self.shards.rank)
             slot_groups = [layout.parameters[slot.parameter].group for slot in bucket.slots]
             scalars = [layout.parameters[slot.parameter].shape == () for slot in bucket.slots]
             interval = self.storage.interval(bucket, begin, end)
@@ -178,6 +204,17 @@ def _transport(process_group: ProcessGroup | Transport | None) -> Transport:
     from collectives.native import connect
 
     return connect(process_group)
+
+
+def _agree_on_sharing(group: Transport, factor: int | None, reshard: bool | int, stage: Stage) -> int:
+    """Raise `ValueError`, on every rank, where the ranks cannot share copies so; else `check_reshard`. Collective."""
+    mine = f"sharding_factor={factor!r}, reshard_after_forward={reshard!r}"
+    told = group.exchange(mine.encode(), Tag(Kind.EXCHANGE, "sharding factor"))
+    for rank, theirs in enumerate(told):
+        if theirs != told[0]:
+            raise ValueError(f"rank 0 asked for {told[0].decode()}, but rank {rank} for {theirs.decode()}")
+    check_sharding_factor(factor, group.world_size, stage)
+    return check_reshard(reshard, group.world_size if factor is None else factor, stage)
 
 
 def _bucket_bytes(bucket_cap_mb: float) -> int:

@@ -45,16 +45,24 @@ def _decoded(entry: Mapping[str, Any]) -> PieceState:
 
 
 def gather(
-    layout: Layout, inner: InnerOptimizer, transport: Transport, to: int, whole_here: bool, tag: Tag
+    layout: Layout,
+    inner: InnerOptimizer,
+    transport: Transport,
+    shards: Transport,
+    to: int,
+    whole_here: bool,
+    tag: Tag,
 ) -> tuple[dict[int, Any], dict[int, Tensor]] | None:
     """The whole states, and the whole master weights where there are some, by torch.optim's index, on rank ``to``; None
     elsewhere. Collective.
 
-    ``whole_here``: every rank holds whole states, so nothing needs to travel.
+    ``shards``: the ranks that own the slices, of which those that ``to`` belongs to send; ``whole_here``: every rank
+    holds whole states, so nothing needs to travel.
     """
     told = _tell(layout, inner)
     lists = [told] if whole_here else [json.loads(d) for d in transport.exchange(json.dumps(told).encode(), tag)]
-    if whole_here and transport.rank != to:
+    replica, place = divmod(to, shards.world_size)
+    if transport.rank // shards.world_size != replica or (whole_here and transport.rank != to):
         return None
     result: dict[int, Any] = {}
     masters: dict[int, Tensor] = {}
@@ -78,7 +86,7 @@ def gather(
             if part is None:
                 part = torch.zeros(states.end - states.begin, dtype=_DTYPES[dtype], device=bucket.device)
             one = Tag(Kind.GATHER, f"{tag.label}, {name}"[:70], tag.round, bucket.index * 1000 + number)
-            whole = _gather_one(part, bucket.bounds, transport, to, one)
+            whole = _gather_one(part, bucket.bounds, shards, place, one)
             if whole is not None:
                 flats[name] = whole.cpu()
         if transport.rank == to:

@@ -25,6 +25,12 @@ class TrainConfig:
     """What `zero train` was asked to do. A field is a flag; the text in its type is the flag's help."""
 
     stage: Annotated[int, "what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too"] = 2
+    sharding_factor: Annotated[
+        int | None, "ranks that share one copy of what is sharded, a divisor of their number; all when omitted"
+    ] = None
+    reshard_after_forward: Annotated[
+        str, "at stage 3: true, false (keep parameters for the backward), or how many ranks share what is kept"
+    ] = "true"
     ranks: Annotated[int | None, "processes; 2 when omitted (under torchrun: as many as it started)"] = None
     steps: Annotated[int, "optimizer steps"] = 600
     micro_batches: Annotated[int, "micro-batches of a step, over all ranks; its gradient is divided by this"] = 4
@@ -49,6 +55,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "micro_batches", "batch", "sequence", "threads"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        known = self.reshard_after_forward in ("true", "false") or self.reshard_after_forward.isdecimal()
+        _require(known, "reshard_after_forward", self.reshard_after_forward, "true, false or a number of ranks")
         _require(self.ranks is None or self.ranks >= 1, "ranks", self.ranks, "at least 1")
         _require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 2**32 - 1")
         _require(0 <= self.lr < math.inf, "lr", self.lr, "finite and not negative")
@@ -57,6 +65,12 @@ class TrainConfig:
         for name in ("preset", "precision"):
             value, choices = getattr(self, name), _choices(name)
             _require(value in choices, name, value, f"one of {', '.join(choices)}")
+
+    @property
+    def reshard(self) -> bool | int:
+        """What `ZeroOptimizer` calls ``reshard_after_forward``."""
+        text = self.reshard_after_forward
+        return text == "true" if text in ("true", "false") else int(text)
 
     def to_arguments(self) -> list[str]:
         """The command line that `parse_arguments` reads this configuration from."""

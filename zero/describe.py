@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from collectives import Choice, Transport
+from collectives import Choice
 
 from .inner import InnerOptimizer
 from .reducer import Reducer
@@ -44,6 +44,7 @@ class Description:
     stage: int
     rank: int
     world_size: int
+    sharding_factor: int  # ranks that share one copy
     collective: str
     why: str  # this collective
     buckets: tuple[BucketDescription, ...]
@@ -55,7 +56,8 @@ class Description:
 
     def __str__(self) -> str:
         lines = [
-            f"stage {self.stage}, rank {self.rank} of {self.world_size}, collective {self.collective} ({self.why})",
+            f"stage {self.stage}, rank {self.rank} of {self.world_size}, sharding factor {self.sharding_factor}, "
+            f"collective {self.collective} ({self.why})",
             f"{'':>4} {'bytes':>14} {'formula':>14}",
         ]
         lines += [f"{kind:<14} {self.bytes[kind]:>14,} {self.formula_bytes[kind]:>14,}" for kind in self.bytes]
@@ -72,14 +74,15 @@ class Description:
 
 def describe(
     stage: Stage,
-    transport: Transport,
     choice: Choice,
     storage: ParameterStorage,
     reducer: Reducer,
     inner: InnerOptimizer,
+    kept_by: int,
 ) -> Description:
-    """Describe one rank. Local, and changes nothing."""
+    """Describe one rank. Local, and changes nothing. ``kept_by``: of `check_reshard`."""
     layout, flats, collective = storage.layout, storage.flats, choice.collective
+    transport, shards = collective.transport, choice.shards
     parameters = [*flats, *storage.rest_flats()]
     gathered, gathered_peak = storage.transient()
     units_travel = storage.units_travel
@@ -103,6 +106,7 @@ def describe(
         stage.number,
         transport.rank,
         transport.world_size,
+        shards.world_size,
         collective.name,
         choice.why,
         buckets,
@@ -111,7 +115,7 @@ def describe(
             "gradients": _storages(gradients),
             "optimizer": _storages(states),
             "gathered": gathered,
-            "scratch": transport.pool.storages(),
+            "scratch": shards.pool.storages(),
             "common": storage.in_common(),
         },
         {
@@ -119,9 +123,9 @@ def describe(
             "gradients": _bytes(gradients),
             "optimizer": _bytes(states),
             "gathered_peak": gathered_peak,
-            "scratch_peak": transport.pool.peak_bytes,
+            "scratch_peak": shards.pool.peak_bytes,
         },
-        formula_bytes(layout, stage, tensors_of_state, storage.rest),
+        formula_bytes(layout, stage, tensors_of_state, storage.rest, kept_by),
         lambda backwards, synchronised: formula_traffic(
             layout,
             stage,
@@ -130,6 +134,8 @@ def describe(
             storage.rest,
             units_travel=units_travel,
             means_are_shown=reducer.means_are_shown,
+            replicas=transport.world_size // shards.world_size,
+            kept_by=kept_by,
         ),
     )
 

@@ -49,10 +49,11 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 class GradientStore:
     """See the module. Buffers are allocated with the first gradient."""
 
-    def __init__(self, bucket: Bucket, layout: Layout, stage: Stage, transport: Transport) -> None:
+    def __init__(self, bucket: Bucket, layout: Layout, stage: Stage, shards: Transport) -> None:
+        """``shards``: the ranks that own the bucket's slices, and whence memory comes."""
         self.bucket = bucket
-        self._layout, self._stage, self._transport = layout, stage, transport
-        self.low, self.high = bucket.owned(transport.rank)
+        self._layout, self._stage, self._shards = layout, stage, shards
+        self.low, self.high = bucket.owned(shards.rank)
         self.pieces = bucket.pieces(self.low, self.high)
         names = [layout.parameters[slot.parameter].name for slot in bucket.slots]
         self.label = f"bucket {bucket.index} ({names[0]}{' ... ' + names[-1] if len(names) > 1 else ''})"
@@ -161,7 +162,7 @@ class GradientStore:
                 self._aside = self._scratch(self.high - self.low, bucket.dtypes.accumulate)
                 self._aside.copy_(self._whole[self.low : self.high])
             return self._whole
-        if self._transport.world_size == 1 and not self.has_sum and not bucket.dtypes.widens:
+        if self._shards.world_size == 1 and not self.has_sum and not bucket.dtypes.widens:
             return self._sum()  # what one rank contributes first is the sum: nothing is copied
         return self._scratch(bucket.numel, bucket.dtypes.travel)
 
@@ -322,7 +323,7 @@ class GradientStore:
         return [t for t in (self._whole, self._kept_sum) if t is not None]
 
     def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._transport.empty(numel, dtype, torch.device(self.bucket.device))
+        return self._shards.empty(numel, dtype, torch.device(self.bucket.device))
 
     def _scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._transport.scratch(numel, dtype, torch.device(self.bucket.device))
+        return self._shards.scratch(numel, dtype, torch.device(self.bucket.device))

@@ -154,6 +154,11 @@ class Bucket:
     def owned(self, rank: int) -> tuple[int, int]:
         return self.bounds[rank], self.bounds[rank + 1]
 
+    def cut(self, parts: int) -> tuple[int, ...]:
+        """Bounds of as many nearly equal parts."""
+        align = self.dtypes.alignment
+        return tuple(align * (self.numel // align * part // parts) for part in range(parts + 1))
+
     def part(self, first: int, last: int) -> Bucket:
         """The slots from ``first`` to ``last`` (exclusive) as a bucket, whose owners are those of the elements here."""
         begin = self.slots[first].offset

@@ -56,6 +56,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket_cap_mb: size of a bucket in MiB, as in DistributedDataParallel.
         collective: an algorithm of `collectives`, by name or as a class; default: the fastest for where the ranks and
             the parameters are, which `describe` names, with the reason.
+        sharding_factor: how many ranks share one copy of what the stage shards; a divisor of their number, which is the
+            default. Others hold the same: ranks 0 to F - 1 are one replica, F to 2F - 1 the next, so that with F ranks
+            a host all gathers stay inside it. 1 shards nothing, as DDP. The bits are the same.
+        reshard_after_forward: at stage 3, what stays of a unit between its forward and its backward: True nothing but
+            this rank's slice; False the whole, so that the backward gathers nothing; a number, so many neighbouring
+            ranks share it, and the backward gathers among them (those of a host, say).
         mixed_precision: compute in 16 bits, with fp32 master weights at their owners; see `MixedPrecision`. The
             parameters become 16-bit ones; ``p.grad`` is then a placeholder at stage 0, too (`full_grad` reads).
         units: at stage 3, which modules are gathered as a whole, each just before its forward and its backward:
@@ -78,6 +84,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         divisor: float | None = None,
         bucket_cap_mb: float = 25.0,
         collective: str | Algorithm = "auto",
+        sharding_factor: int | None = None,
+        reshard_after_forward: bool | int = True,
         mixed_precision: MixedPrecision | None = None,
         units: Predicate | None = None,
         **defaults: Any,
@@ -104,6 +112,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             device,
             units,
             mixed_precision,
+            sharding_factor,
+            reshard_after_forward,
         )
         self._assembly, self._transport, self._collective = parts, parts.transport, parts.collective
         self._storage, self._reducer, self._update = parts.storage, parts.reducer, parts.update
@@ -179,7 +189,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def describe(self) -> Description:
         """What this rank holds, read from the tensors themselves, beside what the formulas say. Local."""
         self._check()
-        return describe(self._stage, self._transport, self._assembly.choice, self._storage, self._reducer, self._inner)
+        return describe(
+            self._stage, self._assembly.choice, self._storage, self._reducer, self._inner, self._assembly.kept_by
+        )
 
     def check_replicas(self) -> str:
         """SHA-256 over the parameters' SHA-256s, after comparing these over the ranks. All ranks.
@@ -345,7 +357,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket, _, slot = next(found for found in self._storage.layout.slots() if found[2].parameter == index)
             states = self._inner.states[bucket.index]
             tag = Tag(Kind.ALL_GATHER, f"full_master of {spec.name!r}", index=bucket.index)
-            whole = gather_slot(self._collective, bucket, slot, (states.begin, states.followed_weights()), tag)
+            held = (states.begin, states.followed_weights())
+            whole = gather_slot(self._collective, self._assembly.shards.rank, bucket, slot, held, tag)
         return whole.as_strided(spec.shape, spec.stride)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
@@ -397,6 +410,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._closed = "its parameters could not be gathered any more"
             self._assembly.release()
             self._transport.pool.trim()
+            self._assembly.shards.pool.trim()
             self._closed = "the model is plain again"
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -409,9 +423,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         purpose = f"consolidate_state_dict(to={to})"
         with self._reducer.in_turn("consolidate_state_dict", to=to):
             self._reducer.agree(purpose)
-            whole_here = self._stage.states is Placement.WHOLE or self.world_size == 1
+            shards = self._assembly.shards
+            whole_here = self._stage.states is Placement.WHOLE or shards.world_size == 1
             tag = Tag(Kind.EXCHANGE, purpose)
-            found = checkpoint.gather(self._storage.layout, self._inner, self._transport, to, whole_here, tag)
+            layout = self._storage.layout
+            found = checkpoint.gather(layout, self._inner, self._transport, shards, to, whole_here, tag)
             if found is not None:
                 self._consolidated = found
 

@@ -37,11 +37,19 @@ class Reducer:
     """The gradients of all parameters of one optimizer on one rank."""
 
     def __init__(
-        self, layout: Layout, stage: Stage, transport: Transport, collective: Collective, *, means_may_be_shown: bool
+        self,
+        layout: Layout,
+        stage: Stage,
+        transport: Transport,
+        shards: Transport,
+        collective: Collective,
+        *,
+        means_may_be_shown: bool,
     ) -> None:
-        """``means_may_be_shown``: of `Shown`."""
+        """``shards``: the ranks that own the slices of buckets; ``means_may_be_shown``: of `Shown`."""
         self._stage, self._transport, self._collective = stage, transport, collective
-        self._rounds = Rounds(layout, stage, transport, collective)
+        self._place = shards.rank
+        self._rounds = Rounds(layout, stage, transport, shards, collective)
         self._progress = Progress(transport.world_size)
         self._shown = Shown(self, stage, self._rounds, self._progress, means_may_be_shown=means_may_be_shown)
         self._meeting = 0
@@ -327,7 +335,7 @@ class Reducer:
         for store in self.stores:
             gradient = store.settled()
             if gradient is not None:
-                begin, _ = self._stage.stepped(store.bucket, self._transport.rank)
+                begin, _ = self._stage.stepped(store.bucket, self._place)
                 for piece in pieces_of(store):
                     if self.used[store.bucket.slots[piece.slot].parameter]:
                         found.append(gradient[piece.begin - begin : piece.end - begin])
@@ -349,8 +357,7 @@ class Reducer:
     def _unscale(self, found: Tensor, inverse: Tensor) -> None:
         here = torch.zeros_like(found)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        rank = self._transport.rank
-        for piece in self._settled(lambda store: store.bucket.pieces(*self._stage.stepped(store.bucket, rank))):
+        for piece in self._settled(lambda store: store.bucket.pieces(*self._stage.stepped(store.bucket, self._place))):
             by_dtype.setdefault(piece.dtype, []).append(piece)
         for pieces in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(pieces, here, inverse)
@@ -408,7 +415,7 @@ class Reducer:
             total = store.running_sum()
             assert total is not None  # used by some rank, and nothing is pending
             tag = Tag(Kind.ALL_GATHER, purpose, self._rounds.number, store.bucket.index)
-            whole = gather_slot(self._collective, store.bucket, slot, (store.low, total), tag)
+            whole = gather_slot(self._collective, self._place, store.bucket, slot, (store.low, total), tag)
             if self._progress.is_open:
                 whole.div_(self.divisor)
         return whole.as_strided(spec.shape, spec.stride)

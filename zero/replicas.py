@@ -56,13 +56,16 @@ def broadcast(collective: Collective, transport: Transport, tensors: Iterable[Te
             tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
-def gather_slot(collective: Collective, bucket: Bucket, slot: Slot, held: tuple[int, Tensor], tag: Tag) -> Tensor:
+def gather_slot(
+    collective: Collective, owner: int, bucket: Bucket, slot: Slot, held: tuple[int, Tensor], tag: Tag
+) -> Tensor:
     """A slot's elements of a tensor of which every rank holds at least its own slice of the bucket: 1-D, a copy.
-    Collective. ``held``: the first element of the bucket that this rank holds, and what it holds from there on."""
+    Collective. ``owner``: whose slice this rank has; ``held``: the first element of the bucket that it holds, and what
+    it holds from there on."""
     first, values = held
     whole = torch.empty(slot.numel, dtype=values.dtype, device=values.device)
     cuts = [min(max(bound, slot.offset), slot.end) - slot.offset for bound in bucket.bounds]
-    low, high = cuts[collective.transport.rank], cuts[collective.transport.rank + 1]
+    low, high = cuts[owner], cuts[owner + 1]
     begin = slot.offset + low - first
     whole[low:high].copy_(values[begin : begin + high - low])
     collective.all_gather(whole, cuts, tag=tag).wait()

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives import Collective, Kind, Tag, Transport, Work
+from collectives import Choice, Collective, Kind, Tag, Transport, Work
 from collectives.memory import Pool
 
 from .edits import Edits
@@ -62,14 +62,17 @@ class _Unit:
 class Residency:
     """The parameters of all units of one optimizer on one rank. A unit is known by its number."""
 
-    def __init__(self, transport: Transport, collective: Collective, names: Sequence[str]) -> None:
-        self._transport, self._collective = transport, collective
-        self._alone = transport.world_size == 1  # then the shard is the whole
+    def __init__(
+        self, shards: Transport, collective: Collective, names: Sequence[str], nearby: Choice | None = None
+    ) -> None:
+        """``nearby``: some of the ranks, who share what is kept for a backward."""
+        self._shards, self._collective, self._nearby = shards, collective, nearby
+        self._alone = shards.world_size == 1  # then the shard is the whole
         self.units = [_Unit(name) for name in names]
         self.pool = Pool(exact=True)
         self.places = Places(alone=self._alone)
         self.lasting: str | None = None  # what cannot be mended; told at every agreement
-        self._edits = Edits(transport.rank)
+        self._edits = Edits(shards.rank)
         self._lenders: list[Shelf] = []
         self._classes: dict[type[Tensor], type[Tensor]] = {}
         self._written: Work | None = None  # that every rank has written its slices of common memory
@@ -100,7 +103,7 @@ class Residency:
     @property
     def broken(self) -> bool:
         """True after a failure of the ranks' communication: nothing can be gathered any more."""
-        return self._transport.broken
+        return self._shards.broken
 
     def shelves(self) -> Iterator[Shelf]:
         for unit in self.units:
@@ -173,7 +176,12 @@ class Residency:
                 lent = self.pool.take(bucket.numel, bucket.dtypes.compute, torch.device(bucket.device))
             shelf.whole = lent
             target = shelf.whole.data  # with a version counter of its own: to gather again is no edit
-            low, high = bucket.owned(self._transport.rank)
+            kept, shelf.kept = shelf.kept, None
+            if kept is not None and self._nearby is not None:
+                place, bounds = self._nearby.shards.rank, bucket.cut(self._nearby.shards.world_size)
+                target[bounds[place] : bounds[place + 1]].copy_(kept)
+                return self._nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))
+            low, high = bucket.owned(self._shards.rank)
             target[low:high].copy_(shelf.shard)
         return self._collective.all_gather(target, bucket.bounds, tag=_tag(unit, shelf))
 
@@ -241,8 +249,9 @@ class Residency:
         for parameter, base in zip(shelf.parameters, shelf.bases, strict=True):
             parameter.__class__ = self._classes[base]
 
-    def drop(self, number: int) -> None:
-        """Give a unit's memory back, unless somebody holds it. Waits for what is under way."""
+    def drop(self, number: int, *, for_now: bool = False) -> None:
+        """Give a unit's memory back, unless somebody holds it. Waits for what is under way. ``for_now``: a backward
+        will ask for it; what ranks nearby share of it stays."""
         unit = self.units[number]
         if unit.held or unit.state is State.SHARDED:
             return
@@ -250,11 +259,24 @@ class Residency:
         self.hide(number)
         unit.state = State.SHARDED
         for shelf in unit.shelves:
+            if for_now and self._nearby is not None and shelf.common is None:
+                shelf.kept = self._kept(shelf, self._nearby.shards)
             if not self._alone:
                 shelf.lent = shelf.whole
                 self._lenders.append(shelf)
             shelf.whole = None
         self._sweep()
+
+    def _kept(self, shelf: Shelf, nearby: Transport) -> Tensor:
+        assert shelf.whole is not None
+        low, high = shelf.bucket.cut(nearby.world_size)[nearby.rank :][:2]
+        kept = self.pool.take(high - low, shelf.bucket.dtypes.compute, shelf.whole.device)
+        return kept.copy_(shelf.whole.data[low:high])
+
+    def forget_kept(self) -> None:
+        """No backward will ask any more."""
+        for shelf in self.shelves():
+            shelf.kept = None
 
     def drop_all(self) -> None:
         """Drop every unit that nobody holds."""
@@ -311,7 +333,7 @@ class Residency:
 
     def accept(self, shelf: Shelf, slots: Sequence[int]) -> None:
         """The values of these slots, which are shown, are equal on all ranks: they are the parameters' own from now."""
-        low, high = shelf.bucket.owned(self._transport.rank)
+        low, high = shelf.bucket.owned(self._shards.rank)
         shelf.accepted.update(slots)
         if not self._alone and shelf.whole is not None:
             for piece in shelf.bucket.pieces(low, high):
@@ -330,7 +352,7 @@ class Residency:
                 if shelf.common is not None and not shelf.moved:
                     shelf.common.restore(shelf)
                 elif not self._alone and shelf.whole is not None:
-                    low, high = shelf.bucket.owned(self._transport.rank)
+                    low, high = shelf.bucket.owned(self._shards.rank)
                     shelf.whole.data[low:high].copy_(shelf.shard)
 
     # -- changes --------------------------------------------------------------------------------------------------
@@ -339,6 +361,7 @@ class Residency:
         """The values of these slots are others now: what a graph or a stranger holds of them is out of date."""
         if not slots:
             return
+        shelf.kept = None
         for slot in slots:
             shelf.versions[slot] += 1
         with as_plain():  # as an edit in place does, also of what autograd itself has saved
@@ -357,7 +380,7 @@ class Residency:
         if self._edits.common:
             if self._written is not None:
                 self._written.wait()
-            self._written = self._transport.announce(Tag(Kind.ALL_GATHER, "slices of units in common memory"))
+            self._written = self._shards.announce(Tag(Kind.ALL_GATHER, "slices of units in common memory"))
 
     @contextmanager
     def gathered(self, numbers: Sequence[int]) -> Iterator[None]:

@@ -22,8 +22,11 @@ from .stages import Stage
 class Rounds:
     """The buckets of one optimizer on one rank. ``parameters`` are in the layout's order: none, until `extend`."""
 
-    def __init__(self, layout: Layout, stage: Stage, transport: Transport, collective: Collective) -> None:
-        self._stage, self._transport, self._collective = stage, transport, collective
+    def __init__(
+        self, layout: Layout, stage: Stage, transport: Transport, shards: Transport, collective: Collective
+    ) -> None:
+        """``shards``: the ranks that own the slices of buckets."""
+        self._stage, self._transport, self._shards, self._collective = stage, transport, shards, collective
         self.layout = layout
         self.parameters: list[Tensor] = []
         self.stores: list[GradientStore] = []
@@ -51,7 +54,7 @@ class Rounds:
         """Take up further parameters, which ``layout`` has in further buckets."""
         self.layout = layout
         new = layout.buckets[len(self.stores) :]
-        self.stores += [GradientStore(bucket, layout, self._stage, self._transport) for bucket in new]
+        self.stores += [GradientStore(bucket, layout, self._stage, self._shards) for bucket in new]
         self.parameters += parameters
         places = {slot.parameter: (self.stores[bucket.index], number) for bucket, number, slot in layout.slots()}
         self.places = [places[index] for index in range(len(self.parameters))]

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from collectives import Collective, Transport
+from collectives import Choice, Collective, Transport
 
 from .layout import Bucket, Dtypes, Layout, ParameterSpec, build
 from .parameters import bindings, misplaced, specs
@@ -33,18 +33,22 @@ class ShardedStorage(ParameterStorage):
     def __init__(
         self,
         transport: Transport,
+        shards: Transport,
         direct: Collective,
         module: nn.Module,
         collective: Collective,
         predicate: Predicate | None,
         bucket_bytes: int,
         precision: MixedPrecision | None,
+        nearby: Choice | None,
     ) -> None:
-        super().__init__(transport, direct, module, precision)
+        """``nearby``: the ranks, of those that share a copy, who share what is kept for a backward; None: all."""
+        super().__init__(transport, shards, direct, module, precision)
         self._root, self._bucket_bytes = module, bucket_bytes
         self._on_host = all(parameter.device.type == "cpu" for parameter in module.parameters())
         self._units = find_units(module, predicate)
-        self.residency = Residency(transport, collective, self._units.names)
+        self.residency = Residency(shards, collective, self._units.names, nearby)
+        self._keeps_whole = nearby is not None and nearby.shards.world_size == 1
         self._hooks: UnitHooks | None = None
         self._others: list[Shelf] = []  # of the rest
         self._other_flats: list[Tensor] = []
@@ -56,7 +60,7 @@ class ShardedStorage(ParameterStorage):
 
     @property
     def buckets_cross_units(self) -> bool:
-        return self._on_host and self._transport.has_common and self._transport.world_size > 1
+        return self._on_host and self._shards.has_common and self._shards.world_size > 1
 
     def lines(self) -> list[str]:
         units = zip(self._units.names, self._units.parameters, strict=True)
@@ -79,14 +83,12 @@ class ShardedStorage(ParameterStorage):
     def end(self) -> None:
         self._bindings = bindings(self._module)
         parameters, described = self._describe_rest(self.parameters)
-        self.rest = build(
-            described, self._transport.world_size, self._bucket_bytes, across_units=self.buckets_cross_units
-        )
+        self.rest = build(described, self._shards.world_size, self._bucket_bytes, across_units=self.buckets_cross_units)
         self._other_flats, self._others = self._shelve(self.rest.buckets, self.rest, parameters, None)
         self._cast_rest()
         self.residency.announce()
         if self._hooks is None:
-            self._hooks = UnitHooks(self._units, self.residency)
+            self._hooks = UnitHooks(self._units, self.residency, keeps_whole=self._keeps_whole)
             numbers = self.units()
             whole = [p.detach() for p in self._root.parameters() if id(p) not in numbers]  # of integer dtypes
             broadcast(self._direct, self._transport, [*whole, *self._buffers()])
@@ -104,20 +106,20 @@ class ShardedStorage(ParameterStorage):
         Collective. ``keep``: None of those that the optimizer does not update."""
         on_host = all(bucket.device == "cpu" for bucket in buckets)
         sizes = [bucket.numel * bucket.dtypes.compute.itemsize for bucket in buckets]
-        regions = self._transport.common(sizes) if on_host and self._transport.world_size > 1 else None
+        regions = self._shards.common(sizes) if on_host and self._shards.world_size > 1 else None
         flats, shelves = [], []
         for number, bucket in enumerate(buckets):
             whole = self._values(bucket, layout, parameters, _nothing if keep is None else keep)
-            low, high = bucket.owned(self._transport.rank)
+            low, high = bucket.owned(self._shards.rank)
             common = None if regions is None else Common(regions[number], whole.dtype)
             flat = whole
-            if self._transport.world_size > 1:
+            if self._shards.world_size > 1:
                 device = torch.device(bucket.device)
-                flat = common.own(low, high) if common else self._transport.empty(high - low, whole.dtype, device)
+                flat = common.own(low, high) if common else self._shards.empty(high - low, whole.dtype, device)
                 flat.copy_(whole[low:high])
             for unit, first, last in layout.runs(bucket):
                 part, begin = bucket.part(first, last), bucket.slots[first].offset
-                here, there = (bound + begin - low for bound in part.owned(self._transport.rank))
+                here, there = (bound + begin - low for bound in part.owned(self._shards.rank))
                 members = [parameters[slot.parameter] for slot in part.slots]
                 shard = flat[here:there] if there > here else flat[:0]
                 shelf = Shelf(part, layout, members, shard, keep is not None, common, begin)
@@ -174,7 +176,7 @@ class ShardedStorage(ParameterStorage):
 
     @property
     def gathers_nothing(self) -> bool:
-        return self._transport.world_size == 1 or not self.units_travel
+        return self._shards.world_size == 1 or not self.units_travel
 
     @property
     def units_travel(self) -> bool:

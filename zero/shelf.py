@@ -34,6 +34,7 @@ class Shelf:
     common: Common | None = None  # where every rank sees every slice, the whole; None where slices must travel
     begin: int = 0  # in the common memory, in elements
     whole: Tensor | None = None
+    kept: Tensor | None = None  # of the whole, between a forward and its backward: what ranks nearby share
     lent: Tensor | None = None  # a buffer that was dropped while somebody else held it
     estranged: bool = False  # somebody else has held what is lent, and may have written there
     shown: bool = False  # in the parameters

@@ -96,13 +96,47 @@ def stage_of(number: int) -> Stage:
     return STAGES[number]
 
 
-def formula_bytes(layout: Layout, stage: Stage, state_tensors: int, rest: Layout | None = None) -> dict[str, int]:
+def check_sharding_factor(factor: int | None, world_size: int, stage: Stage) -> None:
+    """Raise `ValueError` where ``factor`` ranks cannot share one copy of what ``stage`` shards."""
+    if factor is None:
+        return
+    divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
+    if isinstance(factor, bool) or factor not in divisors:
+        raise ValueError(
+            f"sharding_factor must divide the number of ranks, {world_size}, so be one of {divisors}, not {factor!r}"
+        )
+    if stage.states is Placement.WHOLE:
+        raise ValueError(f"sharding_factor={factor} with stage {stage.number}, which shards nothing: leave it away")
+
+
+def check_reshard(reshard: bool | int, sharding_factor: int, stage: Stage) -> int:
+    """How many ranks share what is kept of a unit between its forward and its backward: ``sharding_factor`` where it is
+    resharded after the forward, 1 where it is kept whole. Raises `ValueError` for what cannot be."""
+    divisors = [number for number in range(1, sharding_factor + 1) if sharding_factor % number == 0]
+    if reshard is not True and stage.parameters is Placement.WHOLE:
+        raise ValueError(
+            f"reshard_after_forward={reshard!r} with stage {stage.number}, where every rank holds whole parameters: it "
+            "is for stage 3"
+        )
+    if isinstance(reshard, bool):
+        return sharding_factor if reshard else 1
+    if not isinstance(reshard, int) or reshard not in divisors:
+        raise ValueError(
+            f"reshard_after_forward must be True, False, or a number that divides the {sharding_factor} ranks that "
+            f"share a copy, so one of {divisors}, not {reshard!r}"
+        )
+    return reshard
+
+
+def formula_bytes(
+    layout: Layout, stage: Stage, state_tensors: int, rest: Layout | None = None, kept_by: int | None = None
+) -> dict[str, int]:
     """Bytes of one rank by kind, from the elements alone (no padding).
 
     ``state_tensors``: tensors as large as the parameter that the optimizer keeps for it (Adam: 2); a master weight that
     is kept beside the parameter is one more. ``rest``: of parameters that are stored beside those of ``layout`` and not
-    updated. ``gathered_peak`` and ``scratch_peak`` are bounds: the root's rest and the two largest units; three of the
-    largest bucket.
+    updated. ``kept_by``: of `check_reshard`; None: all. ``gathered_peak`` and ``scratch_peak`` are bounds: the root's
+    rest and the two largest units, and what is kept for the backward; three of the largest bucket.
     """
 
     def total(which: str, among: Sequence[ParameterSpec]) -> int:
@@ -113,7 +147,10 @@ def formula_bytes(layout: Layout, stage: Stage, state_tensors: int, rest: Layout
     if rest is not None:
         stored += total("compute", rest.parameters)
     units = _unit_bytes(layout, rest)
+    all_units = sum(units.values())
     gathered = units.pop(0, 0) + sum(sorted(units.values())[-2:])
+    if kept_by is not None and kept_by < layout.world_size:
+        gathered = all_units if kept_by == 1 else gathered + sharded_bytes(all_units, kept_by)
 
     def placed(nbytes: int, placement: Placement) -> int:
         return nbytes if placement is Placement.WHOLE else sharded_bytes(nbytes, layout.world_size)
@@ -154,11 +191,15 @@ def formula_traffic(
     *,
     units_travel: bool = True,
     means_are_shown: bool = True,
+    replicas: int = 1,
+    kept_by: int | None = None,
 ) -> int:
     """Payload bytes that a step sends, summed over the ranks, with one forward to each backward.
 
-    (W - 1) x (passes x padded trainable elements + gathers x padded elements of all units), where a backward finds the
-    root's rest and the last unit still here: they are gathered once, for the forward. This supposes that forwards enter
+    In each of ``replicas`` of W ranks, (W - 1) x (passes x padded trainable elements + gathers x padded elements of all
+    units), and between them each sum twice, on the way through all and on the way home. A backward finds the
+    root's rest and the last unit still here: they are gathered once, for the forward. The other gathers for a backward
+    are among ``kept_by`` ranks (of `check_reshard`; None: all W). This supposes that forwards enter
     every unit once, in order of registration, and that backwards reach every unit. ``units_travel``: False where every
     rank sees every slice of a unit in memory that all share.
     """
@@ -170,8 +211,12 @@ def formula_traffic(
     )
     units = _unit_bytes(layout, rest) if units_travel else {}
     still_here = sum(units[unit] for unit in {0, max(units, default=0)} & set(units))
-    gathered = stage.gathers(backwards) * sum(units.values()) - stage.gathers(backwards) // 2 * still_here
-    return (layout.world_size - 1) * (passed + gathered)
+    ranks, forwards = layout.world_size, stage.gathers(backwards) // 2
+    near = ranks if kept_by is None else kept_by
+    again = forwards * (sum(units.values()) - still_here) * (near - 1) * (ranks // near)
+    sums = synchronised * sum(bucket.numel * bucket.dtypes.accumulate.itemsize for bucket in trainable)
+    inside = (ranks - 1) * (passed + forwards * sum(units.values())) + again
+    return replicas * inside + 2 * (replicas - 1) * sums
 
 
 def strided(flat: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:

@@ -28,12 +28,19 @@ class ParameterStorage:
     """Parameters in the layout's order, and their memory. Identity, name, shape and strides of a parameter stay."""
 
     def __init__(
-        self, transport: Transport, direct: Collective, module: nn.Module | None, precision: MixedPrecision | None
+        self,
+        transport: Transport,
+        shards: Transport,
+        direct: Collective,
+        module: nn.Module | None,
+        precision: MixedPrecision | None,
     ) -> None:
-        """``direct``: a collective that moves slices of any size."""
-        self._transport, self._direct, self._module, self._precision = transport, direct, module, precision
-        self.layout = Layout((), (), transport.world_size)
-        self.rest = Layout((), (), transport.world_size)  # of parameters that are stored here and not updated
+        """``shards``: the ranks that own the slices of buckets; ``direct``: a collective among all ranks that moves
+        slices of any size."""
+        self._transport, self._shards, self._direct = transport, shards, direct
+        self._module, self._precision = module, precision
+        self.layout = Layout((), (), shards.world_size)
+        self.rest = Layout((), (), shards.world_size)  # of parameters that are stored here and not updated
         self.parameters: list[Tensor] = []
         self.flats: list[Tensor] = []
         self._places: list[tuple[int, torch.dtype]] = []  # of each parameter's memory, where it was put

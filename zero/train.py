@@ -30,6 +30,7 @@ from .loop import Loop, validate
 from .measure import parameters_sha256
 from .model import GPT, build_model, generate
 from .report import RankFacts, RunRecord, write_report
+from .stages import check_reshard, check_sharding_factor, stage_of
 from .view import View, make_view
 
 __all__ = ["main", "run"]
@@ -91,6 +92,9 @@ def _check(config: TrainConfig, world: int) -> None:
             f"--micro-batches {config.micro_batches} is not divisible by {world} ranks: every rank takes equally many "
             f"of a step's micro-batches. Use {choices}, or another number of ranks"
         )
+    stage = stage_of(config.stage)
+    check_sharding_factor(config.sharding_factor, world, stage)
+    check_reshard(config.reshard, config.sharding_factor or world, stage)
     _optimizer_arguments(config)
     load_corpus(config.data, config.sequence)
     if int(os.environ.get("RANK", "0")) == 0:
@@ -112,16 +116,19 @@ def _check_output(out: Path) -> None:
 
 def _rehearse(config: TrainConfig) -> None:
     """Let the library judge the arguments that are its own (stage, optimizer, collective) on a throw-away module."""
-    _make_optimizer(config, nn.Linear(1, 1)).close()
+    _make_optimizer(config, nn.Linear(1, 1), alone=True).close()
 
 
-def _make_optimizer(config: TrainConfig, model: nn.Module) -> ZeroOptimizer:
+def _make_optimizer(config: TrainConfig, model: nn.Module, *, alone: bool = False) -> ZeroOptimizer:
+    """``alone``: one rank, which shares nothing."""
     return ZeroOptimizer(
         model,
         _optimizer_class(config.optimizer),
         stage=config.stage,
         bucket_cap_mb=config.bucket_cap_mb,
         collective=config.collective,
+        sharding_factor=None if alone else config.sharding_factor,
+        reshard_after_forward=True if alone else config.reshard,
         mixed_precision=_PRECISIONS[config.precision],
         **_optimizer_arguments(config),
     )

@@ -9,7 +9,8 @@ to come, be shown or go is `Residency`'s work.
     backward   reaches u     by the graph of u's outputs, or by a tensor that u's forward saved: as above, in reverse
                is over       drop everything
 
-So at most the root's rest, the running unit and the fetched one are here.
+So at most the root's rest, the running unit and the fetched one are here, and what is kept of the others for
+the backward.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ class Order:
 class UnitHooks:
     """The hooks of one optimizer on one module's units, until `remove`."""
 
-    def __init__(self, units: Units, residency: Residency) -> None:
-        self._residency = residency
+    def __init__(self, units: Units, residency: Residency, *, keeps_whole: bool) -> None:
+        """``keeps_whole``: what a forward gathered stays for its backward."""
+        self._residency, self._keeps_whole = residency, keeps_whole
         self._order = Order(len(units.names))
         self._running: list[_Place] = []
         self._current: int | None = None  # the unit that runs, or ran last
@@ -108,9 +110,8 @@ class UnitHooks:
             self._end(self._running[-1])
         if not self._running:
             self._residency.let_all_go()
-        self._task = _NO_TASK
         self._order.close()
-        self._drop_all()
+        self._over()
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -153,7 +154,16 @@ class UnitHooks:
                 if unit in (ROOT, self._current):
                     self._residency.hide(unit)
                 else:
-                    self._residency.drop(unit)
+                    self._has_run(unit)
+
+    def _has_run(self, unit: int) -> None:
+        """A unit is not needed now; perhaps by a backward."""
+        if _in_backward() or not torch.is_grad_enabled():
+            self._residency.drop(unit)
+        elif self._keeps_whole:
+            self._residency.hide(unit)
+        else:
+            self._residency.drop(unit, for_now=True)
 
     # -- which unit, and which next -----------------------------------------------------------------------------------
 
@@ -163,8 +173,8 @@ class UnitHooks:
             self._starting = False
             before, expected, self._current, self._ahead = self._current, self._ahead, unit, None
             for number in (before, expected):
-                if number not in (None, unit):
-                    self._residency.drop(number)
+                if number is not None and number != unit:
+                    self._has_run(number)
             self._residency.fetch(unit)
             following = (self._order.backward if _in_backward() else self._order.forward)(unit)
             if following not in (None, unit) and self._goes_on():
@@ -226,6 +236,7 @@ class UnitHooks:
     def _over(self) -> None:
         self._task = _NO_TASK
         self._drop_all()
+        self._residency.forget_kept()
 
 
 class _Place:

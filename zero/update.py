@@ -33,6 +33,7 @@ class Update:
         self,
         stage: Stage,
         transport: Transport,
+        shards: Transport,
         collective: Collective,
         storage: ParameterStorage,
         reducer: Reducer,
@@ -40,10 +41,11 @@ class Update:
     ) -> None:
         self._stage, self._transport, self._collective = stage, transport, collective
         self._storage, self._reducer, self._inner = storage, reducer, inner
+        self._is_first_copy = transport.rank < shards.world_size  # of slices that several ranks hold
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Scale the means by one factor; the norm before, 0-dim."""
-        pieces = self._reducer.owned()
+        pieces = self._reducer.owned() if self._is_first_copy else []
         mine = PowerSum.of(pieces, norm_type)  # host synchronisation: exact integers, which devices have not
         total = PowerSum.of([], norm_type)
         for data in self._transport.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):

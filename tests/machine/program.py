@@ -30,6 +30,8 @@ class Setting(Source):
     world_size: int
     bucket_cap_mb: float = 0.0005
     collective: str = "auto"
+    sharding_factor: int | None = None
+    reshard: bool | int = True
 
 
 @dataclass(frozen=True, repr=False)

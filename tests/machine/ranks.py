@@ -54,6 +54,8 @@ class Rank:
             stage=setting.stage,
             bucket_cap_mb=setting.bucket_cap_mb,
             collective=COLLECTIVES.get(setting.collective, setting.collective),
+            sharding_factor=setting.sharding_factor,
+            reshard_after_forward=setting.reshard,
             mixed_precision=config.mixed,
             **arguments,
         )

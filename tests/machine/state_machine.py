@@ -74,8 +74,14 @@ class Collectives:
         return (*self.exact, *self.in_any_order) if integer else self.exact
 
 
-def settings(stages: Sequence[int], most_ranks: int, collectives: tuple[str, ...]) -> st.SearchStrategy[Setting]:
-    return st.builds(Setting, st.sampled_from(stages), st.integers(1, most_ranks), CAPS, st.sampled_from(collectives))
+@st.composite
+def settings(draw: st.DrawFn, stages: Sequence[int], most_ranks: int, collectives: tuple[str, ...]) -> Setting:
+    stage, ranks = draw(st.sampled_from(stages)), draw(st.integers(1, most_ranks))
+    factors = [None, *(factor for factor in range(1, ranks + 1) if stage and ranks % factor == 0)]
+    factor = draw(st.sampled_from(factors))
+    shared = ranks if factor is None else factor
+    reshard = [True, *([False, *(n for n in range(2, shared) if shared % n == 0)] if stage == 3 else [])]
+    return Setting(stage, ranks, draw(CAPS), draw(st.sampled_from(collectives)), factor, draw(st.sampled_from(reshard)))
 
 
 @st.composite

@@ -6,6 +6,7 @@ from . import (
     mutants_norms,
     mutants_precision,
     mutants_ranks,
+    mutants_sharing,
     mutants_states,
     mutants_sums,
     mutants_units,
@@ -20,4 +21,5 @@ MUTANTS = (
     *mutants_states.MUTANTS,
     *mutants_units.MUTANTS,
     *mutants_precision.MUTANTS,
+    *mutants_sharing.MUTANTS,
 )

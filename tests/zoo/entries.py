@@ -58,7 +58,7 @@ ENTRIES: dict[str, Entry] = {
     "S7": Entry("the accumulated shard is scaled instead of the new bucket: 1/W compounds", ("ML!3023",)),
     "S8": Entry("a group of one rank doubles the gradient at each micro-batch", ("ML#6660",)),
     "S9": Entry("a new gradient overwrites the accumulated one", ("IL#414",)),
-    "S10": Entry("gradients are never synchronised where the shard dimension is 1", ("PT#154888",), "hybrid sharding"),
+    "S10": Entry("gradients are never synchronised where the shard dimension is 1", ("PT#154888",)),
     "S11": Entry("the backend's mean is a sum: gradients times W", ("PT#162338", "PT!99964")),
     "S12": Entry("with accumulation all outputs are 0 after a step (no cause given: the symptom)", ("CAI#2496",)),
     "S13": Entry("a fused path goes around the reduce-scatter: unreduced gradients", ("TE!2698",)),
@@ -164,6 +164,7 @@ ENTRIES: dict[str, Entry] = {
     "L14": Entry("a rank without batches takes part in all that the others do, with nothing of its own"),
     "L15": Entry("what computes in 16 bits is cast, rounded once from wide weights, which follow what is written"),
     "L16": Entry("one loss scale on all ranks, and one verdict on what is not finite"),
+    "L17": Entry("ranks that hold the same slices have the same sums, and what is kept of a unit is the unit"),
 }
 
 

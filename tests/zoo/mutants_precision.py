@@ -431,8 +431,8 @@ SCALING = (
         (
             Edit(
                 REDUCER,
-                "self._settled(lambda store: store.bucket.pieces(*self._stage.stepped(store.bucket, rank))):",
-                "self._settled(lambda store: store.bucket.pieces(*store.bucket.owned(rank))):",
+                "self._settled(lambda store: store.bucket.pieces(*self._stage.stepped(store.bucket, self._place))):",
+                "self._settled(lambda store: store.bucket.pieces(*store.bucket.owned(self._place))):",
             ),
         ),
         (f"{OVERFLOW}[0-fp16]",),

@@ -107,8 +107,8 @@ MUTANTS = (
         (
             Edit(
                 GRADIENTS,
-                "if self._transport.world_size == 1 and not self.has_sum and not",
-                "if self._transport.world_size == 1 and not",
+                "if self._shards.world_size == 1 and not self.has_sum and not",
+                "if self._shards.world_size == 1 and not",
             ),
         ),
         (f"{NO_SYNC}[2]",),

@@ -133,8 +133,8 @@ MUTANTS = (
         (
             Edit(
                 HOOKS,
-                "        self._task = _NO_TASK\n        self._drop_all()\n\n\nclass _Place",
-                "        self._task = _NO_TASK\n\n\nclass _Place",
+                "        self._task = _NO_TASK\n        self._drop_all()\n        self._residency.forget",
+                "        self._task = _NO_TASK\n        self._residency.forget",
             ),
         ),
         (f"{MEMORY}::test_after_a_forward_the_graph_holds_no_weights[2]",),

@@ -1,0 +1,165 @@
+"""Several ranks with the same slices, and what is kept of a unit for its backward."""
+
+from __future__ import annotations
+
+from .mutant import Edit, Mutant
+
+REPLICATED, TOPOLOGY, LINE = "collectives/replicated.py", "collectives/topology.py", "collectives/line.py"
+RESIDENCY, UNIT_HOOKS, UPDATE = "zero/residency.py", "zero/unit_hooks.py", "zero/update.py"
+CHECKPOINT = "zero/checkpoint.py"
+TESTS = "test_sharding_factor.py"
+FOLD = f"{TESTS}::test_a_sum_over_replicas_is_the_fold_in_rank_order"
+TRAINING = f"{TESTS}::test_training_is_that_of_the_plain_loop"
+KEPT = f"{TESTS}::test_what_is_kept_for_the_backward_changes_no_bit"
+
+REPLICAS = (
+    Mutant(
+        "one-rank-a-copy-is-never-synchronised",
+        ("S10",),
+        "Where every rank holds everything, as under DDP, a rank's own gradient counts as the sum of all.",
+        (
+            Edit(
+                REPLICATED,
+                "        self._announced = 0  #",
+                "        if self.shards.world_size == 1:\n            self.before = self.after = None\n"
+                "        self._announced = 0  #",
+            ),
+        ),
+        (f"{TRAINING}[2-1-1]",),
+    ),
+    Mutant(
+        "a-sum-does-not-come-home",
+        ("S10",),
+        "The last replica alone has the sum of all; the others step with the sum so far.",
+        (
+            Edit(
+                REPLICATED,
+                "            return Chain([onward.isend(out, after, tag), total])\n",
+                "            kept = out.clone()\n            works = Chain([onward.isend(out, after, tag), total])\n"
+                "            works.wait()\n            out.copy_(kept)\n            return works\n",
+            ),
+        ),
+        (f"{TRAINING}[2-1-1]",),
+    ),
+    Mutant(
+        "every-replica-adds-the-sum-so-far",
+        ("S7",),
+        "The sum of earlier backwards is added once for each replica.",
+        (
+            Edit(
+                REPLICATED,
+                "            if start is None:\n                start = algorithm.shards.scratch",
+                "            before_all = start\n            if start is not None or start is None:\n"
+                "                start = algorithm.shards.scratch",
+            ),
+            Edit(
+                REPLICATED,
+                "        works.append(algorithm.inner.reduce_scatter(source, bounds, out, start=start, tag=tag))\n",
+                "        works.append(algorithm.inner.reduce_scatter(source, bounds, out, start=start, tag=tag))\n"
+                "        if before is not None and before_all is not None:\n"
+                "            works[0].wait()\n            start.add_(before_all)\n",
+            ),
+        ),
+        (f"{TRAINING}[2-1-1]",),
+    ),
+    Mutant(
+        "a-sum-is-read-before-it-is-here",
+        ("S19",),
+        "A replica adds onto the memory in which the sum of those before it is still to arrive.",
+        (
+            Edit(
+                REPLICATED,
+                "            works.append(onward.irecv(start, before, tag))\n        works.append(",
+                "            late = onward.irecv(start, before, tag)\n        works.append(",
+            ),
+            Edit(
+                REPLICATED,
+                "        onward.ask_rest()\n",
+                "        if before is not None:\n            works.append(late)\n        onward.ask_rest()\n",
+            ),
+        ),
+        (FOLD,),
+    ),
+    Mutant(
+        "the-norm-counts-every-copy",
+        ("S28",),
+        "Each replica's slices are added to the norm, which is larger by the root of their number.",
+        (Edit(UPDATE, "self._reducer.owned() if self._is_first_copy else []", "self._reducer.owned()"),),
+        (f"{TRAINING}[4-2-2]",),
+    ),
+    Mutant(
+        "a-checkpoint-is-asked-of-the-first-replica",
+        ("R8",),
+        "States are gathered by the number in the group, not by the place in the copy.",
+        (Edit(CHECKPOINT, "divmod(to, shards.world_size)", "(0, to % shards.world_size)"),),
+        (f"{TESTS}::test_a_checkpoint_does_not_know_how_many_ranks_shared_a_copy[3-1]",),
+    ),
+    Mutant(
+        "a-failure-stays-in-its-replica",
+        ("L8",),
+        "A rank that fails tells its own replica; the others wait for their time limit.",
+        (
+            Edit(
+                REPLICATED,
+                "        transport.adopt(self.shards, range(first, first + self.shards.world_size))\n",
+                "        self.first = first\n",
+            ),
+        ),
+        (f"{TESTS}::test_an_algorithm_of_its_own_transport_is_counted_and_fails_with_the_group",),
+    ),
+    Mutant(
+        "replicas-cut-their-buckets-differently",
+        ("L17",),
+        "A replica on one host lays units side by side in common memory, another, across hosts, does not.",
+        (Edit(TOPOLOGY, "may_have_common=within)", "may_have_common=True)"),),
+        (f"{TESTS}::test_what_is_chosen_follows_from_where_the_ranks_of_a_replica_are[hosts3-2-hierarchical]",),
+    ),
+)
+
+BACKWARD = (
+    Mutant(
+        "what-is-kept-is-shown-before-it-was-gathered",
+        ("S23",),
+        "A unit that ranks nearby share is used in the backward before their parts have arrived.",
+        (
+            Edit(
+                RESIDENCY,
+                "                return self._nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))\n",
+                "                self._nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))\n"
+                "                return Chain(())\n",
+            ),
+            Edit(
+                RESIDENCY,
+                "from collectives import Choice, Collective, Kind",
+                "from collectives import Chain, Choice, Collective, Kind",
+            ),
+        ),
+        (f"{KEPT}[-4-None-2]",),
+    ),
+    Mutant(
+        "what-was-kept-outlives-the-step",
+        ("S23",),
+        "What ranks nearby kept for a backward that never came is gathered after the step as if it were new.",
+        (
+            Edit(RESIDENCY, "        shelf.kept = None\n        for slot in slots:\n", "        for slot in slots:\n"),
+            Edit(UNIT_HOOKS, "        self._residency.forget_kept()\n", ""),
+        ),
+        (f"{TESTS}::test_after_an_evaluation_or_a_step_nothing_is_kept[2]",),
+    ),
+    Mutant(
+        "everything-is-kept-for-the-backward",
+        ("L7",),
+        "Units are released after their backward alone: a rank holds the whole model.",
+        (Edit(UNIT_HOOKS, "        elif self._keeps_whole:\n", "        elif self._keeps_whole or True:\n"),),
+        ("test_units_memory.py::test_at_most_the_root_the_running_unit_and_the_next_one_are_here[2]",),
+    ),
+    Mutant(
+        "nothing-is-kept-for-the-backward",
+        ("L17",),
+        "Parameters travel twice for each micro-batch, whatever was asked for.",
+        (Edit(UNIT_HOOKS, "        elif self._keeps_whole:\n", "        elif self._keeps_whole and False:\n"),),
+        (f"{TESTS}::test_what_is_kept_need_not_travel_again[2-None-False]",),
+    ),
+)
+
+MUTANTS = (*REPLICAS, *BACKWARD)
