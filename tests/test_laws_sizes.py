@@ -17,7 +17,7 @@ from collectives import Kind, Pairwise, Ring, Tag, Traffic, Transport, on_thread
 from collectives.messages import HEADER_BYTES, at
 from zero import ZeroOptimizer
 from zero.gradients import GradientStore
-from zero.inner import BucketStates, InnerOptimizer
+from zero.inner import BucketStates, InnerOptimizer, _param_groups
 from zero.layout import Dtypes, Layout, ParameterSpec, build
 from zero.shelf import Shelf
 from zero.stages import STAGES, dense_stride, formula_bytes, formula_traffic
@@ -136,17 +136,18 @@ def test_states_beyond_two_to_the_31_have_a_run_for_every_piece(
     inner = InnerOptimizer(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, **arguments})
     slots = [layout.parameters[slot.parameter] for slot in bucket.slots]
     master = torch.empty(end - begin, device=META)
-    states = BucketStates(bucket, begin, end, master, [0] * len(slots), [spec.shape == () for spec in slots])
+    scalars = [spec.shape == () for spec in slots]
+    states = BucketStates(inner.instance(), bucket, begin, end, master, [0] * len(slots), scalars)
     present = (True,) * len(states.pieces)
-    states.plan(inner._inner, present, (False,))
+    states.plan(present, (False,))
     assert sum(run.end - run.begin for run in states.runs) >= sum(piece.numel for piece in states.pieces) > LIMIT
     groups = [{**inner.defaults, "params": []}]
     inner.states.append(states)
     for run in states.runs:
         run.parameter.grad = torch.empty_like(run.parameter)
-    inner._inner.param_groups = inner._param_groups([states], groups)
-    inner._inner.step()
-    states.harvest(inner._inner, frozenset({"momentum_buffer"}))
+    states.instance.param_groups = _param_groups(states, groups)
+    states.instance.step()
+    states.harvest(frozenset({"momentum_buffer"}))
     assert states.flat["momentum_buffer"].numel() == end - begin
 
 

@@ -174,7 +174,8 @@ class Assembly:
             master = None
             if bucket.dtypes.has_master:
                 master = Master(interval, bucket.dtypes.master, wide.get(bucket.index))
-            states = BucketStates(bucket, begin, end, interval, slot_groups, scalars, master)
+            instance = self.inner.instance()
+            states = BucketStates(instance, bucket, begin, end, interval, slot_groups, scalars, master)
             self.inner.add(states, all_groups)
         self.reducer.extend(found, layout)
 

@@ -66,6 +66,7 @@ class BucketStates:
 
     def __init__(
         self,
+        instance: torch.optim.Optimizer,
         bucket: Bucket,
         begin: int,
         end: int,
@@ -74,8 +75,9 @@ class BucketStates:
         scalars: Sequence[bool],
         master: Master | None = None,
     ) -> None:
-        """``parameters``: of the interval, 1-D; ``master``: what is updated instead, where that is something else; of
-        each slot ``groups``, and ``scalars``: no dimensions."""
+        """``instance``: of the class, for this bucket alone; ``parameters``: of the interval, 1-D; ``master``: what is
+        updated instead, where that is something else; of each slot ``groups``, and ``scalars``: no dimensions."""
+        self.instance = instance
         self.scalars = scalars
         self.bucket, self.begin, self.end = bucket, begin, end
         self._parameters, self.master = parameters, master
@@ -105,12 +107,12 @@ class BucketStates:
                 if is_present:
                     self.master.cast(members[0].begin - self.begin, members[-1].end - self.begin)
 
-    def plan(self, inner: torch.optim.Optimizer, present: tuple[bool, ...], cut: tuple[bool, ...]) -> None:
+    def plan(self, present: tuple[bool, ...], cut: tuple[bool, ...]) -> None:
         """Make the runs over the pieces that are ``present``; ``cut``: of each group, whether long runs are cut."""
         key = (present, cut)
         if key == self._key:
             return
-        self.collect(inner)
+        self.collect()
         self._key = key
         index = 0
         while index < len(self.pieces):
@@ -118,7 +120,7 @@ class BucketStates:
             if present[index]:
                 while last < len(self.pieces) and present[last] and self._joins(last):
                     last += 1
-                self._make_runs(inner, index, last, cut[self.groups[index]])
+                self._make_runs(index, last, cut[self.groups[index]])
             index = last
 
     def _joins(self, index: int) -> bool:
@@ -134,7 +136,7 @@ class BucketStates:
         """True for a parameter without dimensions, which torch promotes as it promotes a number: it stays one."""
         return self.scalars[self.pieces[index].slot]
 
-    def _make_runs(self, inner: torch.optim.Optimizer, first: int, last: int, cut: bool) -> None:
+    def _make_runs(self, first: int, last: int, cut: bool) -> None:
         begin, end = self.pieces[first].begin - self.begin, self.pieces[last - 1].end - self.begin
         weights = self.weights
         step = CUT if cut and weights.device.type == "cpu" else max(1, end - begin)
@@ -146,13 +148,13 @@ class BucketStates:
             run = _Run(parameter, low, high, first, last)
             if state is not None:
                 run.views = {name: self.flat[name][low:high].view(shape) for name in state.elementwise}
-                inner.state[parameter] = {**copy.deepcopy(dict(state.scalars)), **run.views}
+                self.instance.state[parameter] = {**copy.deepcopy(dict(state.scalars)), **run.views}
             self.runs.append(run)
 
-    def harvest(self, inner: torch.optim.Optimizer, names: frozenset[str]) -> None:
+    def harvest(self, names: frozenset[str]) -> None:
         """Take states that the class made or replaced into the flat tensors."""
         for run in self.runs:
-            state: dict[str, Any] = inner.state.get(run.parameter, {})
+            state: dict[str, Any] = self.instance.state.get(run.parameter, {})
             for name, value in state.items():
                 if value is run.views.get(name) or not _is_elementwise(value, run.parameter):
                     continue
@@ -164,23 +166,23 @@ class BucketStates:
                 view.copy_(value)
                 state[name] = run.views[name] = view
 
-    def collect(self, inner: torch.optim.Optimizer) -> None:
+    def collect(self) -> None:
         """Note each piece's state and forget the runs."""
         for run in self.runs:
-            state = inner.state.pop(run.parameter, None)
+            state = self.instance.state.pop(run.parameter, None)
             if state:
                 scalars = {name: value for name, value in state.items() if name not in run.views}
                 noted = PieceState(tuple(run.views), scalars)
                 self._states[run.first : run.last] = [noted] * (run.last - run.first)
         self.runs, self._key = [], None
 
-    def state_of(self, piece: int, inner: torch.optim.Optimizer) -> PieceState | None:
+    def state_of(self, piece: int) -> PieceState | None:
         """The state of a piece, live."""
         place = bisect.bisect_right(self.runs, piece, key=lambda run: run.first) - 1
         if place < 0 or piece >= self.runs[place].last:
             return self._states[piece]
         run = self.runs[place]
-        state = inner.state.get(run.parameter)
+        state = self.instance.state.get(run.parameter)
         if not state:
             return None
         scalars = {name: value for name, value in state.items() if name not in run.views}
@@ -202,9 +204,11 @@ def _is_elementwise(value: Any, parameter: Tensor) -> bool:
 
 
 class InnerOptimizer:
-    """An instance of the user's class whose parameters are runs.
+    """The user's class: an instance for each bucket, whose parameters are runs.
 
-    ``groups`` given to its methods are the user's live param groups: their options count, their parameters do not.
+    So buckets are stepped one after the other, and what a class counts or keeps for itself is as if it had been called
+    once. ``groups`` given to its methods are the user's live param groups: their options count, their parameters do
+    not.
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: Options) -> None:
@@ -212,12 +216,9 @@ class InnerOptimizer:
         self.defaults: Options = dict(plain.defaults)
         self._class, self._arguments = optimizer_class, defaults
         try:
-            self._inner = optimizer_class([torch.zeros(1)], **defaults)
+            self._begins_with_state = bool(optimizer_class([torch.zeros(1)], **defaults).state)
         except Exception as error:
             raise _not_elementwise(optimizer_class, f"it refuses a flat parameter ({error})") from error
-        self._begins_with_state = bool(self._inner.state)
-        self._inner.param_groups.clear()
-        self._inner.state.clear()
         self.states: list[BucketStates] = []
         self.elementwise: frozenset[str] = frozenset()  # names of the states that are as large as the parameter
 
@@ -230,75 +231,60 @@ class InnerOptimizer:
         """`check_elementwise` for a group's options; returns and does not keep the names that it found."""
         return check_elementwise(self._class, self._arguments, options, dtype, device)
 
+    def instance(self) -> torch.optim.Optimizer:
+        """One that has no parameters."""
+        made = self._class([torch.zeros(1)], **self._arguments)
+        made.param_groups.clear()
+        made.state.clear()
+        return made
+
     def add(self, states: BucketStates, groups: Sequence[Options]) -> None:
         """Take up a bucket. A class that makes its state when it is built (Adagrad) makes it here."""
         self.states.append(states)
         if not self._begins_with_state:
             return
         late = states.master is not None and not states.master.exists
-        states.plan(self._inner, (True,) * len(states.pieces), (False,) * len(groups))
-        param_groups = self._param_groups([states], groups)
+        states.plan((True,) * len(states.pieces), (False,) * len(groups))
         if states.runs:
-            built = self._class(param_groups, **self._arguments)
-            self._inner.state.update(built.state)
-        states.harvest(self._inner, self.elementwise)
+            built = self._class(_param_groups(states, groups), **self._arguments)
+            states.instance.state.update(built.state)
+        states.harvest(self.elementwise)
         if late and states.master is not None:
-            states.collect(self._inner)  # the runs are views of weights that may never be updated
+            states.collect()  # the runs are views of weights that may never be updated
             states.master.forget()
 
     def step(
-        self, gradients: Sequence[Tensor | None], present: Sequence[tuple[bool, ...]], groups: Sequence[Options]
+        self,
+        gradients: Sequence[Tensor | None],
+        present: Sequence[tuple[bool, ...]],
+        groups: Sequence[Options],
+        stepped: Callable[[int], None],
     ) -> dict[int, Options]:
         """Step every piece that is ``present``, by bucket, with the gradients of the buckets' intervals, 1-D.
 
-        The class's own ``step`` is called once, with all groups, also those of which this rank holds nothing: a class
-        may count its steps. Returns what it changed in each group's options, by group.
+        Each instance is stepped once, with all groups, also those of which this rank holds nothing: a class may count
+        its steps. ``stepped`` is told the number of each bucket after it. Returns what the class changed in each
+        group's options, by group.
         """
         cut = tuple(not group.get("fused") for group in groups)
-        for states, gradient, which in zip(self.states, gradients, present, strict=True):
-            if states.master is not None:
-                states.master.follow()
-            states.plan(self._inner, which, cut)
-            wide = None if gradient is None else gradient.to(states.bucket.dtypes.master)
-            for run in states.runs:
-                assert wide is not None
-                run.parameter.grad = wide[run.begin : run.end].view(run.parameter.shape)
-        param_groups = self._param_groups(self.states, groups)
-        self._inner.param_groups = param_groups
-        try:
-            unhooked_step(self._inner)()
-        finally:
-            for states in self.states:
-                for run in states.runs:
-                    run.parameter.grad = None
-            self._inner.param_groups = []
-        for states, which in zip(self.states, present, strict=True):
-            states.harvest(self._inner, self.elementwise)
-            states.cast(which)
         changed: dict[int, Options] = {}
-        for number, (group, given) in enumerate(zip(param_groups, groups, strict=True)):
-            options = {key: value for key, value in group.items() if key != "params" and value is not given.get(key)}
-            if options:
-                changed[number] = options
+        for number, states in enumerate(self.states):
+            given = groups if number + 1 == len(self.states) else [_apart(group) for group in groups]
+            changed = _step(states, gradients[number], present[number], cut, given)
+            states.harvest(self.elementwise)
+            states.cast(present[number])
+            stepped(number)
         return changed
 
-    def _param_groups(self, buckets: Sequence[BucketStates], groups: Sequence[Options]) -> list[Options]:
-        result = []
-        for number, group in enumerate(groups):
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            runs = [r.parameter for states in buckets for r in states.runs if states.groups[r.first] == number]
-            result.append({**options, "params": runs})
-        return result
-
     def state_of(self, index: int, piece: int) -> PieceState | None:
-        return self.states[index].state_of(piece, self._inner)
+        return self.states[index].state_of(piece)
 
     def tensors_of(self, states: BucketStates) -> list[Tensor]:
         """The tensors of a bucket's states: the flat ones, and the scalars of its runs."""
         scalars = [
             value
             for run in states.runs
-            for name, value in self._inner.state.get(run.parameter, {}).items()
+            for name, value in states.instance.state.get(run.parameter, {}).items()
             if isinstance(value, Tensor) and name not in run.views
         ]
         wide = [states.master.wide] if states.master is not None and states.master.exists else []
@@ -307,12 +293,56 @@ class InnerOptimizer:
     def close(self) -> None:
         """Let go of all states."""
         self.states = []
-        self._inner.state.clear()
 
     def collect(self) -> None:
         """Forget the runs, before states are replaced."""
         for states in self.states:
-            states.collect(self._inner)
+            states.collect()
+
+
+def _step(
+    states: BucketStates,
+    gradient: Tensor | None,
+    present: tuple[bool, ...],
+    cut: tuple[bool, ...],
+    groups: Sequence[Options],
+) -> dict[int, Options]:
+    """Step a bucket; what its instance changed in the groups' options, by group."""
+    if states.master is not None:
+        states.master.follow()
+    states.plan(present, cut)
+    wide = None if gradient is None else gradient.to(states.bucket.dtypes.master)
+    for run in states.runs:
+        assert wide is not None
+        run.parameter.grad = wide[run.begin : run.end].view(run.parameter.shape)
+    states.instance.param_groups = param_groups = _param_groups(states, groups)
+    try:
+        unhooked_step(states.instance)()
+    finally:
+        for run in states.runs:
+            run.parameter.grad = None
+        states.instance.param_groups = []
+    changed: dict[int, Options] = {}
+    for number, (group, given) in enumerate(zip(param_groups, groups, strict=True)):
+        options = {key: value for key, value in group.items() if key != "params" and value is not given.get(key)}
+        if options:
+            changed[number] = options
+    return changed
+
+
+def _param_groups(states: BucketStates, groups: Sequence[Options]) -> list[Options]:
+    """The groups with a bucket's runs as their parameters."""
+    result = []
+    for number, group in enumerate(groups):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        runs = [run.parameter for run in states.runs if states.groups[run.first] == number]
+        result.append({**options, "params": runs})
+    return result
+
+
+def _apart(group: Options) -> Options:
+    """A group whose options may be edited in place, once for each bucket, without the next one's seeing it."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
 
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

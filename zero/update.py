@@ -70,11 +70,11 @@ class Update:
             tuple(used[bucket.slots[piece.slot].parameter] for piece in states.pieces)
             for bucket, states in zip(buckets, self._inner.states, strict=True)
         ]
-        changed = self._inner.step(gradients, present, groups)
+        queue = BucketQueue(self._gather, GATHERS_IN_FLIGHT)
         if self._stage.parameters_are_gathered:
-            queue = BucketQueue(self._gather, GATHERS_IN_FLIGHT)
             queue.begin([bucket.index for bucket in buckets if any(used[slot.parameter] for slot in bucket.slots)])
-            queue.finish()
+        changed = self._inner.step(gradients, present, groups, queue.ready)
+        queue.finish()
         self._storage.stepped(used)
         return changed
 

@@ -43,7 +43,7 @@ MASTERS = (
         ("S54",),
         "A step begins with the master weights as they were: what was loaded into the model is overwritten by their "
         "cast.",
-        (Edit(INNER, "                states.master.follow()\n", "                pass\n"),),
+        (Edit(INNER, "        states.master.follow()\n", "        pass\n"),),
         (f"{FOLLOW}[2]",),
     ),
     Mutant(

@@ -72,8 +72,8 @@ WAITS = (
         (
             Edit(
                 "zero/update.py",
-                "            queue.finish()\n",
-                "            for n in range(len(buckets)): queue.ready(n)\n",
+                "        queue.finish()\n",
+                "        for n in range(len(buckets)):\n            queue.ready(n)\n",
             ),
         ),
         (f"{EXACT}[2-sgd]",),

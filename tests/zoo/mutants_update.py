@@ -15,10 +15,9 @@ MUTANTS = (
         (
             Edit(
                 INNER,
-                "                run.parameter.grad = wide[run.begin : run.end].view(run.parameter.shape)\n",
-                "                begin = 0 if run.views else run.begin\n"
-                "                run.parameter.grad = wide[begin : begin + run.end - "
-                "run.begin].view(run.parameter.shape)\n",
+                "        run.parameter.grad = wide[run.begin : run.end].view(run.parameter.shape)\n",
+                "        begin = 0 if run.views else run.begin\n"
+                "        run.parameter.grad = wide[begin : begin + run.end - run.begin].view(run.parameter.shape)\n",
             ),
         ),
         (f"{EXACT}[2-adamw]",),
@@ -31,8 +30,8 @@ MUTANTS = (
             Edit(INNER, "        if not self._begins_with_state:\n            return\n", ""),
             Edit(
                 INNER,
-                "            built = self._class(param_groups, **self._arguments)\n",
-                "            still = [{**group, 'lr': 0.0} for group in param_groups]\n"
+                "            built = self._class(_param_groups(states, groups), **self._arguments)\n",
+                "            still = [{**group, 'lr': 0.0} for group in _param_groups(states, groups)]\n"
                 "            built = self._class(still, **self._arguments)\n"
                 "            for run in states.runs:\n"
                 "                run.parameter.grad = torch.zeros_like(run.parameter)\n"
@@ -108,8 +107,8 @@ MUTANTS = (
         (
             Edit(
                 INNER,
-                '            result.append({**options, "params": runs})\n',
-                '            result.append({**options, "params": runs, **({"fused": False} if "fused" in '
+                '        result.append({**options, "params": runs})\n',
+                '        result.append({**options, "params": runs, **({"fused": False} if "fused" in '
                 "options else {})})\n",
             ),
         ),
@@ -186,10 +185,10 @@ MUTANTS = (
         (
             Edit(
                 INNER,
-                "        param_groups = self._param_groups(self.states, groups)\n        self._inner",
+                "        for number, states in enumerate(self.states):\n            given",
                 "        self._kept = getattr(self, '_kept', None) or copy.deepcopy([{**g, 'params': []} for g "
                 "in groups])\n"
-                "        param_groups = self._param_groups(self.states, self._kept)\n        self._inner",
+                "        groups = self._kept\n        for number, states in enumerate(self.states):\n            given",
             ),
         ),
         ("test_face.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),
