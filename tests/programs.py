@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport
-from zero import MixedPrecision, ZeroOptimizer, clip_grad_norm_
+from zero import MixedPrecision, Offload, ZeroOptimizer, clip_grad_norm_
 
 from .models import Odd, build, odd_batches, odd_loss
 from .narrowed import Narrowed
@@ -75,6 +75,7 @@ class Program:
     collective: str = "auto"
     sharding_factor: int | None = None
     reshard: bool | int = True
+    offload: Offload | None = None
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     precision: MixedPrecision | None = None
@@ -212,6 +213,7 @@ def run_rank(
         collective=program.collective,
         sharding_factor=program.sharding_factor,
         reshard_after_forward=program.reshard,
+        offload=program.offload,
         mixed_precision=program.precision,
         **arguments,
     )

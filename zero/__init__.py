@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from .clip import clip_grad_norm_
+from .offload import Offload
 from .optimizer import ZeroOptimizer
 from .precision import MixedPrecision
 from .verification import Verification, verify
 
-__all__ = ["MixedPrecision", "Verification", "ZeroOptimizer", "clip_grad_norm_", "verify"]
+__all__ = ["MixedPrecision", "Offload", "Verification", "ZeroOptimizer", "clip_grad_norm_", "verify"]
 __version__ = "0.1.0"

@@ -6,7 +6,8 @@ Knows: which parts there are, and in what order they take up parameters. Does no
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,12 +19,13 @@ from collectives import build as build_collective
 from .hooks import check_free
 from .inner import BucketStates, InnerOptimizer, Options
 from .layout import Bucket, Dtypes, ParameterSpec, build
+from .offload import Keeper, Offload, StateStore, keeper_of
 from .parameters import check_buffers, check_modules, specs
 from .precision import InputCast, Master, MixedPrecision
 from .reducer import Reducer
 from .replicas import agree_on_construction
 from .sharded import ShardedStorage
-from .stages import Placement, Stage, check_reshard, check_sharding_factor
+from .stages import Placement, Stage, check_offloaded_parameters, check_reshard, check_sharding_factor
 from .storage import ParameterStorage
 from .unit_hooks import check_not_in_units
 from .units import Predicate
@@ -31,6 +33,9 @@ from .update import Update
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+_MASTER = "master weights"  # among the names of states, of which none has a space
 
 
 class Assembly:
@@ -50,19 +55,26 @@ class Assembly:
         precision: MixedPrecision | None,
         sharding_factor: int | None,
         reshard: bool | int,
+        offload: Offload | None,
     ) -> None:
         """``device``: where the parameters are."""
         self.stage, self.module, self.inner, self.precision = stage, module, inner, precision
+        self.offload = offload
         self._bucket_bytes = _bucket_bytes(bucket_cap_mb)
         check_name(collective)
         group = _transport(process_group).fork()
-        self.kept_by = _agree_on_sharing(group, sharding_factor, reshard, stage)
+        self.kept_by = _agree_on_sharing(group, sharding_factor, reshard, offload, stage)
         self.choice = build_collective(group, collective, device, sharding_factor)
         self.collective: Collective = self.choice.collective
         self.transport, self.shards = self.collective.transport, self.choice.shards
+        self._keeper: Keeper | None = None
         try:
             check_modules(module)
             check_not_in_units(module)
+            if offload is not None:
+                if offload.parameters:
+                    check_offloaded_parameters(stage, device)
+                self._keeper = keeper_of(offload, device)
             self.storage = self._make_storage(units, device)
         except (ValueError, TypeError) as error:
             agree_on_construction(self.transport, [], error)
@@ -96,6 +108,7 @@ class Assembly:
             self._bucket_bytes,
             self.precision,
             self._nearby(device),
+            self._keeper if self.offload is not None and self.offload.parameters else None,
         )
 
     def _nearby(self, device: torch.device) -> Choice | None:
@@ -158,12 +171,16 @@ class Assembly:
             layout = self.storage.layout.extended(described, self._bucket_bytes, across_units=across)
         else:
             layout = build(described, self.shards.world_size, self._bucket_bytes, across_units=across)
+        stores = self._reserve(layout.buckets[buckets:])
         wide: dict[int, Tensor] = {}  # this rank's part of the values that are cast, by bucket
 
         def keep(bucket: Bucket, whole: Tensor) -> None:
             if layout.parameters[bucket.slots[0].parameter].trainable:  # others may never be updated
                 begin, end = self.stage.stepped(bucket, self.shards.rank)
-                wide[bucket.index] = whole[begin:end].clone()
+                mine, empty = whole[begin:end], self._room_for_masters(bucket, stores)
+                wide[bucket.index] = mine.clone() if empty is None else empty().copy_(mine)
+                if bucket.index in stores:
+                    stores[bucket.index].leave()
 
         self.storage.adopt(found, layout, keep)
         for bucket in layout.buckets[buckets:]:
@@ -171,13 +188,40 @@ class Assembly:
             slot_groups = [layout.parameters[slot.parameter].group for slot in bucket.slots]
             scalars = [layout.parameters[slot.parameter].shape == () for slot in bucket.slots]
             interval = self.storage.interval(bucket, begin, end)
-            master = None
+            master, store = None, stores.get(bucket.index)
             if bucket.dtypes.has_master:
-                master = Master(interval, bucket.dtypes.master, wide.get(bucket.index))
+                master = Master(
+                    interval, bucket.dtypes.master, wide.pop(bucket.index, None), self._room_for_masters(bucket, stores)
+                )
             instance = self.inner.instance()
-            states = BucketStates(instance, bucket, begin, end, interval, slot_groups, scalars, master)
+            states = BucketStates(instance, bucket, begin, end, interval, slot_groups, scalars, master, store)
             self.inner.add(states, all_groups)
+            states.leave()
         self.reducer.extend(found, layout)
+
+    def _reserve(self, buckets: Sequence[Bucket]) -> dict[int, StateStore]:
+        """Where the states of new buckets are kept, by bucket, if not beside the parameters. Collective then: every
+        rank must have room."""
+        if self._keeper is None:
+            return {}
+        stores: dict[int, StateStore] = {}
+        problem: ValueError | None = None
+        try:
+            for bucket in buckets:
+                begin, end = self.stage.stepped(bucket, self.shards.rank)
+                masters = bucket.dtypes.has_master and torch.device(bucket.device).type == "cpu"
+                names = {*self.inner.elementwise, *([_MASTER] if masters else [])}
+                stores[bucket.index] = StateStore(self._keeper, end - begin, names, bucket.dtypes.master)
+        except ValueError as error:
+            problem = error
+        agree_on_construction(self.transport, [], problem)
+        return stores
+
+    def _room_for_masters(self, bucket: Bucket, stores: Mapping[int, StateStore]) -> Callable[[], Tensor] | None:
+        """Where master weights of a bucket are kept, if not beside the parameters: those on a GPU stay there."""
+        if bucket.index not in stores or torch.device(bucket.device).type != "cpu":
+            return None
+        return partial(stores[bucket.index].zeros, _MASTER, bucket.dtypes.master)
 
     def _check_elementwise(self, all_groups: Sequence[Options], described: Sequence[ParameterSpec]) -> None:
         for number, dtype, device in dict.fromkeys((s.group, s.dtypes.master, s.device) for s in described):
@@ -207,9 +251,12 @@ def _transport(process_group: ProcessGroup | Transport | None) -> Transport:
     return connect(process_group)
 
 
-def _agree_on_sharing(group: Transport, factor: int | None, reshard: bool | int, stage: Stage) -> int:
+def _agree_on_sharing(
+    group: Transport, factor: int | None, reshard: bool | int, offload: Offload | None, stage: Stage
+) -> int:
     """Raise `ValueError`, on every rank, where the ranks cannot share copies so; else `check_reshard`. Collective."""
-    mine = f"sharding_factor={factor!r}, reshard_after_forward={reshard!r}"
+    elsewhere = "None" if offload is None else offload.kind
+    mine = f"sharding_factor={factor!r}, reshard_after_forward={reshard!r}, offload={elsewhere}"
     told = group.exchange(mine.encode(), Tag(Kind.EXCHANGE, "sharding factor"))
     for rank, theirs in enumerate(told):
         if theirs != told[0]:

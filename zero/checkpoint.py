@@ -77,6 +77,7 @@ def gather(
         if any(entries[bucket.index]["master"] for entries in lists):
             names[_MASTER] = str(bucket.dtypes.master)
         flats: dict[str, Tensor] = {}
+        states.settle()
         for number, (name, dtype) in enumerate(sorted(names.items())):
             part = states.followed_weights() if name == _MASTER else states.flat.get(name)
             if whole_here:
@@ -89,6 +90,7 @@ def gather(
             whole = _gather_one(part, bucket.bounds, shards, place, one)
             if whole is not None:
                 flats[name] = whole.cpu()
+        states.leave()
         if transport.rank == to:
             for number, slot in enumerate(bucket.slots):
                 spec = layout.parameters[slot.parameter]
@@ -243,6 +245,7 @@ def scatter(
                 source = flat_values[key][piece.begin - slot.offset : piece.end - slot.offset]
                 target[piece.begin - states.begin : piece.end - states.begin].copy_(source)
             states.set_state(number, PieceState(tuple(names), scalars))
+        states.leave()
 
 
 def _scalar(name: str, value: Any, on_device: bool, device: str) -> Any:
@@ -271,6 +274,7 @@ def scatter_masters(
                 values = flattened(whole.detach().to(bucket.device, bucket.dtypes.master), spec.stride)
                 target = states.master.wide[piece.begin - states.begin : piece.end - states.begin]
                 target.copy_(values[piece.begin - slot.offset : piece.end - slot.offset])
+        states.leave()
 
 
 class States(Mapping[Tensor, dict[str, Any]]):

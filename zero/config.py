@@ -31,6 +31,8 @@ class TrainConfig:
     reshard_after_forward: Annotated[
         str, "at stage 3: true, false (keep parameters for the backward), or how many ranks share what is kept"
     ] = "true"
+    offload: Annotated[Path | None, "folder on a disk, in which a rank keeps its optimizer states"] = None
+    offload_parameters: Annotated[bool, "with --offload at stage 3: keep slices of the parameters there, too"] = False
     ranks: Annotated[int | None, "processes; 2 when omitted (under torchrun: as many as it started)"] = None
     steps: Annotated[int, "optimizer steps"] = 600
     micro_batches: Annotated[int, "micro-batches of a step, over all ranks; its gradient is divided by this"] = 4
@@ -55,6 +57,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "micro_batches", "batch", "sequence", "threads"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(self.offload is not None or not self.offload_parameters, "offload_parameters", True, "with --offload")
         known = self.reshard_after_forward in ("true", "false") or self.reshard_after_forward.isdecimal()
         _require(known, "reshard_after_forward", self.reshard_after_forward, "true, false or a number of ranks")
         _require(self.ranks is None or self.ranks >= 1, "ranks", self.ranks, "at least 1")

@@ -51,6 +51,7 @@ class Description:
     storages: dict[str, frozenset[int]]
     bytes: dict[str, int]
     formula_bytes: dict[str, int]
+    offloaded_bytes: int  # of all these, what is kept on disk or in the host's memory
     formula_traffic_bytes: Callable[[int, int], int]
     """(backwards, synchronised) of each rank -> payload bytes that a step sends, summed over the ranks."""
 
@@ -61,6 +62,8 @@ class Description:
             f"{'':>4} {'bytes':>14} {'formula':>14}",
         ]
         lines += [f"{kind:<14} {self.bytes[kind]:>14,} {self.formula_bytes[kind]:>14,}" for kind in self.bytes]
+        if self.offloaded_bytes:
+            lines.append(f"{'elsewhere':<14} {self.offloaded_bytes:>14,}")
         for number, bucket in enumerate(self.buckets):
             names = bucket.names if len(bucket.names) < 5 else (*bucket.names[:2], "...", bucket.names[-1])
             state = "" if bucket.trainable else ", frozen"
@@ -126,6 +129,7 @@ def describe(
             "scratch_peak": shards.pool.peak_bytes,
         },
         formula_bytes(layout, stage, tensors_of_state, storage.rest, kept_by),
+        _bytes([*storage.kept(), *(tensor for held in inner.states for tensor in held.kept())]),
         lambda backwards, synchronised: formula_traffic(
             layout,
             stage,

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from .layout import Bucket, Piece
+from .offload import StateStore
 from .precision import Master
 
 CUT = 1 << 16
@@ -74,9 +75,12 @@ class BucketStates:
         groups: Sequence[int],
         scalars: Sequence[bool],
         master: Master | None = None,
+        store: StateStore | None = None,
     ) -> None:
         """``instance``: of the class, for this bucket alone; ``parameters``: of the interval, 1-D; ``master``: what is
-        updated instead, where that is something else; of each slot ``groups``, and ``scalars``: no dimensions."""
+        updated instead, where that is something else; of each slot ``groups``, and ``scalars``: no dimensions;
+        ``store``: where states are kept, if not beside the parameters."""
+        self._store = store
         self.instance = instance
         self.scalars = scalars
         self.bucket, self.begin, self.end = bucket, begin, end
@@ -85,6 +89,7 @@ class BucketStates:
         self.groups = [groups[piece.slot] for piece in self.pieces]
         self.flat: dict[str, Tensor] = {}
         self._states: list[PieceState | None] = [None] * len(self.pieces)
+        self._staged: dict[str, Tensor] = {}
         self.runs: list[_Run] = []
         self._key: tuple[Any, ...] | None = None
 
@@ -161,7 +166,7 @@ class BucketStates:
                 if run.parameter.dim() == 0 and name not in names:
                     continue  # a scalar of the class, not of the parameter
                 if name not in self.flat:
-                    self.flat[name] = torch.zeros(self.end - self.begin, dtype=value.dtype, device=value.device)
+                    self.flat[name] = self._zeros(name, value.dtype)
                 view = self.flat[name][run.begin : run.end].view(run.parameter.shape)
                 view.copy_(value)
                 state[name] = run.views[name] = view
@@ -195,8 +200,60 @@ class BucketStates:
     def allocate(self, name: str, dtype: torch.dtype) -> Tensor:
         """The flat tensor of a state, made where there is none yet or it is of another dtype."""
         if name not in self.flat or self.flat[name].dtype != dtype:
-            self.flat[name] = torch.zeros(self.end - self.begin, dtype=dtype, device=self._parameters.device)
+            self.flat[name] = self._zeros(name, dtype)
         return self.flat[name]
+
+    def _zeros(self, name: str, dtype: torch.dtype) -> Tensor:
+        if self._store is not None:
+            return self._store.zeros(name, dtype)
+        return torch.zeros(self.end - self.begin, dtype=dtype, device=self._parameters.device)
+
+    # -- where states are kept elsewhere ------------------------------------------------------------------------------
+
+    def kept(self) -> list[Tensor]:
+        """The tensors that are kept elsewhere."""
+        return [] if self._store is None else self._store.tensors()
+
+    def arrive(self) -> None:
+        """The states will be needed soon."""
+        if self._store is not None:
+            self._store.arrive()
+
+    def leave(self) -> None:
+        """The states will not be needed for a while."""
+        if self._store is not None:
+            self._store.leave()
+
+    def stage(self) -> None:
+        """Copy states that are kept on another device to that of the weights, where the class steps them."""
+        self._staged = {
+            name: flat.to(self.weights.device, non_blocking=True)
+            for name, flat in self.flat.items()
+            if self._is_elsewhere(flat)
+        }
+        self._point_to(self._staged)
+
+    def _is_elsewhere(self, flat: Tensor) -> bool:
+        return flat.device != self.weights.device
+
+    def settle(self) -> None:
+        """Wait until what was copied back from a device can be read."""
+        if self._store is not None and self.weights.device.type != "cpu":
+            torch.accelerator.synchronize(self.weights.device)  # host synchronisation: who reads is on the host
+
+    def unstage(self) -> None:
+        """Copy what was staged back."""
+        for name, staged in self._staged.items():
+            self.flat[name].copy_(staged, non_blocking=True)
+        self._point_to({name: self.flat[name] for name in self._staged})
+        self._staged = {}
+
+    def _point_to(self, flats: Mapping[str, Tensor]) -> None:
+        """Let the class see its states in these tensors."""
+        for run in self.runs if flats else ():
+            for name in run.views.keys() & flats.keys():
+                view = flats[name][run.begin : run.end].view(run.parameter.shape)
+                run.views[name] = self.instance.state[run.parameter][name] = view
 
 
 def _is_elementwise(value: Any, parameter: Tensor) -> bool:
@@ -270,9 +327,13 @@ class InnerOptimizer:
         changed: dict[int, Options] = {}
         for number, states in enumerate(self.states):
             given = groups if number + 1 == len(self.states) else [_apart(group) for group in groups]
+            for following in self.states[number + 1 : number + 2]:
+                following.arrive()
             changed = _step(states, gradients[number], present[number], cut, given)
             states.harvest(self.elementwise)
+            states.unstage()
             states.cast(present[number])
+            states.leave()
             stepped(number)
         return changed
 
@@ -311,6 +372,7 @@ def _step(
     if states.master is not None:
         states.master.follow()
     states.plan(present, cut)
+    states.stage()
     wide = None if gradient is None else gradient.to(states.bucket.dtypes.master)
     for run in states.runs:
         assert wide is not None

@@ -26,6 +26,7 @@ from .clip import check_norm_arguments
 from .describe import Description, describe
 from .inner import InnerOptimizer
 from .join import Call, adopt_options, digests_of
+from .offload import Offload
 from .parameters import as_groups, check_listed_once, device_of
 from .precision import MixedPrecision
 from .replicas import compare, gather_slot
@@ -62,6 +63,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         reshard_after_forward: at stage 3, what stays of a unit between its forward and its backward: True nothing but
             this rank's slice; False the whole, so that the backward gathers nothing; a number, so many neighbouring
             ranks share it, and the backward gathers among them (those of a host, say).
+        offload: what is kept on disk, or in the host's memory where the parameters are on a GPU; see `Offload`.
         mixed_precision: compute in 16 bits, with fp32 master weights at their owners; see `MixedPrecision`. The
             parameters become 16-bit ones; ``p.grad`` is then a placeholder at stage 0, too (`full_grad` reads).
         units: at stage 3, which modules are gathered as a whole, each just before its forward and its backward:
@@ -86,6 +88,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         collective: str | Algorithm = "auto",
         sharding_factor: int | None = None,
         reshard_after_forward: bool | int = True,
+        offload: Offload | None = None,
         mixed_precision: MixedPrecision | None = None,
         units: Predicate | None = None,
         **defaults: Any,
@@ -99,6 +102,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._module = given if given is not None else module
         if not isinstance(mixed_precision, MixedPrecision | None):
             raise TypeError(f"mixed_precision must be a zero.MixedPrecision, not {mixed_precision!r}")
+        if not isinstance(offload, Offload | None):
+            raise TypeError(f"offload must be a zero.Offload, not {offload!r}")
         self._inner = InnerOptimizer(optimizer_class, defaults)
         groups = as_groups(params)
         device = device_of(groups)
@@ -114,6 +119,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             mixed_precision,
             sharding_factor,
             reshard_after_forward,
+            offload,
         )
         self._assembly, self._transport, self._collective = parts, parts.transport, parts.collective
         self._storage, self._reducer, self._update = parts.storage, parts.reducer, parts.update
@@ -359,6 +365,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             tag = Tag(Kind.ALL_GATHER, f"full_master of {spec.name!r}", index=bucket.index)
             held = (states.begin, states.followed_weights())
             whole = gather_slot(self._collective, self._assembly.shards.rank, bucket, slot, held, tag)
+            states.leave()
         return whole.as_strided(spec.shape, spec.stride)
 
     # -- parameters ---------------------------------------------------------------------------------------------------

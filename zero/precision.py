@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -92,9 +92,12 @@ class Master:
     loaded checkpoint), and is the weight from then on.
     """
 
-    def __init__(self, narrow: Tensor, dtype: torch.dtype, wide: Tensor | None) -> None:
-        """``narrow``: the interval; ``wide``: its values, where they are known better than from it."""
-        self._narrow, self._dtype, self._wide = narrow, dtype, wide
+    def __init__(
+        self, narrow: Tensor, dtype: torch.dtype, wide: Tensor | None, empty: Callable[[], Tensor] | None = None
+    ) -> None:
+        """``narrow``: the interval; ``wide``: its values, where they are known better than from it; ``empty``: the
+        memory that they are kept in, each time the same, if that is not to be had anywhere."""
+        self._narrow, self._dtype, self._wide, self._empty = narrow, dtype, wide, empty
 
     @property
     def exists(self) -> bool:
@@ -105,7 +108,7 @@ class Master:
     def wide(self) -> Tensor:
         """The weights, made from the narrow ones where there are none yet."""
         if self._wide is None:
-            self._wide = self._narrow.to(self._dtype)
+            self._wide = self._narrow.to(self._dtype) if self._empty is None else self._empty().copy_(self._narrow)
         return self._wide
 
     def followed(self) -> Tensor:

@@ -63,9 +63,16 @@ class Residency:
     """The parameters of all units of one optimizer on one rank. A unit is known by its number."""
 
     def __init__(
-        self, shards: Transport, collective: Collective, names: Sequence[str], nearby: Choice | None = None
+        self,
+        shards: Transport,
+        collective: Collective,
+        names: Sequence[str],
+        nearby: Choice | None = None,
+        at_rest: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """``nearby``: some of the ranks, who share what is kept for a backward."""
+        """``nearby``: some of the ranks, who share what is kept for a backward; ``at_rest``: is told of a slice that
+        will not be needed for a while."""
+        self._at_rest: Callable[[Tensor], None] = at_rest or _nothing
         self._shards, self._collective, self._nearby = shards, collective, nearby
         self._alone = shards.world_size == 1  # then the shard is the whole
         self.units = [_Unit(name) for name in names]
@@ -183,6 +190,7 @@ class Residency:
                 return self._nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))
             low, high = bucket.owned(self._shards.rank)
             target[low:high].copy_(shelf.shard)
+            self._at_rest(shelf.shard)
         return self._collective.all_gather(target, bucket.bounds, tag=_tag(unit, shelf))
 
     def _arrive(self, unit: _Unit) -> None:
@@ -261,7 +269,9 @@ class Residency:
         for shelf in unit.shelves:
             if for_now and self._nearby is not None and shelf.common is None:
                 shelf.kept = self._kept(shelf, self._nearby.shards)
-            if not self._alone:
+            if self._alone:
+                self._at_rest(shelf.shard)
+            else:
                 shelf.lent = shelf.whole
                 self._lenders.append(shelf)
             shelf.whole = None
@@ -406,6 +416,10 @@ class Residency:
             else:
                 for number in numbers:
                     self.drop(number)
+
+
+def _nothing(_: Tensor) -> None:
+    return None
 
 
 def _usable_later() -> AbstractContextManager[Any]:

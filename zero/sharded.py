@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from collectives import Choice, Collective, Transport
 
 from .layout import Bucket, Dtypes, Layout, ParameterSpec, build
+from .offload import Keeper
 from .parameters import bindings, misplaced, specs
 from .precision import MixedPrecision
 from .released import as_plain
@@ -41,13 +42,17 @@ class ShardedStorage(ParameterStorage):
         bucket_bytes: int,
         precision: MixedPrecision | None,
         nearby: Choice | None,
+        keeper: Keeper | None,
     ) -> None:
-        """``nearby``: the ranks, of those that share a copy, who share what is kept for a backward; None: all."""
+        """``nearby``: the ranks, of those that share a copy, who share what is kept for a backward; None: all.
+        ``keeper``: where this rank's slices are kept, if not in memory."""
         super().__init__(transport, shards, direct, module, precision)
         self._root, self._bucket_bytes = module, bucket_bytes
         self._on_host = all(parameter.device.type == "cpu" for parameter in module.parameters())
         self._units = find_units(module, predicate)
-        self.residency = Residency(shards, collective, self._units.names, nearby)
+        self._keeper = keeper
+        at_rest = None if keeper is None else lambda shard: keeper.leave([shard])
+        self.residency = Residency(shards, collective, self._units.names, nearby, at_rest)
         self._keeps_whole = nearby is not None and nearby.shards.world_size == 1
         self._hooks: UnitHooks | None = None
         self._others: list[Shelf] = []  # of the rest
@@ -60,7 +65,7 @@ class ShardedStorage(ParameterStorage):
 
     @property
     def buckets_cross_units(self) -> bool:
-        return self._on_host and self._shards.has_common and self._shards.world_size > 1
+        return self._on_host and self._keeper is None and self._shards.has_common and self._shards.world_size > 1
 
     def lines(self) -> list[str]:
         units = zip(self._units.names, self._units.parameters, strict=True)
@@ -106,17 +111,21 @@ class ShardedStorage(ParameterStorage):
         Collective. ``keep``: None of those that the optimizer does not update."""
         on_host = all(bucket.device == "cpu" for bucket in buckets)
         sizes = [bucket.numel * bucket.dtypes.compute.itemsize for bucket in buckets]
-        regions = self._shards.common(sizes) if on_host and self._shards.world_size > 1 else None
+        shared = on_host and self._keeper is None and self._shards.world_size > 1
+        regions = self._shards.common(sizes) if shared else None
         flats, shelves = [], []
         for number, bucket in enumerate(buckets):
             whole = self._values(bucket, layout, parameters, _nothing if keep is None else keep)
             low, high = bucket.owned(self._shards.rank)
             common = None if regions is None else Common(regions[number], whole.dtype)
             flat = whole
-            if self._shards.world_size > 1:
-                device = torch.device(bucket.device)
-                flat = common.own(low, high) if common else self._shards.empty(high - low, whole.dtype, device)
-                flat.copy_(whole[low:high])
+            if common is not None:
+                flat = common.own(low, high).copy_(whole[low:high])
+            elif self._keeper is not None:
+                flat = self._keeper.empty(high - low, whole.dtype).copy_(whole[low:high])
+                self._keeper.leave([flat])
+            elif self._shards.world_size > 1:
+                flat = self._shards.empty(high - low, whole.dtype, torch.device(bucket.device)).copy_(whole[low:high])
             for unit, first, last in layout.runs(bucket):
                 part, begin = bucket.part(first, last), bucket.slots[first].offset
                 here, there = (bound + begin - low for bound in part.owned(self._shards.rank))
@@ -221,6 +230,10 @@ class ShardedStorage(ParameterStorage):
         self._hooks.retire()
         return all(unit.state is State.SHARDED for unit in self.residency.units)
 
+    def leave(self, bucket: int) -> None:
+        if self._keeper is not None:
+            self._keeper.leave([self.flats[bucket]])
+
     def stepped(self, used: Sequence[bool]) -> None:
         for shelf in self.residency.shelves():
             if shelf.updated:
@@ -230,6 +243,9 @@ class ShardedStorage(ParameterStorage):
 
     def rest_flats(self) -> list[Tensor]:
         return self._other_flats
+
+    def kept(self) -> list[Tensor]:
+        return [] if self._keeper is None else [*self.flats, *self._other_flats]
 
     def transient(self) -> tuple[frozenset[int], int]:
         return self.residency.pool.storages(), self.residency.pool.peak_bytes

@@ -128,6 +128,14 @@ def check_reshard(reshard: bool | int, sharding_factor: int, stage: Stage) -> in
     return reshard
 
 
+def check_offloaded_parameters(stage: Stage, device: torch.device) -> None:
+    """Raise `ValueError` where a rank has no slices of parameters that it could keep on disk."""
+    if stage.parameters is Placement.WHOLE:
+        raise ValueError(f"offload: parameters=True with stage {stage.number}, where every rank needs all of them")
+    if device.type != "cpu":
+        raise ValueError(f"offload: parameters=True is for parameters on the CPU, and these are on {device}")
+
+
 def formula_bytes(
     layout: Layout, stage: Stage, state_tensors: int, rest: Layout | None = None, kept_by: int | None = None
 ) -> dict[str, int]:

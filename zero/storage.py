@@ -214,6 +214,9 @@ class ParameterStorage:
         """Let go of what was kept for a backward; False where somebody is using whole parameters now."""
         return True
 
+    def leave(self, bucket: int) -> None:
+        """This rank has updated its slice of a bucket, and does not need it for a while."""
+
     def stepped(self, used: Sequence[bool]) -> None:
         """A step has changed these parameters."""
 
@@ -245,6 +248,10 @@ class ParameterStorage:
 
     def rest_flats(self) -> list[Tensor]:
         """This rank's memory of the parameters of `rest`."""
+        return []
+
+    def kept(self) -> list[Tensor]:
+        """This rank's memory of parameters that is on disk."""
         return []
 
     def transient(self) -> tuple[frozenset[int], int]:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import MixedPrecision, ZeroOptimizer
+from . import MixedPrecision, Offload, ZeroOptimizer
 from .config import TrainConfig, parse_arguments
 from .data import Corpus, load_corpus
 from .loop import Loop, validate
@@ -129,6 +129,7 @@ def _make_optimizer(config: TrainConfig, model: nn.Module, *, alone: bool = Fals
         collective=config.collective,
         sharding_factor=None if alone else config.sharding_factor,
         reshard_after_forward=True if alone else config.reshard,
+        offload=None if config.offload is None else Offload(config.offload, config.offload_parameters),
         mixed_precision=_PRECISIONS[config.precision],
         **_optimizer_arguments(config),
     )

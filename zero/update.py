@@ -73,7 +73,12 @@ class Update:
         queue = BucketQueue(self._gather, GATHERS_IN_FLIGHT)
         if self._stage.parameters_are_gathered:
             queue.begin([bucket.index for bucket in buckets if any(used[slot.parameter] for slot in bucket.slots)])
-        changed = self._inner.step(gradients, present, groups, queue.ready)
+
+        def stepped(bucket: int) -> None:
+            self._storage.leave(bucket)
+            queue.ready(bucket)
+
+        changed = self._inner.step(gradients, present, groups, stepped)
         queue.finish()
         self._storage.stepped(used)
         return changed

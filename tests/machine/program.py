@@ -32,6 +32,7 @@ class Setting(Source):
     collective: str = "auto"
     sharding_factor: int | None = None
     reshard: bool | int = True
+    offload: str = ""  # "states", or "all" with parameters
 
 
 @dataclass(frozen=True, repr=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from collectives import Collective, Hierarchical, Shared, Transport
-from zero import ZeroOptimizer
+from zero import Offload, ZeroOptimizer
 
 from ..programs import CLASSES, clear
 from ..sockets import meet, routed
@@ -56,6 +57,7 @@ class Rank:
             collective=COLLECTIVES.get(setting.collective, setting.collective),
             sharding_factor=setting.sharding_factor,
             reshard_after_forward=setting.reshard,
+            offload=Offload(tempfile.gettempdir(), setting.offload == "all") if setting.offload else None,
             mixed_precision=config.mixed,
             **arguments,
         )

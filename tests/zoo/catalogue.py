@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     mutants_norms,
+    mutants_offload,
     mutants_precision,
     mutants_ranks,
     mutants_sharing,
@@ -22,4 +23,5 @@ MUTANTS = (
     *mutants_units.MUTANTS,
     *mutants_precision.MUTANTS,
     *mutants_sharing.MUTANTS,
+    *mutants_offload.MUTANTS,
 )

@@ -45,12 +45,12 @@ class Entry:
     impossible: str = ""
 
 
-MATRIX, DISK, OFFLOAD = "whole-matrix optimizers (Muon)", "checkpoints on disk", "offload"
+MATRIX, DISK = "whole-matrix optimizers (Muon)", "checkpoints on disk"
 
 ENTRIES: dict[str, Entry] = {
     # gradients and accumulation
     "S1": Entry("each backward resets the accumulator; the last micro-batch alone counts", ("DS#7718", "ACC#3877")),
-    "S2": Entry("copies to the host at the wrong micro-step after the first step", ("DS!6550",), OFFLOAD),
+    "S2": Entry("copies to the host at the wrong micro-step after the first step", ("DS!6550",)),
     "S3": Entry("a parameter without a gradient in one micro-batch breaks accumulation", ("DS!545",)),
     "S4": Entry("the last micro-batch is not reduced; ranks differ", ("DS!7985",)),
     "S5": Entry("`zero_grad` is skipped, and gradients keep the loss scale", ("DS#7837", "DS!7839")),
@@ -78,7 +78,7 @@ ENTRIES: dict[str, Entry] = {
     "S22": Entry("results differ with overlap on and off", ("NEOX#1004",)),
     "S23": Entry("gathered parameters are read before the copy is done", ("DS#5059",)),
     "S24": Entry("a wrong count of requests that are waited for", ("FS#241", "FS!242", "FS#1172")),
-    "S25": Entry("the copy back from the host is not synchronised", ("DS!3097", "DS#1643"), OFFLOAD),
+    "S25": Entry("the copy back from the host is not synchronised", ("DS!3097", "DS#1643")),
     "S26": Entry("stale parameters stay in buckets, with re-entrant checkpointing", ("DS!7780",)),
     "S27": Entry("more than 2^31 - 1 elements: writes out of bounds", ("SWIFT!10023",)),
     # norms, clipping, scaling
@@ -165,6 +165,7 @@ ENTRIES: dict[str, Entry] = {
     "L15": Entry("what computes in 16 bits is cast, rounded once from wide weights, which follow what is written"),
     "L16": Entry("one loss scale on all ranks, and one verdict on what is not finite"),
     "L17": Entry("ranks that hold the same slices have the same sums, and what is kept of a unit is the unit"),
+    "L18": Entry("what is kept on disk has its room from the start, and is in memory only while it is stepped"),
 }
 
 

@@ -17,8 +17,8 @@ MUTANTS = (
         (
             Edit(
                 RESIDENCY,
-                "            target[low:high].copy_(shelf.shard)\n        return",
-                "            assert high - low == shelf.shard.numel()\n        return",
+                "            target[low:high].copy_(shelf.shard)\n            self._at_rest",
+                "            assert high - low == shelf.shard.numel()\n            self._at_rest",
             ),
         ),
         (f"{EXACT}[3-sgd]",),

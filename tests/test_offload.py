@@ -1,0 +1,297 @@
+"""What a rank keeps on disk: the same bits, as little memory as promised, and errors where there is no room."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from collectives import Transport, on_threads
+from zero import Offload, ZeroOptimizer
+from zero.inner import BucketStates
+from zero.offload import Spool
+
+from .models import odd_batches, odd_loss
+from .narrowed import PRECISIONS
+from .plain import assert_same_states
+from .programs import CLASSES, Program, locked_build
+from .sockets import on_sockets
+from .test_sharding_factor import STEPS, check
+
+ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+MIB = 1 << 20
+
+
+# -- the bits ----------------------------------------------------------------------------------------------------------
+
+
+@ALL
+@pytest.mark.parametrize("precision", ["", "bf16"])
+def test_states_on_disk_change_no_bit(tmp_path: Path, stage: int, precision: str) -> None:
+    mixed = PRECISIONS[precision] if precision else None
+    for world_size in (1, 3):
+        check(Program(world_size, stage, "adamw fused", steps=STEPS, precision=mixed, offload=Offload(tmp_path)))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", CLASSES)
+def test_whatever_a_class_keeps(tmp_path: Path, optimizer: str) -> None:
+    for stage in (1, 3):
+        check(Program(2, stage, optimizer, steps=STEPS, offload=Offload(tmp_path)))
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "nadam", "sgd"])
+def test_states_that_are_made_at_construction_counted_or_not_there(tmp_path: Path, optimizer: str) -> None:
+    for mixed in (None, PRECISIONS["bf16"]):
+        check(Program(2, 2, optimizer, steps=STEPS, precision=mixed, offload=Offload(tmp_path)))
+
+
+@pytest.mark.parametrize("precision", ["", "bf16"])
+@pytest.mark.parametrize(("world_size", "factor"), [(1, None), (2, None), (4, 2), (2, 1)])
+def test_so_do_parameters_on_disk(tmp_path: Path, world_size: int, factor: int | None, precision: str) -> None:
+    mixed = PRECISIONS[precision] if precision else None
+    kept = Offload(tmp_path, parameters=True)
+    program = Program(world_size, 3, steps=STEPS, sharding_factor=factor, precision=mixed, offload=kept)
+    check(program)
+    check(program, on_sockets)
+
+
+@ALL
+def test_states_that_are_copied_to_another_device_for_a_step_and_back(
+    tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where parameters are on a GPU."""
+    monkeypatch.setattr(BucketStates, "_is_elsewhere", lambda self, flat: True)
+    for optimizer in ("adamw", "adamw fused", "adagrad"):
+        check(Program(2, stage, optimizer, steps=STEPS, offload=Offload(tmp_path)))
+
+
+@ALL
+def test_a_checkpoint_does_not_know_where_states_were_kept(tmp_path: Path, stage: int) -> None:
+    def run(transport: Transport, offload: Offload | None, states: Any = None) -> Any:
+        model = locked_build(0)
+        optimizer = ZeroOptimizer(
+            model, stage=stage, process_group=transport, bucket_cap_mb=0.0005, lr=1e-2, offload=offload
+        )
+        if states is None:
+            odd_loss(model, odd_batches(2, 0, stage < 3)[transport.rank]).backward()
+            optimizer.step()
+        else:
+            optimizer.load_state_dict(states)
+            optimizer.load_state_dict(states)
+        optimizer.consolidate_state_dict(1)
+        return optimizer.state_dict() if transport.rank == 1 else None
+
+    plain = on_threads(2, lambda transport: run(transport, None))[1]
+    kept = Offload(tmp_path)
+    assert_same_states(on_threads(2, lambda transport: run(transport, kept))[1], plain)
+    assert_same_states(on_threads(2, lambda transport: run(transport, kept, plain))[1], plain)
+    assert_same_states(on_threads(2, lambda transport: run(transport, None, plain))[1], plain)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+BUCKETS, WIDTH = 8, 512  # of 1 MiB: a matrix of WIDTH x WIDTH in fp32
+
+
+def mapped() -> int:
+    """Resident bytes of mapped files without a name, in this process."""
+    total, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"^[0-9a-f]+-[0-9a-f]+ ", line):
+            counts = line.endswith("(deleted)") and "memfd" not in line
+        elif counts and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def private() -> int:
+    """Bytes of this process alone, without what its allocator keeps for later."""
+    ctypes.CDLL(None).malloc_trim(0)
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Anonymous:"))
+
+
+def held(folder: str, stage: int, precision: str, parameters: bool) -> dict[str, int]:
+    """Train in this process; the most that was mapped at any time, and what is private after."""
+    torch.set_num_threads(1)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BUCKETS)))
+    optimizer = ZeroOptimizer(
+        model,
+        torch.optim.AdamW,
+        stage=stage,
+        fused=True,
+        bucket_cap_mb=1.0,
+        mixed_precision=PRECISIONS[precision] if precision else None,
+        offload=Offload(folder, parameters) if folder else None,
+    )
+    most, over = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not over.is_set():
+            most = max(most, mapped())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for _ in range(4):
+        model(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    over.set()
+    watcher.join()
+    description = optimizer.describe()
+    return {"most": most, "private": private(), "offloaded": description.offloaded_bytes, "left": mapped()}
+
+
+def in_a_process(*arguments: Any) -> dict[str, int]:
+    code = f"from tests.test_offload import held; print(held(*{arguments!r}))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, int] = eval(ended.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("stage", "precision", "parameters"), [(1, "", False), (1, "bf16", False), (3, "", True)])
+def test_two_buckets_at_most_are_resident_and_private_memory_falls_by_the_states(
+    tmp_path: Path, stage: int, precision: str, parameters: bool
+) -> None:
+    """One rank: everything of Psi elements is its own."""
+    psi = BUCKETS * WIDTH * WIDTH
+    kept = in_a_process(str(tmp_path), stage, precision, parameters)
+    beside = in_a_process("", stage, precision, False)
+    an_element = (12 if precision else 8) + (4 if parameters else 0)
+    assert kept["offloaded"] == an_element * psi
+    assert kept["most"] <= 2 * an_element * psi // BUCKETS
+    assert kept["left"] == 0
+    assert beside["offloaded"] == 0
+    fallen = beside["private"] - kept["private"]
+    assert abs(fallen - an_element * psi) <= 0.05 * an_element * psi + 2 * MIB, (fallen, an_element * psi)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_an_error_before_anything_has_changed_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank alone."""
+    fits = Spool.empty
+
+    def empty(self: Spool, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if threading.current_thread().name == "full":
+            monkeypatch.setattr(os, "posix_fallocate", full)
+        return fits(self, numel, dtype)
+
+    def full(*_: Any) -> None:
+        if threading.current_thread().name == "full":
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Spool, "empty", empty)
+
+    def program(transport: Transport) -> str:
+        threading.current_thread().name = "full" if transport.rank == 1 else "empty"
+        model = locked_build(0)
+        memory = [parameter.data_ptr() for parameter in model.parameters()]
+        with pytest.raises(ValueError, match="offload") as caught:
+            ZeroOptimizer(model, process_group=transport, offload=Offload(tmp_path))
+        assert [parameter.data_ptr() for parameter in model.parameters()] == memory
+        return str(caught.value)
+
+    told = on_threads(2, program)
+    assert "rank 1: offload: " in told[0]
+    for text in told:
+        assert "do not fit into" in text
+        assert "No space left on device" in text
+
+
+def too_small(folder: str) -> str:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
+    try:
+        ZeroOptimizer(nn.Linear(WIDTH, WIDTH), offload=Offload(folder))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_space_is_reserved_at_construction(tmp_path: Path) -> None:
+    code = f"from tests.test_offload import too_small; print(too_small({str(tmp_path)!r}))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "do not fit into" in ended.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_which_no_file_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(ValueError, match=f"offload: no file can be made in {folder}"):
+            ZeroOptimizer(nn.Linear(2, 2), offload=Offload(folder))
+
+
+def test_ranks_ask_for_the_same_and_may_have_folders_of_their_own(tmp_path: Path) -> None:
+    def program(transport: Transport, offload: Offload | None) -> int:
+        return ZeroOptimizer(locked_build(0), process_group=transport, offload=offload).describe().offloaded_bytes
+
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    assert all(on_threads(2, lambda transport: program(transport, Offload(folders[transport.rank]))))
+    with pytest.raises(ValueError, match=r"offload=states on disk, but rank 1 for .*offload=None"):
+        on_threads(2, lambda transport: program(transport, None if transport.rank else Offload(tmp_path)))
+
+
+def test_parameters_on_disk_are_for_stage_3(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="parameters=True with stage 2, where every rank needs all of them"):
+        ZeroOptimizer(nn.Linear(2, 2), stage=2, offload=Offload(tmp_path, parameters=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: Offload(""), TypeError),
+        (lambda: Offload(3), TypeError),  # type: ignore[arg-type]
+        (lambda: Offload("cpu", parameters=True), ValueError),
+        (lambda: Offload("/tmp", parameters=1), TypeError),  # type: ignore[arg-type]
+        (lambda: ZeroOptimizer(nn.Linear(2, 2), offload="/tmp"), TypeError),  # type: ignore[arg-type]
+    ],
+)
+def test_what_can_be_asked_for(make: Callable[[], Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match="offload"):
+        make()
+
+
+def test_states_in_the_host_s_memory_are_there_already() -> None:
+    with pytest.warns(UserWarning, match="the parameters are on the CPU: nothing to do"):
+        optimizer = ZeroOptimizer(nn.Linear(2, 2), offload=Offload("cpu"))
+    assert optimizer.describe().offloaded_bytes == 0
+
+
+def test_describe_says_what_is_elsewhere(tmp_path: Path) -> None:
+    optimizer = ZeroOptimizer(nn.Linear(64, 64), offload=Offload(tmp_path))
+    found = optimizer.describe()
+    assert found.offloaded_bytes >= 8 * (64 * 64 + 64)
+    assert f"elsewhere      {found.offloaded_bytes:>14,}" in str(found)
+
+
+def test_a_further_group_has_room_of_its_own(tmp_path: Path) -> None:
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    optimizer = ZeroOptimizer(model[0].parameters(), module=model, offload=Offload(tmp_path))
+    before = optimizer.describe().offloaded_bytes
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    assert optimizer.describe().offloaded_bytes > before

@@ -1,0 +1,183 @@
+"""Memory for what a rank needs only while it steps: a file of its own, mapped, of which a bucket or two are here.
+
+Knows: files, pages, what the kernel may be told of them. Does not know: what the tensors are, or when they are used.
+
+    construction   the file gets its blocks, so a full disk is an error here and never a lost step; it has no name
+    arrive         the kernel is asked to read a bucket's pages ahead
+    (a step)       pages come as they are touched
+    leave          what was written begins its way to the disk, and the pages leave this process
+
+What has left a process may stay in the kernel's page cache, which gives it up as soon as memory is short.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_PAGE = mmap.PAGESIZE
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin to write, wait for nothing
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What a rank keeps elsewhere than on the parameters' device, as in ``ZeroOptimizer(offload=...)``.
+
+    Args:
+        states: a folder, where each rank keeps optimizer states and master weights in a file without a name, a bucket
+            or two of which are in memory at once; or "cpu", pinned memory of the host, for parameters on a GPU.
+        parameters: at stage 3, keep a rank's slices of the parameters in that file, too.
+    """
+
+    states: str | os.PathLike[str]
+    parameters: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.states, (str, os.PathLike)) or not os.fspath(self.states):
+            raise TypeError(f"offload: states must be 'cpu' or the path of a folder, not {self.states!r}")
+        if not isinstance(self.parameters, bool):
+            raise TypeError(f"offload: parameters must be True or False, not {self.parameters!r}")
+        if self.on_host and self.parameters:
+            raise ValueError('offload: parameters=True needs a folder, as states="/scratch"; "cpu" is for states')
+
+    @property
+    def kind(self) -> str:
+        """What all ranks must ask for alike; their folders may have different names."""
+        where = "states in the host's memory" if self.on_host else "states on disk"
+        return f"{where} and parameters" if self.parameters else where
+
+    @property
+    def on_host(self) -> bool:
+        """In memory of the host."""
+        return self.states == "cpu"
+
+
+def keeper_of(offload: Offload, device: torch.device) -> Keeper | None:
+    """What keeps states so, for parameters on ``device``; None where there is nothing to do."""
+    if not offload.on_host:
+        return Spool(offload.states)
+    if device.type != "cpu":
+        return Pinned()
+    warnings.warn('offload: states="cpu", but the parameters are on the CPU: nothing to do', stacklevel=2)
+    return None
+
+
+class Keeper(Protocol):
+    """Where the states of buckets are kept."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor of zeros."""
+
+    def arrive(self, tensors: Iterable[Tensor]) -> None:
+        """These will be needed soon."""
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        """These will not be needed for a while."""
+
+
+class Pinned:
+    """Memory of the host from which a GPU copies by itself."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
+
+    def arrive(self, tensors: Iterable[Tensor]) -> None:
+        return
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        return
+
+
+class Spool:
+    """A file of this rank alone, in which tensors lie one after the other."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Raises `ValueError` where there is no such folder, or nothing can be written there."""
+        self._folder = Path(folder)
+        try:
+            self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - it stays open
+        except OSError as error:
+            raise ValueError(f"offload: no file can be made in {self._folder} ({error.strerror})") from error
+        self._end = 0
+        self._places: dict[int, tuple[mmap.mmap, int]] = {}  # by address: the mapping, and where it lies in the file
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """In blocks of the disk that are its own. Raises `ValueError` where there are none."""
+        nbytes = max(1, -(-numel * dtype.itemsize // _PAGE)) * _PAGE
+        try:
+            os.posix_fallocate(self._file.fileno(), self._end, nbytes)
+        except OSError as error:
+            free = os.statvfs(self._folder)
+            raise ValueError(
+                f"offload: {nbytes:,} bytes more than the {self._end:,} that this rank has there do not fit into "
+                f"{self._folder}, which has {free.f_bavail * free.f_frsize:,} free ({error.strerror})"
+            ) from error
+        mapping = mmap.mmap(self._file.fileno(), nbytes, offset=self._end)
+        tensor = torch.frombuffer(mapping, dtype=dtype, count=nbytes // dtype.itemsize)[:numel]
+        self._places[tensor.untyped_storage().data_ptr()] = (mapping, self._end)
+        self._end += nbytes
+        return tensor
+
+    def arrive(self, tensors: Iterable[Tensor]) -> None:
+        for mapping, _ in self._mappings(tensors):
+            mapping.madvise(mmap.MADV_WILLNEED)
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        for mapping, place in self._mappings(tensors):
+            _begin_to_write(self._file.fileno(), place, len(mapping))
+            mapping.madvise(mmap.MADV_DONTNEED)
+
+    def _mappings(self, tensors: Iterable[Tensor]) -> list[tuple[mmap.mmap, int]]:
+        found = (self._places.get(tensor.untyped_storage().data_ptr()) for tensor in tensors)
+        return [place for place in found if place is not None]
+
+
+def _begin_to_write(file: int, begin: int, nbytes: int) -> None:
+    """So that the disk is busy while other buckets are stepped; the kernel would begin later."""
+    call = getattr(_LIBC, "sync_file_range", None)
+    if call is not None and call(file, ctypes.c_int64(begin), ctypes.c_int64(nbytes), _WRITE):
+        number = ctypes.get_errno()
+        if number not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):  # where the file system has no such thing
+            raise OSError(number, f"offload: writing failed: {os.strerror(number)}")
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+class StateStore:
+    """What is kept of one bucket's interval, by name."""
+
+    def __init__(self, keeper: Keeper, numel: int, names: Iterable[str], dtype: torch.dtype) -> None:
+        """``names``: of the tensors that there will be, each of ``numel`` elements of ``dtype``; others may come."""
+        self._keeper, self._numel = keeper, numel
+        self._tensors = {(name, dtype): keeper.empty(numel, dtype) for name in sorted(names)}
+
+    def tensors(self) -> list[Tensor]:
+        """All that there are."""
+        return list(self._tensors.values())
+
+    def zeros(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The tensor of this name, all zero; what was in it is forgotten."""
+        if (name, dtype) not in self._tensors:
+            self._tensors[name, dtype] = self._keeper.empty(self._numel, dtype)
+        return self._tensors[name, dtype].zero_()
+
+    def arrive(self) -> None:
+        """They will be needed soon."""
+        self._keeper.arrive(self._tensors.values())
+
+    def leave(self) -> None:
+        """They will not be needed for a while."""
+        self._keeper.leave(self._tensors.values())
