@@ -141,9 +141,21 @@ def test_a_rank_that_is_elsewhere_or_failed_is_named_at_once(rank: int) -> None:
     assert f"rank {rank} failed: no wool" in on_sockets(2, failed)[1 - rank]
 
 
-def test_there_is_none_for_a_part_of_the_ranks_and_none_of_no_bytes() -> None:
+def test_parts_of_the_ranks_have_memory_of_their_own() -> None:
+    def program(transport: Transport) -> list[int]:
+        part = transport.split([r for r in range(5) if r % 2 == transport.rank % 2])
+        (region,) = made(part, 6 * PAGE)
+        width = 6 * PAGE // part.world_size
+        region.own(part.rank * width, (part.rank + 1) * width).fill_(transport.rank + 1)
+        transport.announce(NOW).wait()
+        return region.whole()[::width].tolist()
+
+    assert on_sockets(5, program) == [[1, 3, 5], [2, 4], [1, 3, 5], [2, 4], [1, 3, 5]]
+
+
+def test_there_is_none_where_some_part_has_none_and_none_of_no_bytes() -> None:
     def program(transport: Transport) -> tuple[bool, bool]:
-        part = transport.split([r for r in range(3) if (r == 2) == (transport.rank == 2)])
+        part = transport.split([r for r in range(3) if (r == 2) == (transport.rank == 2)], may_have_common=False)
         return part.common([PAGE]) is None, transport.common([0, 0]) is None
 
     assert on_sockets(3, program) == [(True, True)] * 3

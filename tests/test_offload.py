@@ -40,7 +40,7 @@ MIB = 1 << 20
 @pytest.mark.parametrize("precision", ["", "bf16"])
 def test_states_on_disk_change_no_bit(tmp_path: Path, stage: int, precision: str) -> None:
     mixed = PRECISIONS[precision] if precision else None
-    for world_size in (1, 3):
+    for world_size in (1, 2):
         check(Program(world_size, stage, "adamw fused", steps=STEPS, precision=mixed, offload=Offload(tmp_path)))
     assert list(tmp_path.iterdir()) == []
 
@@ -63,9 +63,8 @@ def test_states_that_are_made_at_construction_counted_or_not_there(tmp_path: Pat
 def test_so_do_parameters_on_disk(tmp_path: Path, world_size: int, factor: int | None, precision: str) -> None:
     mixed = PRECISIONS[precision] if precision else None
     kept = Offload(tmp_path, parameters=True)
-    program = Program(world_size, 3, steps=STEPS, sharding_factor=factor, precision=mixed, offload=kept)
-    check(program)
-    check(program, on_sockets)
+    program = Program(world_size, 3, steps=STEPS[:3], sharding_factor=factor, precision=mixed, offload=kept)
+    check(program, on_threads if precision else on_sockets)
 
 
 @ALL
@@ -166,7 +165,10 @@ def in_a_process(*arguments: Any) -> dict[str, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("stage", "precision", "parameters"), [(1, "", False), (1, "bf16", False), (3, "", True)])
+@pytest.mark.parametrize(
+    ("stage", "precision", "parameters"),
+    [(1, "", False), pytest.param(1, "bf16", False, marks=pytest.mark.slow), (3, "", True)],
+)
 def test_two_buckets_at_most_are_resident_and_private_memory_falls_by_the_states(
     tmp_path: Path, stage: int, precision: str, parameters: bool
 ) -> None:

@@ -199,7 +199,7 @@ def test_inside_collectives_imports_run_from_messages_to_transport_to_algorithms
         "host": {"arena", "messages"},
         "routed": {"carriers", "host"},
         "rendezvous": {"arena", "host", "messages", "transport"},
-        "topology": {"all_to_all", "hierarchical", "native", "pairwise", "shared"}
+        "topology": {"all_to_all", "hierarchical", "native", "pairwise", "replicated", "shared"}
         | {"carriers", "host", "loopback", "messages", "rendezvous", "routed", "transport"},
     }
     common = {"transport", "messages", "memory", "fold"}

@@ -56,9 +56,10 @@ class Description:
     """(backwards, synchronised) of each rank -> payload bytes that a step sends, summed over the ranks."""
 
     def __str__(self) -> str:
+        shared = "" if self.sharding_factor == self.world_size else f"sharding factor {self.sharding_factor}, "
         lines = [
-            f"stage {self.stage}, rank {self.rank} of {self.world_size}, sharding factor {self.sharding_factor}, "
-            f"collective {self.collective} ({self.why})",
+            f"stage {self.stage}, rank {self.rank} of {self.world_size}, {shared}collective {self.collective} "
+            f"({self.why})",
             f"{'':>4} {'bytes':>14} {'formula':>14}",
         ]
         lines += [f"{kind:<14} {self.bytes[kind]:>14,} {self.formula_bytes[kind]:>14,}" for kind in self.bytes]

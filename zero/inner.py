@@ -227,19 +227,19 @@ class BucketStates:
     def stage(self) -> None:
         """Copy states that are kept on another device to that of the weights, where the class steps them."""
         self._staged = {
-            name: flat.to(self.weights.device, non_blocking=True)
+            name: flat.to(self._parameters.device, non_blocking=True)
             for name, flat in self.flat.items()
             if self._is_elsewhere(flat)
         }
         self._point_to(self._staged)
 
     def _is_elsewhere(self, flat: Tensor) -> bool:
-        return flat.device != self.weights.device
+        return flat.device != self._parameters.device
 
     def settle(self) -> None:
         """Wait until what was copied back from a device can be read."""
-        if self._store is not None and self.weights.device.type != "cpu":
-            torch.accelerator.synchronize(self.weights.device)  # host synchronisation: who reads is on the host
+        if self._store is not None and self._parameters.device.type != "cpu":
+            torch.accelerator.synchronize(self._parameters.device)  # host synchronisation: who reads is on the host
 
     def unstage(self) -> None:
         """Copy what was staged back."""
