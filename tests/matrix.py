@@ -1,5 +1,5 @@
-"""`python -m tests.matrix [STAGE ...]`: one hash from `zero train` for every stage, number of ranks, bucket size and
-launcher.
+"""`python -m tests.matrix [sharing] [STAGE ...]`: one hash from `zero train` for every stage, number of ranks, bucket
+size and launcher; with `sharing`, for every number of ranks to a copy and everything that may be kept for a backward.
 
 Each line is a run of the command in processes of its own, beside the SHA-256 of a plain single-process loop that
 imports the model and the data of `zero train`, `zero.clip_grad_norm_` where it clips, and nothing else of ours. The

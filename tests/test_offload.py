@@ -20,7 +20,6 @@ from torch import nn
 from collectives import Transport, on_threads
 from zero import Offload, ZeroOptimizer
 from zero.inner import BucketStates
-from zero.offload import Spool
 
 from .models import odd_batches, odd_loss
 from .narrowed import PRECISIONS
@@ -193,18 +192,14 @@ def test_a_full_disk_is_an_error_before_anything_has_changed_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one rank alone."""
-    fits = Spool.empty
+    reserve = os.posix_fallocate
 
-    def empty(self: Spool, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if threading.current_thread().name == "full":
-            monkeypatch.setattr(os, "posix_fallocate", full)
-        return fits(self, numel, dtype)
-
-    def full(*_: Any) -> None:
+    def full(*arguments: int) -> None:
         if threading.current_thread().name == "full":
             raise OSError(28, "No space left on device")
+        reserve(*arguments)
 
-    monkeypatch.setattr(Spool, "empty", empty)
+    monkeypatch.setattr(os, "posix_fallocate", full)
 
     def program(transport: Transport) -> str:
         threading.current_thread().name = "full" if transport.rank == 1 else "empty"

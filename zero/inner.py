@@ -227,7 +227,7 @@ class BucketStates:
     def stage(self) -> None:
         """Copy states that are kept on another device to that of the weights, where the class steps them."""
         self._staged = {
-            name: flat.to(self._parameters.device, non_blocking=True)
+            name: flat.to(self._parameters.device, non_blocking=True, copy=True)
             for name, flat in self.flat.items()
             if self._is_elsewhere(flat)
         }

@@ -412,7 +412,7 @@ SCALING = (
             Edit(
                 REDUCER,
                 "        if any(told[0] for told in self._transport.exchange(mine, tag)):\n",
-                "        if self._transport.exchange(mine, tag)[rank][0]:\n",
+                "        if self._transport.exchange(mine, tag)[self._transport.rank][0]:\n",
             ),
         ),
         (f"{OVERFLOW}[2-None]",),

@@ -81,7 +81,7 @@ MUTANTS = (
             Edit(
                 "zero/update.py",
                 "        used = self._reducer.used\n        buckets",
-                "        if not hasattr(self, '_warm'):\n            self._warm = True\n            return\n"
+                "        if not hasattr(self, '_warm'):\n            self._warm = True\n            return {}\n"
                 "        used = self._reducer.used\n        buckets",
             ),
         ),
