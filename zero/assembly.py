@@ -19,6 +19,7 @@ from collectives import build as build_collective
 from .hooks import check_free
 from .inner import BucketStates, InnerOptimizer, Options
 from .layout import Bucket, Dtypes, ParameterSpec, build
+from .meta import Materializer
 from .offload import Keeper, Offload, StateStore, keeper_of
 from .parameters import check_buffers, check_modules, specs
 from .precision import InputCast, Master, MixedPrecision
@@ -56,8 +57,9 @@ class Assembly:
         sharding_factor: int | None,
         reshard: bool | int,
         offload: Offload | None,
+        unborn: Callable[[], Materializer | None],
     ) -> None:
-        """``device``: where the parameters are."""
+        """``device``: where the parameters are, or will be; ``unborn``: finds what has no memory yet."""
         self.stage, self.module, self.inner, self.precision = stage, module, inner, precision
         self.offload = offload
         self._bucket_bytes = _bucket_bytes(bucket_cap_mb)
@@ -68,14 +70,16 @@ class Assembly:
         self.collective: Collective = self.choice.collective
         self.transport, self.shards = self.collective.transport, self.choice.shards
         self._keeper: Keeper | None = None
+        nearby = self._nearby(device)
         try:
             check_modules(module)
             check_not_in_units(module)
+            self._unborn = unborn()
             if offload is not None:
                 if offload.parameters:
                     check_offloaded_parameters(stage, device)
                 self._keeper = keeper_of(offload, device)
-            self.storage = self._make_storage(units, device)
+            self.storage = self._make_storage(units, nearby)
         except (ValueError, TypeError) as error:
             agree_on_construction(self.transport, [], error)
             raise  # pragma: no cover - the line before has raised it, which a type checker cannot know
@@ -89,7 +93,7 @@ class Assembly:
         )
         self.update = Update(stage, self.transport, self.shards, self.collective, self.storage, self.reducer, inner)
 
-    def _make_storage(self, units: Predicate | None, device: torch.device) -> ParameterStorage:
+    def _make_storage(self, units: Predicate | None, nearby: Choice | None) -> ParameterStorage:
         direct = Pairwise(self.transport)
         if self.stage.parameters is Placement.WHOLE:
             return ParameterStorage(self.transport, self.shards, direct, self.module, self.precision)
@@ -107,8 +111,9 @@ class Assembly:
             units,
             self._bucket_bytes,
             self.precision,
-            self._nearby(device),
+            nearby,
             self._keeper if self.offload is not None and self.offload.parameters else None,
+            self._unborn,
         )
 
     def _nearby(self, device: torch.device) -> Choice | None:
@@ -156,10 +161,13 @@ class Assembly:
         found: list[Tensor] = []
         described: list[ParameterSpec] = []
         try:
+            if self._unborn is not None and self.stage.parameters is Placement.WHOLE:
+                self._unborn.finish()
             check_buffers(self.module)
             known = len(self.storage.parameters)
             dtypes = Dtypes.all if self.precision is None else self.precision.of
-            found, described = specs(groups, self.module, known, first, self.storage.units(), dtypes)
+            units, meta = self.storage.units(), None if self._unborn is None else self._unborn.device
+            found, described = specs(groups, self.module, known, first, units, dtypes, meta)
             check_free([(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)])
             self.storage.prepare(found)
             self._check_elementwise(all_groups, described)

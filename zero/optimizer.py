@@ -26,6 +26,7 @@ from .clip import check_norm_arguments
 from .describe import Description, describe
 from .inner import InnerOptimizer
 from .join import Call, adopt_options, digests_of
+from .meta import InitFunction, StateDict, materializer_of
 from .offload import Offload
 from .parameters import as_groups, check_listed_once, device_of
 from .precision import MixedPrecision
@@ -64,6 +65,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             this rank's slice; False the whole, so that the backward gathers nothing; a number, so many neighbouring
             ranks share it, and the backward gathers among them (those of a host, say).
         offload: what is kept on disk, or in the host's memory where the parameters are on a GPU; see `Offload`.
+        param_init_fn: for a model that was built under ``torch.device("meta")``: called with each module that has
+            tensors of its own there, in order of registration, when these have memory; default: its
+            ``reset_parameters()``. At stage 3 a unit is sharded before the next one gets memory.
+        init_state_dict: for such a model, values by name: a mapping, read tensor by tensor, or the path of a
+            safetensors file, or several.
         mixed_precision: compute in 16 bits, with fp32 master weights at their owners; see `MixedPrecision`. The
             parameters become 16-bit ones; ``p.grad`` is then a placeholder at stage 0, too (`full_grad` reads).
         units: at stage 3, which modules are gathered as a whole, each just before its forward and its backward:
@@ -89,6 +95,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         sharding_factor: int | None = None,
         reshard_after_forward: bool | int = True,
         offload: Offload | None = None,
+        param_init_fn: InitFunction | None = None,
+        init_state_dict: StateDict | None = None,
         mixed_precision: MixedPrecision | None = None,
         units: Predicate | None = None,
         **defaults: Any,
@@ -107,6 +115,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._inner = InnerOptimizer(optimizer_class, defaults)
         groups = as_groups(params)
         device = device_of(groups)
+        listed = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
         parts = Assembly(
             self._stage,
             self._module,
@@ -120,6 +129,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             sharding_factor,
             reshard_after_forward,
             offload,
+            lambda: materializer_of(self._module, listed, param_init_fn, init_state_dict),
         )
         self._assembly, self._transport, self._collective = parts, parts.transport, parts.collective
         self._storage, self._reducer, self._update = parts.storage, parts.reducer, parts.update

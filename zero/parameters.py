@@ -56,10 +56,12 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
 
 
 def device_of(groups: Sequence[Mapping[str, Any]]) -> torch.device:
-    """Where the first parameter is; the CPU where there is none, which `specs` tells."""
+    """Where the first parameter is, or will be, if it is on the meta device; the CPU where there is none, which
+    `specs` tells."""
     entries = (entry for group in groups for entry in group["params"])
     parts = (part for entry in entries for part in (entry if isinstance(entry, tuple) else (entry,)))
-    return next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
+    found = next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
+    return torch.get_default_device() if found.type == "meta" else found
 
 
 def check_buffers(module: nn.Module | None) -> None:
@@ -110,9 +112,10 @@ def specs(
     first_group: int = 0,
     units: Mapping[int, int] | None = None,
     dtypes: Callable[[torch.dtype], Dtypes] = Dtypes.all,
+    meta: torch.device | None = None,
 ) -> tuple[list[Tensor], list[ParameterSpec]]:
     """The listed parameters and their specs in order of registration: the module's where there is one, else as listed.
-    ``dtypes``: of a parameter that the user made in a dtype.
+    ``dtypes``: of a parameter that the user made in a dtype; ``meta``: where those on the meta device will be.
 
     Raises `ValueError` or `TypeError`, naming the parameter, for one that is listed twice, is not a leaf, has a dtype
     or memory that cannot be laid out, or is in none of the ``units`` (id of a parameter -> its unit).
@@ -129,7 +132,7 @@ def specs(
         for name, parameter in zip(given, group["params"], strict=True):
             aliases = names.get(id(parameter)) or ([name] if name is not None else [])
             label = aliases[0] if aliases else f"parameter {index}"
-            _check(parameter, label)
+            _check(parameter, label, may_be_meta=meta is not None)
             if units is not None and id(parameter) not in units:
                 raise ValueError(
                     f"{label!r} is not a parameter of the module that the optimizer was built with, around whose "
@@ -140,7 +143,7 @@ def specs(
                 tuple(parameter.shape),
                 dense_stride(parameter),
                 dtypes(parameter.dtype),
-                str(parameter.device),
+                str(meta if parameter.device.type == "meta" else parameter.device),
                 parameter.requires_grad,
                 first_group + number,
                 index,
@@ -153,7 +156,7 @@ def specs(
     return [parameter for _, parameter, _ in found], [spec for _, _, spec in found]
 
 
-def _check(parameter: Tensor, name: str) -> None:
+def _check(parameter: Tensor, name: str, *, may_be_meta: bool) -> None:
     if not isinstance(parameter, Tensor):
         raise TypeError(f"{name!r} is a {type(parameter).__name__}, not a tensor")
     if is_lazy(parameter):
@@ -164,7 +167,7 @@ def _check(parameter: Tensor, name: str) -> None:
         raise TypeError(f"{name!r} is {parameter.dtype}: a parameter must be one of {', '.join(map(str, FLOATS))}")
     if not parameter.is_leaf:
         raise ValueError(f"{name!r} is the result of a computation: only leaf tensors can be optimised")
-    if parameter.layout is not torch.strided or parameter.device.type == "meta":
+    if parameter.layout is not torch.strided or (parameter.device.type == "meta" and not may_be_meta):
         raise ValueError(f"{name!r} has no ordinary memory (layout {parameter.layout}, device {parameter.device})")
     if _overlaps_itself(parameter):
         raise ValueError(
@@ -186,7 +189,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 def _check_apart(parameters: Sequence[tuple[Tensor, str]]) -> None:
     spans = []
     for parameter, name in parameters:
-        if parameter.numel():
+        if parameter.numel() and parameter.device.type != "meta":
             reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
             begin = parameter.data_ptr()
             spans.append((begin, begin + (reach + 1) * parameter.element_size(), name))

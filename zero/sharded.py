@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from collectives import Choice, Collective, Transport
 
 from .layout import Bucket, Dtypes, Layout, ParameterSpec, build
+from .meta import Materializer, is_meta
 from .offload import Keeper
 from .parameters import bindings, misplaced, specs
 from .precision import MixedPrecision
@@ -43,12 +44,16 @@ class ShardedStorage(ParameterStorage):
         precision: MixedPrecision | None,
         nearby: Choice | None,
         keeper: Keeper | None,
+        unborn: Materializer | None,
     ) -> None:
         """``nearby``: the ranks, of those that share a copy, who share what is kept for a backward; None: all.
-        ``keeper``: where this rank's slices are kept, if not in memory."""
+        ``keeper``: where this rank's slices are kept, if not in memory; ``unborn``: what has no memory yet."""
         super().__init__(transport, shards, direct, module, precision)
         self._root, self._bucket_bytes = module, bucket_bytes
-        self._on_host = all(parameter.device.type == "cpu" for parameter in module.parameters())
+        self._unborn = unborn
+        self._meta = None if unborn is None else unborn.device  # where that goes
+        there = (parameter.device for parameter in module.parameters())
+        self._on_host = all((self._meta or device).type == "cpu" for device in there)
         self._units = find_units(module, predicate)
         self._keeper = keeper
         at_rest = None if keeper is None else lambda shard: keeper.leave([shard])
@@ -86,6 +91,8 @@ class ShardedStorage(ParameterStorage):
         self.flats += self._shelve(new, layout, self.parameters, keep)[0]
 
     def end(self) -> None:
+        if self._unborn is not None:
+            self._unborn.finish()
         self._bindings = bindings(self._module)
         parameters, described = self._describe_rest(self.parameters)
         self.rest = build(described, self._shards.world_size, self._bucket_bytes, across_units=self.buckets_cross_units)
@@ -102,7 +109,7 @@ class ShardedStorage(ParameterStorage):
         known = {id(parameter) for parameter in listed}
         rest = [p for members in self._units.parameters for p in members if id(p) not in known]
         dtypes = Dtypes.all if self._precision is None else self._precision.unlisted
-        return specs([{"params": rest}], self._module, units=self.units(), dtypes=dtypes)
+        return specs([{"params": rest}], self._module, units=self.units(), dtypes=dtypes, meta=self._meta)
 
     def _shelve(
         self, buckets: Sequence[Bucket], layout: Layout, parameters: Sequence[Tensor], keep: Keep | None
@@ -113,8 +120,8 @@ class ShardedStorage(ParameterStorage):
         sizes = [bucket.numel * bucket.dtypes.compute.itemsize for bucket in buckets]
         shared = on_host and self._keeper is None and self._shards.world_size > 1
         regions = self._shards.common(sizes) if shared else None
-        flats, shelves = [], []
-        for number, bucket in enumerate(buckets):
+        flats, shelves = [torch.empty(0)] * len(buckets), []
+        for number, bucket in self._as_they_come(buckets, parameters):
             whole = self._values(bucket, layout, parameters, _nothing if keep is None else keep)
             low, high = bucket.owned(self._shards.rank)
             common = None if regions is None else Common(regions[number], whole.dtype)
@@ -134,8 +141,24 @@ class ShardedStorage(ParameterStorage):
                 shelf = Shelf(part, layout, members, shard, keep is not None, common, begin)
                 self.residency.put(unit, shelf)
                 shelves.append(shelf)
-            flats.append(flat)
+            flats[number] = flat
         return flats, shelves
+
+    def _as_they_come(self, buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> Iterator[tuple[int, Bucket]]:
+        """Buckets with their numbers, each when all of its parameters have values: no more of those that have none yet
+        are given any before."""
+        waiting = list(enumerate(buckets))
+        steps = iter(()) if self._unborn is None else self._unborn.steps()
+        more = True
+        while more:
+            ready = [
+                (number, bucket)
+                for number, bucket in waiting
+                if not any(is_meta(parameters[slot.parameter]) for slot in bucket.slots)
+            ]
+            waiting = [entry for entry in waiting if entry not in ready]
+            yield from ready
+            more = bool(waiting) and next(steps, _OVER) is not _OVER
 
     def _take_out(self, shelves: Sequence[Shelf]) -> None:
         """Make the parameters of these shelves plain ones, with memory of their own. Collective."""
@@ -259,6 +282,9 @@ class ShardedStorage(ParameterStorage):
             self._hooks.remove()
         self._take_out(list(self.residency.shelves()))
         self.flats, self._others, self._other_flats = [], [], []
+
+
+_OVER = object()
 
 
 def _nothing(*_: object) -> None:

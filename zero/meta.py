@@ -1,0 +1,169 @@
+"""Models that were built under ``torch.device("meta")``: their tensors get memory and values module by module.
+
+Knows: modules in order of registration, and where their values come from. Does not know: ranks, or who keeps what then.
+
+    values of a module     its own `reset_parameters()`, or the user's function of the module
+    on top of them         what a state dict has, read tensor by tensor
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+InitFunction = Callable[[nn.Module], Any]
+StateDict = Mapping[str, Tensor] | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def is_meta(tensor: Tensor) -> bool:
+    """True where a tensor has no memory yet."""
+    return tensor.device.type == "meta"
+
+
+@dataclass(frozen=True)
+class _Unborn:
+    """A module with tensors of its own that have no memory: these, by full name."""
+
+    name: str
+    module: nn.Module
+    tensors: tuple[tuple[str, Tensor], ...]
+
+
+class Materializer:
+    """Gives a module's meta tensors memory and values, once."""
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, init: InitFunction | None, state_dict: StateDict | None
+    ) -> None:
+        """``device``: where tensors go. Raises `ValueError` naming a module that has no values to come."""
+        self.device, self._init = device, init
+        self._values: Mapping[str, Tensor] = {} if state_dict is None else _mapping(state_dict)
+        self._unborn = list(_unborn(module))
+        for unborn in self._unborn:
+            missing = [name for name, _ in unborn.tensors if name not in self._values]
+            if missing and init is None and not hasattr(unborn.module, "reset_parameters"):
+                raise ValueError(
+                    f"{missing[0]!r} is on the meta device, and its module {unborn.name or 'the model'!r} "
+                    f"({type(unborn.module).__name__}) has no reset_parameters(): pass param_init_fn, or a state dict "
+                    "that has it"
+                )
+            for name, tensor in unborn.tensors:
+                found = _shape(self._values, name)
+                if found is not None and found != tuple(tensor.shape):
+                    raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}, but {found} in the state dict")
+
+    def steps(self) -> Iterator[None]:
+        """Give one module after the other its values, in order of registration; each time it has them, go on."""
+        while self._unborn:
+            self._materialize(self._unborn.pop(0))
+            yield
+
+    def finish(self) -> None:
+        """Give all that are left their values."""
+        for _ in self.steps():
+            pass
+
+    def _materialize(self, unborn: _Unborn) -> None:
+        tensors = [(name, tensor) for name, tensor in unborn.tensors if is_meta(tensor)]  # others came with a tie
+        if not tensors:
+            return
+        for _, tensor in tensors:
+            _give_memory(tensor, self.device)
+        with torch.no_grad():
+            if any(name not in self._values for name, _ in tensors):
+                if self._init is not None:
+                    self._init(unborn.module)
+                else:
+                    reset: Any = unborn.module.reset_parameters
+                    reset()
+            for name, tensor in tensors:
+                if name in self._values:
+                    tensor.copy_(self._values[name])
+
+
+def materializer_of(
+    module: nn.Module | None, parameters: Sequence[Tensor], init: InitFunction | None, state_dict: StateDict | None
+) -> Materializer | None:
+    """What gives meta tensors values; None where there are none. Raises `ValueError` where there can be none."""
+    unborn = [parameter for parameter in parameters if is_meta(parameter)]
+    if module is not None:
+        unborn += [tensor for tensor in (*module.parameters(), *module.buffers()) if is_meta(tensor)]
+    if not unborn:
+        if init is not None or state_dict is not None:
+            raise ValueError(
+                "param_init_fn and init_state_dict are for models on the meta device, and this one has values: build "
+                'it under torch.device("meta")'
+            )
+        return None
+    if module is None:
+        raise ValueError("parameters on the meta device need their module: pass module=model")
+    device = torch.get_default_device()
+    if device.type == "meta":
+        raise ValueError('build the optimizer outside of torch.device("meta"): it gives the model memory')
+    return Materializer(module, device, init, state_dict)
+
+
+def _unborn(module: nn.Module) -> Iterator[_Unborn]:
+    for prefix, part in module.named_modules():
+        named = (*part.named_parameters(prefix, recurse=False), *part.named_buffers(prefix, recurse=False))
+        tensors = tuple((name, tensor) for name, tensor in named if is_meta(tensor))
+        if tensors:
+            yield _Unborn(prefix, part, tensors)
+
+
+def _give_memory(tensor: Tensor, device: torch.device) -> None:
+    """Undefined values; the tensor stays the object that modules and groups hold."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        made = type(tensor)._make_subclass(type(tensor), made, tensor.requires_grad)
+        vars(made).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+
+
+def _shape(values: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
+    if isinstance(values, _Files):
+        return values.shape(name)
+    return tuple(values[name].shape) if name in values else None
+
+
+def _mapping(state_dict: StateDict) -> Mapping[str, Tensor]:
+    if isinstance(state_dict, Mapping):
+        return state_dict
+    one = isinstance(state_dict, (str, os.PathLike))
+    return _Files([state_dict] if one else list(state_dict))  # type: ignore[list-item,arg-type]
+
+
+class _Files(Mapping[str, Tensor]):
+    """The tensors of safetensors files, each read when it is asked for."""
+
+    def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
+        try:
+            from safetensors import safe_open  # type: ignore[import-not-found, unused-ignore]
+        except ModuleNotFoundError as absent:
+            raise ValueError("init_state_dict: to read files, python -m pip install safetensors") from absent
+        self._files: dict[str, Any] = {}
+        for path in paths:
+            try:
+                file: Any = safe_open(os.fspath(path), framework="pt", device="cpu")
+            except Exception as error:
+                raise ValueError(f"init_state_dict: {os.fspath(path)} cannot be read ({error})") from error
+            self._files |= dict.fromkeys(file.keys(), file)
+
+    def __getitem__(self, name: str) -> Tensor:
+        found: Tensor = self._files[name].get_tensor(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Without reading it."""
+        return tuple(self._files[name].get_slice(name).get_shape()) if name in self._files else None
