@@ -89,7 +89,7 @@ class Line:
             member = reference()
             if member is not None:
                 member.counted, member._family = self.counted, self._family
-                member.called = tuple(self.called[rank] for rank in ranks)
+                member.called = tuple(self.called[ranks[called]] for called in member.called)
                 self._family.append(reference)
 
     def slot(self, lane: int) -> int:

@@ -82,6 +82,7 @@ class _ReduceScatter:
             total = onward.irecv(out, after, tag)  # which nobody has before what is here has arrived
             return Chain([onward.isend(out, after, tag), total])
 
+        self._transport = algorithm.transport
         self._under_way: Work = Chain(works)
         self._next: deque[Callable[[], Work]] = deque()
         if after is not None:
@@ -92,5 +93,10 @@ class _ReduceScatter:
     def wait(self) -> None:
         self._under_way.wait()
         while self._next:
-            self._under_way = self._next.popleft()()
+            try:
+                self._under_way = self._next.popleft()()
+            except BaseException as error:  # nobody knows what was sent
+                called = self._transport.called
+                self._transport.abort(f"{called}, while passing a sum on: {type(error).__name__}: {error}")
+                raise
             self._under_way.wait()

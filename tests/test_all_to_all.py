@@ -202,9 +202,11 @@ def test_what_is_chosen_is_told_where_the_parameters_are() -> None:
 
     model = nn.Linear(2, 2, device="meta")
     for params in (model, model.parameters(), model.named_parameters(), [{"params": model.weight}]):
-        with mock.patch("zero.assembly.build_collective", side_effect=ToldError) as build, pytest.raises(ToldError):
+        there = mock.patch("torch.get_default_device", return_value=torch.device("cuda"))  # where meta tensors go
+        told = mock.patch("zero.assembly.build_collective", side_effect=ToldError)
+        with there, told as build, pytest.raises(ToldError):
             ZeroOptimizer(params, torch.optim.SGD, lr=0.1)
-        assert build.call_args.args[2] == torch.device("meta")
+        assert build.call_args.args[2] == torch.device("cuda")
     assert device_of([{"params": []}]) == torch.device("cpu")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads
+from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
 from .faces import ALL_STAGES, Counting, Two, trained
@@ -349,6 +349,59 @@ def test_a_class_counts_steps_also_on_ranks_and_in_groups_that_hold_nothing(
     for model, counts in on_threads(8, program, timeout=10):
         assert counts == [group.get("k") for group in sgd.param_groups]
         assert_same_model(model, plain)
+
+
+class CountingWhatItHas(torch.optim.SGD):
+    """A class that counts the steps of a group that has something to step, and edits a tensor among its options."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if any(p.grad is not None for p in group["params"]):
+                group["k"] = group.get("k", 0) + 1
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad * (group["decay"] / group["k"]))
+                group["decay"].mul_(0.5)
+
+
+@ALL_STAGES
+def test_what_a_class_does_to_a_group_it_does_once_whatever_bucket_the_group_is_in(stage: int) -> None:
+    def groups(model: Two) -> list[dict[str, Any]]:
+        return [{"params": [p], "decay": torch.tensor(0.1)} for p in (model.a, model.b)]
+
+    ours, plain = Two(), Two()
+    given, theirs = groups(ours), groups(plain)
+    zero = ZeroOptimizer(
+        given, CountingWhatItHas, stage=stage, module=ours, process_group=solo(), bucket_cap_mb=1e-6, lr=0.1
+    )
+    sgd = CountingWhatItHas(theirs, lr=0.1)
+    for step in range(3):
+        for model, optimizer in ((ours, zero), (plain, sgd)):
+            optimizer.zero_grad()
+            model(1.0 + step, step != 1).backward()
+            optimizer.step()
+    assert [group.get("k") for group in zero.param_groups] == [group.get("k") for group in sgd.param_groups]
+    for group, other in zip(given, theirs, strict=True):
+        assert_same_bits(group["decay"], other["decay"])  # the user's own tensor
+    zero.close()
+    assert_same_model(ours, plain)
+
+
+@ALL_STAGES
+def test_a_further_group_is_counted_on_from_where_the_others_are(stage: int) -> None:
+    ours, plain = Two(), Two()
+    zero = ZeroOptimizer([ours.a], CountingItself, stage=stage, module=ours, process_group=solo(), lr=0.1)
+    sgd = CountingItself([plain.a], lr=0.1)
+    for step in range(3):
+        for model, optimizer in ((ours, zero), (plain, sgd)):
+            if step == 2:
+                optimizer.add_param_group({"params": [model.b]})
+            optimizer.zero_grad()
+            model(1.0 + step, True).backward()
+            optimizer.step()
+    zero.close()
+    assert_same_model(ours, plain)
 
 
 def test_parameters_without_dimensions_are_promoted_as_torch_promotes_them() -> None:

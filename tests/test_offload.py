@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import nn
 
-from collectives import Transport, on_threads
+from collectives import Transport, on_threads, solo
 from zero import Offload, ZeroOptimizer
 from zero.inner import BucketStates
 
 from .models import odd_batches, odd_loss
 from .narrowed import PRECISIONS
-from .plain import assert_same_states
+from .plain import assert_same_model, assert_same_states
 from .programs import CLASSES, Program, locked_build
 from .sockets import on_sockets
 from .test_sharding_factor import STEPS, check
@@ -74,6 +74,48 @@ def test_states_that_are_copied_to_another_device_for_a_step_and_back(
     monkeypatch.setattr(BucketStates, "_is_elsewhere", lambda self, flat: True)
     for optimizer in ("adamw", "adamw fused", "adagrad"):
         check(Program(2, stage, optimizer, steps=STEPS, offload=Offload(tmp_path)))
+
+
+class Replacing(torch.optim.SGD):
+    """A class that makes its state anew in each step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    kept = self.state[p]
+                    kept["m"] = 0.5 * kept["m"] + p.grad if "m" in kept else p.grad.clone()
+                    p.sub_(kept["m"], alpha=group["lr"])
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_states_that_a_class_makes_anew_are_those_that_are_kept(
+    tmp_path: Path, staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BucketStates, "_is_elsewhere", lambda self, flat: staged)
+    ours, plain = locked_build(0), locked_build(0)
+    zero = ZeroOptimizer(ours, Replacing, stage=1, process_group=solo(), lr=0.1, offload=Offload(tmp_path))
+    sgd = Replacing(plain.parameters(), lr=0.1)
+    for step in range(4):
+        for model, optimizer in ((ours, zero), (plain, sgd)):
+            optimizer.zero_grad()
+            odd_loss(model, odd_batches(1, step)[0]).backward()
+            optimizer.step()
+    zero.close()
+    assert_same_model(ours, plain)
+
+
+def test_its_own_live_states_may_be_loaded(tmp_path: Path) -> None:
+    model = locked_build(0)
+    optimizer = ZeroOptimizer(model, process_group=solo(), lr=1e-2, offload=Offload(tmp_path))
+    odd_loss(model, odd_batches(1, 0)[0]).backward()
+    optimizer.step()
+    before = optimizer.state_dict()
+    parameters = optimizer.param_groups[0]["params"]
+    live = {index: dict(optimizer.state[parameters[index]]) for index in before["state"]}
+    optimizer.load_state_dict({**before, "state": live})
+    assert_same_states(optimizer.state_dict(), before)
 
 
 @ALL
@@ -149,6 +191,7 @@ def held(folder: str, stage: int, precision: str, parameters: bool) -> dict[str,
         model(torch.ones(1, WIDTH)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    optimizer.consolidate_state_dict()
     over.set()
     watcher.join()
     description = optimizer.describe()

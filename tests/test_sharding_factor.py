@@ -376,12 +376,18 @@ def test_full_gradients_masters_and_gathered_parameters_are_whole_on_every_rank(
                 assert ours == theirs
 
 
-@STAGES
-def test_a_rank_that_runs_out_of_batches_follows_ranks_of_other_replicas(stage: int) -> None:
+@pytest.mark.parametrize(("stage", "reshard"), [(1, True), (2, True), (3, True), (3, False), (3, 2)])
+def test_a_rank_that_runs_out_of_batches_follows_ranks_of_other_replicas(stage: int, reshard: bool | int) -> None:
     def program(transport: Transport, factor: int | None) -> str:
         model = locked_build(0)
         optimizer = ZeroOptimizer(
-            model, stage=stage, process_group=transport, bucket_cap_mb=0.0005, lr=1e-2, sharding_factor=factor
+            model,
+            stage=stage,
+            process_group=transport,
+            bucket_cap_mb=0.0005,
+            lr=1e-2,
+            sharding_factor=factor,
+            reshard_after_forward=True if factor == 1 else reshard,
         )
         with optimizer.join():
             for step in range(1 + transport.rank % 3):
@@ -399,7 +405,7 @@ def test_a_rank_that_runs_out_of_batches_follows_ranks_of_other_replicas(stage: 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("factor", [0, 3, 5, -1, 2.5, True, "2"])
+@pytest.mark.parametrize("factor", [0, 3, 5, -1, 2.0, True, "2"])
 def test_a_factor_that_does_not_divide_the_ranks_is_refused_with_those_that_do(factor: Any) -> None:
     def program(transport: Transport) -> None:
         ZeroOptimizer(locked_build(0), process_group=transport, sharding_factor=factor)
@@ -435,8 +441,9 @@ def test_ranks_that_ask_for_different_factors_are_told() -> None:
         return str(caught.value)
 
     told = (
-        "rank 0 asked for sharding_factor=1, reshard_after_forward=True, offload=None, but rank 1 for "
-        "sharding_factor=None, reshard_after_forward=True, offload=None"
+        "the ranks built different models or optimizers: rank 0 asked for stage=2, sharding_factor=1, "
+        "reshard_after_forward=True, offload=None, but rank 1 for stage=2, sharding_factor=None, "
+        "reshard_after_forward=True, offload=None"
     )
     assert on_threads(2, program) == [told, told]
 
@@ -523,6 +530,20 @@ def test_ranks_of_a_replica_on_several_hosts_cannot_share_memory(monkeypatch: py
 
     with pytest.raises(CollectiveError, match="is for ranks of one host"):
         on_wires(4, program)
+
+
+def test_ranks_that_share_what_is_kept_are_called_what_the_group_calls_them() -> None:
+    def program(transport: Transport) -> list[str]:
+        model = locked_build(0)
+        optimizer = ZeroOptimizer(model, stage=3, process_group=transport, reshard_after_forward=2, offload=None)
+        residency: Any = optimizer._storage.residency  # type: ignore[attr-defined]
+        nearby = residency._nearby.shards
+        return [nearby.called, optimizer._assembly.shards.called]
+
+    def on_a_wire(transport: Transport) -> list[str]:
+        return program(transport)
+
+    assert on_wires(4, on_a_wire) == [[f"rank {rank}"] * 2 for rank in range(4)]
 
 
 def test_an_algorithm_of_its_own_transport_is_counted_and_fails_with_the_group() -> None:

@@ -191,10 +191,6 @@ def wider(model: Net) -> None:
     model.first = nn.Linear(3, 4, bias=False)
 
 
-def without_memory(model: Net) -> None:
-    model.first = nn.Linear(3, 3, bias=False, device="meta")
-
-
 def counting(model: Net) -> None:
     model.first.weight = nn.Parameter(torch.zeros(3, 3, dtype=torch.int64), requires_grad=False)
 
@@ -210,7 +206,6 @@ def not_there_yet(model: Net) -> None:
 BROKEN: dict[Callable[[Net], None], str] = {
     overlapping: "'first.weight' overlaps itself in memory",
     wider: "the ranks built different models",
-    without_memory: "'first.weight' has no ordinary memory (layout torch.strided, device meta)",
     counting: "'first.weight' is torch.int64: a parameter must be one of",
     complex_valued: "'first.weight' is torch.complex64: a parameter must be one of",
     not_there_yet: "'first.weight'",

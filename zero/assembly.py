@@ -112,6 +112,7 @@ class Assembly:
             self._bucket_bytes,
             self.precision,
             nearby,
+            self.kept_by == 1 < self.shards.world_size,
             self._keeper if self.offload is not None and self.offload.parameters else None,
             self._unborn,
         )
@@ -119,7 +120,7 @@ class Assembly:
     def _nearby(self, device: torch.device) -> Choice | None:
         """Who shares what is kept for a backward, where that is not everybody who shares a copy. Collective."""
         shards = self.shards
-        if self.kept_by == shards.world_size:
+        if self.kept_by in (1, shards.world_size):
             return None
         choice = build_collective(shards.sibling(3), "auto", device, self.kept_by)
         shards.adopt(choice.collective.transport, range(shards.world_size))
@@ -131,7 +132,7 @@ class Assembly:
         try:
             self._take_over(all_groups, first)
         finally:
-            if self.storage.layout.buckets:
+            if self.storage.layout.buckets and not self.transport.broken:
                 self.storage.end()
                 self._cast_inputs()
 
@@ -154,6 +155,8 @@ class Assembly:
         self.reducer.close()
         self.inner.close()
         self.storage.release()
+        if self._keeper is not None:
+            self._keeper.close()
 
     def _take_over(self, all_groups: Sequence[Options], first: int) -> None:
         groups = all_groups[first:]
@@ -179,7 +182,7 @@ class Assembly:
             layout = self.storage.layout.extended(described, self._bucket_bytes, across_units=across)
         else:
             layout = build(described, self.shards.world_size, self._bucket_bytes, across_units=across)
-        stores = self._reserve(layout.buckets[buckets:])
+        stores = self._reserve(layout.buckets[buckets:], found)
         wide: dict[int, Tensor] = {}  # this rank's part of the values that are cast, by bucket
 
         def keep(bucket: Bucket, whole: Tensor) -> None:
@@ -190,46 +193,61 @@ class Assembly:
                 if bucket.index in stores:
                     stores[bucket.index].leave()
 
-        self.storage.adopt(found, layout, keep)
-        for bucket in layout.buckets[buckets:]:
-            begin, end = self.stage.stepped(bucket, self.shards.rank)
-            slot_groups = [layout.parameters[slot.parameter].group for slot in bucket.slots]
-            scalars = [layout.parameters[slot.parameter].shape == () for slot in bucket.slots]
-            interval = self.storage.interval(bucket, begin, end)
-            master, store = None, stores.get(bucket.index)
-            if bucket.dtypes.has_master:
-                master = Master(
-                    interval, bucket.dtypes.master, wide.pop(bucket.index, None), self._room_for_masters(bucket, stores)
-                )
-            instance = self.inner.instance()
-            states = BucketStates(instance, bucket, begin, end, interval, slot_groups, scalars, master, store)
-            self.inner.add(states, all_groups)
-            states.leave()
+        try:
+            self.storage.adopt(found, layout, keep)
+            for bucket in layout.buckets[buckets:]:
+                begin, end = self.stage.stepped(bucket, self.shards.rank)
+                slot_groups = [layout.parameters[slot.parameter].group for slot in bucket.slots]
+                scalars = [layout.parameters[slot.parameter].shape == () for slot in bucket.slots]
+                interval = self.storage.interval(bucket, begin, end)
+                master, store = None, stores.get(bucket.index)
+                if bucket.dtypes.has_master:
+                    master = Master(
+                        interval,
+                        bucket.dtypes.master,
+                        wide.pop(bucket.index, None),
+                        self._room_for_masters(bucket, stores),
+                    )
+                instance = self.inner.instance()
+                states = BucketStates(instance, bucket, begin, end, interval, slot_groups, scalars, master, store)
+                self.inner.add(states, all_groups)
+                states.leave()
+        except BaseException as error:  # the others are in the middle of it
+            self.transport.abort(
+                f"{self.transport.called}, while its parameters were taken over: {type(error).__name__}: {error}"
+            )
+            raise
         self.reducer.extend(found, layout)
 
-    def _reserve(self, buckets: Sequence[Bucket]) -> dict[int, StateStore]:
-        """Where the states of new buckets are kept, by bucket, if not beside the parameters. Collective then: every
-        rank must have room."""
+    def _reserve(self, buckets: Sequence[Bucket], found: Sequence[Tensor]) -> dict[int, StateStore]:
+        """Where the states of new buckets are kept, by bucket, if not beside the parameters, which are ``found``.
+        Collective then: every rank must have room."""
         if self._keeper is None:
             return {}
-        stores: dict[int, StateStore] = {}
-        problem: ValueError | None = None
+        keeper, problem = self._keeper, None
+        names = {bucket.index: self._names_of_states(bucket) for bucket in buckets}
+        widths = {bucket.index: _length(self.stage.stepped(bucket, self.shards.rank)) for bucket in buckets}
+        wanted = [(widths[bucket.index], bucket.dtypes.master) for bucket in buckets for _ in names[bucket.index]]
         try:
-            for bucket in buckets:
-                begin, end = self.stage.stepped(bucket, self.shards.rank)
-                masters = bucket.dtypes.has_master and torch.device(bucket.device).type == "cpu"
-                names = {*self.inner.elementwise, *([_MASTER] if masters else [])}
-                stores[bucket.index] = StateStore(self._keeper, end - begin, names, bucket.dtypes.master)
+            keeper.reserve([*wanted, *self.storage.slices(buckets, found)])
         except ValueError as error:
             problem = error
         agree_on_construction(self.transport, [], problem)
-        return stores
+        return {
+            bucket.index: StateStore(keeper, widths[bucket.index], names[bucket.index], bucket.dtypes.master)
+            for bucket in buckets
+        }
+
+    def _names_of_states(self, bucket: Bucket) -> list[str]:
+        """Of the tensors that are kept of a bucket."""
+        masters = bucket.dtypes.has_master and torch.device(bucket.device).type == "cpu"
+        return [*sorted(self.inner.elementwise), *([_MASTER] if masters else [])]
 
     def _room_for_masters(self, bucket: Bucket, stores: Mapping[int, StateStore]) -> Callable[[], Tensor] | None:
         """Where master weights of a bucket are kept, if not beside the parameters: those on a GPU stay there."""
         if bucket.index not in stores or torch.device(bucket.device).type != "cpu":
             return None
-        return partial(stores[bucket.index].zeros, _MASTER, bucket.dtypes.master)
+        return partial(stores[bucket.index].tensor, _MASTER, bucket.dtypes.master)
 
     def _check_elementwise(self, all_groups: Sequence[Options], described: Sequence[ParameterSpec]) -> None:
         for number, dtype, device in dict.fromkeys((s.group, s.dtypes.master, s.device) for s in described):
@@ -264,11 +282,14 @@ def _agree_on_sharing(
 ) -> int:
     """Raise `ValueError`, on every rank, where the ranks cannot share copies so; else `check_reshard`. Collective."""
     elsewhere = "None" if offload is None else offload.kind
-    mine = f"sharding_factor={factor!r}, reshard_after_forward={reshard!r}, offload={elsewhere}"
+    mine = f"stage={stage.number}, sharding_factor={factor!r}, reshard_after_forward={reshard!r}, offload={elsewhere}"
     told = group.exchange(mine.encode(), Tag(Kind.EXCHANGE, "sharding factor"))
     for rank, theirs in enumerate(told):
         if theirs != told[0]:
-            raise ValueError(f"rank 0 asked for {told[0].decode()}, but rank {rank} for {theirs.decode()}")
+            raise ValueError(
+                f"the ranks built different models or optimizers: rank 0 asked for {told[0].decode()}, but rank {rank} "
+                f"for {theirs.decode()}"
+            )
     check_sharding_factor(factor, group.world_size, stage)
     return check_reshard(reshard, group.world_size if factor is None else factor, stage)
 
@@ -277,3 +298,7 @@ def _bucket_bytes(bucket_cap_mb: float) -> int:
     if not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0 or math.isinf(bucket_cap_mb):
         raise ValueError(f"bucket_cap_mb must be a positive number of MiB, not {bucket_cap_mb!r}")
     return int(bucket_cap_mb * 1024 * 1024)
+
+
+def _length(interval: tuple[int, int]) -> int:
+    return interval[1] - interval[0]

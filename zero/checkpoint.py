@@ -90,7 +90,6 @@ def gather(
             whole = _gather_one(part, bucket.bounds, shards, place, one)
             if whole is not None:
                 flats[name] = whole.cpu()
-        states.leave()
         if transport.rank == to:
             for number, slot in enumerate(bucket.slots):
                 spec = layout.parameters[slot.parameter]
@@ -101,6 +100,7 @@ def gather(
                     result[spec.index] = values
                 if _MASTER in flats:
                     masters[spec.index] = strided(flats[_MASTER], slot.offset, spec.shape, spec.stride).clone()
+        states.leave()
     return (dict(sorted(result.items())), dict(sorted(masters.items()))) if transport.rank == to else None
 
 
@@ -219,6 +219,8 @@ def scatter(
     elementwise: frozenset[str],
 ) -> None:
     """Take this rank's pieces out of whole states. Not collective; the dict was checked."""
+    for states in inner.states:
+        states.settle()
     inner.collect()
     for bucket, states in zip(layout.buckets, inner.states, strict=True):
         states.flat.clear()
@@ -303,6 +305,7 @@ class States(Mapping[Tensor, dict[str, Any]]):
             state = self._inner.state_of(states.bucket.index, number)
             if state is None:
                 continue
+            states.settle()
             piece = states.pieces[number]
             found.update(state.scalars)
             for name in state.elementwise:

@@ -90,6 +90,7 @@ class BucketStates:
         self.flat: dict[str, Tensor] = {}
         self._states: list[PieceState | None] = [None] * len(self.pieces)
         self._staged: dict[str, Tensor] = {}
+        self.stepped_groups: set[int] = set()  # of the runs
         self.runs: list[_Run] = []
         self._key: tuple[Any, ...] | None = None
 
@@ -119,6 +120,7 @@ class BucketStates:
             return
         self.collect()
         self._key = key
+        self.stepped_groups = set()
         index = 0
         while index < len(self.pieces):
             last = index + 1
@@ -126,6 +128,7 @@ class BucketStates:
                 while last < len(self.pieces) and present[last] and self._joins(last):
                     last += 1
                 self._make_runs(index, last, cut[self.groups[index]])
+                self.stepped_groups.add(self.groups[index])
             index = last
 
     def _joins(self, index: int) -> bool:
@@ -166,8 +169,9 @@ class BucketStates:
                 if run.parameter.dim() == 0 and name not in names:
                     continue  # a scalar of the class, not of the parameter
                 if name not in self.flat:
-                    self.flat[name] = self._zeros(name, value.dtype)
-                view = self.flat[name][run.begin : run.end].view(run.parameter.shape)
+                    self.flat[name] = self._room(name, value.dtype)
+                target = self._staged.get(name, self.flat[name])
+                view = target[run.begin : run.end].view(run.parameter.shape)
                 view.copy_(value)
                 state[name] = run.views[name] = view
 
@@ -200,12 +204,12 @@ class BucketStates:
     def allocate(self, name: str, dtype: torch.dtype) -> Tensor:
         """The flat tensor of a state, made where there is none yet or it is of another dtype."""
         if name not in self.flat or self.flat[name].dtype != dtype:
-            self.flat[name] = self._zeros(name, dtype)
+            self.flat[name] = self._room(name, dtype)
         return self.flat[name]
 
-    def _zeros(self, name: str, dtype: torch.dtype) -> Tensor:
+    def _room(self, name: str, dtype: torch.dtype) -> Tensor:
         if self._store is not None:
-            return self._store.zeros(name, dtype)
+            return self._store.tensor(name, dtype)
         return torch.zeros(self.end - self.begin, dtype=dtype, device=self._parameters.device)
 
     # -- where states are kept elsewhere ------------------------------------------------------------------------------
@@ -289,10 +293,15 @@ class InnerOptimizer:
         return check_elementwise(self._class, self._arguments, options, dtype, device)
 
     def instance(self) -> torch.optim.Optimizer:
-        """One that has no parameters."""
+        """One that has no parameters, and counts on from where the others are."""
         made = self._class([torch.zeros(1)], **self._arguments)
         made.param_groups.clear()
         made.state.clear()
+        if self.states:
+            kept = {"state", "param_groups", "defaults"}
+            for key, value in vars(self.states[0].instance).items():
+                if key not in kept and not key.startswith("_optimizer_"):
+                    vars(made)[key] = copy.deepcopy(value)
         return made
 
     def add(self, states: BucketStates, groups: Sequence[Options]) -> None:
@@ -324,18 +333,18 @@ class InnerOptimizer:
         group's options, by group.
         """
         cut = tuple(not group.get("fused") for group in groups)
-        changed: dict[int, Options] = {}
+        found: list[tuple[BucketStates, list[tuple[Options, Options]]]] = []
         for number, states in enumerate(self.states):
-            given = groups if number + 1 == len(self.states) else [_apart(group) for group in groups]
             for following in self.states[number + 1 : number + 2]:
                 following.arrive()
-            changed = _step(states, gradients[number], present[number], cut, given)
+            found.append((states, _step(states, gradients[number], present[number], cut, groups)))
             states.harvest(self.elementwise)
             states.unstage()
             states.cast(present[number])
             states.leave()
             stepped(number)
-        return changed
+        changed = {number: _changed(number, group, found) for number, group in enumerate(groups)}
+        return {number: options for number, options in changed.items() if options}
 
     def state_of(self, index: int, piece: int) -> PieceState | None:
         return self.states[index].state_of(piece)
@@ -367,8 +376,9 @@ def _step(
     present: tuple[bool, ...],
     cut: tuple[bool, ...],
     groups: Sequence[Options],
-) -> dict[int, Options]:
-    """Step a bucket; what its instance changed in the groups' options, by group."""
+) -> list[tuple[Options, Options]]:
+    """Step a bucket; of each group the options after it, and those that its instance was given, which it may edit."""
+    groups = [_apart(group) for group in groups]
     if states.master is not None:
         states.master.follow()
     states.plan(present, cut)
@@ -384,11 +394,22 @@ def _step(
         for run in states.runs:
             run.parameter.grad = None
         states.instance.param_groups = []
-    changed: dict[int, Options] = {}
-    for number, (group, given) in enumerate(zip(param_groups, groups, strict=True)):
-        options = {key: value for key, value in group.items() if key != "params" and value is not given.get(key)}
-        if options:
-            changed[number] = options
+    return list(zip(param_groups, groups, strict=True))
+
+
+def _changed(
+    number: int, live: Options, found: Sequence[tuple[BucketStates, list[tuple[Options, Options]]]]
+) -> Options:
+    """What the class put into a group; what it edited in place is edited. As told by an instance that stepped a
+    parameter of the group, if one did."""
+    of_it = [told for states, told in found if number in states.stepped_groups]
+    changed: Options = {}
+    for after, given in [(of_it or [told for _, told in found])[0][number]] if found else []:
+        for key, value in after.items():
+            if key != "params" and value is not given.get(key):
+                changed[key] = value
+            elif isinstance(value, Tensor) and not torch.equal(value, live[key]):
+                live[key].copy_(value)
     return changed
 
 

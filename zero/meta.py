@@ -43,9 +43,10 @@ class Materializer:
         """``device``: where tensors go. Raises `ValueError` naming a module that has no values to come."""
         self.device, self._init = device, init
         self._values: Mapping[str, Tensor] = {} if state_dict is None else _mapping(state_dict)
+        self._given = frozenset(self._values)  # to ask a mapping whether it has a name may read the tensor
         self._unborn = list(_unborn(module))
         for unborn in self._unborn:
-            missing = [name for name, _ in unborn.tensors if name not in self._values]
+            missing = [name for name, _ in unborn.tensors if name not in self._given]
             if missing and init is None and not hasattr(unborn.module, "reset_parameters"):
                 raise ValueError(
                     f"{missing[0]!r} is on the meta device, and its module {unborn.name or 'the model'!r} "
@@ -75,14 +76,14 @@ class Materializer:
         for _, tensor in tensors:
             _give_memory(tensor, self.device)
         with torch.no_grad():
-            if any(name not in self._values for name, _ in tensors):
+            if any(name not in self._given for name, _ in tensors):
                 if self._init is not None:
                     self._init(unborn.module)
                 else:
                     reset: Any = unborn.module.reset_parameters
                     reset()
             for name, tensor in tensors:
-                if name in self._values:
+                if name in self._given:
                     tensor.copy_(self._values[name])
 
 
@@ -126,9 +127,10 @@ def _give_memory(tensor: Tensor, device: torch.device) -> None:
 
 
 def _shape(values: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
+    """What a tensor's shape will be, where that can be told without reading it."""
     if isinstance(values, _Files):
         return values.shape(name)
-    return tuple(values[name].shape) if name in values else None
+    return tuple(values[name].shape) if isinstance(values, dict) and name in values else None
 
 
 def _mapping(state_dict: StateDict) -> Mapping[str, Tensor]:
@@ -165,5 +167,5 @@ class _Files(Mapping[str, Tensor]):
         return len(self._files)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Without reading it."""
+        """Of a tensor that is there."""
         return tuple(self._files[name].get_slice(name).get_shape()) if name in self._files else None

@@ -2,7 +2,8 @@
 
 Knows: files, pages, what the kernel may be told of them. Does not know: what the tensors are, or when they are used.
 
-    construction   the file gets its blocks, so a full disk is an error here and never a lost step; it has no name
+    construction   the file gets its blocks, so a full disk is an error here and not in a step (but for states that a
+                   class has not told of: one that is switched on later); it has no name
     arrive         the kernel is asked to read a bucket's pages ahead
     (a step)       pages come as they are touched
     leave          what was written begins its way to the disk, and the pages leave this process
@@ -19,7 +20,8 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -36,8 +38,9 @@ class Offload:
     """What a rank keeps elsewhere than on the parameters' device, as in ``ZeroOptimizer(offload=...)``.
 
     Args:
-        states: a folder, where each rank keeps optimizer states and master weights in a file without a name, a bucket
-            or two of which are in memory at once; or "cpu", pinned memory of the host, for parameters on a GPU.
+        states: a folder, where each rank keeps optimizer states (and master weights of parameters on the CPU) in a file
+            without a name, a bucket or two of which are in memory at once; or "cpu", pinned memory of the host, for
+            parameters on a GPU.
         parameters: at stage 3, keep a rank's slices of the parameters in that file, too.
     """
 
@@ -77,8 +80,11 @@ def keeper_of(offload: Offload, device: torch.device) -> Keeper | None:
 class Keeper(Protocol):
     """Where the states of buckets are kept."""
 
+    def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:
+        """Make room for tensors of so many elements. Raises `ValueError` where there is none."""
+
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor of zeros."""
+        """A 1-D tensor, where there is room for it."""
 
     def arrive(self, tensors: Iterable[Tensor]) -> None:
         """These will be needed soon."""
@@ -86,9 +92,15 @@ class Keeper(Protocol):
     def leave(self, tensors: Iterable[Tensor]) -> None:
         """These will not be needed for a while."""
 
+    def close(self) -> None:
+        """No further tensor will be asked for."""
+
 
 class Pinned:
     """Memory of the host from which a GPU copies by itself."""
+
+    def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:
+        return
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
@@ -99,9 +111,22 @@ class Pinned:
     def leave(self, tensors: Iterable[Tensor]) -> None:
         return
 
+    def close(self) -> None:
+        return
+
+
+@dataclass
+class _Region:
+    """A part of the file, mapped: where it begins there and in memory, and how much of it is taken."""
+
+    mapping: mmap.mmap
+    place: int
+    address: int
+    taken: int = 0
+
 
 class Spool:
-    """A file of this rank alone, in which tensors lie one after the other."""
+    """A file of this rank alone, in which tensors lie one after the other, each on pages of its own."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Raises `ValueError` where there is no such folder, or nothing can be written there."""
@@ -111,37 +136,64 @@ class Spool:
         except OSError as error:
             raise ValueError(f"offload: no file can be made in {self._folder} ({error.strerror})") from error
         self._end = 0
-        self._places: dict[int, tuple[mmap.mmap, int]] = {}  # by address: the mapping, and where it lies in the file
+        self._regions: list[_Region] = []
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """In blocks of the disk that are its own. Raises `ValueError` where there are none."""
-        nbytes = max(1, -(-numel * dtype.itemsize // _PAGE)) * _PAGE
+    def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:
+        """In blocks of the disk that are its own, which hold zeros."""
+        nbytes = sum(_pages(numel, dtype) for numel, dtype in wanted)
+        if not nbytes:
+            return
+        number = self._file.fileno()
         try:
-            os.posix_fallocate(self._file.fileno(), self._end, nbytes)
+            os.posix_fallocate(number, self._end, nbytes)
+            mapping = mmap.mmap(number, nbytes, offset=self._end)
         except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(number, self._end)
             free = os.statvfs(self._folder)
             raise ValueError(
                 f"offload: {nbytes:,} bytes more than the {self._end:,} that this rank has there do not fit into "
                 f"{self._folder}, which has {free.f_bavail * free.f_frsize:,} free ({error.strerror})"
             ) from error
-        mapping = mmap.mmap(self._file.fileno(), nbytes, offset=self._end)
-        tensor = torch.frombuffer(mapping, dtype=dtype, count=nbytes // dtype.itemsize)[:numel]
-        self._places[tensor.untyped_storage().data_ptr()] = (mapping, self._end)
+        address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
+        self._regions.append(_Region(mapping, self._end, address))
         self._end += nbytes
-        return tensor
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        nbytes = _pages(numel, dtype)
+        if not self._regions or self._regions[-1].taken + nbytes > len(self._regions[-1].mapping):
+            self.reserve([(numel, dtype)])  # what nobody could know of
+        region = self._regions[-1]
+        offset, region.taken = region.taken, region.taken + nbytes
+        return torch.frombuffer(region.mapping, dtype=dtype, count=max(1, numel), offset=offset)[:numel]
 
     def arrive(self, tensors: Iterable[Tensor]) -> None:
-        for mapping, _ in self._mappings(tensors):
-            mapping.madvise(mmap.MADV_WILLNEED)
+        for region, begin, nbytes in self._spans(tensors):
+            region.mapping.madvise(mmap.MADV_WILLNEED, begin, nbytes)
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
-        for mapping, place in self._mappings(tensors):
-            _begin_to_write(self._file.fileno(), place, len(mapping))
-            mapping.madvise(mmap.MADV_DONTNEED)
+        for region, begin, nbytes in self._spans(tensors):
+            _begin_to_write(self._file.fileno(), region.place + begin, nbytes)
+            region.mapping.madvise(mmap.MADV_DONTNEED, begin, nbytes)
 
-    def _mappings(self, tensors: Iterable[Tensor]) -> list[tuple[mmap.mmap, int]]:
-        found = (self._places.get(tensor.untyped_storage().data_ptr()) for tensor in tensors)
-        return [place for place in found if place is not None]
+    def close(self) -> None:
+        self._regions = []
+        self._file.close()
+
+    def _spans(self, tensors: Iterable[Tensor]) -> Iterator[tuple[_Region, int, int]]:
+        """The whole pages on which tensors lie that are here: region, begin and length in bytes."""
+        for tensor in tensors:
+            for region in self._regions:
+                begin = tensor.data_ptr() - region.address
+                if tensor.numel() and 0 <= begin < len(region.mapping):
+                    end = begin + tensor.numel() * tensor.itemsize
+                    low, high = begin // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
+                    yield region, low, high - low
+
+
+def _pages(numel: int, dtype: torch.dtype) -> int:
+    """Bytes of the whole pages that a tensor takes."""
+    return max(1, -(-numel * dtype.itemsize // _PAGE)) * _PAGE
 
 
 def _begin_to_write(file: int, begin: int, nbytes: int) -> None:
@@ -168,11 +220,11 @@ class StateStore:
         """All that there are."""
         return list(self._tensors.values())
 
-    def zeros(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The tensor of this name, all zero; what was in it is forgotten."""
+    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The tensor of this name, with what was last written there."""
         if (name, dtype) not in self._tensors:
             self._tensors[name, dtype] = self._keeper.empty(self._numel, dtype)
-        return self._tensors[name, dtype].zero_()
+        return self._tensors[name, dtype]
 
     def arrive(self) -> None:
         """They will be needed soon."""

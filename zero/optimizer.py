@@ -376,6 +376,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             held = (states.begin, states.followed_weights())
             whole = gather_slot(self._collective, self._assembly.shards.rank, bucket, slot, held, tag)
             states.leave()
+            self._storage.leave(bucket.index)
         return whole.as_strided(spec.shape, spec.stride)
 
     # -- parameters ---------------------------------------------------------------------------------------------------

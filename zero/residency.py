@@ -250,6 +250,7 @@ class Residency:
             self._release(shelf)
             if not self._alone and (shelf.common is None or shelf.moved):
                 self._edits.compare(shelf)
+                self._at_rest(shelf.shard)
 
     def _release(self, shelf: Shelf) -> None:
         shelf.shown = False
@@ -267,7 +268,7 @@ class Residency:
         self.hide(number)
         unit.state = State.SHARDED
         for shelf in unit.shelves:
-            if for_now and self._nearby is not None and shelf.common is None:
+            if for_now and self._nearby is not None and self.telling is None and shelf.common is None:
                 shelf.kept = self._kept(shelf, self._nearby.shards)
             if self._alone:
                 self._at_rest(shelf.shard)
@@ -349,6 +350,7 @@ class Residency:
             for piece in shelf.bucket.pieces(low, high):
                 if piece.slot in slots:
                     shelf.shard[piece.begin - low : piece.end - low].copy_(shelf.whole[piece.begin : piece.end])
+            self._at_rest(shelf.shard)
         self.changed(shelf, slots)
 
     def _undo_edits(self, number: int) -> None:
@@ -364,6 +366,7 @@ class Residency:
                 elif not self._alone and shelf.whole is not None:
                     low, high = shelf.bucket.owned(self._shards.rank)
                     shelf.whole.data[low:high].copy_(shelf.shard)
+                    self._at_rest(shelf.shard)
 
     # -- changes --------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from collectives import Choice, Collective, Transport
+from collectives import Choice, Collective, Kind, Region, Tag, Transport
 
 from .layout import Bucket, Dtypes, Layout, ParameterSpec, build
 from .meta import Materializer, is_meta
@@ -43,10 +43,12 @@ class ShardedStorage(ParameterStorage):
         bucket_bytes: int,
         precision: MixedPrecision | None,
         nearby: Choice | None,
+        keeps_whole: bool,
         keeper: Keeper | None,
         unborn: Materializer | None,
     ) -> None:
-        """``nearby``: the ranks, of those that share a copy, who share what is kept for a backward; None: all.
+        """``nearby``: the ranks, of those that share a copy, who share what is kept for a backward; None: all;
+        ``keeps_whole``: each keeps all of it.
         ``keeper``: where this rank's slices are kept, if not in memory; ``unborn``: what has no memory yet."""
         super().__init__(transport, shards, direct, module, precision)
         self._root, self._bucket_bytes = module, bucket_bytes
@@ -58,7 +60,7 @@ class ShardedStorage(ParameterStorage):
         self._keeper = keeper
         at_rest = None if keeper is None else lambda shard: keeper.leave([shard])
         self.residency = Residency(shards, collective, self._units.names, nearby, at_rest)
-        self._keeps_whole = nearby is not None and nearby.shards.world_size == 1
+        self._keeps_whole = keeps_whole
         self._hooks: UnitHooks | None = None
         self._others: list[Shelf] = []  # of the rest
         self._other_flats: list[Tensor] = []
@@ -79,6 +81,14 @@ class ShardedStorage(ParameterStorage):
     def prepare(self, parameters: Sequence[Tensor]) -> None:
         self._describe_rest([*self.parameters, *parameters])
 
+    def slices(self, buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
+        if self._keeper is None:
+            return []
+        _, described = self._describe_rest([*self.parameters, *parameters])
+        kept = [*buckets, *self._layout_of(described).buckets]
+        owned = (bucket.owned(self._shards.rank) for bucket in kept)
+        return [(high - low, bucket.dtypes.compute) for bucket, (low, high) in zip(kept, owned, strict=True)]
+
     def begin(self) -> None:
         """Parameters that were not listed so far become plain, whole ones, until `end`."""
         self._take_out(self._others)
@@ -95,7 +105,7 @@ class ShardedStorage(ParameterStorage):
             self._unborn.finish()
         self._bindings = bindings(self._module)
         parameters, described = self._describe_rest(self.parameters)
-        self.rest = build(described, self._shards.world_size, self._bucket_bytes, across_units=self.buckets_cross_units)
+        self.rest = self._layout_of(described)
         self._other_flats, self._others = self._shelve(self.rest.buckets, self.rest, parameters, None)
         self._cast_rest()
         self.residency.announce()
@@ -104,6 +114,9 @@ class ShardedStorage(ParameterStorage):
             numbers = self.units()
             whole = [p.detach() for p in self._root.parameters() if id(p) not in numbers]  # of integer dtypes
             broadcast(self._direct, self._transport, [*whole, *self._buffers()])
+
+    def _layout_of(self, described: Sequence[ParameterSpec]) -> Layout:
+        return build(described, self._shards.world_size, self._bucket_bytes, across_units=self.buckets_cross_units)
 
     def _describe_rest(self, listed: Sequence[Tensor]) -> tuple[list[Tensor], list[ParameterSpec]]:
         known = {id(parameter) for parameter in listed}
@@ -119,7 +132,7 @@ class ShardedStorage(ParameterStorage):
         on_host = all(bucket.device == "cpu" for bucket in buckets)
         sizes = [bucket.numel * bucket.dtypes.compute.itemsize for bucket in buckets]
         shared = on_host and self._keeper is None and self._shards.world_size > 1
-        regions = self._shards.common(sizes) if shared else None
+        regions = self._agreed(self._shards.common(sizes) if shared else None)
         flats, shelves = [torch.empty(0)] * len(buckets), []
         for number, bucket in self._as_they_come(buckets, parameters):
             whole = self._values(bucket, layout, parameters, _nothing if keep is None else keep)
@@ -142,23 +155,24 @@ class ShardedStorage(ParameterStorage):
                 self.residency.put(unit, shelf)
                 shelves.append(shelf)
             flats[number] = flat
+            del whole  # before the next parameters get memory
         return flats, shelves
 
+    def _agreed(self, regions: Sequence[Region] | None) -> Sequence[Region] | None:
+        """Memory in common is for all replicas or for none: a rank tells the others what travels. Collective."""
+        if self._transport is self._shards:
+            return regions
+        told = self._transport.exchange(b"" if regions else b"none", Tag(Kind.EXCHANGE, "memory in common"))
+        return None if any(told) else regions
+
     def _as_they_come(self, buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> Iterator[tuple[int, Bucket]]:
-        """Buckets with their numbers, each when all of its parameters have values: no more of those that have none yet
-        are given any before."""
-        waiting = list(enumerate(buckets))
+        """Buckets with their numbers, in an order that all ranks share, also where some have no values yet: as the last
+        parameter of each is registered. No more of what has no memory gets some than a bucket needs."""
         steps = iter(()) if self._unborn is None else self._unborn.steps()
-        more = True
-        while more:
-            ready = [
-                (number, bucket)
-                for number, bucket in waiting
-                if not any(is_meta(parameters[slot.parameter]) for slot in bucket.slots)
-            ]
-            waiting = [entry for entry in waiting if entry not in ready]
-            yield from ready
-            more = bool(waiting) and next(steps, _OVER) is not _OVER
+        for number, bucket in sorted(enumerate(buckets), key=lambda entry: max(s.parameter for s in entry[1].slots)):
+            while any(is_meta(parameters[slot.parameter]) for slot in bucket.slots):
+                next(steps)
+            yield number, bucket
 
     def _take_out(self, shelves: Sequence[Shelf]) -> None:
         """Make the parameters of these shelves plain ones, with memory of their own. Collective."""
@@ -201,6 +215,7 @@ class ShardedStorage(ParameterStorage):
 
     def tell_gathers(self, telling: Callable[..., AbstractContextManager[None]] | None) -> None:
         self.residency.telling = None if self.gathers_nothing else telling
+        self.residency.forget_kept()  # who gathers for others alone keeps nothing
 
     def gather(self, unit: int) -> None:
         self.residency.fetch(unit)
@@ -282,9 +297,6 @@ class ShardedStorage(ParameterStorage):
             self._hooks.remove()
         self._take_out(list(self.residency.shelves()))
         self.flats, self._others, self._other_flats = [], [], []
-
-
-_OVER = object()
 
 
 def _nothing(*_: object) -> None:

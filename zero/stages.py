@@ -101,7 +101,7 @@ def check_sharding_factor(factor: int | None, world_size: int, stage: Stage) -> 
     if factor is None:
         return
     divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
-    if isinstance(factor, bool) or factor not in divisors:
+    if isinstance(factor, bool) or not isinstance(factor, int) or factor not in divisors:
         raise ValueError(
             f"sharding_factor must divide the number of ranks, {world_size}, so be one of {divisors}, not {factor!r}"
         )

@@ -69,6 +69,10 @@ class ParameterStorage:
             if is_released(binding.parameter):
                 raise ValueError(HELD_ELSEWHERE.format(name=binding.name))
 
+    def slices(self, buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
+        """Elements and dtype of what `adopt` of these, and `end` then, will keep on disk."""
+        return []
+
     def begin(self) -> None:
         """Further parameters are about to be adopted. Collective."""
 

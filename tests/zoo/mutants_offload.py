@@ -37,7 +37,7 @@ MUTANTS = (
         "pages-stay",
         ("L7", "L18"),
         "A bucket that was stepped stays in memory: after a step all states are resident.",
-        (Edit(OFFLOAD, "            mapping.madvise(mmap.MADV_DONTNEED)\n", ""),),
+        (Edit(OFFLOAD, "            region.mapping.madvise(mmap.MADV_DONTNEED, begin, nbytes)\n", ""),),
         (f"{RESIDENT}[1--False]",),
     ),
     Mutant(
@@ -57,7 +57,7 @@ MUTANTS = (
         "states-lie-on-top-of-each-other",
         ("L5", "L18"),
         "Every tensor begins at the same place in the file.",
-        (Edit(OFFLOAD, "        self._end += nbytes\n", ""),),
+        (Edit(OFFLOAD, "region.taken, region.taken + nbytes", "region.taken, 0"),),
         (STATES,),
     ),
     Mutant(
@@ -67,8 +67,8 @@ MUTANTS = (
         (
             Edit(
                 OFFLOAD,
-                "            os.posix_fallocate(self._file.fileno(), self._end, nbytes)\n",
-                "            os.ftruncate(self._file.fileno(), self._end + nbytes)\n",
+                "            os.posix_fallocate(number, self._end, nbytes)\n",
+                "            os.ftruncate(number, self._end + nbytes)\n",
             ),
         ),
         (f"{TESTS}::test_a_full_disk_is_an_error_before_anything_has_changed_on_every_rank",),

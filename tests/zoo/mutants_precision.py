@@ -92,8 +92,8 @@ MASTERS = (
         (
             Edit(
                 ASSEMBLY,
-                "bucket.dtypes.master, wide.pop(bucket.index, None),",
-                "bucket.dtypes.master, None if buckets else wide.pop(bucket.index, None),",
+                "                        wide.pop(bucket.index, None),\n",
+                "                        None if buckets else wide.pop(bucket.index, None),\n",
             ),
         ),
         ("test_mixed_cases.py::test_a_group_that_is_added_later_has_masters_of_its_own_wide_values[2]",),

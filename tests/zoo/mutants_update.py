@@ -185,10 +185,11 @@ MUTANTS = (
         (
             Edit(
                 INNER,
-                "        for number, states in enumerate(self.states):\n            given",
+                "        for number, states in enumerate(self.states):\n            for following",
                 "        self._kept = getattr(self, '_kept', None) or copy.deepcopy([{**g, 'params': []} for g "
                 "in groups])\n"
-                "        groups = self._kept\n        for number, states in enumerate(self.states):\n            given",
+                "        groups = self._kept\n        for number, states in enumerate(self.states):\n"
+                "            for following",
             ),
         ),
         ("test_face.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),
