@@ -535,15 +535,12 @@ def test_ranks_of_a_replica_on_several_hosts_cannot_share_memory(monkeypatch: py
 def test_ranks_that_share_what_is_kept_are_called_what_the_group_calls_them() -> None:
     def program(transport: Transport) -> list[str]:
         model = locked_build(0)
-        optimizer = ZeroOptimizer(model, stage=3, process_group=transport, reshard_after_forward=2, offload=None)
+        optimizer = ZeroOptimizer(model, stage=3, process_group=transport, reshard_after_forward=2)
         residency: Any = optimizer._storage.residency  # type: ignore[attr-defined]
         nearby = residency._nearby.shards
         return [nearby.called, optimizer._assembly.shards.called]
 
-    def on_a_wire(transport: Transport) -> list[str]:
-        return program(transport)
-
-    assert on_wires(4, on_a_wire) == [[f"rank {rank}"] * 2 for rank in range(4)]
+    assert on_wires(4, program) == [[f"rank {rank}"] * 2 for rank in range(4)]
 
 
 def test_an_algorithm_of_its_own_transport_is_counted_and_fails_with_the_group() -> None:

@@ -6,7 +6,8 @@ Knows: which parts there are, and in what order they take up parameters. Does no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -133,8 +134,19 @@ class Assembly:
             self._take_over(all_groups, first)
         finally:
             if self.storage.layout.buckets and not self.transport.broken:
-                self.storage.end()
+                with self._failing_for_all():
+                    self.storage.end()
                 self._cast_inputs()
+
+    @contextmanager
+    def _failing_for_all(self) -> Iterator[None]:
+        """What one rank alone cannot do ends the others' waiting, too."""
+        try:
+            yield
+        except BaseException as error:
+            called = self.transport.called
+            self.transport.abort(f"{called}, while parameters were taken over: {type(error).__name__}: {error}")
+            raise
 
     @property
     def superseded(self) -> bool:
@@ -163,9 +175,10 @@ class Assembly:
         problem: Exception | None = None
         found: list[Tensor] = []
         described: list[ParameterSpec] = []
-        try:
-            if self._unborn is not None and self.stage.parameters is Placement.WHOLE:
+        if self._unborn is not None and self.stage.parameters is Placement.WHOLE:
+            with self._failing_for_all():
                 self._unborn.finish()
+        try:
             check_buffers(self.module)
             known = len(self.storage.parameters)
             dtypes = Dtypes.all if self.precision is None else self.precision.of
@@ -193,7 +206,7 @@ class Assembly:
                 if bucket.index in stores:
                     stores[bucket.index].leave()
 
-        try:
+        with self._failing_for_all():
             self.storage.adopt(found, layout, keep)
             for bucket in layout.buckets[buckets:]:
                 begin, end = self.stage.stepped(bucket, self.shards.rank)
@@ -212,11 +225,6 @@ class Assembly:
                 states = BucketStates(instance, bucket, begin, end, interval, slot_groups, scalars, master, store)
                 self.inner.add(states, all_groups)
                 states.leave()
-        except BaseException as error:  # the others are in the middle of it
-            self.transport.abort(
-                f"{self.transport.called}, while its parameters were taken over: {type(error).__name__}: {error}"
-            )
-            raise
         self.reducer.extend(found, layout)
 
     def _reserve(self, buckets: Sequence[Bucket], found: Sequence[Tensor]) -> dict[int, StateStore]:

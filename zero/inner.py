@@ -408,7 +408,7 @@ def _changed(
         for key, value in after.items():
             if key != "params" and value is not given.get(key):
                 changed[key] = value
-            elif isinstance(value, Tensor) and not torch.equal(value, live[key]):
+            elif isinstance(value, Tensor):
                 live[key].copy_(value)
     return changed
 

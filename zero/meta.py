@@ -27,11 +27,11 @@ def is_meta(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Unborn:
-    """A module with tensors of its own that have no memory: these, by full name."""
+    """A module with tensors of its own that have no memory: these, each with the names that it has, its own first."""
 
     name: str
     module: nn.Module
-    tensors: tuple[tuple[str, Tensor], ...]
+    tensors: tuple[tuple[tuple[str, ...], Tensor], ...]
 
 
 class Materializer:
@@ -40,23 +40,31 @@ class Materializer:
     def __init__(
         self, module: nn.Module, device: torch.device, init: InitFunction | None, state_dict: StateDict | None
     ) -> None:
-        """``device``: where tensors go. Raises `ValueError` naming a module that has no values to come."""
+        """``device``: where tensors go. Raises `ValueError` naming what has no values to come, or what the state dict
+        has and the module has not."""
         self.device, self._init = device, init
         self._values: Mapping[str, Tensor] = {} if state_dict is None else _mapping(state_dict)
         self._given = frozenset(self._values)  # to ask a mapping whether it has a name may read the tensor
         self._unborn = list(_unborn(module))
+        if state_dict is not None:
+            _check_keys(module, list(self._values), may_miss=init is not None)
         for unborn in self._unborn:
-            missing = [name for name, _ in unborn.tensors if name not in self._given]
+            missing = [names[0] for names, _ in unborn.tensors if self._name(names) is None]
             if missing and init is None and not hasattr(unborn.module, "reset_parameters"):
                 raise ValueError(
                     f"{missing[0]!r} is on the meta device, and its module {unborn.name or 'the model'!r} "
                     f"({type(unborn.module).__name__}) has no reset_parameters(): pass param_init_fn, or a state dict "
                     "that has it"
                 )
-            for name, tensor in unborn.tensors:
-                found = _shape(self._values, name)
+            for names, tensor in unborn.tensors:
+                name = self._name(names)
+                found = None if name is None else _shape(self._values, name)
                 if found is not None and found != tuple(tensor.shape):
                     raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}, but {found} in the state dict")
+
+    def _name(self, names: Sequence[str]) -> str | None:
+        """By which of its names the state dict has a tensor; None where it has not."""
+        return next((name for name in names if name in self._given), None)
 
     def steps(self) -> Iterator[None]:
         """Give one module after the other its values, in order of registration; each time it has them, go on."""
@@ -70,20 +78,20 @@ class Materializer:
             pass
 
     def _materialize(self, unborn: _Unborn) -> None:
-        tensors = [(name, tensor) for name, tensor in unborn.tensors if is_meta(tensor)]  # others came with a tie
-        if not tensors:
+        tensors = [(self._name(names), tensor) for names, tensor in unborn.tensors if is_meta(tensor)]
+        if not tensors:  # they came with a module that they are tied to
             return
         for _, tensor in tensors:
             _give_memory(tensor, self.device)
         with torch.no_grad():
-            if any(name not in self._given for name, _ in tensors):
+            if any(name is None for name, _ in tensors):
                 if self._init is not None:
                     self._init(unborn.module)
                 else:
                     reset: Any = unborn.module.reset_parameters
                     reset()
             for name, tensor in tensors:
-                if name in self._given:
+                if name is not None:
                     tensor.copy_(self._values[name])
 
 
@@ -109,10 +117,43 @@ def materializer_of(
     return Materializer(module, device, init, state_dict)
 
 
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers by each of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _check_keys(module: nn.Module, given: Sequence[str], *, may_miss: bool) -> None:
+    """Raise `ValueError`, as a strict `load_state_dict` does, where names do not fit: what is not found would be
+    initialised, and nobody would notice. ``may_miss``: somebody says what becomes of it."""
+    aliases: dict[int, list[str]] = {}
+    for name, tensor in _named(module):
+        aliases.setdefault(id(tensor), []).append(name)
+    known = {name for names in aliases.values() for name in names}
+    for name in given:
+        if name not in known:
+            raise ValueError(f"init_state_dict has {name!r}, which the model has not")
+    if may_miss:
+        return
+    kept, there = set(module.state_dict(keep_vars=True)), set(given)
+    for names in aliases.values():
+        if not there.intersection(names) and kept.intersection(names):
+            raise ValueError(
+                f"init_state_dict has no {names[0]!r}, which the model has: pass param_init_fn, too, to say what it is"
+            )
+
+
 def _unborn(module: nn.Module) -> Iterator[_Unborn]:
+    aliases: dict[int, list[str]] = {}
+    for name, tensor in _named(module):
+        aliases.setdefault(id(tensor), []).append(name)
     for prefix, part in module.named_modules():
         named = (*part.named_parameters(prefix, recurse=False), *part.named_buffers(prefix, recurse=False))
-        tensors = tuple((name, tensor) for name, tensor in named if is_meta(tensor))
+        tensors = tuple(
+            ((name, *(other for other in aliases[id(tensor)] if other != name)), tensor)
+            for name, tensor in named
+            if is_meta(tensor)
+        )
         if tensors:
             yield _Unborn(prefix, part, tensors)
 

@@ -131,6 +131,8 @@ class Spool:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Raises `ValueError` where there is no such folder, or nothing can be written there."""
         self._folder = Path(folder)
+        if not hasattr(os, "posix_fallocate"):
+            raise ValueError("offload: on this system no room can be reserved in a file; leave offload away")
         try:
             self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - it stays open
         except OSError as error:
