@@ -17,6 +17,7 @@ from collectives import Transport, arena, on_threads
 from collectives.arena import PAGE, Arena, Spans, Window
 from collectives.memory import Pool
 
+from .descriptors import opened
 from .sockets import mesh
 
 CPU = torch.device("cpu")
@@ -91,7 +92,7 @@ def test_a_region_is_freed_with_its_last_holder() -> None:
 
 
 def test_a_region_outlives_its_arena_and_nothing_is_left_of_both() -> None:
-    descriptors = set(os.listdir("/proc/self/fd"))
+    before = opened()
     memory = Arena(64 * PAGE)
     window = Window(memory.fd)
     storage = memory.allocate(PAGE)
@@ -101,7 +102,7 @@ def test_a_region_outlives_its_arena_and_nothing_is_left_of_both() -> None:
     del storage
     assert window.look(0, 12, torch.float32).tolist() == [0.0] * 3, "the pages are gone"
     del window
-    assert set(os.listdir("/proc/self/fd")) == descriptors
+    assert opened() <= before
 
 
 def test_a_window_cannot_be_written() -> None:
@@ -189,7 +190,7 @@ def test_a_pool_of_shared_memory_gives_back_what_it_drops() -> None:
 
 
 def test_an_address_space_that_is_too_small_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    descriptors = set(os.listdir("/proc/self/fd"))
+    before = opened()
 
     def fails(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOMEM, "no address space")
@@ -197,7 +198,7 @@ def test_an_address_space_that_is_too_small_is_an_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(mmap, "mmap", fails)
     with pytest.raises(OSError, match="no address space"):
         Arena(PAGE)
-    assert set(os.listdir("/proc/self/fd")) == descriptors
+    assert opened() <= before
 
 
 def test_memory_of_another_arena_is_copied_to_where_peers_can_read_it() -> None:

@@ -17,8 +17,9 @@ from collectives import Kind, Pairwise, Ring, Tag, Traffic, Transport, on_thread
 from collectives.messages import HEADER_BYTES, at
 from zero import ZeroOptimizer
 from zero.gradients import GradientStore
-from zero.inner import BucketStates, InnerOptimizer, _param_groups
+from zero.inner import InnerOptimizer, _param_groups
 from zero.layout import Dtypes, Layout, ParameterSpec, build
+from zero.runs import BucketStates
 from zero.shelf import Shelf
 from zero.stages import STAGES, dense_stride, formula_bytes, formula_traffic
 
@@ -129,7 +130,7 @@ def test_states_beyond_two_to_the_31_have_a_run_for_every_piece(
     arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the last of three ranks, whose pieces all lie beyond; the class steps them."""
-    monkeypatch.setattr("zero.inner.CUT", LIMIT)
+    monkeypatch.setattr("zero.runs.CUT", LIMIT)
     layout = large_layout(3)
     (bucket,) = layout.buckets
     begin, end = bucket.owned(2)

@@ -19,7 +19,7 @@ from torch import nn
 
 from collectives import Transport, on_threads, solo
 from zero import Offload, ZeroOptimizer
-from zero.inner import BucketStates
+from zero.runs import BucketStates
 
 from .models import odd_batches, odd_loss
 from .narrowed import PRECISIONS

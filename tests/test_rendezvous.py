@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import socket
 import subprocess
@@ -25,6 +24,7 @@ from collectives.host import HostCarrier
 from collectives.rendezvous import Card, Door, exchange_cards, join
 from collectives.topology import choose, hierarchical, shared
 
+from .descriptors import opened
 from .sockets import on_sockets, on_wires
 
 SOON = 10.0
@@ -183,7 +183,7 @@ def knock(card: Card, data: bytes | None, files: list[int]) -> socket.socket:
 
 def test_a_stranger_is_turned_away_and_the_ranks_connect() -> None:
     """With a wrong token or message, no memory, memory that cannot be read, a token for a higher rank, nothing."""
-    before = set(os.listdir("/proc/self/fd"))
+    before = opened()
 
     def program(transport: Transport) -> tuple[str, list[tuple[bytes, list[int]]]]:
         door, strangers = Door(2), []
@@ -220,7 +220,7 @@ def test_a_stranger_is_turned_away_and_the_ranks_connect() -> None:
     (_, none), (name, answers) = on_wires(2, program)
     assert (none, name) == ([], "shared")
     assert answers == [(b"", [])] * 8
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert opened() <= before
 
 
 def test_a_rank_that_cannot_tell_its_host_is_not_taken_for_one_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,36 +260,35 @@ def listening(address: str) -> bool:
 
 
 def test_the_door_is_shut_when_all_are_in_and_nothing_is_left_of_a_group() -> None:
-    gc.collect()  # what earlier tests left in cycles
-    before, mapped_before = set(os.listdir("/proc/self/fd")), mapped()
+    before, mapped_before = opened(), mapped()
 
     def program(transport: Transport) -> tuple[str, bool, bool]:
         door = Door(transport.world_size)
-        opened = listening(door.card.address)
+        listened = listening(door.card.address)
         carrier = join(transport, door, exchange_cards(transport, door))
         assert isinstance(carrier, HostCarrier)
         works(shared(Transport(carrier)))
-        return door.card.address, opened, listening(door.card.address)
+        return door.card.address, listened, listening(door.card.address)
 
     for world_size in (1, 2, 5):
-        for address, opened, still_open in on_wires(world_size, program):
-            assert (opened, still_open) == (True, False)
+        for address, listened, still_listens in on_wires(world_size, program):
+            assert (listened, still_listens) == (True, False)
             assert address not in Path("/proc/net/unix").read_text()
-        assert set(os.listdir("/proc/self/fd")) == before
-    assert mapped() == mapped_before
+        assert opened() <= before
+    assert mapped() <= mapped_before
 
 
 def test_no_program_that_a_rank_starts_inherits_a_descriptor() -> None:
-    gc.collect()
-    before = set(os.listdir("/proc/self/fd"))
+    before = opened()
 
     def program(transport: Transport) -> list[str]:
         collective = shared(transport)
         assert collective.transport.common([1]) is not None
         transport.exchange(b"", Tag(Kind.EXCHANGE, "all have theirs"))
-        found = [fd for fd in set(os.listdir("/proc/self/fd")) - before if os.path.exists(f"/proc/self/fd/{fd}")]
-        inherited = [fd for fd in found if os.get_inheritable(int(fd))]
+        found = [fd for fd, _, _ in opened() - before]
         transport.exchange(b"", Tag(Kind.EXCHANGE, "all have looked"))
+        inherited = [fd for fd in found if os.path.exists(f"/proc/self/fd/{fd}") and os.get_inheritable(fd)]
+        transport.exchange(b"", Tag(Kind.EXCHANGE, "all have asked"))
         return inherited
 
     assert on_wires(2, program) == [[], []]

@@ -18,6 +18,9 @@ ALGORITHMS = {"pairwise", "ring"}
 ORDER = (
     ("layout",),
     ("stages",),
+    ("runs",),
+    ("elementwise",),
+    ("inner",),
     ("gradients", "hooks", "storage", "shelf"),
     ("faces", "residency", "rounds"),
     ("saving",),

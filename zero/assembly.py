@@ -18,7 +18,7 @@ from collectives import Algorithm, Choice, Collective, Kind, Pairwise, Tag, Tran
 from collectives import build as build_collective
 
 from .hooks import check_free
-from .inner import BucketStates, InnerOptimizer, Options
+from .inner import InnerOptimizer
 from .layout import Bucket, Dtypes, ParameterSpec, build
 from .meta import Materializer
 from .offload import Keeper, Offload, StateStore, keeper_of
@@ -26,6 +26,7 @@ from .parameters import check_buffers, check_modules, specs
 from .precision import InputCast, Master, MixedPrecision
 from .reducer import Reducer
 from .replicas import agree_on_construction
+from .runs import BucketStates, Options
 from .sharded import ShardedStorage
 from .stages import Placement, Stage, check_offloaded_parameters, check_reshard, check_sharding_factor
 from .storage import ParameterStorage

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from collectives import Kind, Tag, Transport, Work
 
-from .inner import BucketStates, InnerOptimizer, Options, PieceState
+from .inner import InnerOptimizer
 from .layout import Layout
+from .runs import BucketStates, Options, PieceState
 from .stages import flattened, strided
 from .storage import ParameterStorage
 

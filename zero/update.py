@@ -17,9 +17,10 @@ from torch import Tensor
 from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work
 
 from .clip import check_finite, clip_factor
-from .inner import InnerOptimizer, Options
+from .inner import InnerOptimizer
 from .norm import PowerSum
 from .reducer import Reducer
+from .runs import Options
 from .stages import Stage
 from .storage import ParameterStorage
 

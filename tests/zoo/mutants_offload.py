@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-OFFLOAD, INNER, SHARDED = "zero/offload.py", "zero/inner.py", "zero/sharded.py"
+OFFLOAD, RUNS, SHARDED = "zero/offload.py", "zero/runs.py", "zero/sharded.py"
 TESTS = "test_offload.py"
 STATES = f"{TESTS}::test_states_on_disk_change_no_bit[-1]"
 COPIED = f"{TESTS}::test_states_that_are_copied_to_another_device_for_a_step_and_back[1]"
@@ -17,7 +17,7 @@ MUTANTS = (
         "States that were stepped on a device are copied back once; later steps begin with those of the first.",
         (
             Edit(
-                INNER,
+                RUNS,
                 "        for name, staged in self._staged.items():\n            self.flat[name].copy_(staged",
                 "        for name, staged in self._staged.items():\n"
                 "            if name in vars(self).setdefault('home', set()):\n                continue\n"
@@ -30,7 +30,7 @@ MUTANTS = (
         "states-never-come-home",
         ("S25",),
         "What was stepped on a device is not there when its host memory is read next.",
-        (Edit(INNER, "            self.flat[name].copy_(staged, non_blocking=True)\n", "            pass\n"),),
+        (Edit(RUNS, "            self.flat[name].copy_(staged, non_blocking=True)\n", "            pass\n"),),
         (COPIED,),
     ),
     Mutant(

@@ -6,6 +6,7 @@ from .mutant import Edit, Mutant
 
 PRECISION, GRADIENTS, REDUCER = "zero/precision.py", "zero/gradients.py", "zero/reducer.py"
 ASSEMBLY, CHECKPOINT, INNER = "zero/assembly.py", "zero/checkpoint.py", "zero/inner.py"
+RUNS = "zero/runs.py"
 OPTIMIZER, STORAGE, AGREEMENT, JOIN = "zero/optimizer.py", "zero/storage.py", "zero/agreement.py", "zero/join.py"
 TRAINING = "test_mixed_precision.py::test_training_is_that_of_the_plain_loop"
 NO_SYNC = "test_mixed_precision.py::test_what_no_sync_adds_up_is_wide_and_rounded_once"
@@ -104,7 +105,7 @@ MASTERS = (
         "Of neighbours whose master weights were updated the first one reaches the model.",
         (
             Edit(
-                INNER,
+                RUNS,
                 "self.master.cast(members[0].begin - self.begin, members[-1].end - self.begin)",
                 "self.master.cast(members[0].begin - self.begin, members[0].end - self.begin)",
             ),
@@ -206,7 +207,7 @@ MASTERS = (
         "whatever-is-frozen-has-masters",
         ("L7",),
         "Weights that were never updated get wide ones, too, at the first step.",
-        (Edit(INNER, "                if is_present:\n", "                if members:\n"),),
+        (Edit(RUNS, "                if is_present:\n", "                if members:\n"),),
         ("test_mixed_cases.py::test_what_is_never_trained_has_no_master_weights[2]",),
     ),
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-INNER, OPTIMIZER, STORAGE = "zero/inner.py", "zero/optimizer.py", "zero/storage.py"
+ELEMENTWISE, INNER, OPTIMIZER = "zero/elementwise.py", "zero/inner.py", "zero/optimizer.py"
+RUNS, STORAGE = "zero/runs.py", "zero/storage.py"
 EXACT = "test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
 
 MUTANTS = (
@@ -59,13 +60,13 @@ MUTANTS = (
         "The last piece of a bucket is left out of every step.",
         (
             Edit(
-                INNER,
+                RUNS,
                 "            if present[index]:\n",
                 "            if present[index] and self.pieces[index] != self.bucket.pieces(0, "
                 "self.bucket.numel)[-1]:\n",
             ),
             Edit(
-                INNER,
+                RUNS,
                 "while last < len(self.pieces) and present[last] and self._joins(last):",
                 "while last < len(self.pieces) - (self.end == self.bucket.numel) and present[last] and "
                 "self._joins(last):",
@@ -93,7 +94,7 @@ MUTANTS = (
         "A class that looks at whole matrices, such as Muon, is run on flat pieces of them.",
         (
             Edit(
-                INNER,
+                ELEMENTWISE,
                 "    if not torch.equal(whole.view(torch.uint8), torch.cat(parts).view(torch.uint8)):\n",
                 "    if whole.numel() != size:\n",
             ),
@@ -164,7 +165,7 @@ MUTANTS = (
         "Pieces are stepped as one although one of them was left out before: it gets its neighbour's count.",
         (
             Edit(
-                INNER,
+                RUNS,
                 "        equal = state is None if before is None else before.same(state)\n",
                 "        equal = (state is None) == (before is None)\n",
             ),
@@ -175,7 +176,7 @@ MUTANTS = (
         "neighbours-share-a-group",
         ("L12",),
         "Pieces of two param groups are stepped as one, with the options of the first.",
-        (Edit(INNER, "self.groups[index - 1] == self.groups[index] and equal", "equal"),),
+        (Edit(RUNS, "self.groups[index - 1] == self.groups[index] and equal", "equal"),),
         ("test_face.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),
     ),
     Mutant(
@@ -212,7 +213,7 @@ MUTANTS = (
         "a-scalar-is-a-vector",
         ("L12",),
         "A parameter without dimensions is stepped as a vector of one element, which torch promotes in another way.",
-        (Edit(INNER, "return self.scalars[self.pieces[index].slot]", "return False"),),
+        (Edit(RUNS, "return self.scalars[self.pieces[index].slot]", "return False"),),
         ("test_face.py::test_parameters_without_dimensions_are_promoted_as_torch_promotes_them",),
     ),
 )
