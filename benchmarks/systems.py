@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zero.peers import fully_sharded
+
 LEARNING_RATE = 1e-3
 
 
@@ -151,14 +153,11 @@ def _redundancy(model: nn.Module, how: How) -> Training:
 
 def _fsdp2(reshard: bool) -> Build:
     def build(model: Any, how: How) -> Training:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy
 
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if how.narrow else MixedPrecisionPolicy()
-        mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        shards = dist.get_world_size()
+        fully_sharded(model, model.blocks, shards, reshard_after_forward=reshard, mp_policy=policy)
         return _training(model, model, torch.optim.AdamW(model.parameters(), **_arguments(True)))
 
     return build

@@ -32,8 +32,11 @@ ORDER = (
 )
 """The spine of `zero`, from what knows least: each imports from the ones before, siblings never from each other."""
 
-MAY_IMPORT_DISTRIBUTED = {"collectives.native", "zero.launch"}
-COMMAND = {"cli", "config", "data", "launch", "loop", "measure", "model", "plots", "report", "train", "verify", "view"}
+MAY_IMPORT_DISTRIBUTED = {"collectives.native", "zero.launch", "zero.peers"}
+COMMAND = {
+    *("cli", "config", "data", "launch", "loop", "measure", "model", "peers", "plots", "report", "sweep", "sweep_rank"),
+    *("train", "verify", "view"),
+}
 MUTATORS = {
     *("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop", "popitem"),
     *("popleft", "remove", "reverse", "setdefault", "sort", "update", "difference_update", "intersection_update"),

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from . import verification
-from .config import TrainConfig, typer_signature
+from .config import SweepConfig, TrainConfig, typer_signature
 from .view import INSTALL_HINT
 
 __all__ = ["main"]
@@ -36,7 +37,11 @@ def _application() -> Any:
         name="zero", help="Train with ZeroOptimizer, and prove it.", no_args_is_help=True, add_completion=False
     )
     application.callback()(_root)
-    application.command("train", help="Train a byte-level GPT on real text, on any number of ranks.")(_train_command())
+    train, sweep = _command(TrainConfig, _train), _command(SweepConfig, _sweep)
+    application.command("train", help="Train a byte-level GPT on real text, on any number of ranks.")(train)
+    application.command("sweep", help="Measure memory against time: every setting, and torch's own, side by side.")(
+        sweep
+    )
     application.command("verify", help=verification.HELP)(_verify_command())
     return application
 
@@ -45,24 +50,34 @@ def _root() -> None:
     """ZeRO stages 0 to 3 with the bits of the plain loop."""
 
 
-def _train_command() -> Any:
-    """A function with one keyword argument per field of TrainConfig, which typer turns into flags."""
+def _command(config: type[TrainConfig] | type[SweepConfig], run: Callable[[Any], int]) -> Any:
+    """A function with one keyword argument for each field of ``config``, which typer turns into flags."""
     import typer
 
-    def train(**flags: Any) -> None:
-        from .train import run
-
+    def command(**flags: Any) -> None:
         try:
-            config = TrainConfig(**flags)
+            asked = config(**flags)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
-        raise typer.Exit(run(config))
+        raise typer.Exit(run(asked))
 
-    signature = typer_signature(typer.Option)
-    train.__signature__ = signature  # type: ignore[attr-defined]
-    train.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
-    return train
+    signature = typer_signature(config, typer.Option)
+    command.__signature__ = signature  # type: ignore[attr-defined]
+    command.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    return command
+
+
+def _train(config: TrainConfig) -> int:
+    from .train import run
+
+    return run(config)
+
+
+def _sweep(config: SweepConfig) -> int:
+    from .sweep import run
+
+    return run(config)
 
 
 def _verify_command() -> Any:

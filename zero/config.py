@@ -1,7 +1,7 @@
-"""The flags of `zero train`, in one place.
+"""The flags of `zero train` and `zero sweep`, in one place.
 
-Knows: every flag's name, type, default and help text, as the fields of one frozen dataclass; which values make
-sense on their own; how to read a configuration from a command line and write it back. The argparse and the
+Knows: every flag's name, type, default and help text, as the fields of a frozen dataclass for each command; which
+values make sense on their own; how to read a configuration from a command line and write it back. The argparse and the
 typer command lines are both made from these fields. Does not know: what a flag does.
 """
 
@@ -12,12 +12,11 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-__all__ = ["TrainConfig", "parse_arguments", "typer_signature"]
+__all__ = ["SweepConfig", "TrainConfig", "parse_arguments", "typer_signature"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +64,7 @@ class TrainConfig:
         _require(0 <= self.lr < math.inf, "lr", self.lr, "finite and not negative")
         _require(0 < self.bucket_cap_mb < math.inf, "bucket_cap_mb", self.bucket_cap_mb, "above 0 and finite")
         _require(self.clip is None or self.clip > 0, "clip", self.clip, "above 0")
-        for name in ("preset", "precision"):
-            value, choices = getattr(self, name), _choices(name)
-            _require(value in choices, name, value, f"one of {', '.join(choices)}")
+        _require_choices(self, "preset", "precision")
 
     @property
     def reshard(self) -> bool | int:
@@ -84,9 +81,45 @@ class TrainConfig:
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """What `zero sweep` was asked to do. A field is a flag; the text in its type is the flag's help."""
+
+    preset: Annotated[Literal["tiny", "small", "medium"], "size of the model"] = "medium"
+    ranks: Annotated[int, "processes"] = 2
+    stage: Annotated[list[int] | None, "a stage to run, may be repeated; all when omitted"] = None
+    peers: Annotated[bool, "also run what torch has: DDP, ZeroRedundancyOptimizer, FSDP2"] = True
+    rounds: Annotated[int, "runs of each setting, one of each in turn"] = 1
+    steps: Annotated[int, "timed steps of a run"] = 10
+    batch: Annotated[int, "sequences that a rank takes in a step"] = 1
+    sequence: Annotated[int, "bytes in a sequence"] = 64
+    seed: Annotated[int, "seed of the weights and of the choice of data"] = 0
+    threads: Annotated[int, "threads that a rank computes with"] = 1
+    bucket_cap_mb: Annotated[float, "size of a bucket of ours, in MB"] = 25.0
+    out: Annotated[Path, "folder for sweep.json and sweep.png, on the disk that offloaded states go to"] = Path(
+        "zero-sweep"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "rounds", "steps", "batch", "sequence", "threads"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 2**32 - 1")
+        _require(0 < self.bucket_cap_mb < math.inf, "bucket_cap_mb", self.bucket_cap_mb, "above 0 and finite")
+        for number in self.stage or ():
+            _require(number in range(4), "stage", number, "from 0 to 3")
+        _require_choices(self, "preset")
+
+
 def _require(holds: bool, name: str, value: object, expected: str) -> None:
     if not holds:
         raise ValueError(f"{_option(name)} is {value}: it must be {expected}")
+
+
+def _require_choices(config: TrainConfig | SweepConfig, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        choices = next(get_args(flag.type) for flag in _flags(type(config)) if flag.name == name)
+        _require(value in choices, name, value, f"one of {', '.join(choices)}")
 
 
 def _option(name: str) -> str:
@@ -111,17 +144,10 @@ class _Flag:
     help: str
 
 
-@cache
-def _flags() -> tuple[_Flag, ...]:
-    hints = get_type_hints(TrainConfig, include_extras=True)
-    parts = {item.name: get_args(hints[item.name]) for item in fields(TrainConfig)}
-    return tuple(
-        _Flag(item.name, parts[item.name][0], item.default, parts[item.name][1]) for item in fields(TrainConfig)
-    )
-
-
-def _choices(name: str) -> tuple[str, ...]:
-    return next(get_args(flag.type) for flag in _flags() if flag.name == name)
+def _flags(config: type[TrainConfig] | type[SweepConfig]) -> tuple[_Flag, ...]:
+    hints = get_type_hints(config, include_extras=True)
+    parts = {item.name: get_args(hints[item.name]) for item in fields(config)}
+    return tuple(_Flag(item.name, parts[item.name][0], item.default, parts[item.name][1]) for item in fields(config))
 
 
 def _argparse_options(flag: _Flag) -> dict[str, Any]:
@@ -145,14 +171,14 @@ def parse_arguments(arguments: Sequence[str], program: str) -> TrainConfig:
     parser = argparse.ArgumentParser(
         prog=program, description="Train a byte-level GPT with ZeroOptimizer.", allow_abbrev=False
     )
-    for flag in _flags():
+    for flag in _flags(TrainConfig):
         parser.add_argument(
             _option(flag.name), default=flag.default, help=_help_with_default(flag), **_argparse_options(flag)
         )
     return TrainConfig(**vars(parser.parse_args(arguments)))
 
 
-def typer_signature(option: Callable[..., Any]) -> inspect.Signature:
+def typer_signature(config: type[TrainConfig] | type[SweepConfig], option: Callable[..., Any]) -> inspect.Signature:
     """The signature of a typer command with one option per field; `option` is `typer.Option`."""
     return inspect.Signature(
         [
@@ -162,6 +188,6 @@ def typer_signature(option: Callable[..., Any]) -> inspect.Signature:
                 default=flag.default,
                 annotation=Annotated[flag.type, option(help=flag.help)],
             )
-            for flag in _flags()
+            for flag in _flags(config)
         ]
     )

@@ -1,4 +1,4 @@
-"""The pictures of a run: loss.png and memory.png.
+"""The pictures of a run: loss.png and memory.png; and of a sweep: sweep.png.
 
 Knows: how to draw them from plain numbers, with matplotlib. Does not know: where the numbers come from. This is
 the only file that imports matplotlib, and only when it draws.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["can_draw", "draw_loss", "draw_memory"]
+__all__ = ["Dot", "can_draw", "draw_loss", "draw_memory", "draw_sweep"]
 
 MEASURED, FORMULA, ACCENT = "#2f6f9f", "#c9d6e0", "#c4552d"
 SIZE, RESOLUTION = (8.0, 4.5), 150
+PEER, SERIES = "#5b6770", ("#8a5fa8", "#2f6f9f", "#2b8a5a", "#c98a1b")
 
 
 def can_draw() -> bool:
@@ -63,6 +65,55 @@ def draw_memory(path: Path, title: str, measured: Mapping[str, int], formula: Ma
     _save(figure, path)
 
 
+@dataclass(frozen=True)
+class Dot:
+    """One setting of a sweep. ``series``: what it is coloured by; ``ours``: it is no peer's; ``hollow``: it keeps
+    something on disk; ``best``: it lies on the line."""
+
+    name: str
+    series: str
+    ours: bool
+    step_ms: float
+    nbytes: int
+    hollow: bool
+    best: bool
+
+
+def draw_sweep(path: Path, title: str, dots: Sequence[Dot]) -> None:
+    """Memory of a rank against the time of a step; a line through the best, which are named, as all peers are."""
+    figure, axes = _figure(title, (10.0, 6.0))
+    colors = dict(zip(dict.fromkeys(dot.series for dot in dots if dot.ours), SERIES, strict=False))
+    for name in dict.fromkeys(dot.series for dot in dots):
+        color = colors.get(name, PEER)
+        for hollow in (False, True):
+            part = [dot for dot in dots if (dot.series, dot.hollow) == (name, hollow)]
+            axes.scatter(
+                [dot.step_ms for dot in part],
+                [dot.nbytes / 1e6 for dot in part],
+                s=46,
+                marker="o" if part and part[0].ours else "X",
+                facecolors="white" if hollow else color,
+                edgecolors=color,
+                label=f"{name}{', on disk' if hollow else ''}" if part else None,
+                zorder=3,
+            )
+    line = sorted((dot.step_ms, dot.nbytes / 1e6) for dot in dots if dot.best)
+    axes.plot([x for x, _ in line], [y for _, y in line], color="0.75", linewidth=1.2, drawstyle="steps-post")
+    for dot in dots:
+        if dot.best or not dot.ours:
+            axes.annotate(
+                dot.name, (dot.step_ms, dot.nbytes / 1e6), xytext=(5, 5), textcoords="offset points", fontsize=7.5
+            )
+    axes.set(xlabel="step, ms", ylabel="MB of a rank at its peak, above its start (10⁶ bytes)")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.12)
+    axes.grid(color="0.92")
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, fontsize=8)
+    _save(figure, path)
+
+
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
     """The mean of the values around each place, about `window` of them; of those that there are at the ends."""
     reach = window // 2
@@ -70,12 +121,12 @@ def _running_mean(values: Sequence[float], window: int) -> list[float]:
     return [sum(part) / len(part) for part in around]
 
 
-def _figure(title: str) -> tuple[Figure, Axes]:
+def _figure(title: str, size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]:
     """A figure that needs no display and touches no global state of matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=SIZE, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=11, loc="left")
