@@ -14,10 +14,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from .crossing_rank import Crossed, CrossingJob
 from .gpu_job import GpuJob, OnDevice, read_on_device
 from .job import Job, Measured, Waited, read
 from .step_job import Asked, Run, StepJob, read_trained
@@ -38,6 +40,15 @@ def run_ranks(job: Job, commands: Sequence[Sequence[str]], interface: str = "lo"
         for line in processes[0].stdout:
             yield read(json.loads(line))
         _complain(processes, folder)
+
+
+def crossing_ranks(job: CrossingJob, commands: Sequence[Sequence[str]]) -> list[Crossed]:
+    """Start one rank for each of ``commands``, as `run_ranks` does, and return what all of them saw, by setting."""
+    with _started("benchmarks.crossing_rank", json.dumps(asdict(job)), commands, job.interface) as (processes, folder):
+        said = [process.communicate()[0].strip().splitlines() for process in processes]
+        _complain(processes, folder)
+    found = [[Crossed(**json.loads(line)) for line in lines] for lines in said]
+    return [crossed for of_a_setting in zip(*found, strict=True) for crossed in of_a_setting]
 
 
 def train_on_device(job: GpuJob) -> OnDevice:

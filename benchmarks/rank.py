@@ -106,7 +106,7 @@ class Ranks:
         crossed = _crossed(case)
         case.before()
         self.barrier()
-        left, came = _counters(self.job.interface)
+        left, came = counters(self.job.interface)
         if self.job.interface:
             self.barrier()  # so that nobody's first bytes are there before the counters are read
         begin = time.perf_counter()
@@ -116,7 +116,7 @@ class Ranks:
         if self.job.interface:
             self.barrier()
             time.sleep(0.005)  # the last acknowledgements
-            after = _counters(self.job.interface)
+            after = counters(self.job.interface)
             left, came = after[0] - left, after[1] - came
         return _Run(seconds, left, came, _crossed(case) - crossed)
 
@@ -152,7 +152,8 @@ def _crossed(case: Case) -> int:
     return getattr(case.transport.carrier, "crossed", 0) if case.transport is not None else 0
 
 
-def _counters(interface: str) -> tuple[int, int]:
+def counters(interface: str) -> tuple[int, int]:
+    """Bytes that left by a network interface, and that came, since it is there; of none, 0."""
     if not interface:
         return 0, 0
     folder = Path("/sys/class/net", interface, "statistics")

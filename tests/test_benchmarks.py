@@ -8,12 +8,14 @@ import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from benchmarks import gpu_job, network
 from benchmarks.cases import GLOO, IN_COMMON, RELEASED, ROOFLINE, Case, Operation, Shape, check, write_values
+from benchmarks.crossing_rank import Crossed
 from benchmarks.job import Job, Measured
 from benchmarks.processes import RankError, run_ranks
 from benchmarks.tables import Crossing
@@ -27,7 +29,7 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner  # noqa: E402
 
 from benchmarks import collectives as one_host  # noqa: E402
-from benchmarks import gpu, scaling, scaling_tables, steps, two_hosts  # noqa: E402
+from benchmarks import crossing, gpu, scaling, scaling_tables, steps, two_hosts  # noqa: E402
 from benchmarks.fits import fit  # noqa: E402
 from benchmarks.gpu_tables import DeviceResults  # noqa: E402
 from benchmarks.models import Layers, Tensors  # noqa: E402
@@ -417,8 +419,15 @@ def test_ratios_compare_with_the_wire_the_counters_and_the_closed_form() -> None
         (0, ("ip",), "`tc`"),
     ],
 )
+@pytest.mark.parametrize(("command", "starts"), [(two_hosts, "run_ranks"), (crossing, "crossing_ranks")])
 def test_without_root_or_tools_it_says_what_it_needs(
-    user: int, tools: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: ModuleType,
+    starts: str,
+    user: int,
+    tools: tuple[str, ...],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     def never(*arguments: object, **named: object) -> None:
         raise AssertionError("it went on")
@@ -427,12 +436,24 @@ def test_without_root_or_tools_it_says_what_it_needs(
     monkeypatch.setattr(network.os, "geteuid", lambda: user)
     monkeypatch.setattr(network.shutil, "which", lambda tool: f"/sbin/{tool}" if tool in tools else None)
     monkeypatch.setattr(network, "_call", never)
-    monkeypatch.setattr(two_hosts, "run_ranks", never)
-    done = _run(two_hosts, "--quick", "--out", tmp_path)
+    monkeypatch.setattr(command, starts, never)
+    done = _run(command, "--out", tmp_path)
     assert done.exit_code == 1
     assert done.stderr.startswith("error: ")
     assert words in done.stderr
     assert done.stdout == ""
+
+
+def test_what_crosses_is_beside_its_closed_form_where_that_is_known() -> None:
+    """Two hosts of two ranks; of 1000 elements 4000 bytes leave each host, and counters see 40 more."""
+    seen = [
+        Crossed(stage, factor, rank, 1000, 4040, 4040, 6000, 2000, 24000)
+        for stage, factor in ((1, 2), (3, 4))
+        for rank in range(4)
+    ]
+    first, second = crossing.table(seen, 2).rows
+    assert first == ["stage 1, F = 2", "0.00 0.00", "0.01", "0.02", "1.0000", "1.0000", "1.0100"]
+    assert second[-2:] == ["–", "–"]
 
 
 class _PlayedIp:

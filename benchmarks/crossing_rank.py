@@ -1,0 +1,102 @@
+"""One rank that trains between hosts, and watches its host's interface: prints a JSON line for each setting.
+
+Knows: steps, counters of a network interface. Does not know: who started it, or what the others saw.
+Started as `python -m benchmarks.crossing_rank JOB MEETING PARENT`, with RANK and WORLD_SIZE set.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero import ZeroOptimizer
+
+from .models import trainable
+from .rank import counters, end_with
+
+SETTLE = 0.02  # seconds, in which the last acknowledgements come
+
+
+@dataclass(frozen=True)
+class CrossingJob:
+    """Train ``model`` with each of ``settings``, which are (stage, sharding_factor), for ``steps`` steps after two."""
+
+    settings: list[tuple[int, int]]
+    model: str
+    steps: int
+    interface: str
+    timeout: float = 120.0
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """What one rank saw in a step under one setting, medians over steps. Bytes: ``left`` and ``came``, by the interface
+    of its host; ``sent``, payload by the library's count, of which ``crossed`` to another host; ``formula``, payload of
+    all ranks; ``numel``: elements of the model."""
+
+    stage: int
+    factor: int
+    rank: int
+    numel: int
+    left: int
+    came: int
+    sent: int
+    crossed: int
+    formula: int
+
+
+def _train(job: CrossingJob, stage: int, factor: int) -> Crossed:
+    model = trainable(job.model)
+    built = model.build()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    optimizer = ZeroOptimizer(built, torch.optim.AdamW, lr=1e-3, stage=stage, sharding_factor=factor)
+    carrier: Any = optimizer._transport.carrier
+    seen = []
+    for _ in range(2 + job.steps):
+        inputs, targets = model.batch(generator)
+        dist.barrier()
+        before = (*counters(job.interface), optimizer.traffic.payload_sent, getattr(carrier, "crossed", 0))
+        dist.barrier()  # nobody's first bytes are there before the counters are read
+        model.loss(built(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        time.sleep(SETTLE)
+        after = (*counters(job.interface), optimizer.traffic.payload_sent, getattr(carrier, "crossed", 0))
+        seen.append([new - old for new, old in zip(after, before, strict=True)])
+    left, came, sent, crossed = (int(median(column)) for column in zip(*seen[2:], strict=True))
+    formula = optimizer.describe().formula_traffic_bytes(1, 1)
+    numel = sum(parameter.numel() for parameter in built.parameters())
+    optimizer.close()
+    return Crossed(stage, factor, dist.get_rank(), numel, left, came, sent, crossed, formula)
+
+
+def main(job: CrossingJob, meeting: str, parent: int) -> None:
+    end_with(parent)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=job.timeout),
+    )
+    for stage, factor in job.settings:
+        print(json.dumps(asdict(_train(job, stage, factor))), flush=True)
+        gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(CrossingJob(**json.loads(sys.argv[1])), sys.argv[2], int(sys.argv[3]))
