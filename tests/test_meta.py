@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
+from zero.released import is_released
 
 from .plain import assert_same_bits
 from .pool import GlooPool
@@ -199,6 +200,26 @@ def test_a_rank_may_have_values_where_others_have_none(stage: int) -> None:
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_at_stage_3_what_came_before_is_sharded_when_a_module_gets_memory() -> None:
+    """Of eight units, each of a bucket, two at most have whole tensors at once."""
+
+    def program(transport: Transport) -> list[int]:
+        with _BUILDING:
+            model = on_meta(lambda: nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8))))
+        held = []
+
+        def init(module: nn.Module) -> None:
+            held.append(sum(p.device.type == "cpu" and not is_released(p) for p in model.parameters()))
+            nn.init.ones_(module.weight)
+
+        ZeroOptimizer(model, stage=3, process_group=transport, bucket_cap_mb=0.0001, param_init_fn=init).close()
+        return held
+
+    for held in on_threads(2, program):
+        assert len(held) == 8
+        assert max(held) <= 2
 
 
 UNITS, WIDTH = 8, 3072  # of 36 MiB each: what is larger than 32 MiB the C library gives back as soon as it is freed

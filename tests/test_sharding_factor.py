@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from collectives import (
     Algorithm,
@@ -66,6 +68,23 @@ def check(program: Program, run: Callable[..., Any] = on_threads) -> None:
 @pytest.mark.parametrize(("world_size", "factor"), FACTORS)
 def test_training_is_that_of_the_plain_loop(stage: int, world_size: int, factor: int) -> None:
     check(Program(world_size, stage, "adamw fused", sharding_factor=factor, steps=STEPS))
+
+
+def test_without_a_word_the_sum_is_divided_by_all_ranks() -> None:
+    def program(transport: Transport, factor: int) -> Tensor:
+        model = locked_build(0)
+        optimizer = ZeroOptimizer(
+            model, torch.optim.SGD, stage=2, process_group=transport, sharding_factor=factor, lr=1.0
+        )
+        batch = odd_batches(1)[0]
+        odd_loss(model, batch).backward()
+        optimizer.step()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    expected = on_threads(4, partial(program, factor=4))
+    for factor in (1, 2):
+        for ours, theirs in zip(on_threads(4, partial(program, factor=factor)), expected, strict=True):
+            assert_same_bits(ours, theirs)
 
 
 @STAGES

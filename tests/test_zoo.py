@@ -20,7 +20,7 @@ from .zoo.entries import ENTRIES, REPOSITORIES, link
 from .zoo.judge import How, judge
 from .zoo.mutant import ROOT, Edit, Mutant, PatchError, patched, tree
 
-SUBJECTS = [*(f"S{number}" for number in range(1, 63)), *(f"R{number}" for number in range(1, 19))]
+SUBJECTS = [*(f"S{number}" for number in range(1, 63)), *(f"R{number}" for number in range(1, 19)), "P24", "P27"]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import (
+    mutants_meta,
     mutants_norms,
     mutants_offload,
     mutants_precision,
@@ -24,4 +25,5 @@ MUTANTS = (
     *mutants_precision.MUTANTS,
     *mutants_sharing.MUTANTS,
     *mutants_offload.MUTANTS,
+    *mutants_meta.MUTANTS,
 )

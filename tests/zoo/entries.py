@@ -147,6 +147,9 @@ ENTRIES: dict[str, Entry] = {
     ),
     "R17": Entry("FSDP1: ranks with the same shapes in another order", ("PT!75902",)),
     "R18": Entry("Megatron: the constructor of one instance changes another"),
+    # where several of them are
+    "P24": Entry("degenerate shapes train as any other: one rank, one rank to a copy, one copy, 2 x 2 (S8, S10)"),
+    "P27": Entry("what a rank holds at its peak is no more than the formulas say", ("NC#566",)),
     # laws of this library
     "L1": Entry("the plain loop's arithmetic: order of sums, true division, -0.0 for nothing, cuts that no sum sees"),
     "L2": Entry("a gradient or parameter that a rank shows is right, or it is loud"),
@@ -154,7 +157,7 @@ ENTRIES: dict[str, Entry] = {
     "L4": Entry("who is trainable is asked at each backward, and equal on all ranks"),
     "L5": Entry("memory in use is waited for, not reused, and never shows an old or another's value"),
     "L6": Entry("collectives are launched in layout order, units gathered one ahead"),
-    "L7": Entry("a rank holds no more than the formulas say", ("NC#566",)),
+    "L7": Entry("a rank holds no more than the formulas say, whatever it does"),
     "L8": Entry("every rank enters every collective; an error reaches all ranks, with its reason"),
     "L9": Entry("optimizers side by side do not read each other's messages"),
     "L10": Entry("construction makes rank 0's values everybody's"),
@@ -166,6 +169,7 @@ ENTRIES: dict[str, Entry] = {
     "L16": Entry("one loss scale on all ranks, and one verdict on what is not finite"),
     "L17": Entry("ranks that hold the same slices have the same sums, and what is kept of a unit is the unit"),
     "L18": Entry("what is kept on disk has its room from the start, and is in memory only while it is stepped"),
+    "L19": Entry("a model that was built without memory gets the values of plain construction, a bucket at a time"),
 }
 
 

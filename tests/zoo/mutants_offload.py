@@ -35,14 +35,14 @@ MUTANTS = (
     ),
     Mutant(
         "pages-stay",
-        ("L7", "L18"),
+        ("P27", "L18"),
         "A bucket that was stepped stays in memory: after a step all states are resident.",
         (Edit(OFFLOAD, "            region.mapping.madvise(mmap.MADV_DONTNEED, begin, nbytes)\n", ""),),
         (f"{RESIDENT}[1--False]",),
     ),
     Mutant(
         "slices-on-disk-stay-in-memory",
-        ("L7", "L18"),
+        ("P27", "L18"),
         "Slices of parameters that a step has written stay until the next forward.",
         (
             Edit(

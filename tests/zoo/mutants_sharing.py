@@ -15,7 +15,7 @@ KEPT = f"{TESTS}::test_what_is_kept_for_the_backward_changes_no_bit"
 REPLICAS = (
     Mutant(
         "one-rank-a-copy-is-never-synchronised",
-        ("S10",),
+        ("S10", "P24"),
         "Where every rank holds everything, as under DDP, a rank's own gradient counts as the sum of all.",
         (
             Edit(
@@ -29,7 +29,7 @@ REPLICAS = (
     ),
     Mutant(
         "a-sum-does-not-come-home",
-        ("S10",),
+        ("S10", "P24"),
         "The last replica alone has the sum of all; the others step with the sum so far.",
         (
             Edit(
@@ -40,6 +40,19 @@ REPLICAS = (
             ),
         ),
         (f"{TRAINING}[2-1-1]",),
+    ),
+    Mutant(
+        "the-mean-is-that-of-one-copy",
+        ("P24",),
+        "The sum is divided by the number of ranks to a copy, which it is over all ranks.",
+        (
+            Edit(
+                "zero/optimizer.py",
+                "self._transport.world_size if divisor is None",
+                "self._assembly.shards.world_size if divisor is None",
+            ),
+        ),
+        (f"{TESTS}::test_without_a_word_the_sum_is_divided_by_all_ranks",),
     ),
     Mutant(
         "every-replica-adds-the-sum-so-far",

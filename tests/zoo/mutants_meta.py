@@ -1,0 +1,71 @@
+"""Models that were built without memory."""
+
+from __future__ import annotations
+
+from .mutant import Edit, Mutant
+
+META, SHARDED = "zero/meta.py", "zero/sharded.py"
+TESTS = "test_meta.py"
+SEED = f"{TESTS}::test_one_seed_gives_the_bits_of_plain_construction"
+READ = f"{TESTS}::test_a_state_dict_is_read_tensor_by_tensor_in_order_of_registration[1]"
+
+MUTANTS = (
+    Mutant(
+        "modules-get-values-from-the-last",
+        ("L19",),
+        "One seed gives other weights than plain construction: modules draw in another order.",
+        (Edit(META, "self._materialize(self._unborn.pop(0))", "self._materialize(self._unborn.pop())"),),
+        (f"{SEED}[1-False-1]",),
+    ),
+    Mutant(
+        "a-whole-model-gets-memory-first",
+        ("P27", "L19"),
+        "All modules get memory before the first bucket is sharded: a rank holds the whole model.",
+        (
+            Edit(
+                SHARDED,
+                "            while any(is_meta(parameters[slot.parameter]) for slot in bucket.slots):\n"
+                "                next(steps)\n",
+                "            for _ in steps:\n                pass\n",
+            ),
+        ),
+        (f"{TESTS}::test_at_stage_3_what_came_before_is_sharded_when_a_module_gets_memory",),
+    ),
+    Mutant(
+        "what-a-state-dict-misses-is-drawn",
+        ("L19",),
+        "A state dict with other names than the model's leaves it untrained, and nobody notices (S61 of construction).",
+        (Edit(META, "    if may_miss:\n", "    if may_miss or given is not None:\n"),),
+        (f"{TESTS}::test_a_state_dict_has_what_the_model_has_unless_a_function_says_what_is_missing",),
+    ),
+    Mutant(
+        "values-are-read-and-then-drawn",
+        ("L19",),
+        "A module's own initialisation comes after what was read for it.",
+        (
+            Edit(
+                META,
+                "            for name, tensor in tensors:\n                if name is not None:\n"
+                "                    tensor.copy_(self._values[name])\n",
+                "            for name, tensor in tensors:\n                if name is not None:\n"
+                "                    tensor.copy_(self._values[name])\n"
+                "            if hasattr(unborn.module, 'reset_parameters'):\n"
+                "                unborn.module.reset_parameters()\n",
+            ),
+        ),
+        (READ,),
+    ),
+    Mutant(
+        "a-tie-is-untied-by-its-memory",
+        ("S50", "L19"),
+        "Where memory comes, the second of two tied parameters is told apart from the first, and read as missing.",
+        (
+            Edit(
+                META,
+                "    yield from module.named_parameters(remove_duplicate=False)\n",
+                "    yield from module.named_parameters()\n",
+            ),
+        ),
+        (f"{TESTS}::test_a_tie_is_found_by_either_of_its_names[last.weight-1]",),
+    ),
+)
