@@ -351,6 +351,65 @@ def test_units_that_travel_are_gathered_for_the_others_whatever_the_algorithm(co
         assert_same_model(model, models[0] if collective == "ring" else expected)
 
 
+class Crossed(Deep):
+    """Its units are used in another order than they are registered in, which is learnt from a forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (0, 2, 1, 3):
+            x = torch.tanh(self.layers[number](x))
+        return x
+
+
+@pytest.mark.parametrize("reshard", [True, False, 2])
+@pytest.mark.parametrize("counts", [(1, 0, 0, 0), (0, 2, 1, 2)])
+@pytest.mark.parametrize("before", [True, False])
+def test_units_may_be_there_when_a_block_begins_and_when_a_rank_leaves_it(
+    before: bool, counts: tuple[int, ...], reshard: bool | int
+) -> None:
+    """Forwards that no backward follows, before the block and at the end of a rank's turn; then all train on."""
+
+    def program(transport: Transport) -> nn.Module:
+        with _BUILDING, torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = Crossed()
+        optimizer = ZeroOptimizer(
+            model,
+            torch.optim.SGD,
+            lr=0.1,
+            stage=3,
+            process_group=transport,
+            bucket_cap_mb=1e-4,
+            divisor=1,
+            reshard_after_forward=reshard,
+        )
+        left = [loss_of(model, batch(0, 0))] if before else []
+        with optimizer.join():
+            for step in range(counts[optimizer.rank]):
+                loss_of(model, batch(step, optimizer.rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                left.append(loss_of(model, batch(0, 0)))
+        for step in range(7, 9):
+            loss_of(model, batch(step, optimizer.rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return model
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        expected = Crossed()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in (*range(max(counts)), 7, 8):
+        for rank, count in enumerate(counts):
+            if step < count or step >= 7:
+                loss_of(expected, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for model in on_threads(len(counts), program, timeout=10):
+        assert_same_model(model, expected)
+
+
 @pytest.mark.parametrize("kind", ["a number", "numpy's", "a tensor", "a new key"])
 def test_an_option_keeps_its_kind_on_the_way_to_a_rank_that_left(kind: str) -> None:
     """A step with a rate in fp32 has other bits than one with Python's number."""

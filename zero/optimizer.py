@@ -252,6 +252,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._storage.tell_gathers(self._reducer.in_turn)
         try:
             yield
+            self._storage.begin_again()
             for call in turns.others():
                 self._follow(call)
         except Exception as error:
@@ -260,8 +261,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         finally:
             while self._followed:
                 self._followed.pop().__exit__(None, None, None)
-            self._storage.tell_gathers(None)
-            self._reducer.leave()
+            try:
+                self._storage.tell_gathers(None)
+            finally:
+                self._reducer.leave()
 
     def _follow(self, call: Call) -> None:
         """Make another rank's call with it."""

@@ -215,7 +215,11 @@ class ShardedStorage(ParameterStorage):
 
     def tell_gathers(self, telling: Callable[..., AbstractContextManager[None]] | None) -> None:
         self.residency.telling = None if self.gathers_nothing else telling
-        self.residency.forget_kept()  # who gathers for others alone keeps nothing
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        assert self._hooks is not None
+        self._hooks.begin_again()
 
     def gather(self, unit: int) -> None:
         self.residency.fetch(unit)

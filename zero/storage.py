@@ -172,6 +172,9 @@ class ParameterStorage:
     def tell_gathers(self, telling: Callable[..., AbstractContextManager[None]] | None) -> None:
         """Inside `join`: ranks without a forward of their own must be told of each gather."""
 
+    def begin_again(self) -> None:
+        """Ranks have run different forwards, or will: what these left is no use to all. Waits for what is under way."""
+
     def gather(self, unit: int) -> None:
         """Give the others this rank's slices of a unit. Collective."""
         raise NotImplementedError("every rank holds whole parameters")  # pragma: no cover - nobody tells of a gather

@@ -85,7 +85,8 @@ class UnitHooks:
     def __init__(self, units: Units, residency: Residency, *, keeps_whole: bool) -> None:
         """``keeps_whole``: what a forward gathered stays for its backward."""
         self._residency, self._keeps_whole = residency, keeps_whole
-        self._order = Order(len(units.names))
+        self._units = len(units.names)
+        self._order = Order(self._units)
         self._running: list[_Place] = []
         self._current: int | None = None  # the unit that runs, or ran last
         self._ahead: int | None = None  # the unit that was fetched before it was asked for
@@ -112,6 +113,14 @@ class UnitHooks:
             self._residency.let_all_go()
         self._order.close()
         self._over()
+
+    def begin_again(self) -> None:
+        """As after construction: nothing is here, and no order is known. Where ranks have entered different units."""
+        if self._residency.broken:
+            self._residency.abandon()
+        else:
+            self.retire()
+        self._order = Order(self._units)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
