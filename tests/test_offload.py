@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 
 from collectives import Transport, on_threads, solo
 from zero import Offload, ZeroOptimizer
+from zero.offload import Spool
 from zero.runs import BucketStates
 
 from .models import odd_batches, odd_loss
@@ -226,6 +228,40 @@ def test_two_buckets_at_most_are_resident_and_private_memory_falls_by_the_states
     fallen = beside["private"] - kept["private"]
     assert abs(fallen - an_element * psi) <= 0.05 * an_element * psi + 2 * MIB, (fallen, an_element * psi)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_is_to_arrive_is_read_before_it_is_touched_and_leaves_as_a_whole(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    spool.reserve([(4 * MIB, torch.float32)] * 2)
+    first, second = (spool.empty(4 * MIB, torch.float32).fill_(number) for number in (1.0, 2.0))
+    spool.leave([first, second])
+    before = mapped()
+    spool.arrive([first])
+    deadline = time.monotonic() + 10
+    while mapped() - before < 16 * MIB and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert mapped() - before == 16 * MIB
+    spool.arrive([second])
+    spool.leave([second, first])
+    assert mapped() == before
+    assert (first.eq(1).all(), second.eq(2).all()) == (True, True)
+    spool.arrive([first])
+    spool.close()
+
+
+def test_states_of_what_is_not_updated_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(BucketStates, "arrive", lambda self: read.append(self.bucket.index))
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    optimizer = ZeroOptimizer(model, lr=0.1, bucket_cap_mb=0.0001, offload=Offload(tmp_path))
+    assert len(optimizer._storage.layout.buckets) == 4
+    for used in ((0, 1, 2, 3), (1,), (3, 0), ()):
+        read.clear()
+        sum((model[number].weight.sum() for number in used), torch.zeros(()).requires_grad_()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(read) == len(used)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

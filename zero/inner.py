@@ -86,9 +86,11 @@ class InnerOptimizer:
         """
         cut = tuple(not group.get("fused") for group in groups)
         found: list[tuple[BucketStates, list[tuple[Options, Options]]]] = []
+        ahead = (states for states, pieces in zip(self.states, present, strict=True) if any(pieces))
+        _arrive(next(ahead, None))
         for number, states in enumerate(self.states):
-            for following in self.states[number + 1 : number + 2]:
-                following.arrive()
+            if any(present[number]):
+                _arrive(next(ahead, None))
             found.append((states, _step(states, gradients[number], present[number], cut, groups)))
             states.harvest(self.elementwise)
             states.unstage()
@@ -120,6 +122,11 @@ class InnerOptimizer:
         """Forget the runs, before states are replaced."""
         for states in self.states:
             states.collect()
+
+
+def _arrive(states: BucketStates | None) -> None:
+    if states is not None:
+        states.arrive()
 
 
 def _step(

@@ -4,8 +4,8 @@ Knows: files, pages, what the kernel may be told of them. Does not know: what th
 
     construction   the file gets its blocks, so a full disk is an error here and not in a step (but for states that a
                    class has not told of: one that is switched on later); it has no name
-    arrive         the kernel is asked to read a bucket's pages ahead
-    (a step)       pages come as they are touched
+    arrive         a thread begins to read a bucket's pages, all at once, while another bucket is stepped
+    (a step)       pages that are not there yet come as they are touched
     leave          what was written begins its way to the disk, and the pages leave this process
 
 What has left a process may stay in the kernel's page cache, which gives it up as soon as memory is short.
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from torch import Tensor
 
 _PAGE = mmap.PAGESIZE
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin to write, wait for nothing
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: read pages, and make them ready to be written; of Linux 5.14
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ class Spool:
             raise ValueError(f"offload: no file can be made in {self._folder} ({error.strerror})") from error
         self._end = 0
         self._regions: list[_Region] = []
+        self._reader = ThreadPoolExecutor(1, "zero-offload")
+        self._coming: dict[int, Future[None]] = {}  # by the address of their pages
 
     def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:
         """In blocks of the disk that are its own, which hold zeros."""
@@ -157,7 +161,7 @@ class Spool:
                 f"offload: {nbytes:,} bytes more than the {self._end:,} that this rank has there do not fit into "
                 f"{self._folder}, which has {free.f_bavail * free.f_frsize:,} free ({error.strerror})"
             ) from error
-        with suppress(OSError):  # a fault for 2 MiB where the file system can, or for one page: half the time of a step
+        with suppress(OSError):  # a kernel without them, or a file system: then a fault is for one page, not for 2 MiB
             mapping.madvise(mmap.MADV_HUGEPAGE)
         address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
         self._regions.append(_Region(mapping, self._end, address))
@@ -173,15 +177,19 @@ class Spool:
 
     def arrive(self, tensors: Iterable[Tensor]) -> None:
         for region, begin, nbytes in self._spans(tensors):
-            region.mapping.madvise(mmap.MADV_WILLNEED, begin, nbytes)
+            self._coming[region.address + begin] = self._reader.submit(_read, region, begin, nbytes)
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
         for region, begin, nbytes in self._spans(tensors):
+            coming = self._coming.pop(region.address + begin, None)
+            if coming is not None:
+                coming.result()  # what came later would stay
             _begin_to_write(self._file.fileno(), region.place + begin, nbytes)
             region.mapping.madvise(mmap.MADV_DONTNEED, begin, nbytes)
 
     def close(self) -> None:
-        self._regions = []
+        self._reader.shutdown(cancel_futures=True)
+        self._regions, self._coming = [], {}
         self._file.close()
 
     def _spans(self, tensors: Iterable[Tensor]) -> Iterator[tuple[_Region, int, int]]:
@@ -198,6 +206,15 @@ class Spool:
 def _pages(numel: int, dtype: torch.dtype) -> int:
     """Bytes of the whole pages that a tensor takes."""
     return max(1, -(-numel * dtype.itemsize // _PAGE)) * _PAGE
+
+
+def _read(region: _Region, begin: int, nbytes: int) -> None:
+    """Map pages for writing: in one call, whose reads are large, and in which other threads run."""
+    call = getattr(_LIBC, "madvise", None)
+    place = ctypes.c_void_p(region.address + begin)
+    if call is None or call(place, ctypes.c_size_t(nbytes), _POPULATE_WRITE):
+        with suppress(OSError):  # what is not read ahead comes as it is touched
+            region.mapping.madvise(mmap.MADV_WILLNEED, begin, nbytes)
 
 
 def _begin_to_write(file: int, begin: int, nbytes: int) -> None:

@@ -8,6 +8,7 @@ PRECISION, GRADIENTS, REDUCER = "zero/precision.py", "zero/gradients.py", "zero/
 ASSEMBLY, CHECKPOINT, INNER = "zero/assembly.py", "zero/checkpoint.py", "zero/inner.py"
 RUNS = "zero/runs.py"
 OPTIMIZER, STORAGE, AGREEMENT, JOIN = "zero/optimizer.py", "zero/storage.py", "zero/agreement.py", "zero/join.py"
+UNITS = "test_join.py::test_units_may_be_there_when_a_block_begins_and_when_a_rank_leaves_it"
 TRAINING = "test_mixed_precision.py::test_training_is_that_of_the_plain_loop"
 NO_SYNC = "test_mixed_precision.py::test_what_no_sync_adds_up_is_wide_and_rounded_once"
 MADE_IN = "test_mixed_precision.py::test_the_model_may_have_been_made_in_any_dtype"
@@ -520,6 +521,26 @@ JOINING = (
         (f"{LEFT}[2-counts0-None]",),
     ),
     Mutant(
+        "units-stay-over-the-end-of-a-turn",
+        ("L14",),
+        "What a rank's last forward gathered is still there when it has run out of batches: it gathers nothing.",
+        (Edit(OPTIMIZER, "            self._storage.begin_again()\n", ""),),
+        (f"{UNITS}[False-counts1-True]",),
+    ),
+    Mutant(
+        "some-ranks-know-what-comes-next",
+        ("L14",),
+        "After the block ranks fetch ahead what their own forwards taught them: not all the same.",
+        (
+            Edit(
+                "zero/unit_hooks.py",
+                "            self.retire()\n        self._order = Order(self._units)\n",
+                "            self.retire()\n",
+            ),
+        ),
+        (f"{UNITS}[False-counts0-True]",),
+    ),
+    Mutant(
         "stage-0-shows-means-inside-join",
         ("L14",),
         "At stage 0 a scaler divides the means that `p.grad` shows, and a rank that has run out of batches steps with "
@@ -562,7 +583,8 @@ JOINING = (
                 OPTIMIZER,
                 "        finally:\n            while self._followed:\n"
                 "                self._followed.pop().__exit__(None, None, None)\n"
-                "            self._storage.tell_gathers(None)\n            self._reducer.leave()\n",
+                "            try:\n                self._storage.tell_gathers(None)\n"
+                "            finally:\n                self._reducer.leave()\n",
                 "        self._storage.tell_gathers(None)\n        self._reducer.leave()\n",
             ),
         ),

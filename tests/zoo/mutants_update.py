@@ -186,11 +186,10 @@ MUTANTS = (
         (
             Edit(
                 INNER,
-                "        for number, states in enumerate(self.states):\n            for following",
+                "        ahead = (states for states,",
                 "        self._kept = getattr(self, '_kept', None) or copy.deepcopy([{**g, 'params': []} for g "
                 "in groups])\n"
-                "        groups = self._kept\n        for number, states in enumerate(self.states):\n"
-                "            for following",
+                "        groups = self._kept\n        ahead = (states for states,",
             ),
         ),
         ("test_face.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),
