@@ -1,5 +1,5 @@
 """`python -m tests.matrix [sharing] [STAGE ...]`: one hash from `zero train` for every stage, number of ranks, bucket
-size and launcher; with `sharing`, for every number of ranks to a copy and everything that may be kept for a backward.
+size and launcher; with `sharing`, for every number of ranks to a copy, all that may be kept for a backward, and disk.
 
 Each line is a run of the command in processes of its own, beside the SHA-256 of a plain single-process loop that
 imports the model and the data of `zero train`, `zero.clip_grad_norm_` where it clips, and nothing else of ours. The
@@ -135,13 +135,17 @@ def all_shared(stages: list[int]) -> list[Run]:
 
 
 def all_sharings(stages: list[int]) -> list[Run]:
-    """Every number of ranks to a copy, and everything that may be kept for a backward."""
+    """Every number of ranks to a copy, everything that may be kept for a backward, and all that may be on disk."""
+    folder = f"--offload={tempfile.gettempdir()}"
     runs = []
     for variant, stage, ranks in itertools.product((VARIANTS[0], VARIANTS[3]), stages, (1, 2, 4, 6)):
         for factor in (number for number in range(1, ranks + 1) if stage and ranks % number == 0):
             kept = [n for n in range(2, factor) if factor % n == 0] if stage == 3 else []
             for reshard in ("true", *(["false"] if stage == 3 else []), *map(str, kept)):
                 sharing = (f"--sharding-factor={factor}", f"--reshard-after-forward={reshard}")
+                runs.append(Run(variant, stage, ranks, sharing=sharing))
+            for more in ((), ("--offload-parameters",))[: 2 if stage == 3 else 1]:
+                sharing = (f"--sharding-factor={factor}", folder, *more)
                 runs.append(Run(variant, stage, ranks, sharing=sharing))
     return runs
 
