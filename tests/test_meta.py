@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
@@ -126,18 +129,19 @@ def test_a_state_dict_is_read_tensor_by_tensor_in_order_of_registration(stage: i
 
 
 def test_a_safetensors_file_is_read_where_it_lies(tmp_path: Path) -> None:
-    torch_files = pytest.importorskip("safetensors.torch")
     expected = plain(3).state_dict()
     names = list(expected)
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     for file, part in zip(files, (names[:7], names[7:]), strict=True):
-        torch_files.save_file({name: expected[name] for name in part}, file)
+        save_file({name: expected[name] for name in part}, file)
     model = on_meta()
     optimizer = ZeroOptimizer(model, stage=3, process_group=solo(), init_state_dict=files)
     for name, value in values_of(model, optimizer).items():
         assert_same_bits(value, expected[name])
     with pytest.raises(ValueError, match="cannot be read"):
         ZeroOptimizer(on_meta(), process_group=solo(), init_state_dict=tmp_path / "missing.safetensors")
+    with pytest.raises(ValueError, match=r"a.safetensors has 'first.weight', which another file has, too"):
+        ZeroOptimizer(on_meta(), process_group=solo(), init_state_dict=[files[0], files[0]])
 
 
 @ALL
@@ -256,6 +260,130 @@ def test_a_model_that_no_rank_may_hold_is_built_within_its_shards_and_two_units(
     assert gloo.run(built_within, room, ranks=range(4)) == [True] * 4
 
 
+# -- what has values already -------------------------------------------------------------------------------------------
+
+
+@ALL
+def test_a_state_dict_is_for_what_had_memory_too(stage: int) -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)))
+    with torch.device("cpu"):
+        model[0], model[1] = nn.Linear(2, 2), nn.BatchNorm1d(2)
+    given = {name: torch.full(value.shape, 7, dtype=value.dtype) for name, value in model.state_dict().items()}
+    optimizer = ZeroOptimizer(model, stage=stage, process_group=solo(), bucket_cap_mb=1e-4, init_state_dict=given)
+    for value in values_of(model, optimizer).values():
+        assert value.eq(7).all()
+
+
+@ALL
+@pytest.mark.parametrize("cap", [1e-4, 25.0])
+def test_what_a_module_draws_leaves_alone_what_has_values(stage: int, cap: float) -> None:
+    """A tie whose values came with another module, and tensors that never were on the meta device."""
+
+    def build(model: nn.Module, **given: Any) -> dict[str, Tensor]:
+        optimizer = ZeroOptimizer(model, stage=stage, process_group=solo(), bucket_cap_mb=cap, **given)
+        return values_of(model, optimizer)
+
+    weight = torch.randn(20, 4)
+    given = {name: value for name, value in Tied().state_dict().items() if name not in ("last.weight", "last.bias")}
+    found = build(
+        on_meta(Tied),
+        init_state_dict={**given, "first.weight": weight},
+        param_init_fn=lambda module: [parameter.fill_(3) for parameter in module.parameters(False)],
+    )
+    assert_same_bits(found["last.weight"], weight)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        first = nn.Embedding(20, 4).weight
+        torch.manual_seed(0)
+        assert_same_bits(build(on_meta(Tied))["first.weight"], first)
+    norm = on_meta(lambda: nn.BatchNorm1d(2))
+    norm.weight = nn.Parameter(torch.full((2,), 5.0))
+    found = build(norm)
+    assert found["weight"].eq(5).all()
+    assert found["bias"].eq(0).all()
+
+
+def test_hooks_and_attributes_are_not_lost_in_silence() -> None:
+    model = on_meta()
+    model.last.weight.register_hook(print)
+    with pytest.raises(ValueError, match=r"'last.weight' is on the meta device and has hooks, which it would lose"):
+        ZeroOptimizer(model, process_group=solo())
+    model = on_meta()
+    model.norm.running_mean.note = "kept"
+    reference = weakref.ref(model.last.bias)
+    with pytest.raises(ValueError, match=r"'last.bias' is on the meta device and cannot be given memory: .*weakref"):
+        ZeroOptimizer(model, process_group=solo())
+    del reference
+    ZeroOptimizer(model, process_group=solo())
+    assert model.norm.running_mean.note == "kept"
+
+
+class Forgetful(nn.Linear):
+    """Does not say what its mask holds."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("mask", torch.ones(2, dtype=dtype), persistent=False)
+
+
+class Replacing(nn.Linear):
+    def reset_parameters(self) -> None:
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+
+def replace(module: nn.Module) -> None:
+    module.bias = nn.Parameter(torch.ones(2))
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("build", "given", "said"),
+    [
+        (lambda: Forgetful(torch.float32), {}, "'mask' was on the meta device and has no value: .*reset_parameters"),
+        (lambda: Forgetful(torch.int64), {}, "'mask' was on the meta device and has no value"),
+        (
+            lambda: Forgetful(torch.float32),
+            {"init_state_dict": {"weight": torch.ones(2, 2), "bias": torch.ones(2)}},
+            "'mask' was on the meta device and has no value",
+        ),
+        (lambda: Replacing(2, 2), {}, "reset_parameters.. put another tensor in the place of 'weight'"),
+        (
+            lambda: nn.Linear(2, 2),
+            {"param_init_fn": replace},
+            "param_init_fn put another tensor in the place",
+        ),
+        (
+            lambda: nn.Linear(2, 2),
+            {"init_state_dict": Lazy({"weight": torch.ones(2, 2), "bias": torch.ones(())})},
+            r"'bias' has shape \(2,\), but \(\) in the state dict",
+        ),
+        (
+            lambda: nn.Linear(2, 2),
+            {"init_state_dict": {"weight": torch.ones(2, 2), "bias": torch.ones(2, device="meta")}},
+            "init_state_dict has 'bias' on the meta device: give it values",
+        ),
+    ],
+)
+def test_values_that_would_be_none_are_told(
+    stage: int, build: Callable[[], nn.Module], given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        ZeroOptimizer(on_meta(build), torch.optim.SGD, lr=0.1, stage=stage, process_group=solo(), **given)
+
+
+@ALL
+def test_a_state_dict_is_let_go(stage: int) -> None:
+    class Values(dict[str, Tensor]):
+        """One that can be referred to weakly."""
+
+    given = Values(plain(3).state_dict())
+    reference = weakref.ref(given)
+    optimizer = ZeroOptimizer(on_meta(), stage=stage, process_group=solo(), init_state_dict=given)
+    del given
+    assert reference() is None
+    optimizer.close()
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -332,3 +460,71 @@ def test_the_optimizer_is_built_where_there_is_memory() -> None:
 def test_parameters_alone_have_no_module_that_could_give_them_values() -> None:
     with pytest.raises(ValueError, match="parameters on the meta device need their module"):
         ZeroOptimizer(list(on_meta().parameters()), process_group=solo())
+
+
+class Unreadable(Lazy):
+    def __iter__(self) -> Iterator[str]:
+        raise OSError("no such disk")
+
+
+class Torn(Lazy):
+    def __getitem__(self, name: str) -> Tensor:
+        if name == "last.weight":
+            raise OSError("no such block")
+        return super().__getitem__(name)
+
+
+@ALL
+@pytest.mark.parametrize("kind", [Unreadable, Torn])
+def test_a_state_dict_that_one_rank_cannot_read_is_told_by_all_at_once(stage: int, kind: type[Lazy]) -> None:
+    values = plain(3).state_dict()
+
+    def program(transport: Transport) -> tuple[str, float]:
+        with _BUILDING:
+            model = on_meta()
+        given = (kind if transport.rank == 1 else Lazy)(values)
+        begin = time.monotonic()
+        with pytest.raises((OSError, ValueError, RuntimeError)) as caught:
+            ZeroOptimizer(model, stage=stage, process_group=transport, init_state_dict=given)
+        return str(caught.value), time.monotonic() - begin
+
+    for said, seconds in on_threads(3, program, timeout=30):
+        assert "no such" in said
+        assert kind is Unreadable or "module 'last'" in said
+        assert seconds < 10
+
+
+def test_a_module_that_failed_may_be_tried_again() -> None:
+    failing = [True]
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.BatchNorm1d) and failing:
+            raise KeyError("nothing for it")
+        for tensor in (*module.parameters(False), *module.buffers(False)):
+            tensor.fill_(2)
+
+    model = on_meta()
+    with pytest.raises(RuntimeError, match="while module 'norm' got its values: KeyError: 'nothing for it'"):
+        ZeroOptimizer(model, process_group=solo(), param_init_fn=init)
+    failing.clear()
+    ZeroOptimizer(model, process_group=solo(), param_init_fn=init)
+    assert all(value.eq(2).all() for value in model.state_dict().values())
+
+
+@ALL
+def test_nothing_has_memory_before_the_arguments_are_known_to_be_right(stage: int) -> None:
+    model = on_meta()
+    with pytest.raises(ValueError, match="element-wise"):
+        ZeroOptimizer(model, torch.optim.Adafactor, stage=stage, process_group=solo())
+    assert all(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers()))
+    ZeroOptimizer(model, stage=stage, process_group=solo()).close()
+
+
+def test_a_stranger_on_the_meta_device_is_named() -> None:
+    stranger = nn.Parameter(torch.ones(2, device="meta"))
+    model = on_meta()
+    with pytest.raises(ValueError, match="parameter 1 of those listed is on the meta device and not in the module"):
+        ZeroOptimizer([model.last.weight, stranger], module=model, process_group=solo())
+    optimizer = ZeroOptimizer([model.last.weight], module=model, process_group=solo())
+    with pytest.raises(ValueError, match="no ordinary memory"):
+        optimizer.add_param_group({"params": [stranger]})

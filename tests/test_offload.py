@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import mmap
 import os
 import re
 import resource
@@ -16,16 +18,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
 from zero import Offload, ZeroOptimizer
 from zero.offload import Spool
 from zero.runs import BucketStates
 
+from .descriptors import opened
 from .models import odd_batches, odd_loss
 from .narrowed import PRECISIONS
-from .plain import assert_same_model, assert_same_states
+from .plain import assert_same_bits, assert_same_model, assert_same_states
 from .programs import CLASSES, Program, locked_build
 from .sockets import on_sockets
 from .test_sharding_factor import STEPS, check
@@ -371,3 +374,52 @@ def test_a_further_group_has_room_of_its_own(tmp_path: Path) -> None:
     before = optimizer.describe().offloaded_bytes
     optimizer.add_param_group({"params": list(model[1].parameters())})
     assert optimizer.describe().offloaded_bytes > before
+
+
+def test_what_further_groups_leave_is_used_again(tmp_path: Path) -> None:
+    """Slices of what is not listed move with each group, accepted or refused."""
+    model = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+    offload = Offload(tmp_path, parameters=True)
+    listed = [*model[0].parameters()]
+    optimizer = ZeroOptimizer(listed, module=model, stage=3, lr=0.1, offload=offload, bucket_cap_mb=1e-4)
+
+    def size() -> int:
+        spool = optimizer._assembly._keeper
+        assert isinstance(spool, Spool)
+        return os.fstat(spool._file.fileno()).st_size
+
+    values = [parameter.clone() for parameter in gathered(optimizer, model)]
+    before, descriptors = size(), opened()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="is not a parameter of the module"):
+            optimizer.add_param_group({"params": [*model[1].parameters(), nn.Parameter(torch.ones(2))]})
+    assert (size(), opened()) == (before, descriptors)
+    for part in model[1:]:
+        optimizer.add_param_group({"params": list(part.parameters())})
+    assert size() == 12 * 3 * mmap.PAGESIZE, "a slice and two states of each parameter, each on a page of its own"
+    for ours, theirs in zip(gathered(optimizer, model), values, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+def gathered(optimizer: ZeroOptimizer, model: nn.Module) -> list[Tensor]:
+    with optimizer.gathered():
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_folder_that_is_gone_is_no_matter_until_there_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    model = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    optimizer = ZeroOptimizer(model[0].parameters(), module=model, lr=0.1, offload=Offload(folder))
+    folder.rmdir()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(ValueError, match=r"do not fit into .* free .No space left"):
+            optimizer.add_param_group({"params": list(model[1].parameters())})
+    optimizer.add_param_group({"params": list(model[1].parameters())})

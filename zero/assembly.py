@@ -82,7 +82,7 @@ class Assembly:
                     check_offloaded_parameters(stage, device)
                 self._keeper = keeper_of(offload, device)
             self.storage = self._make_storage(units, nearby)
-        except (ValueError, TypeError) as error:
+        except Exception as error:
             agree_on_construction(self.transport, [], error)
             raise  # pragma: no cover - the line before has raised it, which a type checker cannot know
         self.reducer = Reducer(
@@ -137,6 +137,7 @@ class Assembly:
             if self.storage.layout.buckets and not self.transport.broken:
                 with self._failing_for_all():
                     self.storage.end()
+                self._unborn = None
                 self._cast_inputs()
 
     @contextmanager
@@ -176,9 +177,6 @@ class Assembly:
         problem: Exception | None = None
         found: list[Tensor] = []
         described: list[ParameterSpec] = []
-        if self._unborn is not None and self.stage.parameters is Placement.WHOLE:
-            with self._failing_for_all():
-                self._unborn.finish()
         try:
             check_buffers(self.module)
             known = len(self.storage.parameters)
@@ -188,9 +186,12 @@ class Assembly:
             check_free([(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)])
             self.storage.prepare(found)
             self._check_elementwise(all_groups, described)
-        except (ValueError, TypeError) as error:
+        except Exception as error:
             problem = error
         agree_on_construction(self.transport, self._lines(described) if problem is None else [], problem)
+        if self._unborn is not None and self.stage.parameters is Placement.WHOLE:
+            with self._failing_for_all():
+                self._unborn.finish()
         buckets, across = len(self.storage.flats), self.storage.buckets_cross_units
         if buckets:
             layout = self.storage.layout.extended(described, self._bucket_bytes, across_units=across)
@@ -233,13 +234,14 @@ class Assembly:
         Collective then: every rank must have room."""
         if self._keeper is None:
             return {}
-        keeper, problem = self._keeper, None
+        keeper = self._keeper
+        problem: Exception | None = None
         names = {bucket.index: self._names_of_states(bucket) for bucket in buckets}
         widths = {bucket.index: _length(self.stage.stepped(bucket, self.shards.rank)) for bucket in buckets}
         wanted = [(widths[bucket.index], bucket.dtypes.master) for bucket in buckets for _ in names[bucket.index]]
         try:
             keeper.reserve([*wanted, *self.storage.slices(buckets, found)])
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             problem = error
         agree_on_construction(self.transport, [], problem)
         return {

@@ -289,9 +289,11 @@ class States(Mapping[Tensor, dict[str, Any]]):
         self._pieces: dict[int, list[tuple[BucketStates, int]]] = {}  # of each parameter, in the buckets seen so far
         self._seen = 0
 
+    def forget(self) -> None:
+        """It was closed: no state is held any more."""
+        self._pieces, self._seen = {}, 0
+
     def _pieces_of(self, index: int) -> list[tuple[BucketStates, int]]:
-        if self._seen > len(self._inner.states):  # it was closed
-            self._pieces, self._seen = {}, 0
         for states in self._inner.states[self._seen :]:
             for number, piece in enumerate(states.pieces):
                 self._pieces.setdefault(states.bucket.slots[piece.slot].parameter, []).append((states, number))

@@ -88,6 +88,9 @@ class Keeper(Protocol):
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor, where there is room for it."""
 
+    def give_back(self, tensors: Iterable[Tensor]) -> None:
+        """These are needed no more: others may lie where they lay."""
+
     def arrive(self, tensors: Iterable[Tensor]) -> None:
         """These will be needed soon."""
 
@@ -107,6 +110,9 @@ class Pinned:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
 
+    def give_back(self, tensors: Iterable[Tensor]) -> None:
+        return
+
     def arrive(self, tensors: Iterable[Tensor]) -> None:
         return
 
@@ -117,14 +123,19 @@ class Pinned:
         return
 
 
-@dataclass
+@dataclass(eq=False)
 class _Region:
-    """A part of the file, mapped: where it begins there and in memory, and how much of it is taken."""
+    """A part of the file, mapped: where it begins there and in memory, and which bytes of it are not ``taken``."""
 
     mapping: mmap.mmap
     place: int
     address: int
-    taken: int = 0
+    taken: int
+    end: int
+
+    def __len__(self) -> int:
+        """Bytes that are left."""
+        return self.end - self.taken
 
 
 class Spool:
@@ -143,10 +154,18 @@ class Spool:
         self._regions: list[_Region] = []
         self._reader = ThreadPoolExecutor(1, "zero-offload")
         self._coming: dict[int, Future[None]] = {}  # by the address of their pages
+        self._spare: list[_Region] = []  # what was given back
 
     def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:
         """In blocks of the disk that are its own, which hold zeros."""
-        nbytes = sum(_pages(numel, dtype) for numel, dtype in wanted)
+        spare = [len(region) for region in self._spare]
+        nbytes = 0
+        for size in (_pages(numel, dtype) for numel, dtype in wanted):
+            place = next((number for number, left in enumerate(spare) if left >= size), None)
+            if place is None:
+                nbytes += size
+            else:
+                spare[place] -= size
         if not nbytes:
             return
         number = self._file.fileno()
@@ -156,7 +175,7 @@ class Spool:
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(number, self._end)
-            free = os.statvfs(self._folder)
+            free = os.fstatvfs(number)
             raise ValueError(
                 f"offload: {nbytes:,} bytes more than the {self._end:,} that this rank has there do not fit into "
                 f"{self._folder}, which has {free.f_bavail * free.f_frsize:,} free ({error.strerror})"
@@ -164,16 +183,28 @@ class Spool:
         with suppress(OSError):  # a kernel without them, or a file system: then a fault is for one page, not for 2 MiB
             mapping.madvise(mmap.MADV_HUGEPAGE)
         address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
-        self._regions.append(_Region(mapping, self._end, address))
+        self._regions.append(_Region(mapping, self._end, address, 0, nbytes))
         self._end += nbytes
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = _pages(numel, dtype)
-        if not self._regions or self._regions[-1].taken + nbytes > len(self._regions[-1].mapping):
+        region = next((region for region in (*self._spare, *self._regions[-1:]) if len(region) >= nbytes), None)
+        if region is None:
             self.reserve([(numel, dtype)])  # what nobody could know of
-        region = self._regions[-1]
+            region = self._regions[-1]
         offset, region.taken = region.taken, region.taken + nbytes
-        return torch.frombuffer(region.mapping, dtype=dtype, count=max(1, numel), offset=offset)[:numel]
+        made = torch.frombuffer(region.mapping, dtype=dtype, count=max(1, numel), offset=offset)[:numel]
+        return made.zero_() if region in self._spare else made
+
+    def give_back(self, tensors: Iterable[Tensor]) -> None:
+        for region, begin, nbytes in self._spans(tensors):
+            end = begin + nbytes
+            before = next((s for s in self._spare if s.mapping is region.mapping and s.end == begin), None)
+            if before is None:
+                self._spare.append(_Region(region.mapping, region.place, region.address, begin, end))
+            else:
+                before.end = end
+        self._spare = [spare for spare in self._spare if len(spare)]
 
     def arrive(self, tensors: Iterable[Tensor]) -> None:
         for region, begin, nbytes in self._spans(tensors):
@@ -189,7 +220,7 @@ class Spool:
 
     def close(self) -> None:
         self._reader.shutdown(cancel_futures=True)
-        self._regions, self._coming = [], {}
+        self._regions, self._spare, self._coming = [], [], {}
         self._file.close()
 
     def _spans(self, tensors: Iterable[Tensor]) -> Iterator[tuple[_Region, int, int]]:

@@ -430,6 +430,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         finally:
             self._closed = "its parameters could not be gathered any more"
             self._assembly.release()
+            self.state.forget()
             self._transport.pool.trim()
             self._assembly.shards.pool.trim()
             self._closed = "the model is plain again"

@@ -92,6 +92,8 @@ class ShardedStorage(ParameterStorage):
     def begin(self) -> None:
         """Parameters that were not listed so far become plain, whole ones, until `end`."""
         self._take_out(self._others)
+        if self._keeper is not None:
+            self._keeper.give_back(self._other_flats)
         self._others, self._other_flats = [], []
 
     def adopt(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> None:
@@ -103,6 +105,7 @@ class ShardedStorage(ParameterStorage):
     def end(self) -> None:
         if self._unborn is not None:
             self._unborn.finish()
+            self._unborn = None
         self._bindings = bindings(self._module)
         parameters, described = self._describe_rest(self.parameters)
         self.rest = self._layout_of(described)

@@ -45,15 +45,20 @@ MUTANTS = (
         (
             Edit(
                 META,
-                "            for name, tensor in tensors:\n                if name is not None:\n"
-                "                    tensor.copy_(self._values[name])\n",
-                "            for name, tensor in tensors:\n                if name is not None:\n"
-                "                    tensor.copy_(self._values[name])\n"
-                "            if hasattr(unborn.module, 'reset_parameters'):\n"
-                "                unborn.module.reset_parameters()\n",
+                "                    self._read(own)\n                    if _is_marked",
+                "                    self._read(own)\n"
+                "                    self._initialize(part, frozenset(id(entry.tensor) for entry in fresh))\n"
+                "                    if _is_marked",
             ),
         ),
         (READ,),
+    ),
+    Mutant(
+        "what-has-values-is-drawn-again",
+        ("S50", "L19"),
+        "A tie gets the values of the last module that has it, and what never was on the meta device is overwritten.",
+        (Edit(META, "                own.registry[own.key] = self._stand_in(own)\n", "                pass\n"),),
+        (f"{TESTS}::test_what_a_module_draws_leaves_alone_what_has_values[25.0-1]",),
     ),
     Mutant(
         "a-tie-is-untied-by-its-memory",
