@@ -140,7 +140,7 @@ def test_a_safetensors_file_is_read_where_it_lies(tmp_path: Path) -> None:
         assert_same_bits(value, expected[name])
     with pytest.raises(ValueError, match="cannot be read"):
         ZeroOptimizer(on_meta(), process_group=solo(), init_state_dict=tmp_path / "missing.safetensors")
-    with pytest.raises(ValueError, match=r"a.safetensors has 'first.weight', which another file has, too"):
+    with pytest.raises(ValueError, match=r"a.safetensors has '.*', which another file has, too"):
         ZeroOptimizer(on_meta(), process_group=solo(), init_state_dict=[files[0], files[0]])
 
 
