@@ -12,12 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
@@ -170,9 +171,14 @@ def private() -> int:
     return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Anonymous:"))
 
 
-def held(folder: str, stage: int, precision: str, parameters: bool) -> dict[str, int]:
-    """Train in this process; the most that was mapped at any time, and what is private after."""
+def held(
+    folder: str, stage: int, precision: str, parameters: bool, meeting: str = "", rank: int = 0, factor: int = 1
+) -> dict[str, int]:
+    """Train in this process; the most that was mapped at any time, and what is private after. ``meeting``: a file by
+    which two ranks meet."""
     torch.set_num_threads(1)
+    if meeting:
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BUCKETS)))
     optimizer = ZeroOptimizer(
         model,
@@ -182,6 +188,7 @@ def held(folder: str, stage: int, precision: str, parameters: bool) -> dict[str,
         bucket_cap_mb=1.0,
         mixed_precision=PRECISIONS[precision] if precision else None,
         offload=Offload(folder, parameters) if folder else None,
+        sharding_factor=factor if stage else None,
     )
     most, over = 0, threading.Event()
 
@@ -200,15 +207,30 @@ def held(folder: str, stage: int, precision: str, parameters: bool) -> dict[str,
     over.set()
     watcher.join()
     description = optimizer.describe()
-    return {"most": most, "private": private(), "offloaded": description.offloaded_bytes, "left": mapped()}
+    found = {"most": most, "private": private(), "offloaded": description.offloaded_bytes, "left": mapped()}
+    return {**found, "buckets": len(optimizer._storage.layout.buckets)}
 
 
 def in_a_process(*arguments: Any) -> dict[str, int]:
-    code = f"from tests.test_offload import held; print(held(*{arguments!r}))"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr
-    found: dict[str, int] = eval(ended.stdout.splitlines()[-1])
+    (found,) = in_processes([arguments])
     return found
+
+
+def in_processes(each: Sequence[tuple[Any, ...]]) -> list[dict[str, int]]:
+    """What each process held."""
+    codes = [f"from tests.test_offload import held; print(held(*{arguments!r}))" for arguments in each]
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for code in codes
+    ]
+    try:
+        said = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, (_, error) in zip(started, said, strict=True):
+        assert process.returncode == 0, error
+    return [eval(output.splitlines()[-1]) for output, _ in said]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -225,12 +247,33 @@ def test_two_buckets_at_most_are_resident_and_private_memory_falls_by_the_states
     beside = in_a_process("", stage, precision, False)
     an_element = (12 if precision else 8) + (4 if parameters else 0)
     assert kept["offloaded"] == an_element * psi
-    assert kept["most"] <= 2 * an_element * psi // BUCKETS
+    assert kept["buckets"] >= 4
+    assert kept["most"] <= 2 * an_element * psi // kept["buckets"]
     assert kept["left"] == 0
     assert beside["offloaded"] == 0
     fallen = beside["private"] - kept["private"]
     assert abs(fallen - an_element * psi) <= 0.05 * an_element * psi + 2 * MIB, (fallen, an_element * psi)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("stage", "precision", "factor"), [(1, "", 1), (1, "", 2), (2, "bf16", 2), (3, "", 2)])
+def test_of_two_ranks_each_holds_less_by_the_states_of_its_share(
+    tmp_path: Path, stage: int, precision: str, factor: int
+) -> None:
+    psi = BUCKETS * WIDTH * WIDTH
+
+    def found(folder: str) -> list[dict[str, int]]:
+        meeting = str(tmp_path / f"meeting{bool(folder)}")
+        return in_processes([(folder, stage, precision, False, meeting, rank, factor) for rank in range(2)])
+
+    share = (12 if precision else 8) * psi // factor
+    for kept, beside in zip(found(str(tmp_path)), found(""), strict=True):
+        assert kept["offloaded"] == share
+        assert kept["most"] <= 2 * share // kept["buckets"]
+        fallen = beside["private"] - kept["private"]
+        assert abs(fallen - share) <= 0.05 * share + 2 * MIB, (fallen, share)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
