@@ -1,7 +1,7 @@
 """The `zero` command.
 
 Knows: the commands and how typer presents them; their flags are the fields of each command's configuration. Does
-not know: what the commands do. Without the `cli` extra it says what to install.
+not know: what the commands do. Without the `cli` extra it says what to install, and which commands run without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def main() -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         needed = f"error: the zero command needs {' and '.join(missing)}: {INSTALL_HINT}"
-        print(f"{needed} (or use `python -m zero.train`, `python -m zero.verify`)", file=sys.stderr)
+        without = "train and verify run without: `python -m zero.train`, `python -m zero.verify`"
+        print(f"{needed} ({without})", file=sys.stderr)
         sys.exit(1)
     _application()()
 

@@ -1,8 +1,8 @@
 """The flags of `zero train` and `zero sweep`, in one place.
 
 Knows: every flag's name, type, default and help text, as the fields of a frozen dataclass for each command; which
-values make sense on their own; how to read a configuration from a command line and write it back. The argparse and the
-typer command lines are both made from these fields. Does not know: what a flag does.
+values make sense on their own. The typer command lines are made from these fields. TrainConfig alone is also read by
+argparse, and written back as a command line. Does not know: what a flag does.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _argument(name: str, value: object) -> list[str]:
 
 @dataclass(frozen=True)
 class _Flag:
-    """One field, as the two command lines need it."""
+    """One field, as a command line needs it."""
 
     name: str
     type: Any

@@ -6,7 +6,7 @@ what the ranks do. Two ways lead here, and a rank cannot tell them apart but by 
     zero train --ranks N    -> this file's `launch_ranks` -> N x `python -m zero.train`
     torchrun -m zero.train  -> torchrun's own agent       -> N x `python -m zero.train`
 
-`zero.verify` goes the first way.
+`zero.verify` and `zero sweep` go the first way.
 
 An error travels as elastic's error file: the rank that fails writes one line and the traceback into it, the
 parent prints the line of the rank that failed first, once.
@@ -36,7 +36,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-__all__ = ["RankError", "World", "launch_ranks", "process_group", "record_error", "started_by_us"]
+__all__ = ["RankError", "World", "barrier", "launch_ranks", "process_group", "record_error", "started_by_us"]
 
 RUN_PREFIX = "zero-"
 
@@ -155,3 +155,8 @@ def process_group(world: World | None = None) -> Iterator[None]:
         raise
     finally:
         dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """Wait until every rank of the default process group is here. All ranks."""
+    dist.barrier()

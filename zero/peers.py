@@ -1,6 +1,7 @@
 """What torch itself has for the same purpose, around any model and an AdamW, so that a user's curve has its points.
 
 Knows: DistributedDataParallel, ZeroRedundancyOptimizer, fully_shard (FSDP2). Does not know: ZeroOptimizer, models.
+All of it is imported at once, so that a peer's own modules are no part of what it is measured to hold.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Optimizer
 
 __all__ = ["Peer", "fully_sharded", "peers"]
@@ -38,17 +42,12 @@ def _ddp(model: nn.Module, units: Iterable[nn.Module], arguments: dict[str, Any]
 
 
 def _redundancy(model: nn.Module, units: Iterable[nn.Module], arguments: dict[str, Any]) -> tuple[nn.Module, Optimizer]:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     wrapped = nn.parallel.DistributedDataParallel(model)
     return wrapped, ZeroRedundancyOptimizer(model.parameters(), AdamW, **arguments)
 
 
 def fully_sharded(model: nn.Module, units: Iterable[nn.Module], shards: int, **named: Any) -> nn.Module:
     """FSDP2: slices among ``shards`` neighbouring ranks, gathered a unit at a time; ``named``: of `fully_shard`."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     device, world_size = next(model.parameters()).device.type, dist.get_world_size()
     sizes = (shards,) if shards == world_size else (world_size // shards, shards)
     mesh = init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])

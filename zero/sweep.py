@@ -1,7 +1,7 @@
 """`zero sweep`: one model under every setting of ZeroOptimizer's dials, memory of a rank against the time of a step.
 
-Knows: which settings there are, the order of runs, the table and the files that are left. Does not know: what a rank
-does (`sweep_rank`), or how a picture is drawn.
+Knows: which settings there are, the order of runs, the table and the files that are left, after failures and an
+interrupt, too. Does not know: what a rank does (`sweep_rank`), or how a picture is drawn.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import platform
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -22,7 +23,7 @@ from .launch import RankError, launch_ranks
 from .peers import peers
 from .plots import Dot, can_draw, draw_sweep
 from .stages import STAGES, Placement
-from .sweep_rank import Job, Seen
+from .sweep_rank import Job, Seen, said
 from .view import INSTALL_HINT, View, make_view, megabytes
 
 __all__ = ["Point", "frontier", "jobs", "run"]
@@ -41,10 +42,22 @@ class Point:
     sha256: tuple[str, ...]
 
 
+@dataclass
+class _Found:
+    """What a sweep has so far: ``runs`` of each setting, one a round; ``failures``: name -> its error in one line."""
+
+    runs: dict[Job, list[list[Seen]]]
+    failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def points(self) -> list[Point]:
+        return [_point(job, runs) for job, runs in self.runs.items() if runs]
+
+
 def jobs(config: SweepConfig) -> Iterator[Job]:
     """Every setting of the dials that is another one for so many ranks, and what torch has."""
     c = config
-    base = Job("", c.preset, c.batch, c.sequence, c.steps, c.seed, c.threads, c.bucket_cap_mb)
+    base = Job(c.preset, c.batch, c.sequence, c.steps, c.seed, c.threads, c.bucket_cap_mb)
     if config.peers:
         yield from (replace(base, peer=peer.name) for peer in peers(config.ranks))
     for number in config.stage or STAGES:
@@ -52,13 +65,18 @@ def jobs(config: SweepConfig) -> Iterator[Job]:
         if stage.states is Placement.WHOLE:
             yield replace(base, stage=number)
             continue
-        for factor in (number for number in range(1, config.ranks + 1) if config.ranks % number == 0):
-            shared = replace(base, stage=stage.number, sharding_factor=factor)
-            yield from (shared, replace(shared, offload=True))
-            if stage.parameters is Placement.SHARD:
-                yield replace(shared, offload=True, offload_parameters=True)
-                for kept in (number for number in range(1, factor) if factor % number == 0):
-                    yield replace(shared, reshard=kept > 1 and kept)
+        for factor in _divisors(config.ranks):
+            sharded = stage.parameters is Placement.SHARD
+            for kept in [factor, *_divisors(factor)[:-1]] if sharded else [factor]:
+                reshard = kept == factor or (kept > 1 and kept)
+                shared = replace(base, stage=number, sharding_factor=factor, reshard=reshard)
+                yield from (shared, replace(shared, offload=True))
+                if sharded:
+                    yield replace(shared, offload=True, offload_parameters=True)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def name_of(job: Job) -> str:
@@ -76,38 +94,28 @@ def name_of(job: Job) -> str:
 
 
 def run(config: SweepConfig) -> int:
-    """Measure, show and write; the exit code: 0, 1 after an error or where settings trained other parameters, 130 if
-    interrupted. What was measured before an error is shown and written."""
+    """Measure, show and write; the exit code: 0, 1 after an error, where a setting failed or where settings trained
+    other parameters, 130 if interrupted. What was measured is shown and written whatever else happens."""
     if "WORLD_SIZE" in os.environ:
         return _fail("zero sweep starts ranks of its own: call it in one process, without torchrun")
-    view = make_view(1)
-    view.finish()
-    found: dict[Job, list[list[Seen]]] = {job: [] for job in jobs(config)}
-    failure: str | None = None
     try:
         config.out.mkdir(parents=True, exist_ok=True)
-        for number in range(config.rounds):
-            for job, runs in found.items():
-                runs.append(_run(job, config))
-                point = _point(job, runs[-1:])
-                view.line(f"{_round(number, config)}{point.name}: {point.step_ms:.1f} ms, {_held(point)}")
+        with tempfile.TemporaryFile(dir=config.out):
+            pass
+    except OSError as error:
+        return _cannot_write(config.out, error)
+    view = make_view()
+    found = _Found({job: [] for job in jobs(config)})
+    interrupted = False
+    try:
+        _measure(found, config, view)
     except KeyboardInterrupt:
+        interrupted = True
+    code = _report(found, config, view)
+    if interrupted:
         print("interrupted", file=sys.stderr)
         return 130
-    except OSError as error:
-        return _fail(f"--out {config.out}: cannot write there ({error.strerror}). Name a folder that can be written")
-    except RankError as error:
-        failure = f"{name_of(job)}: {error}"
-    points = [_point(job, runs) for job, runs in found.items() if runs]
-    if points:
-        _report(points, config, view)
-    hashes = {sha256 for point in points for sha256 in point.sha256}
-    if len(hashes) > 1:
-        return _fail(f"settings of ours trained {len(hashes)} different sets of parameters: see sha256 in sweep.json")
-    if hashes:
-        ours = sum(point.job.peer is None for point in points)
-        view.line(f"settings of zero that trained the same bits: {ours}, SHA-256 {hashes.pop()}")
-    return 0 if failure is None else _fail(failure)
+    return code
 
 
 def frontier(points: list[Point]) -> list[Point]:
@@ -120,11 +128,28 @@ def frontier(points: list[Point]) -> list[Point]:
     return best
 
 
+def _measure(found: _Found, config: SweepConfig, view: View) -> None:
+    """All rounds, each a run of every setting that has not failed yet."""
+    for number in range(config.rounds):
+        turn = "" if config.rounds == 1 else f"round {number + 1} of {config.rounds}: "
+        for job, runs in found.runs.items():
+            name = name_of(job)
+            if name in found.failures:
+                continue
+            try:
+                runs.append(_run(job, config))
+            except (RankError, OSError) as error:
+                found.failures[name] = " ".join(str(error).split())
+                view.line(f"{turn}{name}: failed: {found.failures[name]}")
+            else:
+                point = _point(job, runs[-1:])
+                view.line(f"{turn}{name}: {point.step_ms:.1f} ms, {_held(point)}")
+
+
 def _run(job: Job, config: SweepConfig) -> list[Seen]:
     with tempfile.TemporaryDirectory(dir=config.out) as folder:
-        told = replace(job, folder=folder)
-        launch_ranks("zero.sweep_rank", [json.dumps(asdict(told))], config.ranks)
-        return [Seen(**json.loads(told.said(rank).read_text())) for rank in range(config.ranks)]
+        launch_ranks("zero.sweep_rank", [json.dumps(asdict(job)), folder], config.ranks)
+        return [Seen(**json.loads(said(Path(folder), rank).read_text())) for rank in range(config.ranks)]
 
 
 def _point(job: Job, runs: list[list[Seen]]) -> Point:
@@ -134,16 +159,37 @@ def _point(job: Job, runs: list[list[Seen]]) -> Point:
     return Point(name_of(job), job, 1000 * median(seconds), round(median(peaks)) if peaks else None, sha256)
 
 
-def _round(number: int, config: SweepConfig) -> str:
-    return "" if config.rounds == 1 else f"round {number + 1} of {config.rounds}: "
-
-
 def _held(point: Point) -> str:
     return "unknown memory" if point.peak is None else f"{megabytes(point.peak)} a rank"
 
 
-def _report(points: list[Point], config: SweepConfig, view: View) -> None:
-    best = frontier(points)
+def _report(found: _Found, config: SweepConfig, view: View) -> int:
+    """Show and write all that there is; the exit code: 0, or 1 where something is wrong, which is told."""
+    points, code = found.points, 0
+    if points or found.failures:
+        best = frontier(points)
+        _show(points, best, config, view)
+        try:
+            written = _write(points, found.failures, best, config)
+        except OSError as error:
+            code = _cannot_write(config.out, error)
+        else:
+            view.line(f"written to {config.out}: {', '.join(written)}")
+        if not can_draw():
+            view.line(f"matplotlib is not installed: no sweep.png. To have it: {INSTALL_HINT}")
+    hashes = {sha256 for point in points for sha256 in point.sha256}
+    if len(hashes) > 1:
+        code = _fail(f"settings of ours trained {len(hashes)} different sets of parameters: see sha256 in sweep.json")
+    elif hashes:
+        ours = sum(point.job.peer is None for point in points)
+        view.line(f"settings of zero that trained the same bits: {ours}, SHA-256 {hashes.pop()}")
+    if found.failures:
+        number = len(found.failures)
+        code = _fail(f"{number} setting{'s' * (number > 1)} failed: {'; '.join(found.failures)}")
+    return code
+
+
+def _show(points: list[Point], best: list[Point], config: SweepConfig, view: View) -> None:
     rows = [
         (
             point.name,
@@ -155,32 +201,40 @@ def _report(points: list[Point], config: SweepConfig, view: View) -> None:
     ]
     title = f"{config.preset} on {config.ranks} ranks: * no other of zero's is both smaller and faster"
     view.table(title, ["setting", "step, ms", "MB of a rank, at its peak", ""], rows)
+
+
+def _write(points: list[Point], failures: dict[str, str], best: list[Point], config: SweepConfig) -> list[str]:
+    """sweep.json, and sweep.png where there is something to draw and to draw it with: the names of what was written.
+    Raises OSError."""
     written = {
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform()},
         "config": {**asdict(config), "out": str(config.out)},
         "points": [asdict(point) for point in points],
+        "failures": failures,
     }
     (config.out / "sweep.json").write_text(json.dumps(written, indent=2) + "\n")
-    drawn = can_draw()
-    if drawn:
-        what = f"{config.preset} on {config.ranks} ranks, {config.batch} x {config.sequence} bytes a rank and step"
-        dots = [
-            Dot(
-                point.name,
-                "torch" if point.job.peer is not None else f"zero {point.job.stage}",
-                point.job.peer is None,
-                point.step_ms,
-                point.peak,
-                hollow=point.job.offload,
-                best=point in best,
-            )
-            for point in points
-            if point.peak is not None
-        ]
-        draw_sweep(config.out / "sweep.png", what, dots)
-    view.line(f"written to {config.out}: sweep.json{', sweep.png' if drawn else ''}")
-    if not drawn:
-        view.line(f"matplotlib is not installed: no sweep.png. To have it: {INSTALL_HINT}")
+    dots = [
+        Dot(
+            point.name,
+            "torch" if point.job.peer is not None else f"zero {point.job.stage}",
+            point.job.peer is None,
+            point.step_ms,
+            point.peak,
+            hollow=point.job.offload,
+            best=point in best,
+        )
+        for point in points
+        if point.peak is not None
+    ]
+    if not dots or not can_draw():
+        return ["sweep.json"]
+    what = f"{config.preset} on {config.ranks} ranks, {config.batch} x {config.sequence} bytes a rank and step"
+    draw_sweep(config.out / "sweep.png", what, dots)
+    return ["sweep.json", "sweep.png"]
+
+
+def _cannot_write(out: Path, error: OSError) -> int:
+    return _fail(f"--out {out}: cannot write there ({error.strerror}). Name a folder that can be written")
 
 
 def _fail(line: str) -> int:

@@ -5,6 +5,7 @@ Knows: steps, clocks, the memory of this process. Does not know: which runs ther
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -22,12 +23,12 @@ from torch import Tensor, nn
 
 from . import Offload, ZeroOptimizer
 from .data import Corpus, load_corpus
-from .launch import process_group
+from .launch import barrier, process_group
 from .measure import parameters_sha256, proportional_set_size
 from .model import build_model, loss_fn
 from .peers import peers
 
-__all__ = ["Job", "Seen", "main"]
+__all__ = ["Job", "Seen", "main", "said"]
 
 LEARNING_RATE = 1e-3
 WARM = 2  # the first step makes the optimizer's states
@@ -37,10 +38,8 @@ EVERY = 0.005
 
 @dataclass(frozen=True)
 class Job:
-    """What to train: ``peer`` by name, or ZeroOptimizer with these dials. ``folder``: where each rank leaves what it
-    saw, and where the file of an offload goes."""
+    """What to train: ``peer`` by name, or ZeroOptimizer with these dials."""
 
-    folder: str
     preset: str
     batch: int
     sequence: int
@@ -55,10 +54,6 @@ class Job:
     offload: bool = False
     offload_parameters: bool = False
 
-    def said(self, rank: int) -> Path:
-        """The file that this rank leaves."""
-        return Path(self.folder) / f"rank{rank}.json"
-
 
 @dataclass(frozen=True)
 class Seen:
@@ -71,29 +66,34 @@ class Seen:
     sha256: str | None
 
 
+def said(folder: Path, rank: int) -> Path:
+    """The file that this rank leaves."""
+    return folder / f"rank{rank}.json"
+
+
 def main(arguments: list[str]) -> None:
-    """Do the job that is the one argument, as JSON. All ranks."""
-    job = Job(**json.loads(arguments[0]))
+    """Do a job. All ranks. Arguments: the job, as JSON; the folder where each rank leaves what it saw, and where the
+    file of an offload goes."""
+    job, folder = Job(**json.loads(arguments[0])), Path(arguments[1])
     torch.set_num_threads(job.threads)
     with process_group():
-        seen = _train(job)
-    job.said(int(os.environ["RANK"])).write_text(json.dumps(asdict(seen)))
+        seen = _train(job, folder)
+    said(folder, int(os.environ["RANK"])).write_text(json.dumps(asdict(seen)))
 
 
-def _train(job: Job) -> Seen:
+def _train(job: Job, folder: Path) -> Seen:
     corpus = load_corpus(None, job.sequence)
     known = {peer.name: peer for peer in peers(int(os.environ["WORLD_SIZE"]))}
     arguments: dict[str, Any] = {"lr": LEARNING_RATE, "fused": True}
     small = build_model("tiny", job.sequence, job.seed)
     _all(_steps(corpus, replace(job, batch=1), small, torch.optim.AdamW(small.parameters(), **arguments), range(1)))
     del small  # what torch itself takes for a first step is there now
-    gc.collect()
-    start = proportional_set_size()
+    start = _common_start()
     model = build_model(job.preset, job.sequence, job.seed)
     forward: nn.Module = model
     optimizer: Any
     if job.peer is None:
-        optimizer = _ours(job, model, arguments)
+        optimizer = _ours(job, folder, model, arguments)
     else:
         forward, optimizer = known[job.peer].build(model, model.blocks, arguments)
 
@@ -102,6 +102,7 @@ def _train(job: Job) -> Seen:
     seconds = list(_steps(corpus, job, forward, optimizer, range(WARM, timed)))
     with _sampled() as sizes:
         _all(_steps(corpus, job, forward, optimizer, range(timed, timed + SAMPLED)))
+    barrier()  # a rank that ends leaves the others its share of the pages of libraries
     peak = None if start is None or not sizes else max(sizes) - start
     if not isinstance(optimizer, ZeroOptimizer):
         return Seen(seconds, peak, None)
@@ -109,7 +110,7 @@ def _train(job: Job) -> Seen:
     return Seen(seconds, peak, parameters_sha256(model))
 
 
-def _ours(job: Job, model: nn.Module, arguments: dict[str, Any]) -> ZeroOptimizer:
+def _ours(job: Job, folder: Path, model: nn.Module, arguments: dict[str, Any]) -> ZeroOptimizer:
     return ZeroOptimizer(
         model,
         torch.optim.AdamW,
@@ -117,7 +118,7 @@ def _ours(job: Job, model: nn.Module, arguments: dict[str, Any]) -> ZeroOptimize
         bucket_cap_mb=job.bucket_cap_mb,
         sharding_factor=job.sharding_factor,
         reshard_after_forward=job.reshard,
-        offload=Offload(job.folder, job.offload_parameters) if job.offload else None,
+        offload=Offload(folder, job.offload_parameters) if job.offload else None,
         **arguments,
     )
 
@@ -134,6 +135,18 @@ def _steps(corpus: Corpus, job: Job, forward: nn.Module, optimizer: Any, numbers
         yield time.perf_counter() - begin
 
 
+def _common_start() -> int | None:
+    """What this process holds, without what was freed, while every rank stands still. All ranks."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    if trim is not None:
+        trim(0)
+    barrier()
+    start = proportional_set_size()
+    barrier()
+    return start
+
+
 def _all(steps: Iterable[float]) -> None:
     for _ in steps:
         pass
@@ -141,23 +154,29 @@ def _all(steps: Iterable[float]) -> None:
 
 @contextmanager
 def _sampled() -> Iterator[list[int]]:
-    """What this process holds, every few milliseconds until the end."""
+    """What this process holds: at the beginning, every few milliseconds, at the end. Empty where the system does not
+    tell."""
     sizes: list[int] = []
     over = threading.Event()
 
     def look() -> None:
-        while not over.wait(EVERY):
-            size = proportional_set_size()
-            if size is not None:
-                sizes.append(size)
+        size = proportional_set_size()
+        if size is not None:
+            sizes.append(size)
 
-    looking = threading.Thread(target=look, daemon=True)
+    def look_on() -> None:
+        while not over.wait(EVERY):
+            look()
+
+    look()
+    looking = threading.Thread(target=look_on, daemon=True)
     looking.start()
     try:
         yield sizes
     finally:
         over.set()
         looking.join()
+        look()
 
 
 if __name__ == "__main__":

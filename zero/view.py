@@ -49,7 +49,7 @@ def megabytes(size: int) -> str:
 class PlainView:
     """Plain lines; about ten of progress in a whole run."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int = 0) -> None:
         self._steps = steps
         self._shown = 0
 
@@ -74,9 +74,9 @@ class PlainView:
 
 
 class RichView:
-    """A live progress bar and drawn tables."""
+    """A live progress bar, where there are steps, and drawn tables."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int = 0) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
@@ -91,7 +91,8 @@ class RichView:
             console=self._console,
         )
         self._task = self._bar.add_task("starting", total=steps)
-        self._bar.start()
+        if steps:
+            self._bar.start()
 
     def advance(self, progress: Progress) -> None:
         self._bar.update(self._task, completed=progress.step, description=str(progress))
@@ -113,8 +114,9 @@ class RichView:
         self._console.print(drawn)
 
 
-def make_view(steps: int) -> View:
-    """The best view that this machine has; says what to install for a better one."""
+def make_view(steps: int = 0) -> View:
+    """The best view that this machine has, of lines and tables alone where there are no steps to show; says what to
+    install for a better one."""
     if importlib.util.find_spec("rich") is None:
         plain = PlainView(steps)
         plain.line(f"rich is not installed: progress comes as plain lines. For a live view: {INSTALL_HINT}")
