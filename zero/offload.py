@@ -180,8 +180,6 @@ class Spool:
                 f"offload: {nbytes:,} bytes more than the {self._end:,} that this rank has there do not fit into "
                 f"{self._folder}, which has {free.f_bavail * free.f_frsize:,} free ({error.strerror})"
             ) from error
-        with suppress(OSError):  # a kernel without them, or a file system: then a fault is for one page, not for 2 MiB
-            mapping.madvise(mmap.MADV_HUGEPAGE)
         address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
         self._regions.append(_Region(mapping, self._end, address, 0, nbytes))
         self._end += nbytes
