@@ -30,7 +30,7 @@ from .descriptors import opened
 from .models import odd_batches, odd_loss
 from .narrowed import PRECISIONS
 from .plain import assert_same_bits, assert_same_model, assert_same_states
-from .programs import CLASSES, Program, locked_build
+from .programs import _BUILDING, CLASSES, Program, locked_build
 from .sockets import on_sockets
 from .test_sharding_factor import STEPS, check
 
@@ -274,6 +274,32 @@ def test_of_two_ranks_each_holds_less_by_the_states_of_its_share(
         assert kept["most"] <= 2 * share // kept["buckets"]
         fallen = beside["private"] - kept["private"]
         assert abs(fallen - share) <= 0.05 * share + 2 * MIB, (fallen, share)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_scratch_memory_stays_within_its_bound_where_slices_are_shown_to_peers(tmp_path: Path, world_size: int) -> None:
+    """On one host, where nothing would travel if slices were in memory: each is copied to where peers can read it."""
+
+    def program(transport: Transport) -> tuple[int, int]:
+        with _BUILDING:
+            model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+        optimizer = ZeroOptimizer(
+            model,
+            stage=3,
+            process_group=transport,
+            offload=Offload(tmp_path, parameters=True),
+            bucket_cap_mb=0.001,
+        )
+        for _ in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = optimizer.describe()
+        assert found.collective == "shared"
+        return found.bytes["scratch_peak"], found.formula_bytes["scratch_peak"]
+
+    for peak, bound in on_sockets(world_size, program):
+        assert 0 < peak <= bound
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -129,7 +129,14 @@ def describe(
             "gathered_peak": gathered_peak,
             "scratch_peak": shards.pool.peak_bytes,
         },
-        formula_bytes(layout, stage, tensors_of_state, storage.rest, kept_by),
+        formula_bytes(
+            layout,
+            stage,
+            tensors_of_state,
+            storage.rest,
+            kept_by,
+            slices_are_shown=bool(stage.gathers(1)) and units_travel and shards.memory is not None,
+        ),
         _bytes([*storage.kept(), *(tensor for held in inner.states for tensor in held.kept())]),
         lambda backwards, synchronised: formula_traffic(
             layout,

@@ -137,14 +137,21 @@ def check_offloaded_parameters(stage: Stage, device: torch.device) -> None:
 
 
 def formula_bytes(
-    layout: Layout, stage: Stage, state_tensors: int, rest: Layout | None = None, kept_by: int | None = None
+    layout: Layout,
+    stage: Stage,
+    state_tensors: int,
+    rest: Layout | None = None,
+    kept_by: int | None = None,
+    *,
+    slices_are_shown: bool = False,
 ) -> dict[str, int]:
     """Bytes of one rank by kind, from the elements alone (no padding).
 
     ``state_tensors``: tensors as large as the parameter that the optimizer keeps for it (Adam: 2); a master weight that
     is kept beside the parameter is one more. ``rest``: of parameters that are stored beside those of ``layout`` and not
     updated. ``kept_by``: of `check_reshard`; None: all. ``gathered_peak`` and ``scratch_peak`` are bounds: the root's
-    rest and the two largest units, and what is kept for the backward; three of the largest bucket.
+    rest and the two largest units, and what is kept for the backward; three of the largest bucket, and where
+    ``slices_are_shown`` to peers who read them where they lie, a copy of this rank's slices of those units.
     """
 
     def total(which: str, among: Sequence[ParameterSpec]) -> int:
@@ -157,6 +164,7 @@ def formula_bytes(
     units = _unit_bytes(layout, rest)
     all_units = sum(units.values())
     gathered = units.pop(0, 0) + sum(sorted(units.values())[-2:])
+    shown = sharded_bytes(gathered, layout.world_size) if slices_are_shown else 0
     if kept_by is not None and kept_by < layout.world_size:
         gathered = all_units if kept_by == 1 else gathered + sharded_bytes(all_units, kept_by)
 
@@ -175,7 +183,7 @@ def formula_bytes(
         + sharded_bytes(total("accumulate", summed), layout.world_size),
         "optimizer": placed(states, stage.states),
         "gathered_peak": gathered if stage.gathers(1) and layout.world_size > 1 else 0,
-        "scratch_peak": 3 * max((b.numel * b.dtypes.accumulate.itemsize for b in layout.buckets), default=0),
+        "scratch_peak": 3 * max((b.numel * b.dtypes.accumulate.itemsize for b in layout.buckets), default=0) + shown,
     }
 
 
