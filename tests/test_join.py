@@ -309,15 +309,32 @@ class Deep(nn.Module):
         return x
 
 
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    with _BUILDING, torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make()
+
+
+def trained_alone(make: Callable[[], nn.Module], counts: tuple[int, ...], by_all: tuple[int, ...]) -> nn.Module:
+    """The plain loop over the batches of ranks that have so many each, and then of steps that all ranks take."""
+    model = seeded(make)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in (*range(max(counts)), *by_all):
+        for rank, count in enumerate(counts):
+            if step < count or step in by_all:
+                loss_of(model, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
 @pytest.mark.parametrize("collective", ["pairwise", "ring", "two hosts"])
 def test_units_that_travel_are_gathered_for_the_others_whatever_the_algorithm(collective: str) -> None:
     """Some end a gather only when every rank has read."""
     counts = (2, 0, 1, 0, 3)
 
     def program(transport: Transport) -> nn.Module:
-        with _BUILDING, torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = Deep()
+        model = seeded(Deep)
         optimizer = ZeroOptimizer(
             model,
             torch.optim.SGD,
@@ -336,16 +353,7 @@ def test_units_that_travel_are_gathered_for_the_others_whatever_the_algorithm(co
         optimizer.close()
         return model
 
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        expected = Deep()
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    for step in range(max(counts)):
-        for rank, count in enumerate(counts):
-            if step < count:
-                loss_of(expected, batch(step, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    expected = trained_alone(Deep, counts, ())
     models = on_threads(len(counts), program, timeout=10)
     for model in models:  # a ring adds in an order of its own, which all ranks share
         assert_same_model(model, models[0] if collective == "ring" else expected)
@@ -369,9 +377,7 @@ def test_units_may_be_there_when_a_block_begins_and_when_a_rank_leaves_it(
     """Forwards that no backward follows, before the block and at the end of a rank's turn; then all train on."""
 
     def program(transport: Transport) -> nn.Module:
-        with _BUILDING, torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = Crossed()
+        model = seeded(Crossed)
         optimizer = ZeroOptimizer(
             model,
             torch.optim.SGD,
@@ -396,16 +402,7 @@ def test_units_may_be_there_when_a_block_begins_and_when_a_rank_leaves_it(
         optimizer.close()
         return model
 
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        expected = Crossed()
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    for step in (*range(max(counts)), 7, 8):
-        for rank, count in enumerate(counts):
-            if step < count or step >= 7:
-                loss_of(expected, batch(step, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    expected = trained_alone(Crossed, counts, (7, 8))
     for model in on_threads(len(counts), program, timeout=10):
         assert_same_model(model, expected)
 

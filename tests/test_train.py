@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from zero import MixedPrecision, cli, launch, measure, plots, train, view
-from zero.config import TrainConfig, parse_arguments, typer_signature
+from zero.config import SweepConfig, TrainConfig, parse_arguments, typer_signature
 from zero.data import load_corpus
 from zero.loop import Loop
 from zero.model import build_model
@@ -357,8 +357,9 @@ def test_both_command_lines_have_the_flags_of_the_configuration(capsys: pytest.C
     config = TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), preset="tiny", lr=1e-7)
     assert parse_arguments(config.to_arguments(), "test") == config
     assert parse_arguments([], "test") == TrainConfig()
-    parameters = typer_signature(lambda help: help).parameters
-    assert {name: parameter.default for name, parameter in parameters.items()} == vars(TrainConfig())
+    for asked in (TrainConfig, SweepConfig):
+        parameters = typer_signature(asked, lambda help: help).parameters
+        assert {name: parameter.default for name, parameter in parameters.items()} == vars(asked())
     with pytest.raises(SystemExit):
         parse_arguments(["--help"], "test")
     shown = capsys.readouterr().out
