@@ -14,7 +14,7 @@ from ..sockets import meet
 from .program import Command, Config, Setting
 from .ranks import Rank, Saved
 
-LIMIT = 10.0
+LIMIT = 30.0  # of a machine that does much else
 _PROCESS: dict[str, Rank] = {}  # of a process of the pool: the rank of the program under way
 
 
