@@ -13,6 +13,7 @@ from torch import Tensor
 from collectives import Choice
 
 from .inner import InnerOptimizer
+from .layout import Bucket
 from .reducer import Reducer
 from .stages import Stage, formula_bytes, formula_traffic
 from .storage import ParameterStorage
@@ -85,27 +86,14 @@ def describe(
     kept_by: int,
 ) -> Description:
     """Describe one rank. Local, and changes nothing. ``kept_by``: of `check_reshard`."""
-    layout, flats, collective = storage.layout, storage.flats, choice.collective
+    layout, collective = storage.layout, choice.collective
     transport, shards = collective.transport, choice.shards
-    parameters = [*flats, *storage.rest_flats()]
+    parameters = [*storage.flats, *storage.rest_flats()]
     gathered, gathered_peak = storage.transient()
     units_travel = storage.units_travel
     gradients = [tensor for store in reducer.stores for tensor in store.tensors()]
     states = [tensor for held in inner.states for tensor in inner.tensors_of(held)]
     tensors_of_state = max((len(held.flat) for held in inner.states), default=0)
-    buckets = tuple(
-        BucketDescription(
-            tuple(layout.parameters[slot.parameter].name for slot in bucket.slots),
-            str(flats[bucket.index].dtype),
-            any(reducer.parameters[slot.parameter].requires_grad for slot in bucket.slots),
-            _bytes([flats[bucket.index]]),
-            _bytes(reducer.stores[bucket.index].tensors()),
-            _bytes(inner.tensors_of(inner.states[bucket.index])),
-            bucket.bounds,
-            collective.name,
-        )
-        for bucket in layout.buckets
-    )
     return Description(
         stage.number,
         transport.rank,
@@ -113,7 +101,7 @@ def describe(
         shards.world_size,
         collective.name,
         choice.why,
-        buckets,
+        tuple(_bucket(bucket, storage, reducer, inner, collective.name) for bucket in layout.buckets),
         {
             "parameters": _storages(parameters),
             "gradients": _storages(gradients),
@@ -149,6 +137,22 @@ def describe(
             replicas=transport.world_size // shards.world_size,
             kept_by=kept_by,
         ),
+    )
+
+
+def _bucket(
+    bucket: Bucket, storage: ParameterStorage, reducer: Reducer, inner: InnerOptimizer, collective: str
+) -> BucketDescription:
+    flat, slots = storage.flats[bucket.index], bucket.slots
+    return BucketDescription(
+        tuple(storage.layout.parameters[slot.parameter].name for slot in slots),
+        str(flat.dtype),
+        any(reducer.parameters[slot.parameter].requires_grad for slot in slots),
+        _bytes([flat]),
+        _bytes(reducer.stores[bucket.index].tensors()),
+        _bytes(inner.tensors_of(inner.states[bucket.index])),
+        bucket.bounds,
+        collective,
     )
 
 

@@ -105,9 +105,9 @@ def draw_sweep(path: Path, title: str, dots: Sequence[Dot]) -> None:
                 dot.name, (dot.step_ms, dot.nbytes / 1e6), xytext=(5, 5), textcoords="offset points", fontsize=7.5
             )
     axes.set(xlabel="step, ms", ylabel="MB of a rank at its peak, above its start (10⁶ bytes)")
-    axes.set_xlim(left=0)
+    axes.margins(x=0.15, y=0.08)
+    axes.set_xlim(left=0)  # which ends the scaling, so after the margins
     axes.set_ylim(bottom=0)
-    axes.margins(x=0.12)
     axes.grid(color="0.92")
     axes.set_axisbelow(True)
     axes.legend(frameon=False, fontsize=8)
