@@ -372,6 +372,19 @@ def test_values_that_would_be_none_are_told(
 
 
 @ALL
+def test_what_a_state_dict_says_counts_whatever_it_is(stage: int) -> None:
+    """Weights of a run that diverged, the largest number there is."""
+    given = {
+        name: torch.full_like(value, float("nan") if value.is_floating_point() else torch.iinfo(value.dtype).max)
+        for name, value in plain(3).state_dict().items()
+    }
+    model = on_meta()
+    optimizer = ZeroOptimizer(model, stage=stage, process_group=solo(), init_state_dict=given)
+    for name, value in values_of(model, optimizer).items():
+        assert_same_bits(value, given[name])
+
+
+@ALL
 def test_a_state_dict_is_let_go(stage: int) -> None:
     class Values(dict[str, Tensor]):
         """One that can be referred to weakly."""

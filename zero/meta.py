@@ -131,7 +131,7 @@ class Materializer:
                     self._initialize(part, frozenset(id(own.tensor) for own in fresh))
                 for own in fresh:
                     self._read(own)
-                    if _is_marked(own.tensor):
+                    if self._given_as(own) is None and _is_marked(own.tensor):
                         raise ValueError(
                             f"{own.name!r} was on the meta device and has no value: neither the state dict nor "
                             f"{self._what()} gives it one"

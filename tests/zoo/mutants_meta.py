@@ -45,10 +45,10 @@ MUTANTS = (
         (
             Edit(
                 META,
-                "                    self._read(own)\n                    if _is_marked",
+                "                    self._read(own)\n                    if self._given_as",
                 "                    self._read(own)\n"
                 "                    self._initialize(part, frozenset(id(entry.tensor) for entry in fresh))\n"
-                "                    if _is_marked",
+                "                    if self._given_as",
             ),
         ),
         (READ,),
