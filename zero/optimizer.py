@@ -69,8 +69,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             tensors of its own there, in order of registration, when these have memory; default: its
             ``reset_parameters()``. At stage 3 a unit is sharded before the next one gets memory.
         init_state_dict: for such a model, values by name: a mapping, read tensor by tensor, or the path of a
-            safetensors file, or several. Its names and shapes must be the model's, unless ``param_init_fn`` says what is
-            missing; what has values already gets those that it has for it, too.
+            safetensors file, or several. Names and shapes must be the model's, unless ``param_init_fn`` says what is
+            missing; what has values already gets those that are there for it, too.
         mixed_precision: compute in 16 bits, with fp32 master weights at their owners; see `MixedPrecision`. The
             parameters become 16-bit ones; ``p.grad`` is then a placeholder at stage 0, too (`full_grad` reads).
         units: at stage 3, which modules are gathered as a whole, each just before its forward and its backward:
