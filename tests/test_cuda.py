@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero import ZeroOptimizer
+from zero import Offload, ZeroOptimizer
 
 from .models import build, odd_batches, odd_loss
 from .narrowed import PRECISIONS
@@ -99,11 +99,13 @@ PROGRAMS += [replace(program, optimizer="adamw foreach", dtype=torch.bfloat16) f
 PROGRAMS += [replace(program, collective="pairwise") for program in PROGRAMS[8:12]]
 PROGRAMS += [replace(program, precision=PRECISIONS["bf16"]) for program in PROGRAMS[:8]]
 PROGRAMS += [replace(program, precision=PRECISIONS["fp16"], scaled=True) for program in PROGRAMS[4:8]]
+PROGRAMS += [replace(program, offload=Offload("cpu")) for program in PROGRAMS[:8]]
 
 
 def named(program: Program) -> str:
     mixed = f"-{program.precision.param_dtype}" if program.precision else ""
-    return f"W{program.world_size}-stage{program.stage}-{program.optimizer}-{program.dtype}-{program.collective}{mixed}"
+    more = f"{mixed}-offload" if program.offload else mixed
+    return f"W{program.world_size}-stage{program.stage}-{program.optimizer}-{program.dtype}-{program.collective}{more}"
 
 
 def whole_program(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
@@ -171,10 +173,13 @@ def on(device: str, batches: Sequence[Any]) -> list[Any]:
 
 
 @STAGES
-def test_a_step_lets_the_host_run_ahead(device: str, stage: int) -> None:
+@pytest.mark.parametrize("offload", [None, Offload("cpu")], ids=["", "offload"])
+@pytest.mark.filterwarnings("ignore:offload")
+def test_a_step_lets_the_host_run_ahead(device: str, stage: int, offload: Offload | None) -> None:
     """After the first two, which make states and runs; another stream than that in which the optimizer was built."""
     model, plain, batches = build().to(device), build().to(device), on(device, odd_batches(5, extra=False))
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, bucket_cap_mb=0.0005, lr=1e-2, fused=True)
+    options: dict[str, Any] = {"stage": stage, "bucket_cap_mb": 0.0005, "offload": offload}
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2, fused=True, **options)
     with in_a_stream(device):
         train(model, optimizer, batches[:2])
         with nobody_waits(device):

@@ -206,8 +206,9 @@ def test_a_rank_may_have_values_where_others_have_none(stage: int) -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def test_at_stage_3_what_came_before_is_sharded_when_a_module_gets_memory() -> None:
-    """Of eight units, each of a bucket, two at most have whole tensors at once."""
+@pytest.mark.parametrize("listed", [slice(None), slice(1, None, 2), slice(7, None)], ids=["all", "every other", "last"])
+def test_at_stage_3_what_came_before_is_sharded_when_a_module_gets_memory(listed: slice) -> None:
+    """Of eight units, each of a bucket, two at most have whole tensors at once, whichever the optimizer updates."""
 
     def program(transport: Transport) -> list[int]:
         with _BUILDING:
@@ -218,7 +219,9 @@ def test_at_stage_3_what_came_before_is_sharded_when_a_module_gets_memory() -> N
             held.append(sum(p.device.type == "cpu" and not is_released(p) for p in model.parameters()))
             nn.init.ones_(module.weight)
 
-        ZeroOptimizer(model, stage=3, process_group=transport, bucket_cap_mb=0.0001, param_init_fn=init).close()
+        chosen = list(model.parameters())[listed]
+        given: dict[str, Any] = {"stage": 3, "process_group": transport, "bucket_cap_mb": 0.0001}
+        ZeroOptimizer(chosen, module=model, param_init_fn=init, **given).close()
         return held
 
     for held in on_threads(2, program):

@@ -88,6 +88,7 @@ class InnerOptimizer:
         found: list[tuple[BucketStates, list[tuple[Options, Options]]]] = []
         ahead = (states for states, pieces in zip(self.states, present, strict=True) if any(pieces))
         _arrive(next(ahead, None))
+        before: BucketStates | None = None  # whose states may be on their way back while the next one is stepped
         for number, states in enumerate(self.states):
             if any(present[number]):
                 _arrive(next(ahead, None))
@@ -96,7 +97,11 @@ class InnerOptimizer:
             states.unstage()
             states.cast(present[number])
             states.leave()
+            if any(present[number]):
+                _let_go(before)
+                before = states
             stepped(number)
+        _let_go(before)
         changed = {number: _changed(number, group, found) for number, group in enumerate(groups)}
         return {number: options for number, options in changed.items() if options}
 
@@ -127,6 +132,11 @@ class InnerOptimizer:
 def _arrive(states: BucketStates | None) -> None:
     if states is not None:
         states.arrive()
+
+
+def _let_go(states: BucketStates | None) -> None:
+    if states is not None:
+        states.let_go()
 
 
 def _step(

@@ -80,7 +80,10 @@ def keeper_of(offload: Offload, device: torch.device) -> Keeper | None:
 
 
 class Keeper(Protocol):
-    """Where the states of buckets are kept."""
+    """Where the states of buckets are kept. ``is_copied_ahead``: a device may copy them before they are needed, by
+    itself, so that nobody waits for it."""
+
+    is_copied_ahead: bool
 
     def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:
         """Make room for tensors of so many elements. Raises `ValueError` where there is none."""
@@ -103,6 +106,8 @@ class Keeper(Protocol):
 
 class Pinned:
     """Memory of the host from which a GPU copies by itself."""
+
+    is_copied_ahead = True
 
     def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:
         return
@@ -140,6 +145,8 @@ class _Region:
 
 class Spool:
     """A file of this rank alone, in which tensors lie one after the other, each on pages of its own."""
+
+    is_copied_ahead = False  # a copy would wait for the disk, and the host for the copy
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Raises `ValueError` where there is no such folder, or nothing can be written there."""
@@ -265,6 +272,7 @@ class StateStore:
         """``names``: of the tensors that there will be, each of ``numel`` elements of ``dtype``; others may come."""
         self._keeper, self._numel = keeper, numel
         self._tensors = {(name, dtype): keeper.empty(numel, dtype) for name in sorted(names)}
+        self.is_copied_ahead = keeper.is_copied_ahead
 
     def tensors(self) -> list[Tensor]:
         """All that there are."""

@@ -28,6 +28,7 @@ from torch import Tensor
 from .layout import Bucket, Piece
 from .offload import StateStore
 from .precision import Master
+from .staging import Staging
 
 CUT = 1 << 16
 Options = dict[str, Any]
@@ -89,7 +90,7 @@ class BucketStates:
         self.groups = [groups[piece.slot] for piece in self.pieces]
         self.flat: dict[str, Tensor] = {}
         self._states: list[PieceState | None] = [None] * len(self.pieces)
-        self._staged: dict[str, Tensor] = {}
+        self._staging = Staging(parameters.device)
         self.stepped_groups: set[int] = set()  # of the runs
         self.runs: list[_Run] = []
         self._key: tuple[Any, ...] | None = None
@@ -170,7 +171,7 @@ class BucketStates:
                     continue  # a scalar of the class, not of the parameter
                 if name not in self.flat:
                     self.flat[name] = self._room(name, value.dtype)
-                target = self._staged.get(name, self.flat[name])
+                target = self._staging.tensors.get(name, self.flat[name])
                 view = target[run.begin : run.end].view(run.parameter.shape)
                 view.copy_(value)
                 state[name] = run.views[name] = view
@@ -222,6 +223,8 @@ class BucketStates:
         """The states will be needed soon."""
         if self._store is not None:
             self._store.arrive()
+            if self._store.is_copied_ahead:
+                self._fetch()
 
     def leave(self) -> None:
         """The states will not be needed for a while."""
@@ -230,12 +233,13 @@ class BucketStates:
 
     def stage(self) -> None:
         """Copy states that are kept on another device to that of the weights, where the class steps them."""
-        self._staged = {
-            name: flat.to(self._parameters.device, non_blocking=True, copy=True)
-            for name, flat in self.flat.items()
-            if self._is_elsewhere(flat)
-        }
-        self._point_to(self._staged)
+        if self.runs and not self._staging.tensors:
+            self._fetch()
+        self._staging.wait()
+        self._point_to(self._staging.tensors)
+
+    def _fetch(self) -> None:
+        self._staging.fetch({name: flat for name, flat in self.flat.items() if self._is_elsewhere(flat)})
 
     def _is_elsewhere(self, flat: Tensor) -> bool:
         return flat.device != self._parameters.device
@@ -246,11 +250,13 @@ class BucketStates:
             torch.accelerator.synchronize(self._parameters.device)  # host synchronisation: who reads is on the host
 
     def unstage(self) -> None:
-        """Copy what was staged back."""
-        for name, staged in self._staged.items():
-            self.flat[name].copy_(staged, non_blocking=True)
-        self._point_to({name: self.flat[name] for name in self._staged})
-        self._staged = {}
+        """Begin to copy what was staged back. Until `let_go` the copies keep their memory."""
+        self._staging.put_back(self.flat)
+        self._point_to({name: self.flat[name] for name in self._staging.tensors})
+
+    def let_go(self) -> None:
+        """Give up the memory of what was staged."""
+        self._staging.let_go()
 
     def _point_to(self, flats: Mapping[str, Tensor]) -> None:
         """Let the class see its states in these tensors."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,19 @@ from .shelf import Common, Shelf
 from .storage import Keep, ParameterStorage
 from .unit_hooks import UnitHooks
 from .units import Predicate, find_units
+
+
+@dataclass
+class _Lot:
+    """Buckets of a layout, which take their values from these parameters. ``keep``: None of those that the optimizer
+    does not update."""
+
+    buckets: Sequence[Bucket]
+    layout: Layout
+    parameters: Sequence[Tensor]
+    keep: Keep | None
+    flats: dict[int, Tensor] = field(default_factory=dict)  # this rank's slices, by bucket
+    shelves: list[Shelf] = field(default_factory=list)  # what stands on them
 
 
 class ShardedStorage(ParameterStorage):
@@ -62,8 +76,7 @@ class ShardedStorage(ParameterStorage):
         self.residency = Residency(shards, collective, self._units.names, nearby, at_rest)
         self._keeps_whole = keeps_whole
         self._hooks: UnitHooks | None = None
-        self._others: list[Shelf] = []  # of the rest
-        self._other_flats: list[Tensor] = []
+        self._rest_lot: _Lot | None = None
 
     # -- construction ---------------------------------------------------------------------------------------------
 
@@ -91,25 +104,28 @@ class ShardedStorage(ParameterStorage):
 
     def begin(self) -> None:
         """Parameters that were not listed so far become plain, whole ones, until `end`."""
-        self._take_out(self._others)
-        if self._keeper is not None:
-            self._keeper.give_back(self._other_flats)
-        self._others, self._other_flats = [], []
+        if self._rest_lot is not None:
+            self._take_out(self._rest_lot.shelves)
+            if self._keeper is not None:
+                self._keeper.give_back(self.rest_flats())
+            self._rest_lot = None
 
     def adopt(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> None:
         new = layout.buckets[len(self.flats) :]
         self.layout = layout
         self.parameters += parameters
-        self.flats += self._shelve(new, layout, self.parameters, keep)[0]
+        lot, self._rest_lot = _Lot(new, layout, self.parameters, keep), self._lay_out_rest()
+        self._shelve([lot, self._rest_lot])
+        self.flats += [lot.flats[bucket.index] for bucket in new]
 
     def end(self) -> None:
         if self._unborn is not None:
             self._unborn.finish()
             self._unborn = None
         self._bindings = bindings(self._module)
-        parameters, described = self._describe_rest(self.parameters)
-        self.rest = self._layout_of(described)
-        self._other_flats, self._others = self._shelve(self.rest.buckets, self.rest, parameters, None)
+        if self._rest_lot is None:  # nothing was adopted after all
+            self._rest_lot = self._lay_out_rest()
+            self._shelve([self._rest_lot])
         self._cast_rest()
         self.residency.announce()
         if self._hooks is None:
@@ -127,39 +143,44 @@ class ShardedStorage(ParameterStorage):
         dtypes = Dtypes.all if self._precision is None else self._precision.unlisted
         return specs([{"params": rest}], self._module, units=self.units(), dtypes=dtypes, meta=self._meta)
 
-    def _shelve(
-        self, buckets: Sequence[Bucket], layout: Layout, parameters: Sequence[Tensor], keep: Keep | None
-    ) -> tuple[list[Tensor], list[Shelf]]:
-        """Rank 0's values of buckets, of which this rank keeps its slices: these, by bucket, and what stands on them.
-        Collective. ``keep``: None of those that the optimizer does not update."""
-        on_host = all(bucket.device == "cpu" for bucket in buckets)
-        sizes = [bucket.numel * bucket.dtypes.compute.itemsize for bucket in buckets]
+    def _lay_out_rest(self) -> _Lot:
+        parameters, described = self._describe_rest(self.parameters)
+        self.rest = self._layout_of(described)
+        return _Lot(self.rest.buckets, self.rest, parameters, None)
+
+    def _shelve(self, lots: Sequence[_Lot]) -> None:
+        """Fill lots with rank 0's values, of which this rank keeps its slices. Collective."""
+        entries = [(lot, bucket) for lot in lots for bucket in lot.buckets]
+        on_host = all(bucket.device == "cpu" for _, bucket in entries)
+        sizes = [bucket.numel * bucket.dtypes.compute.itemsize for _, bucket in entries]
         shared = on_host and self._keeper is None and self._shards.world_size > 1
         regions = self._agreed(self._shards.common(sizes) if shared else None)
-        flats, shelves = [torch.empty(0)] * len(buckets), []
-        for number, bucket in self._as_they_come(buckets, parameters):
-            whole = self._values(bucket, layout, parameters, _nothing if keep is None else keep)
-            low, high = bucket.owned(self._shards.rank)
-            common = None if regions is None else Common(regions[number], whole.dtype)
-            flat = whole
-            if common is not None:
-                flat = common.own(low, high).copy_(whole[low:high])
-            elif self._keeper is not None:
-                flat = self._keeper.empty(high - low, whole.dtype).copy_(whole[low:high])
-                self._keeper.leave([flat])
-            elif self._shards.world_size > 1:
-                flat = self._shards.empty(high - low, whole.dtype, torch.device(bucket.device)).copy_(whole[low:high])
-            for unit, first, last in layout.runs(bucket):
-                part, begin = bucket.part(first, last), bucket.slots[first].offset
-                here, there = (bound + begin - low for bound in part.owned(self._shards.rank))
-                members = [parameters[slot.parameter] for slot in part.slots]
-                shard = flat[here:there] if there > here else flat[:0]
-                shelf = Shelf(part, layout, members, shard, keep is not None, common, begin)
-                self.residency.put(unit, shelf)
-                shelves.append(shelf)
-            flats[number] = flat
-            del whole  # before the next parameters get memory
-        return flats, shelves
+        for number in self._as_they_come(entries):
+            lot, bucket = entries[number]
+            self._fill(lot, bucket, None if regions is None else regions[number])
+
+    def _fill(self, lot: _Lot, bucket: Bucket, region: Region | None) -> None:
+        """Rank 0's values of a bucket, to lie in ``region`` where all ranks see them. Collective."""
+        whole = self._values(bucket, lot.layout, lot.parameters, _nothing if lot.keep is None else lot.keep)
+        low, high = bucket.owned(self._shards.rank)
+        common = None if region is None else Common(region, whole.dtype)
+        flat = whole
+        if common is not None:
+            flat = common.own(low, high).copy_(whole[low:high])
+        elif self._keeper is not None:
+            flat = self._keeper.empty(high - low, whole.dtype).copy_(whole[low:high])
+            self._keeper.leave([flat])
+        elif self._shards.world_size > 1:
+            flat = self._shards.empty(high - low, whole.dtype, torch.device(bucket.device)).copy_(whole[low:high])
+        for unit, first, last in lot.layout.runs(bucket):
+            part, begin = bucket.part(first, last), bucket.slots[first].offset
+            here, there = (bound + begin - low for bound in part.owned(self._shards.rank))
+            members = [lot.parameters[slot.parameter] for slot in part.slots]
+            shard = flat[here:there] if there > here else flat[:0]
+            shelf = Shelf(part, lot.layout, members, shard, lot.keep is not None, common, begin)
+            self.residency.put(unit, shelf)
+            lot.shelves.append(shelf)
+        lot.flats[bucket.index] = flat
 
     def _agreed(self, regions: Sequence[Region] | None) -> Sequence[Region] | None:
         """Memory in common is for all replicas or for none: a rank tells the others what travels. Collective."""
@@ -168,14 +189,16 @@ class ShardedStorage(ParameterStorage):
         told = self._transport.exchange(b"" if regions else b"none", Tag(Kind.EXCHANGE, "memory in common"))
         return None if any(told) else regions
 
-    def _as_they_come(self, buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> Iterator[tuple[int, Bucket]]:
-        """Buckets with their numbers, in an order that all ranks share, also where some have no values yet: as the last
-        parameter of each is registered. No more of what has no memory gets some than a bucket needs."""
+    def _as_they_come(self, entries: Sequence[tuple[_Lot, Bucket]]) -> Iterator[int]:
+        """Places in ``entries`` in an order that all ranks share, also where some have no values yet: as the last
+        parameter of each bucket is registered. No more of what has no memory gets some than a bucket needs."""
         steps = iter(()) if self._unborn is None else self._unborn.steps()
-        for number, bucket in sorted(enumerate(buckets), key=lambda entry: max(s.parameter for s in entry[1].slots)):
-            while any(is_meta(parameters[slot.parameter]) for slot in bucket.slots):
+        registered = {id(parameter): number for number, parameter in enumerate(self._root.parameters())}
+        members = [[lot.parameters[slot.parameter] for slot in bucket.slots] for lot, bucket in entries]
+        for place in sorted(range(len(entries)), key=lambda place: max(registered[id(p)] for p in members[place])):
+            while any(is_meta(parameter) for parameter in members[place]):
                 next(steps)
-            yield number, bucket
+            yield place
 
     def _take_out(self, shelves: Sequence[Shelf]) -> None:
         """Make the parameters of these shelves plain ones, with memory of their own. Collective."""
@@ -287,10 +310,10 @@ class ShardedStorage(ParameterStorage):
         self.residency.announce()
 
     def rest_flats(self) -> list[Tensor]:
-        return self._other_flats
+        return [] if self._rest_lot is None else list(self._rest_lot.flats.values())
 
     def kept(self) -> list[Tensor]:
-        return [] if self._keeper is None else [*self.flats, *self._other_flats]
+        return [] if self._keeper is None else [*self.flats, *self.rest_flats()]
 
     def transient(self) -> tuple[frozenset[int], int]:
         return self.residency.pool.storages(), self.residency.pool.peak_bytes
@@ -303,7 +326,7 @@ class ShardedStorage(ParameterStorage):
             self._hooks.retire()
             self._hooks.remove()
         self._take_out(list(self.residency.shelves()))
-        self.flats, self._others, self._other_flats = [], [], []
+        self.flats, self._rest_lot = [], None
 
 
 def _nothing(*_: object) -> None:

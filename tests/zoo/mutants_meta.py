@@ -7,6 +7,7 @@ from .mutant import Edit, Mutant
 META, SHARDED = "zero/meta.py", "zero/sharded.py"
 TESTS = "test_meta.py"
 SEED = f"{TESTS}::test_one_seed_gives_the_bits_of_plain_construction"
+SHARDS = f"{TESTS}::test_at_stage_3_what_came_before_is_sharded_when_a_module_gets_memory"
 READ = f"{TESTS}::test_a_state_dict_is_read_tensor_by_tensor_in_order_of_registration[1]"
 
 MUTANTS = (
@@ -24,12 +25,25 @@ MUTANTS = (
         (
             Edit(
                 SHARDED,
-                "            while any(is_meta(parameters[slot.parameter]) for slot in bucket.slots):\n"
+                "            while any(is_meta(parameter) for parameter in members[place]):\n"
                 "                next(steps)\n",
                 "            for _ in steps:\n                pass\n",
             ),
         ),
-        (f"{TESTS}::test_at_stage_3_what_came_before_is_sharded_when_a_module_gets_memory",),
+        (f"{SHARDS}[all]",),
+    ),
+    Mutant(
+        "what-is-not-trained-is-sharded-last",
+        ("P27",),
+        "The frozen base of an adapted model is whole until what is trained has been sharded.",
+        (
+            Edit(
+                SHARDED,
+                "        self._shelve([lot, self._rest_lot])\n",
+                "        self._shelve([lot])\n        self._shelve([self._rest_lot])\n",
+            ),
+        ),
+        (f"{SHARDS}[last]",),
     ),
     Mutant(
         "what-a-state-dict-misses-is-drawn",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-OFFLOAD, RUNS, SHARDED = "zero/offload.py", "zero/runs.py", "zero/sharded.py"
+INNER, OFFLOAD, SHARDED, STAGING = "zero/inner.py", "zero/offload.py", "zero/sharded.py", "zero/staging.py"
 TESTS = "test_offload.py"
 STATES = f"{TESTS}::test_states_on_disk_change_no_bit[-1]"
 COPIED = f"{TESTS}::test_states_that_are_copied_to_another_device_for_a_step_and_back[1]"
+AHEAD = "test_staging.py::test_the_next_bucket_is_fetched_and_the_last_goes_back_while_one_is_stepped"
+LINES = "test_staging.py::test_copies_come_after_what_they_read_and_before_what_reads_them"
 RESIDENT = f"{TESTS}::test_two_buckets_at_most_are_resident_and_private_memory_falls_by_the_states"
 
 MUTANTS = (
@@ -17,11 +19,11 @@ MUTANTS = (
         "States that were stepped on a device are copied back once; later steps begin with those of the first.",
         (
             Edit(
-                RUNS,
-                "        for name, staged in self._staged.items():\n            self.flat[name].copy_(staged",
-                "        for name, staged in self._staged.items():\n"
-                "            if name in vars(self).setdefault('home', set()):\n                continue\n"
-                "            self.home.add(name)\n            self.flat[name].copy_(staged",
+                STAGING,
+                "                kept[name].copy_(tensor, non_blocking=True)\n",
+                "                if name not in vars(self).setdefault('home', set()):\n"
+                "                    self.home.add(name)\n"
+                "                    kept[name].copy_(tensor, non_blocking=True)\n",
             ),
         ),
         (COPIED,),
@@ -30,8 +32,41 @@ MUTANTS = (
         "states-never-come-home",
         ("S25",),
         "What was stepped on a device is not there when its host memory is read next.",
-        (Edit(RUNS, "            self.flat[name].copy_(staged, non_blocking=True)\n", "            pass\n"),),
+        (Edit(STAGING, "                kept[name].copy_(tensor, non_blocking=True)\n", "                pass\n"),),
         (COPIED,),
+    ),
+    Mutant(
+        "a-copy-back-does-not-wait-for-the-step",
+        ("S19", "S25"),
+        "What is copied to the host is what the device had before it stepped.",
+        (
+            Edit(
+                STAGING,
+                "        self._stream.wait_stream(torch.accelerator.current_stream(self._device))\n",
+                "",
+            ),
+        ),
+        (LINES,),
+    ),
+    Mutant(
+        "memory-is-used-again-while-it-is-copied",
+        ("S25",),
+        "The next bucket's states take the memory of those that are still on their way back.",
+        (Edit(STAGING, "            self.wait()\n            self.tensors = {}\n", "            self.tensors = {}\n"),),
+        (LINES,),
+    ),
+    Mutant(
+        "copies-of-all-buckets-at-once",
+        ("P27",),
+        "Copies keep their memory until the step is over: a device must hold all states.",
+        (
+            Edit(
+                INNER,
+                "                _let_go(before)\n                before = states\n",
+                "                before = states\n",
+            ),
+        ),
+        (AHEAD,),
     ),
     Mutant(
         "pages-stay",
