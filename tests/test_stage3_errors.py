@@ -317,6 +317,27 @@ def test_a_group_that_cannot_be_added_changes_nothing(add: Callable[[Net, ZeroOp
         assert_same_model(model, plain_blocks_first())
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_group_may_be_added_after_a_module_that_is_not_listed_went(replaced: bool) -> None:
+    def program(transport: Transport) -> nn.Module:
+        model = Net()
+        model.spare = nn.Linear(2, 2)
+        optimizer = zero(list(model.blocks.parameters()), transport, module=model)
+        train(model, optimizer)
+        if replaced:
+            model.spare = nn.Linear(2, 2)
+            told = error_of(optimizer.add_param_group, {"params": list(model.spare.parameters())})
+            assert "'spare.weight' is not a parameter of the module that the optimizer was built with" in told
+        del model.spare
+        optimizer.add_param_group({"params": list(model.first.parameters())})
+        train(model, optimizer)
+        optimizer.close()
+        return model
+
+    for model in on_threads(2, program, timeout=5):
+        assert_same_model(model, plain_blocks_first())
+
+
 def test_after_a_group_was_added_nothing_shows_or_uses_an_old_value() -> None:
     def then(model: Net, optimizer: ZeroOptimizer) -> tuple[Tensor, str]:
         optimizer.add_param_group({"params": list(model.first.parameters())})

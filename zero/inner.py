@@ -89,19 +89,23 @@ class InnerOptimizer:
         ahead = (states for states, pieces in zip(self.states, present, strict=True) if any(pieces))
         _arrive(next(ahead, None))
         before: BucketStates | None = None  # whose states may be on their way back while the next one is stepped
-        for number, states in enumerate(self.states):
-            if any(present[number]):
-                _arrive(next(ahead, None))
-            found.append((states, _step(states, gradients[number], present[number], cut, groups)))
-            states.harvest(self.elementwise)
-            states.unstage()
-            states.cast(present[number])
-            states.leave()
-            if any(present[number]):
-                _let_go(before)
-                before = states
-            stepped(number)
-        _let_go(before)
+        try:
+            for number, states in enumerate(self.states):
+                if any(present[number]):
+                    _arrive(next(ahead, None))
+                found.append((states, _step(states, gradients[number], present[number], cut, groups)))
+                states.harvest(self.elementwise)
+                states.unstage()
+                states.cast(present[number])
+                states.leave()
+                if any(present[number]):
+                    if before is not None:
+                        before.let_go()
+                    before = states
+                stepped(number)
+        finally:
+            for states in self.states:
+                states.let_go()
         changed = {number: _changed(number, group, found) for number, group in enumerate(groups)}
         return {number: options for number, options in changed.items() if options}
 
@@ -132,11 +136,6 @@ class InnerOptimizer:
 def _arrive(states: BucketStates | None) -> None:
     if states is not None:
         states.arrive()
-
-
-def _let_go(states: BucketStates | None) -> None:
-    if states is not None:
-        states.let_go()
 
 
 def _step(

@@ -71,6 +71,7 @@ class ShardedStorage(ParameterStorage):
         there = (parameter.device for parameter in module.parameters())
         self._on_host = all((self._meta or device).type == "cpu" for device in there)
         self._units = find_units(module, predicate)
+        self._registered = {id(parameter): number for number, parameter in enumerate(module.parameters())}
         self._keeper = keeper
         at_rest = None if keeper is None else lambda shard: keeper.leave([shard])
         self.residency = Residency(shards, collective, self._units.names, nearby, at_rest)
@@ -97,10 +98,13 @@ class ShardedStorage(ParameterStorage):
     def slices(self, buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
         if self._keeper is None:
             return []
-        _, described = self._describe_rest([*self.parameters, *parameters])
-        kept = [*buckets, *self._layout_of(described).buckets]
-        owned = (bucket.owned(self._shards.rank) for bucket in kept)
-        return [(high - low, bucket.dtypes.compute) for bucket, (low, high) in zip(kept, owned, strict=True)]
+        adopted = [*self.parameters, *parameters]
+        rest, described = self._describe_rest(adopted)
+        kept = [(bucket, adopted) for bucket in buckets]
+        kept += [(bucket, rest) for bucket in self._layout_of(described).buckets]
+        kept.sort(key=lambda entry: self._last_of(*entry))  # as they will come
+        owned = [(bucket.dtypes.compute, *bucket.owned(self._shards.rank)) for bucket, _ in kept]
+        return [(high - low, dtype) for dtype, low, high in owned]
 
     def begin(self) -> None:
         """Parameters that were not listed so far become plain, whole ones, until `end`."""
@@ -193,12 +197,16 @@ class ShardedStorage(ParameterStorage):
         """Places in ``entries`` in an order that all ranks share, also where some have no values yet: as the last
         parameter of each bucket is registered. No more of what has no memory gets some than a bucket needs."""
         steps = iter(()) if self._unborn is None else self._unborn.steps()
-        registered = {id(parameter): number for number, parameter in enumerate(self._root.parameters())}
-        members = [[lot.parameters[slot.parameter] for slot in bucket.slots] for lot, bucket in entries]
-        for place in sorted(range(len(entries)), key=lambda place: max(registered[id(p)] for p in members[place])):
-            while any(is_meta(parameter) for parameter in members[place]):
+        order = sorted((self._last_of(bucket, lot.parameters), place) for place, (lot, bucket) in enumerate(entries))
+        for _, place in order:
+            lot, bucket = entries[place]
+            while any(is_meta(lot.parameters[slot.parameter]) for slot in bucket.slots):
                 next(steps)
             yield place
+
+    def _last_of(self, bucket: Bucket, parameters: Sequence[Tensor]) -> int:
+        """Of a bucket's parameters, which are among these, the number of the one that was registered last."""
+        return max(self._registered[id(parameters[slot.parameter])] for slot in bucket.slots)
 
     def _take_out(self, shelves: Sequence[Shelf]) -> None:
         """Make the parameters of these shelves plain ones, with memory of their own. Collective."""

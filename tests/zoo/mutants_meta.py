@@ -25,7 +25,7 @@ MUTANTS = (
         (
             Edit(
                 SHARDED,
-                "            while any(is_meta(parameter) for parameter in members[place]):\n"
+                "            while any(is_meta(lot.parameters[slot.parameter]) for slot in bucket.slots):\n"
                 "                next(steps)\n",
                 "            for _ in steps:\n                pass\n",
             ),

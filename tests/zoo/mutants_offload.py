@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-INNER, OFFLOAD, SHARDED, STAGING = "zero/inner.py", "zero/offload.py", "zero/sharded.py", "zero/staging.py"
+INNER, OFFLOAD, RUNS = "zero/inner.py", "zero/offload.py", "zero/runs.py"
+SHARDED, STAGING = "zero/sharded.py", "zero/staging.py"
 TESTS = "test_offload.py"
 STATES = f"{TESTS}::test_states_on_disk_change_no_bit[-1]"
 COPIED = f"{TESTS}::test_states_that_are_copied_to_another_device_for_a_step_and_back[1]"
 AHEAD = "test_staging.py::test_the_next_bucket_is_fetched_and_the_last_goes_back_while_one_is_stepped"
-LINES = "test_staging.py::test_copies_come_after_what_they_read_and_before_what_reads_them"
+LATE = "test_staging.py::test_states_that_are_copied_beside_a_step_change_no_bit[adagrad--1]"
 RESIDENT = f"{TESTS}::test_two_buckets_at_most_are_resident_and_private_memory_falls_by_the_states"
 
 MUTANTS = (
@@ -46,14 +47,28 @@ MUTANTS = (
                 "",
             ),
         ),
-        (LINES,),
+        (LATE,),
+    ),
+    Mutant(
+        "a-bucket-is-stepped-before-its-states-have-come",
+        ("S19", "S25"),
+        "A device steps what was in its memory before, for its states are still on their way.",
+        (Edit(RUNS, "        self._staging.wait()\n", ""),),
+        (LATE,),
+    ),
+    Mutant(
+        "an-interrupted-step-leaves-its-states",
+        ("S52",),
+        "Copies of states that an interrupted step left take the place of those that were loaded since.",
+        (Edit(INNER, "                states.let_go()\n", "                pass\n"),),
+        ("test_staging.py::test_what_an_interrupted_step_left_is_no_state_of_the_next[True]",),
     ),
     Mutant(
         "memory-is-used-again-while-it-is-copied",
         ("S25",),
         "The next bucket's states take the memory of those that are still on their way back.",
-        (Edit(STAGING, "            self.wait()\n            self.tensors = {}\n", "            self.tensors = {}\n"),),
-        (LINES,),
+        (Edit(STAGING, "        self.wait()\n        self.tensors = {}\n", "        self.tensors = {}\n"),),
+        (LATE,),
     ),
     Mutant(
         "copies-of-all-buckets-at-once",
@@ -62,8 +77,8 @@ MUTANTS = (
         (
             Edit(
                 INNER,
-                "                _let_go(before)\n                before = states\n",
-                "                before = states\n",
+                "                        before.let_go()\n",
+                "                        pass\n",
             ),
         ),
         (AHEAD,),
