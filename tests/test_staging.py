@@ -156,14 +156,21 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return events
 
 
-def test_the_next_bucket_is_fetched_and_the_last_goes_back_while_one_is_stepped(told: list[tuple[str, int]]) -> None:
+def third_step(told: list[tuple[str, int]]) -> tuple[dict[tuple[str, int], int], list[int]]:
+    """When each thing was told, and the buckets that were fetched, in that order."""
     model = locked_build(0)
     optimizer = build(model, torch.optim.AdamW)
     train(optimizer, model, range(2))
     told.clear()
     train(optimizer, model, range(1))
-    place = {event: number for number, event in enumerate(told)}
     assert max(Counter(told).values()) == 1
+    fetched = [bucket for event, bucket in told if event == "fetch"]
+    assert len(fetched) > 4
+    return {event: number for number, event in enumerate(told)}, fetched
+
+
+def test_the_next_bucket_is_fetched_and_the_last_goes_back_while_one_is_stepped(told: list[tuple[str, int]]) -> None:
+    place, fetched = third_step(told)
     here: set[int] = set()
     for event, bucket in told:
         if event == "fetch":
@@ -172,8 +179,6 @@ def test_the_next_bucket_is_fetched_and_the_last_goes_back_while_one_is_stepped(
             here.remove(bucket)
         assert len(here) <= 3
     assert not here
-    fetched = [bucket for event, bucket in told if event == "fetch"]
-    assert len(fetched) > 4
     for bucket in fetched:
         assert place["fetch", bucket] < place["begin", bucket] < place["stepped", bucket] < place["back", bucket]
     for bucket, following in itertools.pairwise(fetched):
@@ -185,14 +190,7 @@ def test_from_a_disk_a_bucket_is_copied_when_it_was_read(
     told: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assembly, "keeper_of", lambda offload, device: Spool(tmp_path))
-    model = locked_build(0)
-    optimizer = build(model, torch.optim.AdamW)
-    train(optimizer, model, range(2))
-    told.clear()
-    train(optimizer, model, range(1))
-    place = {event: number for number, event in enumerate(told)}
-    fetched = [bucket for event, bucket in told if event == "fetch"]
-    assert len(fetched) > 4
+    place, fetched = third_step(told)
     for bucket in fetched:
         assert place["begin", bucket] < place["fetch", bucket] < place["stepped", bucket] < place["back", bucket]
 
