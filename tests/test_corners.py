@@ -332,7 +332,7 @@ def test_memory_that_was_put_into_a_released_parameter_is_told_on_every_rank() -
 
 def test_a_stranger_has_no_name_among_units() -> None:
     _, optimizer = sharded(Case(Net), Loopback[None](1).transports[0])
-    assert residency_of(optimizer).name_of(torch.zeros(3)) is None
+    assert residency_of(optimizer).spec_of(torch.zeros(3)) is None
 
 
 @pytest.mark.parametrize("ranks", [on_threads, on_wires, on_sockets])

@@ -83,6 +83,16 @@ def same_names(run: Run) -> bool:
     return parameters[NAME] is run.p and list(parameters) == [name for name, _ in Net().named_parameters()]
 
 
+SHOWN = (
+    f"<Parameter {NAME!r}, released (values inside optimizer.gathered()): shape (3, 3), torch.float32, cpu, "
+    "requires_grad=True>"
+)
+
+
+def ones() -> Tensor:
+    return torch.ones(3, 3, requires_grad=True)
+
+
 def toggled(run: Run) -> bool:
     run.p.requires_grad_(False)
     frozen = not run.p.requires_grad
@@ -102,9 +112,12 @@ def plain_optimizer(run: Run) -> bool:
 ACTIONS: dict[str, tuple[str, Action]] = {
     "p + 1": ("raises", lambda run: run.p + 1),
     "1 - p": ("raises", lambda run: 1 - run.p),
-    "print(p)": ("raises", lambda run: print(run.p)),
-    "repr(p)": ("raises", lambda run: repr(run.p)),
-    "f'{p}'": ("raises", lambda run: f"{run.p}"),
+    "repr(p)": ("right", lambda run: repr(run.p) == SHOWN),
+    "print(p)": ("done", lambda run: print(run.p)),
+    "f'{p}'": ("right", lambda run: f"{run.p}{run.p!r}{format(run.p)}" == 3 * SHOWN),
+    "'%s' % p": ("right", lambda run: "%s %r" % (run.p, [run.p]) == f"{SHOWN} [{SHOWN}]"),  # noqa: UP031
+    "Tensor.__repr__(p)": ("right", lambda run: nn.Parameter.__repr__(run.p).endswith(SHOWN)),
+    "f'{scalar:.2f}'": ("raises", lambda run: f"{run.scalar:.2f}"),
     "p.sum()": ("raises", lambda run: run.p.sum()),
     "p.tolist()": ("raises", lambda run: run.p.tolist()),
     "scalar.item()": ("raises", lambda run: run.scalar.item()),
@@ -127,8 +140,18 @@ ACTIONS: dict[str, tuple[str, Action]] = {
     "bool(p)": ("raises", lambda run: bool(run.p)),
     "p.clone()": ("raises", lambda run: run.p.clone()),
     "p.to(float64)": ("raises", lambda run: run.p.to(torch.float64)),
-    "p.cpu()": ("raises", lambda run: run.p.cpu()),
+    "p.to(float32)": ("right", lambda run: run.p.to(torch.float32) is run.p),
+    "p.to('cpu')": ("right", lambda run: run.p.to("cpu", non_blocking=True) is run.p),
+    "p.cpu()": ("right", lambda run: run.p.cpu() is run.p),
+    "p.float()": ("right", lambda run: run.p.float(memory_format=torch.contiguous_format) is run.p),
+    "p.type(float32)": ("right", lambda run: run.p.type(torch.float32) is run.p),
+    "p.to(float32, copy=True)": ("raises", lambda run: run.p.to(torch.float32, copy=True)),
+    "p.to('meta')": ("raises", lambda run: run.p.to("meta")),
+    "p.to(device=...), not there": ("raises", lambda run: run.p.to("hpu")),
     "p.double()": ("raises", lambda run: run.p.double()),
+    "p.bfloat16()": ("raises", lambda run: run.p.bfloat16()),
+    "p.data = p": ("done", lambda run: setattr(run.p, "data", run.p)),
+    "x.to(p)": ("raises", lambda run: torch.ones(3, 3).to(run.p)),
     "p.data_ptr()": ("raises", lambda run: run.p.data_ptr()),
     "p.untyped_storage()": ("raises", lambda run: run.p.untyped_storage()),
     "p.view(-1)": ("raises", lambda run: run.p.view(-1)),
@@ -153,6 +176,10 @@ ACTIONS: dict[str, tuple[str, Action]] = {
     "torch.Tensor(p)": ("nan", lambda run: torch.Tensor(run.p)),
     "p.as_subclass(Tensor)": ("nan", lambda run: run.p.as_subclass(Tensor)),
     "a scripted function": ("nan", lambda run: scripted(doubled)(run.p)),
+    "torch.func.vmap": ("nan", lambda run: torch.func.vmap(lambda row: row * 2)(run.p)),
+    "autograd.grad(p, p)": ("raises", lambda run: torch.autograd.grad(run.p, run.p, torch.ones(3, 3))),
+    "autograd.backward(p)": ("raises", lambda run: torch.autograd.backward(run.p, torch.ones(3, 3))),
+    "autograd.backward(x, p)": ("raises", lambda run: torch.autograd.backward(ones(), run.p, inputs=[run.p])),
     "torch.as_tensor(p) is p": ("right", lambda run: torch.as_tensor(run.p) is run.p),
     "p.shape and the like": ("right", same_facts),
     "model.named_parameters()": ("right", same_names),
@@ -167,6 +194,18 @@ ACTIONS: dict[str, tuple[str, Action]] = {
 }
 """What the parameter is asked, and what comes of it, at every moment alike."""
 
+UNCHANGED: dict[str, Action] = {
+    "model.float()": lambda run: run.model.float() is run.model,
+    "model.cpu()": lambda run: run.model.cpu() is run.model,
+    "model.to('cpu')": lambda run: run.model.to("cpu") is run.model,
+    "model.to(float32)": lambda run: run.model.to(torch.float32) is run.model,
+    "model.to('cpu', float32)": lambda run: run.model.to("cpu", torch.float32, non_blocking=True) is run.model,
+    "model.to(a tensor)": lambda run: run.model.to(torch.ones(3)) is run.model,
+    "model.type(float32)": lambda run: run.model.type(torch.float32) is run.model,
+    "model.to(memory_format=...)": lambda run: run.model.to(memory_format=torch.channels_last) is run.model,
+}
+"""What changes nothing about the model, at every moment."""
+
 WHOLE: dict[str, Action] = {
     "model.state_dict()": lambda run: run.model.state_dict(),
     "torch.save(model.state_dict())": lambda run: saved(run.model.state_dict()),
@@ -176,6 +215,7 @@ WHOLE: dict[str, Action] = {
     "pickle.dumps(model)": lambda run: pickle.dumps(run.model),
     "model.to(float64)": lambda run: run.model.to(torch.float64),
     "model.half()": lambda run: run.model.half(),
+    "model.to_empty()": lambda run: run.model.to_empty(device="cpu"),
     "model.to('meta')": lambda run: run.model.to("meta"),
     "model.share_memory()": lambda run: run.model.share_memory(),
     "parameters_to_vector": lambda run: nn.utils.parameters_to_vector(run.model.parameters()),
@@ -238,8 +278,19 @@ def without_optimizer(run: Run) -> bool:
     del run.optimizer
     gc.collect()
     with pytest.raises(RuntimeError, match="the optimizer that held this parameter's values is gone"):
-        print(run.p)
-    return True
+        run.p.sum()
+    with pytest.raises(RuntimeError, match="the optimizer that held this parameter's values is gone"):
+        run.model.float()
+    return "its optimizer is gone" in repr(run.p)
+
+
+def unchanged(run: Run) -> Tensor:
+    """Inside `gathered()`, and in a forward of its unit."""
+    with run.optimizer.gathered(), run.optimizer.gathered(write=True):
+        run.model.to("cpu", torch.float32)
+    in_forward(lambda _: run.unit.float())(run)
+    with run.optimizer.gathered():
+        return run.p.clone()
 
 
 def swapped(p: nn.Parameter) -> None:
@@ -259,6 +310,7 @@ RIGHT, TOLD, FOR_GOOD, REFUSED = "right, goes on", "done, told, goes on", "done,
 SCENES: dict[str, tuple[str, Action]] = {
     "read in gathered()": (RIGHT, gathered(Tensor.clone)),
     "save and copy in gathered()": (RIGHT, whole_model),
+    "model.to() that changes nothing, elsewhere": (RIGHT, unchanged),
     "a view from gathered()": (RIGHT, gathered(Tensor.detach)),
     "that view in a further gathered()": (RIGHT, in_further_gathered),
     "that view while the unit comes": (RIGHT, while_it_comes),
@@ -305,8 +357,8 @@ KEPT: dict[str, Action] = {
 def ask(transport: Transport, name: str) -> dict[str, str]:
     """What an action came to at each moment of one step, and how training went on."""
     run = Run(transport)
-    action = ACTIONS[name][1] if name in ACTIONS else WHOLE[name]
-    about = None if name in WHOLE else "blocks.1.scalar" if "scalar" in name else NAME
+    action = ACTIONS[name][1] if name in ACTIONS else (WHOLE | UNCHANGED)[name]
+    about = None if name not in ACTIONS else "blocks.1.scalar" if "scalar" in name else NAME
     found: dict[str, str] = {}
 
     def at(moment: str) -> None:
@@ -329,7 +381,7 @@ def play(name: str) -> list[Any]:
     if name == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
     plain()  # torch's first step of all happens on one thread
-    program = ask if name in ACTIONS or name in WHOLE else act
+    program = ask if name in ACTIONS or name in WHOLE or name in UNCHANGED else act
     return [on_threads(size, lambda transport: program(transport, name), timeout=5) for size in (2, 1)]
 
 
@@ -349,6 +401,12 @@ def test_a_released_parameter_gives_no_value_and_harms_nothing_at_any_moment(for
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_model_of_released_parameters_says_so_and_stays_whole(forks: Forks, name: str) -> None:
     expected = {**dict.fromkeys(OUTSIDE, "raises"), "then": "goes on"}
+    assert forks.play(name) == [[expected, expected], [expected]]
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_what_changes_nothing_about_a_model_is_nothing(forks: Forks, name: str) -> None:
+    expected = {**dict.fromkeys(OUTSIDE, "right"), "then": "goes on"}
     assert forks.play(name) == [[expected, expected], [expected]]
 
 

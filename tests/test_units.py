@@ -79,10 +79,6 @@ def direct_forward(model: Any, batch: Batch) -> None:
     model.blocks[1].forward(model.embed(batch.x))
 
 
-def gradient_of_parameters(model: Any, batch: Batch) -> None:
-    torch.autograd.grad(loss_of(model, batch), [model.blocks[1].norm.weight])
-
-
 RELEASED = r"'blocks\.1\.norm\.weight' is released: .*gathered\(\)"
 
 
@@ -188,7 +184,6 @@ REFUSALS: dict[str, tuple[type[Net], Wrong, str]] = {
     "a weight in another unit": (Misuses, outside("another's"), RELEASED),
     "a weight outside of any forward": (Net, read, RELEASED),
     "a unit's forward() called directly": (Net, direct_forward, RELEASED),
-    "autograd.grad for a parameter": (Net, gradient_of_parameters, RELEASED),
     "a unit that gives out a weight itself": (
         TakesWeights,
         take_weight,

@@ -29,8 +29,9 @@ from collectives import Choice, Collective, Kind, Tag, Transport, Work
 from collectives.memory import Pool
 
 from .edits import Edits
+from .layout import ParameterSpec
 from .places import Places
-from .released import as_plain, released_class
+from .released import SpecOf, as_plain, released_class
 from .shelf import Shelf
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -92,7 +93,7 @@ class Residency:
         self.units[unit].shelves.append(shelf)
         for base in shelf.bases:
             if base not in self._classes:
-                self._classes[base] = released_class(base, _weak_name(self))
+                self._classes[base] = released_class(base, _weak_spec(self))
         self._release(shelf)
         if self._alone:
             self.places.remember(unit, shelf, shelf.shard)
@@ -116,12 +117,12 @@ class Residency:
         for unit in self.units:
             yield from unit.shelves
 
-    def name_of(self, parameter: Tensor) -> str | None:
-        """The name of a parameter; for errors."""
+    def spec_of(self, parameter: Tensor) -> ParameterSpec | None:
+        """What is known of a parameter; for errors, and for what can be said of it without values."""
         for shelf in self.shelves():
             for slot, known in enumerate(shelf.parameters):
                 if known is parameter:
-                    return shelf.name(slot)
+                    return shelf.spec(slot)
         return None
 
     # -- coming and going -----------------------------------------------------------------------------------------
@@ -435,11 +436,11 @@ def _tag(unit: _Unit, shelf: Shelf) -> Tag:
     return Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=shelf.bucket.index, digest=digest)
 
 
-def _weak_name(residency: Residency) -> Callable[[Tensor], str | None]:
+def _weak_spec(residency: Residency) -> SpecOf:
     reference = weakref.ref(residency)
 
-    def name_of(parameter: Tensor) -> str | None:
+    def spec_of(parameter: Tensor) -> ParameterSpec | None:
         known = reference()
-        return None if known is None else known.name_of(parameter)
+        return None if known is None else known.spec_of(parameter)
 
-    return name_of
+    return spec_of

@@ -15,7 +15,7 @@ from torch import Tensor
 from collectives import Region
 from collectives.memory import holders
 
-from .layout import Bucket, Layout, Piece
+from .layout import Bucket, Layout, ParameterSpec, Piece
 from .stages import same_bits
 
 _MOST_RESTORED = 1 << 10  # views; a program that makes ever new ones would fill the memory
@@ -64,7 +64,10 @@ class Shelf:
         self._own_holders = 0  # of the memory of all these
 
     def name(self, slot: int) -> str:
-        return self.layout.parameters[self.bucket.slots[slot].parameter].name
+        return self.spec(slot).name
+
+    def spec(self, slot: int) -> ParameterSpec:
+        return self.layout.parameters[self.bucket.slots[slot].parameter]
 
     @property
     def in_use(self) -> bool:
