@@ -3,6 +3,7 @@ change nothing, `torch.func`."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad, functional
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
-from collectives import Transport, on_threads
+from collectives import Transport, on_threads, solo
 from collectives.native import connect
 from zero import ZeroOptimizer
 
-from .cases import Net
+from .cases import ROWS, WIDTH, Net, assert_nothing_is_here
 from .plain import assert_same_bits, assert_same_model
 from .pool import GlooPool
 from .sockets import on_sockets
@@ -230,3 +233,163 @@ def test_a_gradient_for_a_frozen_parameter_is_an_error_as_in_torch() -> None:
         with pytest.raises(RuntimeError, match="not require grad"):
             function(loss_of(model, batch(0, 0, None)), inputs=[model.head.bias])
     optimizer.close()
+
+
+# -- torch.func -------------------------------------------------------------------------------------------------------
+
+Function = Callable[[Any, Tensor], Any]
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
+
+
+def made(model: nn.Module) -> dict[str, Tensor]:
+    """Values of one's own, as an ensemble or a meta-learner has."""
+    return {name: torch.linspace(-1, 1, p.numel()).view(p.shape) for name, p in model.named_parameters()}
+
+
+def called(model: nn.Module, x: Tensor) -> Callable[[dict[str, Tensor]], Tensor]:
+    return lambda values: functional_call(model, values, (x,)).square().mean()
+
+
+def ensemble(model: nn.Module, x: Tensor) -> Any:
+    stacked = {name: torch.stack([value, value * 2]) for name, value in made(model).items()}
+    return vmap(lambda values: functional_call(model, values, (x,)))(stacked)
+
+
+def forward_mode(model: nn.Module, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+def through_vmap(model: nn.Module, x: Tensor) -> Any:
+    return torch.autograd.grad(vmap(model)(x).square().mean(), list(model.parameters()))
+
+
+REFUSED: dict[str, Function] = {
+    "grad for inputs": lambda model, x: grad(lambda y: model(y).square().mean())(x),
+    "grad for parameters": lambda model, x: grad(called(model, x))(named(model)),
+    "grad for values": lambda model, x: grad(called(model, x))(made(model)),
+    "grad of each sample": lambda model, x: vmap(grad(lambda y: model(y).square().mean()))(x),
+    "grad of vmap": lambda model, x: grad(lambda y: vmap(model)(y).square().mean())(x),
+    "vjp": lambda model, x: vjp(model, x),
+    "jvp": lambda model, x: jvp(model, (x,), (x,)),
+    "jvp of a unit": lambda model, x: jvp(model.blocks[1], (torch.ones(ROWS, WIDTH),), (torch.ones(ROWS, WIDTH),)),
+    "jvp for values": lambda model, x: jvp(called(model, x), (made(model),), (made(model),)),
+    "jacrev": lambda model, x: jacrev(model)(x),
+    "jacfwd": lambda model, x: jacfwd(model)(x),
+    "hessian": lambda model, x: hessian(lambda y: model(y).sum())(x),
+    "linearize": lambda model, x: linearize(model, x)[1](x),
+}
+"""Transforms that differentiate through a unit."""
+
+WORKS: dict[str, Function] = {
+    "functional_call": lambda model, x: functional_call(model, named(model), (x,)),
+    "functional_call with values": lambda model, x: functional_call(model, made(model), (x,)),
+    "vmap": lambda model, x: vmap(model)(x),
+    "vmap over values": ensemble,
+    "a gradient through vmap": through_vmap,
+    "forward mode": forward_mode,
+    "jacobian": lambda model, x: functional.jacobian(model, x),
+    "jacobian, vectorised": lambda model, x: functional.jacobian(model, x, vectorize=True),
+    "jacobian, forward mode": lambda model, x: functional.jacobian(model, x, vectorize=True, strategy="forward-mode"),
+    "hessian": lambda model, x: functional.hessian(lambda y: model(y).square().mean(), x),
+    "jvp": lambda model, x: functional.jvp(model, x, x),
+}
+"""What the error and README name as working, with the results of the plain model."""
+
+
+def tensors(found: Any) -> list[Tensor]:
+    if isinstance(found, Tensor):
+        return [found.detach()]
+    return [leaf for item in found for leaf in tensors(item)]
+
+
+def transformed(group: dist.ProcessGroup | None, rank: int, use: dict[str, list[str]]) -> list[Net]:
+    """Each in the midst of a step; the model after that step, ours and the plain one."""
+    models = []
+    for kind, names in use.items():
+        for name in names:
+            model, plain = build(), build()
+            x = batch(0, rank, None)
+            optimizer = ZeroOptimizer(
+                model, torch.optim.SGD, stage=3, process_group=solo() if group is None else group, divisor=1, lr=0.5
+            )
+            if kind == "refused":
+                with pytest.raises(
+                    RuntimeError, match=r"inside a transform of torch\.func: .*deepcopy|released: .*gathered"
+                ):
+                    REFUSED[name](model, x)
+                assert_nothing_is_here(model, optimizer)
+            else:
+                for ours, theirs in zip(tensors(WORKS[name](model, x)), tensors(WORKS[name](plain, x)), strict=True):
+                    assert_same_bits(ours, theirs)
+            loss_of(model, batch(1, 0, None)).backward() if rank == 0 else (loss_of(model, x) * -0.0).backward()
+            optimizer.step()
+            optimizer.close()
+            loss_of(plain, batch(1, 0, None)).backward()
+            torch.optim.SGD(plain.parameters(), lr=0.5).step()
+            assert_same_model(model, plain)
+            models.append(model)
+    return models
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_transform_that_differentiates_through_a_unit_says_what_works(name: str) -> None:
+    assert transformed(None, 0, {"refused": [name]})
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_what_is_named_instead_works(name: str) -> None:
+    assert transformed(None, 0, {"works": [name]})
+
+
+def test_transforms_on_real_processes(gloo: GlooPool) -> None:
+    first, second = gloo.run(
+        transformed, {"refused": ["grad for parameters", "jvp"], "works": ["vmap", "forward mode"]}
+    )
+    for one, other in zip(first, second, strict=True):
+        assert_same_model(one, other)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_transform_goes_through_a_copy_that_was_made_inside_gathered(name: str) -> None:
+    model, plain, x = build(), build(), batch(0, 0, None)
+    optimizer = ZeroOptimizer(model, stage=3)
+    with optimizer.gathered():
+        twin = copy.deepcopy(model)
+    ours, theirs = REFUSED[name](twin, x), REFUSED[name](plain, x)
+    if name != "vjp":
+        ours, theirs = (list(found.values()) if isinstance(found, dict) else found for found in (ours, theirs))
+        for a, b in zip(tensors(ours), tensors(theirs), strict=True):
+            assert_same_bits(a, b)
+    optimizer.close()
+
+
+class Tries(Net):
+    """Catches the error inside its own forward."""
+
+    caught = 0
+
+    def body(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self.caught < 2:
+            self.caught += 1
+            with pytest.raises(RuntimeError, match=r"inside a transform of torch\.func"):
+                jvp(self.forward if self.caught == 1 else self, (x[:, :5],), (x[:, :5],))
+        return super().body(x)
+
+
+def test_a_transform_that_was_refused_inside_a_forward_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.test_habits.Net", Tries)
+    model, plain = build(), build()
+    plain.caught = 2  # type: ignore[assignment]
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=3, lr=0.5)
+    other = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for step in range(3):
+        for each, each_optimizer in ((model, optimizer), (plain, other)):
+            loss_of(each, batch(step, 0, None)).backward()
+            each_optimizer.step()
+            each_optimizer.zero_grad()
+    optimizer.close()
+    assert_same_model(model, plain)

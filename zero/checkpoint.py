@@ -50,21 +50,24 @@ def gather(
     inner: InnerOptimizer,
     transport: Transport,
     shards: Transport,
-    to: int,
+    to: int | None,
     whole_here: bool,
     tag: Tag,
 ) -> tuple[dict[int, Any], dict[int, Tensor]] | None:
     """The whole states, and the whole master weights where there are some, by torch.optim's index, on rank ``to``; None
-    elsewhere. Collective.
+    elsewhere. Collective; with ``to=None`` they are everywhere.
 
     ``shards``: the ranks that own the slices, of which those that ``to`` belongs to send; ``whole_here``: every rank
     holds whole states, so nothing needs to travel.
     """
     told = _tell(layout, inner)
     lists = [told] if whole_here else [json.loads(d) for d in transport.exchange(json.dumps(told).encode(), tag)]
-    replica, place = divmod(to, shards.world_size)
-    if transport.rank // shards.world_size != replica or (whole_here and transport.rank != to):
-        return None
+    here, receivers = to in (None, transport.rank), range(shards.world_size)
+    if to is not None:
+        replica, place = divmod(to, shards.world_size)
+        receivers = range(place, place + 1)
+        if transport.rank // shards.world_size != replica or (whole_here and not here):
+            return None
     result: dict[int, Any] = {}
     masters: dict[int, Tensor] = {}
     for bucket, states in zip(layout.buckets, inner.states, strict=True):
@@ -88,10 +91,10 @@ def gather(
             if part is None:
                 part = torch.zeros(states.end - states.begin, dtype=_DTYPES[dtype], device=bucket.device)
             one = Tag(Kind.GATHER, f"{tag.label}, {name}"[:70], tag.round, bucket.index * 1000 + number)
-            whole = _gather_one(part, bucket.bounds, shards, place, one)
+            whole = _gather_one(part, bucket.bounds, shards, receivers, one)
             if whole is not None:
                 flats[name] = whole.cpu()
-        if transport.rank == to:
+        if here:
             for number, slot in enumerate(bucket.slots):
                 spec = layout.parameters[slot.parameter]
                 if number in slots:
@@ -102,7 +105,7 @@ def gather(
                 if _MASTER in flats:
                     masters[spec.index] = strided(flats[_MASTER], slot.offset, spec.shape, spec.stride).clone()
         states.leave()
-    return (dict(sorted(result.items())), dict(sorted(masters.items()))) if transport.rank == to else None
+    return (dict(sorted(result.items())), dict(sorted(masters.items()))) if here else None
 
 
 def _tell(layout: Layout, inner: InnerOptimizer) -> list[dict[str, Any]]:
@@ -120,17 +123,20 @@ def _tell(layout: Layout, inner: InnerOptimizer) -> list[dict[str, Any]]:
     return told
 
 
-def _gather_one(part: Tensor, bounds: Sequence[int], transport: Transport, to: int, tag: Tag) -> Tensor | None:
-    if transport.rank != to:
-        if part.numel():
-            transport.isend(part, to, tag, control=True).wait()
-        return None
-    whole = torch.empty(bounds[-1], dtype=part.dtype, device=part.device)
-    whole[bounds[to] : bounds[to + 1]].copy_(part)
+def _gather_one(
+    part: Tensor, bounds: Sequence[int], transport: Transport, receivers: Sequence[int], tag: Tag
+) -> Tensor | None:
+    whole: Tensor | None = None
     works: list[Work] = []
-    for source in transport.peers():
-        if bounds[source + 1] > bounds[source]:
-            works.append(transport.irecv(whole[bounds[source] : bounds[source + 1]], source, tag, control=True))
+    if transport.rank in receivers:
+        whole = torch.empty(bounds[-1], dtype=part.dtype, device=part.device)
+        whole[bounds[transport.rank] : bounds[transport.rank + 1]].copy_(part)
+        for source in transport.peers():
+            if bounds[source + 1] > bounds[source]:
+                works.append(transport.irecv(whole[bounds[source] : bounds[source + 1]], source, tag, control=True))
+    for receiver in receivers:
+        if receiver != transport.rank and part.numel():
+            works.append(transport.isend(part, receiver, tag, control=True))
     for work in works:
         work.wait()
     return whole

@@ -438,10 +438,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring all states to group rank ``to``, whose ``state_dict()`` then returns them. All ranks."""
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Bring all states to group rank ``to``, whose ``state_dict()`` then returns them; None: to every rank, which
+        then holds them whole, in the host's memory, until the next step. All ranks."""
         self._check()
-        if not 0 <= to < self.world_size:
+        if to is not None and not 0 <= to < self.world_size:
             raise ValueError(f"consolidate_state_dict: rank {to} is not one of the {self.world_size} ranks")
         purpose = f"consolidate_state_dict(to={to})"
         with self._reducer.in_turn("consolidate_state_dict", to=to):
@@ -455,7 +456,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._consolidated = found
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole, plain `torch.optim` dict (CPU), on the rank that `consolidate_state_dict` named. Local.
+        """The whole, plain `torch.optim` dict (CPU), on the rank (or ranks) that `consolidate_state_dict` named. Local.
 
         With `mixed_precision` it also has "masters": the master weights by parameter, which torch's own classes ignore.
 
@@ -469,7 +470,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._consolidated is None:
             raise RuntimeError(
                 f"rank {self.rank} holds a shard of the states: call optimizer.consolidate_state_dict(to=rank) on all "
-                "ranks, after the last step, and then state_dict() on that rank"
+                "ranks, after the last step, and then state_dict() on that rank (to=None: on every rank)"
             )
         states, masters = self._consolidated
         result: dict[str, Any] = {

@@ -35,6 +35,7 @@ from .released import SpecOf, as_plain, released_class
 from .shelf import Shelf
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+_DERIVING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 
 class State(Enum):
@@ -213,6 +214,7 @@ class Residency:
         unit = self.units[number]
         if unit.state is State.SHOWN:
             return
+        refuse_transforms(unit.name)
         self.fetch(number)
         self._arrive(unit)
         with _usable_later():
@@ -420,6 +422,19 @@ class Residency:
             else:
                 for number in numbers:
                     self.drop(number)
+
+
+def refuse_transforms(name: str) -> None:
+    """Raise `RuntimeError` inside a transform of `torch.func` that differentiates: what is put into a parameter there
+    would be a wrapper that ends with the transform."""
+    under_way = torch._C._functorch.get_interpreter_stack()
+    if under_way is not None and any(transform.key() in _DERIVING for transform in under_way):
+        raise RuntimeError(
+            f"unit {name!r} inside a transform of torch.func: at stage 3 grad, vjp, jvp, jacrev, jacfwd and hessian "
+            "cannot go through the model; torch.autograd.grad, torch.autograd.functional, torch.autograd.forward_ad "
+            "and torch.func.vmap can, and every transform goes through a copy of the model, made by "
+            "copy.deepcopy(model) inside 'with optimizer.gathered():'"
+        )
 
 
 def _nothing(_: Tensor) -> None:

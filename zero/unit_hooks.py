@@ -27,12 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .residency import Residency
+from .forward_methods import ForwardMethod, check_method
+from .released import is_released
+from .residency import Residency, refuse_transforms
 from .saving import Saver
 from .units import ROOT, Entry, Units
 
 _NO_TASK = -1
-_CALL = nn.Module._call_impl.__code__
+_CALLS = (nn.Module._call_impl.__code__, ForwardMethod.__call__.__code__)
 
 
 class Order:
@@ -126,7 +128,10 @@ class UnitHooks:
 
     def entered(self, place: _Place) -> None:
         """A module's forward begins."""
-        self._saver.push()  # the first thing: torch may refuse
+        place.refused = True
+        refuse_transforms(place.name)
+        self._saver.push()  # before all that has to be undone: torch may refuse
+        place.refused = False
         if not self._running:
             for each in self._places:
                 each.arrange()
@@ -134,14 +139,15 @@ class UnitHooks:
         for unit in place.needs:
             self._residency.hold(unit)
         self._begin()
-        if place.is_root and not _in_backward():
+        if place.is_root and place not in self._running[:-1] and not _in_backward():
             self._order.begin_forward()
         for unit in place.needs:
             self._demand(unit)
 
     def left(self, place: _Place, output: Any) -> None:
         """A module's forward is over, well or by an exception (then ``output`` is None)."""
-        if not self._running or self._running[-1] is not place:  # another hook raised before our first one
+        if place.refused or not self._running or self._running[-1] is not place:  # or another hook raised before
+            place.refused = False
             return
         self._end(place)
         if not _in_backward():
@@ -252,18 +258,27 @@ class _Place:
     """The hooks on one module, and on the graphs of what its forward gives out. They hold their owner weakly."""
 
     def __init__(self, owner: UnitHooks, entry: Entry) -> None:
-        self.needs, self.is_root = entry.needs, not entry.name
+        self.name, self.needs, self.is_root = entry.name or "the root's rest", entry.needs, not entry.name
+        self.refused = False  # its last forward, which may lie in another one of the same module
         self._owner, self._module = weakref.ref(owner), weakref.ref(entry.module)
         before, after = _Hook(self, self._before), _Hook(self, self._after)
         self._first = entry.module.register_forward_pre_hook(before, prepend=True)
         self._last = entry.module.register_forward_hook(after, always_call=True)
         self._back: Any = None
+        self._methods: dict[str, ForwardMethod] = {}
         self.arrange()
 
     def remove(self) -> None:
-        for handle in (self._first, self._last, self._back):
+        for handle in (self._first, self._last, self._back, *self._methods.values()):
             if handle is not None:
                 handle.remove()
+        self._methods = {}
+
+    def register(self, module: nn.Module, name: str) -> None:
+        """From now on, a method of the module gathers as its forward does."""
+        if module.__dict__.get(name) is not self._methods.get(name, self):
+            before, after = _Hook(self, self._before), _Hook(self, self._after)
+            self._methods[name] = ForwardMethod(module, name, before, after)
 
     def arrange(self) -> None:
         """Be the first before the forward and the backward, and the last after the forward: the user's hooks see
@@ -281,6 +296,10 @@ class _Place:
         elif self._back is not None:
             self._back.remove()
             self._back = None
+
+    def gathers(self, module: nn.Module) -> bool:
+        """True where this is the place of that module, and there is an optimizer."""
+        return self._module() is module and self._owner() is not None
 
     def _before(self, *_: Any) -> None:
         owner = self._owner()
@@ -314,7 +333,7 @@ class _Hook:
     nothing."""
 
     def __init__(self, place: _Place, action: Callable[..., None]) -> None:
-        self._place, self._action = place, action
+        self.place, self._action = place, action
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
@@ -325,12 +344,46 @@ class _Hook:
 
     @property
     def alive(self) -> bool:
-        return self._place._owner() is not None and bool(self._place.needs)
+        return self.place._owner() is not None and bool(self.place.needs)
 
 
 class _Inert:
     def __call__(self, *_: Any) -> None:
         return None
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let a method of a module gather the parameters that the module's forward gathers: at stage 3, where only forwards
+    do. To be called on every rank, after the optimizer was built; where no stage-3 optimizer holds the module it does
+    nothing, so that the same line serves every stage.
+
+    Inputs are not cast, as those of the outermost forward are with ``mixed_precision``. `ZeroOptimizer.close` takes it
+    away, and a copy of the module has the plain method.
+
+    Args:
+        module: a unit, or a module outside of the units: the model itself, say.
+        name: of its method; other than ``forward`` (``"generate"``, ``"encode"``, ...).
+
+    Raises:
+        ValueError: the module has no such method, or lies inside a unit, which is gathered as a whole.
+    """
+    check_method(module, name)
+    places = _places(module)
+    for place in places:
+        place.register(module, name)
+    if not places and not any(_places(part) for part in module.modules()):
+        for own, parameter in module.named_parameters():
+            if is_released(parameter):
+                raise ValueError(
+                    f"register_forward_method: {type(module).__name__}, with the parameter {own!r}, lies inside a "
+                    "unit, which is gathered as a whole: register a method of the unit, and call that"
+                )
+
+
+def _places(module: nn.Module) -> list[_Place]:
+    """The places, at most one, of an optimizer that gathers around the module's forward."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Hook)]
+    return [hook.place for hook in hooks if hook.place.gathers(module)]
 
 
 def check_not_in_units(module: nn.Module | None) -> None:
@@ -369,7 +422,7 @@ def _in_backward() -> bool:
 def _inside_a_forward() -> bool:
     current: FrameType | None = sys._getframe()
     while current is not None:
-        if current.f_code is _CALL:
+        if current.f_code in _CALLS:
             return True
         current = current.f_back
     return False
