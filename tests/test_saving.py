@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives import Transport, on_threads
-from zero import ZeroOptimizer
+from zero import MixedPrecision, ZeroOptimizer
 
 from .faces import ALL_STAGES, SGD, Two, trained
 from .models import odd_batches, odd_loss
 from .plain import assert_same_bits, assert_same_states, plain_step, share
+from .pool import GlooPool
 from .programs import locked_build
 
 
@@ -38,6 +41,70 @@ def test_loading_shares_nothing_with_the_dict_and_saving_nothing_with_the_optimi
     optimizer.step()
     assert_same_bits(optimizer.state_dict()["state"][0]["momentum_buffer"], expected)
     assert bool(expected.any())
+
+
+def consolidated(transport: Any, rank: int, stage: int, factor: int | None, narrow: bool) -> list[dict[str, Any]]:
+    """This rank's dict after `consolidate_state_dict(to=None)`, and after ``to=`` this rank."""
+    precision = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16) if narrow else None
+    model = locked_build(0)
+    optimizer = ZeroOptimizer(
+        model,
+        stage=stage,
+        process_group=transport,
+        bucket_cap_mb=0.0005,
+        lr=1e-2,
+        sharding_factor=factor,
+        mixed_precision=precision,
+    )
+    odd_loss(model, odd_batches(optimizer.world_size, 0)[rank]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"to=None: on every rank") if optimizer.world_size > 1 else nullcontext():
+        optimizer.state_dict()
+    optimizer.consolidate_state_dict(to=None)
+    found = [optimizer.state_dict()]
+    for to in range(optimizer.world_size):
+        optimizer._consolidated = None
+        optimizer.consolidate_state_dict(to)
+        found += [optimizer.state_dict()] if to == rank else []
+    optimizer.consolidate_state_dict(to=None)
+    optimizer.close()
+    return found
+
+
+def same_on_every_rank(results: list[list[dict[str, Any]]], narrow: bool) -> None:
+    for everywhere, alone in results:
+        assert everywhere["state"]
+        assert ("masters" in everywhere) == narrow
+        for found in (everywhere, alone):
+            assert_same_states(found, results[0][1])
+            masters = results[0][1].get("masters", {})
+            assert set(found.get("masters", {})) == set(masters)
+            for index, value in masters.items():
+                assert_same_bits(found["masters"][index], value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size", "factor", "narrow"),
+    [
+        (0, 3, None, False),
+        (1, 3, None, True),
+        (1, 4, 1, False),
+        (2, 4, 2, True),
+        (3, 1, None, False),
+        (3, 3, None, False),
+        (3, 4, 2, True),
+    ],
+)
+def test_a_dict_for_all_ranks_is_the_one_of_any_rank(
+    stage: int, world_size: int, factor: int | None, narrow: bool
+) -> None:
+    results = on_threads(world_size, lambda transport: consolidated(transport, transport.rank, stage, factor, narrow))
+    same_on_every_rank(results, narrow)
+
+
+def test_it_is_on_real_processes(gloo: GlooPool) -> None:
+    same_on_every_rank(gloo.run(consolidated, 3, None, True, ranks=(0, 1, 2)), True)
 
 
 @ALL_STAGES

@@ -1,0 +1,73 @@
+"""Mutants of what loops do to parameters that a rank does not hold: convert them, differentiate for them, call methods."""
+
+from __future__ import annotations
+
+from .mutant import Edit, Mutant
+
+RELEASED, METHODS = "zero/released.py", "zero/forward_methods.py"
+HABITS = "test_stage3_habits.py"
+
+MUTANTS = (
+    Mutant(
+        "a-backward-for-parameters-shows-stand-ins",
+        ("L2",),
+        "`backward(inputs=parameters)` runs as if released parameters were ordinary tensors: hooks of the user's read NaN.",
+        (
+            Edit(
+                RELEASED,
+                "    return func(tensors, inputs=_edges(inputs), **options)\n",
+                "    with as_plain():\n        return func(tensors, inputs=inputs, **options)\n",
+            ),
+        ),
+        (f"{HABITS}::test_a_hook_inside_a_backward_for_parameters_never_sees_their_stand_ins[backward]",),
+    ),
+    Mutant(
+        "a-conversion-of-a-released-parameter-is-nothing",
+        ("L2",),
+        "Any `to()` of a released parameter gives the parameter itself, also one that would change it or copy it.",
+        (
+            Edit(
+                RELEASED,
+                "    return parameter if same else NotImplemented\n",
+                "    return parameter if same or spec.shape else NotImplemented\n",
+            ),
+        ),
+        ("test_released.py::test_a_released_parameter_gives_no_value_and_harms_nothing_at_any_moment[p.to(float64)]",),
+    ),
+    Mutant(
+        "a-transform-leaves-its-wrappers-in-parameters",
+        ("L5",),
+        "`torch.func.jvp` is let into a unit, whose parameters are then wrappers of a transform that is over.",
+        (
+            Edit(
+                "zero/residency.py",
+                "(torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)",
+                "(torch._C._functorch.TransformType.Grad,)",
+            ),
+        ),
+        (f"{HABITS}::test_a_transform_that_differentiates_through_a_unit_says_what_works[jvp]",),
+    ),
+    Mutant(
+        "what-was-refused-ends-the-forward-around-it",
+        ("L3",),
+        "A forward that was refused before it began ends another one of the same module, inside which it was called.",
+        (Edit("zero/unit_hooks.py", "        place.refused = True\n", "        place.refused = False\n"),),
+        (f"{HABITS}::test_a_transform_that_was_refused_inside_a_forward_ends_no_other",),
+    ),
+    Mutant(
+        "a-method-that-raises-never-ends",
+        ("L3",),
+        "An exception in a registered method leaves its unit gathered, and saved-tensor hooks in place.",
+        (
+            Edit(
+                METHODS,
+                "        try:\n            self._before(module)\n"
+                "            output = self._plain(module)(*args, **kwargs)\n        finally:\n"
+                "            self._after(module, None, output)\n",
+                "        self._before(module)\n        output = self._plain(module)(*args, **kwargs)\n"
+                "        self._after(module, None, output)\n",
+            ),
+        ),
+        ("test_forward_methods.py::test_close_takes_them_away_and_nothing_stays_gathered_before[1]",),
+    ),
+)
