@@ -368,16 +368,20 @@ def test_every_transform_goes_through_a_copy_that_was_made_inside_gathered(name:
 
 
 class Tries(Net):
-    """Catches the error inside its own forward."""
+    """Catches the error inside its own forward, and goes on with a parameter of its own."""
 
     caught = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
 
     def body(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.caught < 2:
             self.caught += 1
             with pytest.raises(RuntimeError, match=r"inside a transform of torch\.func"):
                 jvp(self.forward if self.caught == 1 else self, (x[:, :5],), (x[:, :5],))
-        return super().body(x)
+        return super().body(x * self.scale)
 
 
 def test_a_transform_that_was_refused_inside_a_forward_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

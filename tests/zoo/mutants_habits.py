@@ -1,4 +1,4 @@
-"""Mutants of what loops do to parameters that a rank does not hold: convert them, differentiate for them, call methods."""
+"""Mutants of what loops do to released parameters: convert them, differentiate for them, call methods that use them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MUTANTS = (
     Mutant(
         "a-backward-for-parameters-shows-stand-ins",
         ("L2",),
-        "`backward(inputs=parameters)` runs as if released parameters were ordinary tensors: hooks of the user's read NaN.",
+        "In `backward(inputs=parameters)` released parameters are ordinary tensors: hooks of the user's read NaN.",
         (
             Edit(
                 RELEASED,
@@ -33,19 +33,6 @@ MUTANTS = (
             ),
         ),
         ("test_released.py::test_a_released_parameter_gives_no_value_and_harms_nothing_at_any_moment[p.to(float64)]",),
-    ),
-    Mutant(
-        "a-transform-leaves-its-wrappers-in-parameters",
-        ("L5",),
-        "`torch.func.jvp` is let into a unit, whose parameters are then wrappers of a transform that is over.",
-        (
-            Edit(
-                "zero/residency.py",
-                "(torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)",
-                "(torch._C._functorch.TransformType.Grad,)",
-            ),
-        ),
-        (f"{HABITS}::test_a_transform_that_differentiates_through_a_unit_says_what_works[jvp]",),
     ),
     Mutant(
         "what-was-refused-ends-the-forward-around-it",
