@@ -11,7 +11,6 @@ import types
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -403,21 +402,41 @@ def test_a_step_inside_a_registered_method_is_refused_as_inside_a_forward() -> N
     optimizer.close()
 
 
-def test_units_are_fetched_ahead_as_in_forwards() -> None:
-    """What a method uses is learned once, and methods inside a forward of the model begin no order of their own."""
+class Halves(Agent):
+    """Its forward is two methods, which are called alone elsewhere."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.first(x))
+
+    def first(self, x: Tensor) -> Any:
+        return self.blocks[1](self.blocks[0](self.embed(x)))
+
+    def second(self, x: Tensor) -> Any:
+        return self.head(self.blocks[0](self.blocks[2](x)))
+
+
+def test_methods_inside_a_forward_begin_no_order_of_their_own() -> None:
+    """Units are fetched ahead through both of them, as without methods; the next forward begins anew."""
 
     def program(transport: Transport) -> list[list[int]]:
-        model, optimizer = sharded(replace(case_of(of_the_model), build=Agent), transport)
-        residency, seen = residency_of(optimizer), []
-        plain_fetch = residency.fetch
-        residency.fetch = lambda number: (seen[-1].append(number), plain_fetch(number))[1]  # type: ignore
+        model, optimizer = sharded(Case(Halves), transport)
+        for name in ("first", "second"):
+            zero.register_forward_method(model, name)
+        residency, seen = residency_of(optimizer), list[list[int]]()
+        fetch = residency.fetch
+
+        def noted(number: int) -> None:
+            seen[-1].append(number)
+            fetch(number)
+
+        residency.fetch = noted  # type: ignore[method-assign]
         for _ in range(3):
             seen.append([])
             with torch.no_grad():
-                model.both(batches_of(0, 1)[0].x)
-        residency.fetch = plain_fetch  # type: ignore[method-assign]
+                model(batches_of(0, 1)[0].x)
+        residency.fetch = fetch  # type: ignore[method-assign]
         return seen
 
     for seen in on_threads(2, program, timeout=10):
-        assert seen[1] == seen[2]
-        assert [number for number in seen[2] if number] == [1, 2, 1, 2, 3, 2, 3, 3]
+        assert [number for number in seen[1] if number] == [1, 2, 1, 2, 3, 2, 3, 1, 3, 1, 1]
+        assert seen[2] == seen[1]
