@@ -57,4 +57,17 @@ MUTANTS = (
         ),
         ("test_forward_methods.py::test_close_takes_them_away_and_nothing_stays_gathered_before[1]",),
     ),
+    Mutant(
+        "a-method-inside-a-forward-begins-the-order-anew",
+        ("L6",),
+        "A registered method of the model that its forward calls forgets which units come next: none is fetched ahead.",
+        (
+            Edit(
+                "zero/unit_hooks.py",
+                "if place.is_root and place not in self._running[:-1] and not _in_backward():",
+                "if place.is_root and not _in_backward():",
+            ),
+        ),
+        ("test_forward_methods.py::test_methods_inside_a_forward_begin_no_order_of_their_own",),
+    ),
 )
