@@ -228,6 +228,8 @@ class Assembly:
                 self.inner.add(states, all_groups)
                 states.leave()
         self.reducer.extend(found, layout)
+        for parameter in self.storage.not_updated():
+            self.reducer.hooks.take_over(parameter)
 
     def _reserve(self, buckets: Sequence[Bucket], found: Sequence[Tensor]) -> dict[int, StateStore]:
         """Where the states of new buckets are kept, by bucket, if not beside the parameters, which are ``found``.

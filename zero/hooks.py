@@ -227,7 +227,7 @@ class GradientHooks:
 
     def watch(self, parameter: Tensor, index: int) -> None:
         """Hook ``parameter``. A frozen parameter is hooked too: it may be unfrozen later."""
-        self._take_over(parameter)
+        self.take_over(parameter)
         trainable = parameter.requires_grad
         parameter.requires_grad_(True)
         try:
@@ -252,7 +252,8 @@ class GradientHooks:
             handle.remove()
         self._handles, self._before = [], {}
 
-    def _take_over(self, parameter: Tensor) -> None:
+    def take_over(self, parameter: Tensor) -> None:
+        """Make another owner of ``parameter`` superseded."""
         for hook in list((_untyped(parameter)._post_accumulate_grad_hooks or {}).values()):
             owner = hook.owner() if isinstance(hook, _Arrival) else None
             if owner is not None and owner is not self:

@@ -11,6 +11,8 @@ import copy
 import json
 import math
 import numbers
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -36,6 +38,8 @@ from .units import Predicate
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+TAKEN_OVER = "a newer ZeroOptimizer took over parameters of this one"
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -198,6 +202,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @divisor.setter
     def divisor(self, value: float) -> None:
+        self._check()
         given: Any = value  # also numpy's numbers
         if isinstance(given, bool) or not isinstance(given, numbers.Real) or not math.isfinite(value) or value == 0:
             raise ValueError(f"rank {self.rank}: the divisor must be a finite number other than 0, not {value!r}")
@@ -420,14 +425,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._storage.broadcast_buffers()
 
     def close(self) -> None:
-        """Make the model plain again: every parameter gets memory of its own, and every hook goes. All ranks."""
+        """Make the model plain again: every parameter gets memory of its own, and every hook goes. All ranks.
+
+        What was replaced, tied or cast since construction stays as it is; a warning names what is lost with it. Raises
+        only where values cannot be gathered any more, or inside a forward, a backward or `join`; while the caller's own
+        exception is under way (in its ``finally``, say), that is a warning, too.
+        """
         if self._closed:
             return
+        first = sys.exc_info()[1]
+        try:
+            self._close()
+        except Exception as error:
+            if first is None:
+                raise
+            warnings.warn(f"close() after {type(first).__name__}: {error}", RuntimeWarning, stacklevel=2)
+
+    def _close(self) -> None:
         if self._storage.busy() or self._reducer.joining:
             raise RuntimeError("close() inside a forward, inside a backward or inside join(): leave it first")
         try:
-            if not self._transport.broken:
-                self._reducer.agree("close()", self._storage.problem())
+            lost = self._lost()
+            if lost is not None:
+                warnings.warn(f"close(): {lost}", RuntimeWarning, stacklevel=3)
         finally:
             self._closed = "its parameters could not be gathered any more"
             self._assembly.release()
@@ -435,6 +455,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._transport.pool.trim()
             self._assembly.shards.pool.trim()
             self._closed = "the model is plain again"
+
+    def _lost(self) -> str | None:
+        """What does not become plain by a close, or is lost by it; None where nothing is. Collective."""
+        if self._assembly.superseded:
+            return f"{TAKEN_OVER}, and keeps them"
+        names = self._storage.replaced()
+        try:
+            if not self._transport.broken:
+                self._reducer.agree("close()", self._storage.problem())
+        except CollectiveError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            of = f"; lost: the values that this optimizer gave {', '.join(map(repr, names))}" if names else ""
+            return f"{error}{of}"
+        return None
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -519,8 +554,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _check(self) -> None:
         if self._closed:
             raise RuntimeError(f"this optimizer is closed: {self._closed}; build a new optimizer")
-        if self._reducer.hooks.superseded:
-            raise RuntimeError("a newer ZeroOptimizer took over parameters of this one: use that, or build a new one")
+        if self._assembly.superseded:
+            raise RuntimeError(f"{TAKEN_OVER}: use that, or build a new one")
 
     def __repr__(self) -> str:
         name = f"{self._inner.name}, stage={self._stage.number}, rank {self.rank} of {self.world_size}"

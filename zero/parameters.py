@@ -6,7 +6,7 @@ Knows: modules, parameters, names. Does not know: ranks, gradients, optimizers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,7 +204,11 @@ def _check_apart(parameters: Sequence[tuple[Tensor, str]]) -> None:
 
 def misplaced(bound: Iterable[Binding]) -> str | None:
     """What is wrong where a module no longer holds the parameter that it had."""
-    for binding in bound:
-        if binding.registry.get(binding.key) is not binding.parameter:
-            return f"the module's {binding.name!r} was replaced after the optimizer was built: build a new optimizer"
+    for name in replaced(bound):
+        return f"the module's {name!r} was replaced after the optimizer was built: build a new optimizer"
     return None
+
+
+def replaced(bound: Iterable[Binding]) -> Iterator[str]:
+    """The names under which a module no longer holds the parameter that it had."""
+    return (binding.name for binding in bound if binding.registry.get(binding.key) is not binding.parameter)

@@ -18,7 +18,7 @@ from collectives import Choice, Collective, Kind, Region, Tag, Transport
 from .layout import Bucket, Dtypes, Layout, ParameterSpec, build
 from .meta import Materializer, is_meta
 from .offload import Keeper
-from .parameters import bindings, misplaced, specs
+from .parameters import bindings, misplaced, replaced, specs
 from .precision import MixedPrecision
 from .released import as_plain
 from .replicas import broadcast, fingerprint
@@ -316,6 +316,12 @@ class ShardedStorage(ParameterStorage):
                 slots = enumerate(shelf.bucket.slots)
                 self.residency.changed(shelf, [number for number, slot in slots if used[slot.parameter]])
         self.residency.announce()
+
+    def replaced(self) -> list[str]:
+        return list(replaced(self._bindings))
+
+    def not_updated(self) -> Sequence[Tensor]:
+        return () if self._rest_lot is None else self._rest_lot.parameters
 
     def rest_flats(self) -> list[Tensor]:
         return [] if self._rest_lot is None else list(self._rest_lot.flats.values())

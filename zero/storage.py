@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from collectives import Collective, Transport
 
 from .layout import Bucket, Layout, Slot
-from .parameters import HELD_ELSEWHERE, bindings, misplaced
+from .parameters import HELD_ELSEWHERE, bindings, misplaced, replaced
 from .precision import MixedPrecision, cast
 from .released import is_released
 from .replicas import broadcast, fingerprint
@@ -253,6 +253,20 @@ class ParameterStorage:
             )
         return None
 
+    def replaced(self) -> list[str]:
+        """Names under which the module no longer has the values that this optimizer gave it, and never will."""
+        names = list(replaced(self._bindings))
+        for bucket, _, slot in self.layout.slots():
+            parameter, flat = self.parameters[slot.parameter], self.flats[bucket.index]
+            same_kind = parameter.dtype is flat.dtype and parameter.device == flat.device  # else it was moved or cast
+            if same_kind and self._misplacement(bucket, slot) is not None:
+                names.append(self.layout.parameters[slot.parameter].name)
+        return names
+
+    def not_updated(self) -> Sequence[Tensor]:
+        """Parameters that are stored here and not updated."""
+        return ()
+
     def rest_flats(self) -> list[Tensor]:
         """This rank's memory of the parameters of `rest`."""
         return []
@@ -278,4 +292,6 @@ class ParameterStorage:
 
     def _lies_here(self, index: int) -> bool:
         flat = self.flat_of(index)
+        if is_released(self.parameters[index]):  # of an optimizer that took it over
+            return False
         return self.parameters[index].untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
