@@ -22,7 +22,7 @@ from .inner import InnerOptimizer
 from .layout import Bucket, Dtypes, ParameterSpec, build
 from .meta import Materializer
 from .offload import Keeper, Offload, StateStore, keeper_of
-from .parameters import check_buffers, check_modules, specs
+from .parameters import changed, check_buffers, check_modules, specs
 from .precision import InputCast, Master, MixedPrecision
 from .reducer import Reducer
 from .replicas import agree_on_construction
@@ -154,6 +154,10 @@ class Assembly:
     def superseded(self) -> bool:
         """Another optimizer has taken parameters of this one over."""
         return self.reducer.hooks.superseded
+
+    def was_cast(self) -> str | None:
+        """What is wrong where the whole model was cast or moved since: its first parameter was, too."""
+        return changed(self.storage.parameters[0], self.storage.layout.parameters[0])
 
     def _cast_inputs(self) -> None:
         """From now on, what the module is called with has the dtype of its parameters."""

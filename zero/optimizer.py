@@ -30,7 +30,7 @@ from .inner import InnerOptimizer
 from .join import Call, adopt_options, digests_of
 from .meta import InitFunction, StateDict, materializer_of
 from .offload import Offload
-from .parameters import as_groups, check_listed_once, device_of
+from .parameters import as_groups, check_listed_once, device_of, members_of
 from .precision import MixedPrecision
 from .replicas import compare, gather_slot
 from .stages import Placement, stage_of
@@ -161,7 +161,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self._storage.retire():
             raise RuntimeError("add_param_group() inside gathered() or inside a forward: leave it first")
         group = dict(param_group)
-        group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        group["params"] = members_of(group["params"], "param_group['params']")
         known = {id(p): self._storage.name(p) for g in self.param_groups for p in g["params"]}
         for entry in group["params"]:
             parameter = entry[1] if isinstance(entry, tuple) else entry

@@ -6,6 +6,7 @@ Knows: modules, parameters, names. Does not know: ranks, gradients, optimizers.
 from __future__ import annotations
 
 import itertools
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,20 +40,44 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     """The user's ``params`` as torch.optim's list of groups; a module becomes one group of named parameters."""
     if isinstance(params, Tensor):
         raise TypeError("params must be a module, an iterable of parameters or of param groups, not one tensor")
-    if isinstance(params, (set, frozenset)):
-        raise TypeError("params must be in an order that all ranks share; a set has none")
-    given = list(params.named_parameters() if isinstance(params, nn.Module) else params)
+    given = _in_order(params.named_parameters() if isinstance(params, nn.Module) else params, "params")
     if not given:
         raise ValueError("the parameter list is empty: there is nothing to optimise")
-    if not isinstance(given[0], dict):
-        return [{"params": given}]
+    if not any(isinstance(entry, dict) for entry in given):
+        return [{"params": members_of(given, "params")}]
     groups = []
-    for group in given:
-        members = group["params"]
-        if isinstance(members, (set, frozenset)):
-            raise TypeError("the params of a group must be in an order that all ranks share; a set has none")
-        groups.append({**group, "params": [members] if isinstance(members, Tensor) else list(members)})
+    for number, group in enumerate(given):
+        if not isinstance(group, dict) or "params" not in group:
+            raise TypeError(
+                f"params[{number}] is {_shown(group)}, not a param group with 'params': where one entry is a group, "
+                "all must be"
+            )
+        groups.append({**group, "params": members_of(group["params"], f"params[{number}]['params']")})
     return groups
+
+
+def members_of(params: Any, place: str) -> list[Any]:
+    """Parameters, or (name, parameter) pairs, as a list. Raises `TypeError` naming what is neither, and where in
+    ``place``."""
+    members = [params] if isinstance(params, Tensor) else _in_order(params, place)
+    for number, entry in enumerate(members):
+        is_pair = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
+        if not isinstance(entry[1] if is_pair else entry, Tensor):
+            raise TypeError(f"{place}[{number}] is {_shown(entry)}, neither a parameter nor a (name, parameter) pair")
+    return members
+
+
+def _in_order(params: Any, place: str) -> list[Any]:
+    if isinstance(params, (set, frozenset)):
+        raise TypeError(f"{place} must be in an order that all ranks share; a set has none")
+    if not isinstance(params, Iterable):
+        raise TypeError(f"{place} is {_shown(params)}, and must be parameters, param groups or a module")
+    return list(params)
+
+
+def _shown(value: Any) -> str:
+    kind = type(value).__name__
+    return f"a {kind}" if hasattr(value, "shape") else f"{reprlib.repr(value)} ({kind})"
 
 
 def device_of(groups: Sequence[Mapping[str, Any]]) -> torch.device:
@@ -72,8 +97,14 @@ def check_buffers(module: nn.Module | None) -> None:
 
 
 def check_modules(module: nn.Module | None) -> None:
-    """Raise `ValueError` naming a part of the module whose parameters are not Python's."""
+    """Raise `ValueError` naming a part of the module whose parameters are not Python's, or whose gradients another
+    system adds up."""
     for name, part in () if module is None else module.named_modules():
+        if isinstance(part, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"{name or 'the module'!r} is a DistributedDataParallel: take it away, and pass what it wraps "
+                "(its .module); two systems would add up the gradients"
+            )
         if isinstance(part, torch.jit.ScriptModule):
             raise ValueError(
                 f"{name or 'the module'!r} is a ScriptModule, whose memory cannot be laid out: script later"
@@ -157,8 +188,6 @@ def specs(
 
 
 def _check(parameter: Tensor, name: str, *, may_be_meta: bool) -> None:
-    if not isinstance(parameter, Tensor):
-        raise TypeError(f"{name!r} is a {type(parameter).__name__}, not a tensor")
     if is_lazy(parameter):
         raise ValueError(f"{name!r} is not initialised yet: run a forward of its lazy module first")
     if is_released(parameter):
@@ -207,6 +236,16 @@ def misplaced(bound: Iterable[Binding]) -> str | None:
     for name in replaced(bound):
         return f"the module's {name!r} was replaced after the optimizer was built: build a new optimizer"
     return None
+
+
+def changed(parameter: Tensor, spec: ParameterSpec) -> str | None:
+    """What is wrong where a parameter was cast or moved since its optimizer was built."""
+    if parameter.dtype is spec.dtypes.compute and str(parameter.device) == spec.device:
+        return None
+    return (
+        f"{spec.name!r} is now {parameter.dtype} on {parameter.device}, but was {spec.dtypes.compute} on {spec.device} "
+        "when the optimizer was built: move and cast the model before that"
+    )
 
 
 def replaced(bound: Iterable[Binding]) -> Iterator[str]:

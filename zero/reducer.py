@@ -25,6 +25,7 @@ from .gradients import GradientStore
 from .hooks import GradientHooks
 from .join import Options, Turns
 from .layout import Layout, Piece
+from .parameters import changed
 from .progress import Phase, Progress
 from .released import as_plain
 from .replicas import gather_slot
@@ -121,7 +122,12 @@ class Reducer:
                 "gradients are not supported; build the Embedding with sparse=False"
             )
         self._progress.used[index] = True
-        self._shown.put_placeholder(index)
+        refused = self._shown.put_placeholder(index)
+        if refused is not None:
+            problem = changed(self.parameters[index], self._rounds.layout.parameters[index])
+            raise RuntimeError(
+                f"rank {self._transport.rank}: {problem or f'the gradient of {self._name(index)}: {refused}'}"
+            ) from refused
         self._rounds.arrived(index, gradient)
 
     def backward_ended(self) -> None:

@@ -8,7 +8,35 @@ ASSEMBLY, OPTIMIZER = "zero/assembly.py", "zero/optimizer.py"
 CLOSE = "test_close.py"
 TAKEN = f"{CLOSE}::test_every_call_of_the_older_names_the_takeover_and_its_close_leaves_the_newer_alone"
 
+TOLD = "test_messages.py"
+
 MUTANTS = (
+    Mutant(
+        "a-cast-parameter-shows-its-local-gradient",
+        ("L2",),
+        "Where torch refuses a placeholder, what this rank alone has found stays in p.grad, and the backward goes on.",
+        (
+            Edit(
+                "zero/faces.py",
+                "            self._parameters[index].grad = self._held[index] = None\n            return refused\n",
+                "            return None\n",
+            ),
+        ),
+        (f"{TOLD}::test_a_model_that_was_cast_is_told_in_our_words[backward-construction-torch.float64-1]",),
+    ),
+    Mutant(
+        "who-has-a-state-is-the-rank-in-the-replica",
+        ("L12", "R4"),
+        "The ranks that are named as owners of a state are those of the first replica.",
+        (
+            Edit(
+                "zero/storage.py",
+                "        first = self._transport.rank - self._shards.rank\n",
+                "        first = 0\n",
+            ),
+        ),
+        (f"{TOLD}::test_states_are_this_ranks_piece_or_say_who_has_them[1-2]",),
+    ),
     Mutant(
         "a-close-fails-for-what-it-lost",
         ("L3",),
