@@ -9,8 +9,27 @@ CLOSE = "test_close.py"
 TAKEN = f"{CLOSE}::test_every_call_of_the_older_names_the_takeover_and_its_close_leaves_the_newer_alone"
 
 TOLD = "test_messages.py"
+VERIFY = "test_verify.py"
 
 MUTANTS = (
+    Mutant(
+        "a-backward-inside-a-loss-goes-unseen-once-there-are-gradients",
+        ("L1",),
+        "`zero.verify` looks for new gradients alone: from the second micro-batch on a backward adds to old ones.",
+        (
+            Edit(
+                "zero/verify_ranks.py",
+                "        self.several_backwards |= any(",
+                "        self.several_backwards = any(",
+            ),
+            Edit(
+                "zero/verify_ranks.py",
+                "p.grad is not g or _version(p.grad) != version for",
+                "p.grad is not g for",
+            ),
+        ),
+        (f"{VERIFY}::test_a_loss_that_runs_a_backward_itself_is_told_that_the_order_is_by_rounds",),
+    ),
     Mutant(
         "a-cast-parameter-shows-its-local-gradient",
         ("L2",),
