@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -23,12 +24,12 @@ from torch import Tensor, nn
 from collectives import Algorithm, CollectiveError, Kind, Tag, Traffic, Transport
 
 from . import checkpoint
-from .assembly import Assembly
+from .assembly import Assembly, backend_of
 from .clip import check_norm_arguments
 from .describe import Description, describe
 from .inner import InnerOptimizer
 from .join import Call, adopt_options, digests_of
-from .meta import InitFunction, StateDict, materializer_of
+from .meta import InitFunction, StateDict, landing, materializer_of
 from .offload import Offload
 from .parameters import as_groups, check_listed_once, device_of, members_of
 from .precision import MixedPrecision
@@ -119,7 +120,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise TypeError(f"offload must be a zero.Offload, not {offload!r}")
         self._inner = InnerOptimizer(optimizer_class, defaults)
         groups = as_groups(params)
+        land = partial(landing, partial(backend_of, process_group))
         device = device_of(groups)
+        if device.type == "meta":
+            device = land()
         listed = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
         parts = Assembly(
             self._stage,
@@ -134,7 +138,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             sharding_factor,
             reshard_after_forward,
             offload,
-            lambda: materializer_of(self._module, listed, param_init_fn, init_state_dict),
+            lambda: materializer_of(self._module, listed, param_init_fn, init_state_dict, land),
         )
         self._assembly, self._transport, self._collective = parts, parts.transport, parts.collective
         self._storage, self._reducer, self._update = parts.storage, parts.reducer, parts.update
@@ -556,6 +560,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"this optimizer is closed: {self._closed}; build a new optimizer")
         if self._assembly.superseded:
             raise RuntimeError(f"{TAKEN_OVER}: use that, or build a new one")
+        self._assembly.streams.join()
 
     def __repr__(self) -> str:
         name = f"{self._inner.name}, stage={self._stage.number}, rank {self.rank} of {self.world_size}"

@@ -81,12 +81,21 @@ def _shown(value: Any) -> str:
 
 
 def device_of(groups: Sequence[Mapping[str, Any]]) -> torch.device:
-    """Where the first parameter is, or will be, if it is on the meta device; the CPU where there is none, which
-    `specs` tells."""
+    """Where the first parameter is; the CPU where there is none, which `specs` tells."""
     entries = (entry for group in groups for entry in group["params"])
     parts = (part for entry in entries for part in (entry if isinstance(entry, tuple) else (entry,)))
-    found = next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
-    return torch.get_default_device() if found.type == "meta" else found
+    return next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
+
+
+def check_one_device(specs: Iterable[ParameterSpec]) -> None:
+    """Raise `ValueError` naming two parameters that are trained on different devices."""
+    trained = [spec for spec in specs if spec.trainable]
+    for spec in trained:
+        if spec.device != trained[0].device:
+            raise ValueError(
+                f"{trained[0].name!r} is on {trained[0].device} and {spec.name!r} on {spec.device}: what is trained "
+                "must be on one device, since autograd would run their hooks in two threads, which have no lock yet"
+            )
 
 
 def check_buffers(module: nn.Module | None) -> None:

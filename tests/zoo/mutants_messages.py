@@ -10,8 +10,49 @@ TAKEN = f"{CLOSE}::test_every_call_of_the_older_names_the_takeover_and_its_close
 
 TOLD = "test_messages.py"
 VERIFY = "test_verify.py"
+DEVICES = "test_devices.py"
 
 MUTANTS = (
+    Mutant(
+        "a-step-does-not-wait-for-another-stream",
+        ("S19", "S20"),
+        "A step on another stream than its backward's reads gradients that are still on their way.",
+        (Edit("zero/streams.py", "            current.wait_stream(self._last)\n", "            pass\n"),),
+        (f"{DEVICES}::test_each_part_of_a_step_waits_for_the_one_before_on_whatever_stream_it_is[1-1]",),
+    ),
+    Mutant(
+        "the-first-stream-alone-is-waited-for",
+        ("S19",),
+        "What other streams were told since is not waited for.",
+        (
+            Edit(
+                "zero/streams.py",
+                "        self._last = current\n",
+                "        self._last = self._last or current\n",
+            ),
+        ),
+        (f"{DEVICES}::test_each_part_of_a_step_waits_for_the_one_before_on_whatever_stream_it_is[1-2]",),
+    ),
+    Mutant(
+        "a-second-device-is-taken-in-silence",
+        ("L5",),
+        "Hooks of parameters on two devices run in two threads at once.",
+        (Edit("zero/parameters.py", "        if spec.device != trained[0].device:\n", "        if False:\n"),),
+        (f"{DEVICES}::test_what_is_trained_is_on_one_device",),
+    ),
+    Mutant(
+        "a-default-device-is-overruled",
+        ("L19",),
+        "A model from the meta device lands on a GPU although the user set the CPU.",
+        (
+            Edit(
+                "zero/meta.py",
+                " or any(isinstance(mode, DeviceContext) for mode in modes)",
+                "",
+            ),
+        ),
+        (f"{DEVICES}::test_a_model_without_memory_lands_on_the_accelerator_that_nccl_serves",),
+    ),
     Mutant(
         "a-backward-inside-a-loss-goes-unseen-once-there-are-gradients",
         ("L1",),
