@@ -161,6 +161,14 @@ def connect(process_group: dist.ProcessGroup | None = None) -> Transport:
     return Transport(ProcessGroupCarrier(process_group, _timeout(process_group)))
 
 
+def backend_of(process_group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """The name of what moves a device's tensors in a process group, or in the world; empty where nothing does."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ""
+    group = dist.group.WORLD if process_group is None else process_group
+    return "" if group is None else _backend(group, device)
+
+
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of what moves a device's tensors in a group; empty where nothing does."""
     pairs = (part.partition(":") for part in dist.get_backend_config(group).split(","))

@@ -100,6 +100,16 @@ def total_loss(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.mse_loss(outputs.float(), batch[1], reduction="sum")
 
 
+def sum_of_losses(model: nn.Module, batch: Batch) -> Tensor:
+    return mean_loss(model, batch) + mean_loss(model, (-batch[0], -batch[1]))
+
+
+def second_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """After a backward of the first."""
+    mean_loss(model, batch).backward()  # type: ignore[no-untyped-call]
+    return mean_loss(model, (-batch[0], -batch[1]))
+
+
 def autocast_loss(model: nn.Module, batch: Batch) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         outputs: Tensor = model(batch[0])

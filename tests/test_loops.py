@@ -38,7 +38,9 @@ from .loops import (
     code_of,
     even,
     network,
+    second_loss,
     seeded,
+    sum_of_losses,
     tokens_of,
     total_loss,
     uneven,
@@ -80,6 +82,8 @@ class Example:
 EXAMPLES = {
     "fp32": Example(PlainLoop()),
     "Gradient accumulation": Example(PlainLoop(together=4)),
+    "Several losses": Example(PlainLoop(sum_of_losses)),
+    "Several backwards": Example(PlainLoop(second_loss)),
     "Mixed precision": Example(PlainLoop(precision=MixedPrecision(torch.bfloat16))),
     "fp16 and a GradScaler": Example(PlainLoop(precision=MixedPrecision(torch.float16), scale=1024.0)),
     "Autocast": Example(PlainLoop(autocast_loss)),

@@ -98,6 +98,33 @@ def test_mixed_precision_is_verified_on_ranks() -> None:
     assert len(found.runs) == 12
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_a_loss_that_runs_a_backward_itself_is_told_that_the_order_is_by_rounds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = alone(loss_fn=verified.two_losses)
+    assert found.ok, "one rank's rounds are the plain loop's"
+    assert found.plain.several_backwards
+    assert capsys.readouterr().out.splitlines()[-1] == str(found).splitlines()[-1] == verification.BY_ROUNDS
+    assert "added up by rounds" in verification.BY_ROUNDS
+    mixed = alone(loss_fn=verified.two_losses, stages=(1,), mixed_precision=PRECISIONS["bf16"])
+    assert mixed.plain.several_backwards
+    for loss_fn in (verified.sum_of_two_losses, verified.penalty, None):
+        found = alone(loss_fn=loss_fn, stages=(2,))
+        assert found.ok
+        assert "rounds" not in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_on_several_ranks_it_is_told_where_the_runs_differ() -> None:
+    ranks: dict[str, Any] = {"world_sizes": (2,), "stages": (2,), "batches": verified.pairs(8), "micro_batches": 4}
+    found = alone(loss_fn=verified.two_losses, **ranks)
+    assert not found.ok
+    assert str(found).splitlines()[-2:] == ["1 of 1 runs differ from the plain loop", verification.BY_ROUNDS]
+    assert alone(loss_fn=verified.sum_of_two_losses, **ranks).ok
+
+
 # -- functions by name -------------------------------------------------------------------------------------------------
 
 

@@ -128,6 +128,22 @@ def seeded_by_the_batch(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor
     return model(*batch)
 
 
+def two_losses(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
+    model(*batch).backward()
+    return model(batch[0].flip(0) * 3, batch[1])
+
+
+def sum_of_two_losses(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
+    return model(*batch) + model(batch[0].flip(0) * 3, batch[1])
+
+
+def penalty(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
+    """A gradient with respect to the inputs is no backward of its own."""
+    inputs = batch[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(inputs, batch[1]), inputs, create_graph=True)
+    return model(*batch) + slope.square().sum()
+
+
 def no_loss(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
     return model(*batch).detach()
 

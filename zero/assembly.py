@@ -6,6 +6,7 @@ Knows: which parts there are, and in what order they take up parameters. Does no
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,13 +17,14 @@ from torch import Tensor, nn
 
 from collectives import Algorithm, Choice, Collective, Kind, Pairwise, Tag, Transport, check_name
 from collectives import build as build_collective
+from collectives.carriers import OwnCollectives
 
 from .hooks import check_free
 from .inner import InnerOptimizer
 from .layout import Bucket, Dtypes, ParameterSpec, build
 from .meta import Materializer
 from .offload import Keeper, Offload, StateStore, keeper_of
-from .parameters import check_buffers, check_modules, specs
+from .parameters import changed, check_buffers, check_modules, check_one_device, specs
 from .precision import InputCast, Master, MixedPrecision
 from .reducer import Reducer
 from .replicas import agree_on_construction
@@ -30,6 +32,7 @@ from .runs import BucketStates, Options
 from .sharded import ShardedStorage
 from .stages import Placement, Stage, check_offloaded_parameters, check_reshard, check_sharding_factor
 from .storage import ParameterStorage
+from .streams import Streams
 from .unit_hooks import check_not_in_units
 from .units import Predicate
 from .update import Update
@@ -68,6 +71,8 @@ class Assembly:
         check_name(collective)
         group = _transport(process_group).fork()
         self.kept_by = _agree_on_sharing(group, sharding_factor, reshard, offload, stage)
+        _warn_of_the_host(group, sharding_factor, device)
+        self.streams = Streams()
         self.choice = build_collective(group, collective, device, sharding_factor)
         self.collective: Collective = self.choice.collective
         self.transport, self.shards = self.collective.transport, self.choice.shards
@@ -91,6 +96,7 @@ class Assembly:
             self.transport,
             self.shards,
             self.collective,
+            self.streams,
             means_may_be_shown=precision is None,
         )
         self.update = Update(stage, self.transport, self.shards, self.collective, self.storage, self.reducer, inner)
@@ -117,6 +123,7 @@ class Assembly:
             self.kept_by == 1 < self.shards.world_size,
             self._keeper if self.offload is not None and self.offload.parameters else None,
             self._unborn,
+            self.streams,
         )
 
     def _nearby(self, device: torch.device) -> Choice | None:
@@ -155,6 +162,10 @@ class Assembly:
         """Another optimizer has taken parameters of this one over."""
         return self.reducer.hooks.superseded
 
+    def was_cast(self) -> str | None:
+        """What is wrong where the whole model was cast or moved since: its first parameter was, too."""
+        return changed(self.storage.parameters[0], self.storage.layout.parameters[0])
+
     def _cast_inputs(self) -> None:
         """From now on, what the module is called with has the dtype of its parameters."""
         if self.module is not None:
@@ -183,6 +194,7 @@ class Assembly:
             dtypes = Dtypes.all if self.precision is None else self.precision.of
             units, meta = self.storage.units(), None if self._unborn is None else self._unborn.device
             found, described = specs(groups, self.module, known, first, units, dtypes, meta)
+            check_one_device([*self.storage.layout.parameters, *described])
             check_free([(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)])
             self.storage.prepare(found)
             self._check_elementwise(all_groups, described)
@@ -210,6 +222,7 @@ class Assembly:
 
         with self._failing_for_all():
             self.storage.adopt(found, layout, keep)
+            self.streams.use(self.storage.device)
             for bucket in layout.buckets[buckets:]:
                 begin, end = self.stage.stepped(bucket, self.shards.rank)
                 slot_groups = [layout.parameters[slot.parameter].group for slot in bucket.slots]
@@ -228,6 +241,8 @@ class Assembly:
                 self.inner.add(states, all_groups)
                 states.leave()
         self.reducer.extend(found, layout)
+        for parameter in self.storage.not_updated():
+            self.reducer.hooks.take_over(parameter)
 
     def _reserve(self, buckets: Sequence[Bucket], found: Sequence[Tensor]) -> dict[int, StateStore]:
         """Where the states of new buckets are kept, by bucket, if not beside the parameters, which are ``found``.
@@ -286,6 +301,26 @@ def _transport(process_group: ProcessGroup | Transport | None) -> Transport:
     from collectives.native import connect
 
     return connect(process_group)
+
+
+def backend_of(process_group: ProcessGroup | Transport | None, device: torch.device) -> str:
+    """The name of what moves a device's tensors in a group; empty where nothing does."""
+    if isinstance(process_group, Transport):
+        carrier = process_group.carrier
+        return carrier.backend(device) if isinstance(carrier, OwnCollectives) else ""
+    from collectives.native import backend_of
+
+    return backend_of(process_group, device)
+
+
+def _warn_of_the_host(group: Transport, factor: int | None, device: torch.device) -> None:
+    """Say once that some of the traffic goes through the host."""
+    if device.type != "cpu" and factor not in (None, group.world_size) and group.rank == 0:
+        warnings.warn(
+            f"sharding_factor={factor} of {group.world_size} ranks on {device.type}: gradients and parameters travel "
+            "through the host's memory, since NCCL's collectives are among all ranks of a process group",
+            stacklevel=4,
+        )
 
 
 def _agree_on_sharing(

@@ -286,6 +286,17 @@ def scatter_masters(
         states.leave()
 
 
+class Held(dict[str, Any]):
+    """States of a parameter by name. ``otherwise``: why there are no others."""
+
+    def __init__(self, otherwise: str) -> None:
+        super().__init__()
+        self._otherwise = otherwise
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(f"{name!r}: {self._otherwise}")
+
+
 class States(Mapping[Tensor, dict[str, Any]]):
     """``optimizer.state``: for each parameter what this rank holds, live. A piece is 1-D; a whole has the
     parameter's shape."""
@@ -309,8 +320,9 @@ class States(Mapping[Tensor, dict[str, Any]]):
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         index = self._storage.index(parameter)
         spec = self._storage.layout.parameters[index]
-        found: dict[str, Any] = {}
-        for states, number in self._pieces_of(index):
+        pieces = self._pieces_of(index)
+        found = Held(f"{spec.name!r} has no such state" if pieces else self._absence(index, spec.name))
+        for states, number in pieces:
             state = self._inner.state_of(states.bucket.index, number)
             if state is None:
                 continue
@@ -322,6 +334,13 @@ class States(Mapping[Tensor, dict[str, Any]]):
                 whole = piece.numel == states.bucket.slots[piece.slot].numel
                 found[name] = strided(flat, 0, spec.shape, spec.stride) if whole else flat
         return found
+
+    def _absence(self, index: int, name: str) -> str:
+        owners = ", ".join(map(str, self._storage.owners(index)))
+        return (
+            f"this rank holds no part of the states of {name!r}, which are on rank {owners}: "
+            "optimizer.consolidate_state_dict(to=rank) brings all to one"
+        )
 
     def __iter__(self) -> Iterator[Tensor]:
         return (p for p in self._storage.parameters if self[p])

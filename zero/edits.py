@@ -49,6 +49,13 @@ class Edits:
 
     def note_slot(self, shelf: Shelf, slot: int) -> None:
         """A parameter was edited while it was shown."""
+        now = shelf.parameters[slot].dtype
+        if now is not shelf.nans[slot].dtype:
+            self._found = self._found or (
+                f"{shelf.name(slot)!r} was cast to {now} while its unit was gathered, which was undone: cast the model "
+                "before the optimizer is built"
+            )
+            return
         self.note(
             f"{shelf.name(slot)!r} was edited while its unit was gathered (as an Embedding with max_norm does in its "
             "forward), which the other ranks cannot see"

@@ -44,19 +44,27 @@ class Faces:
         self._held += [None] * len(parameters)
         self._placeholders += [None] * len(parameters)
 
-    def put(self, index: int, gradient: Tensor | None) -> None:
-        """Put ``gradient`` into p.grad."""
+    def put(self, index: int, gradient: Tensor | None) -> RuntimeError | None:
+        """Put ``gradient`` into p.grad; None, and return why, where torch refuses: the parameter was cast or moved."""
         if self._held[index] is not gradient or self._parameters[index].grad is not gradient:
-            self._parameters[index].grad = gradient
-            self._held[index] = gradient
+            return self._give(index, gradient)
+        return None
 
-    def put_placeholder(self, index: int) -> None:
-        """Put the parameter's placeholder into p.grad."""
+    def _give(self, index: int, gradient: Tensor | None) -> RuntimeError | None:
+        try:
+            self._parameters[index].grad = self._held[index] = gradient
+        except RuntimeError as refused:
+            self._parameters[index].grad = self._held[index] = None
+            return refused
+        return None
+
+    def put_placeholder(self, index: int) -> RuntimeError | None:
+        """`put` the parameter's placeholder."""
         made = self._placeholders[index]
         if made is None:
             made = ShardedGradient(self._specs[index], index, self._listener)
             self._placeholders[index] = made
-        self._parameters[index].grad = self._held[index] = made
+        return self._give(index, made)
 
     def hide(self) -> None:
         """Put placeholders where the means are, so that autograd does not add to these."""

@@ -124,9 +124,17 @@ class ShardedGradient(torch.Tensor):
             listener.gradient_zeroed(self.number)
 
     def _refuse(self, action: str) -> NoReturn:
+        remedy = "use optimizer.clip_grad_norm_(max_norm) to clip and optimizer.full_grad(p) to read"
+        if torch._C._current_graph_task_id() != _NO_TASK:
+            remedy = (
+                "something else asks for it inside the backward: if the model is inside DistributedDataParallel, take "
+                "that away, since two systems would add up the gradients"
+            )
+        elif "to_copy" in action:
+            remedy += ", and cast or move the model before the optimizer is built"
         raise RuntimeError(
             f"{action}: this rank does not hold the gradient of {self.owner!r}, which is sharded or not reduced yet; "
-            "use optimizer.clip_grad_norm_(max_norm) to clip and optimizer.full_grad(p) to read"
+            f"{remedy}"
         )
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -227,7 +235,7 @@ class GradientHooks:
 
     def watch(self, parameter: Tensor, index: int) -> None:
         """Hook ``parameter``. A frozen parameter is hooked too: it may be unfrozen later."""
-        self._take_over(parameter)
+        self.take_over(parameter)
         trainable = parameter.requires_grad
         parameter.requires_grad_(True)
         try:
@@ -252,7 +260,8 @@ class GradientHooks:
             handle.remove()
         self._handles, self._before = [], {}
 
-    def _take_over(self, parameter: Tensor) -> None:
+    def take_over(self, parameter: Tensor) -> None:
+        """Make another owner of ``parameter`` superseded."""
         for hook in list((_untyped(parameter)._post_accumulate_grad_hooks or {}).values()):
             owner = hook.owner() if isinstance(hook, _Arrival) else None
             if owner is not None and owner is not self:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._device import DeviceContext
 
 from .released import is_released
 
@@ -190,10 +191,26 @@ class Materializer:
             own.tensor.copy_(value)
 
 
+def landing(backend_of: Callable[[torch.device], str]) -> torch.device:
+    """Where tensors of the meta device get memory: on the default device, where one was set; else on the current
+    accelerator, where the group has NCCL for it. ``backend_of``: what moves a device's tensors in the group."""
+    default, there = torch.get_default_device(), torch.accelerator.current_accelerator(check_available=True)
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    was_set = default.type != "cpu" or any(isinstance(mode, DeviceContext) for mode in modes)
+    if was_set or there is None or backend_of(there) != "nccl":
+        return default
+    return torch.device(there.type, torch.accelerator.current_device_index())
+
+
 def materializer_of(
-    module: nn.Module | None, parameters: Sequence[Tensor], init: InitFunction | None, state_dict: StateDict | None
+    module: nn.Module | None,
+    parameters: Sequence[Tensor],
+    init: InitFunction | None,
+    state_dict: StateDict | None,
+    landing: Callable[[], torch.device],
 ) -> Materializer | None:
-    """What gives meta tensors values; None where there are none. Raises `ValueError` where there can be none."""
+    """What gives meta tensors values, where ``landing`` says; None where there are none. Raises `ValueError` where
+    there can be none."""
     unborn = [parameter for parameter in parameters if is_meta(parameter)]
     if module is not None:
         unborn += [tensor for tensor in (*module.parameters(), *module.buffers()) if is_meta(tensor)]
@@ -213,7 +230,7 @@ def materializer_of(
                 f"parameter {number} of those listed is on the meta device and not in the module, so nothing gives it "
                 "values: list parameters of the module"
             )
-    device = torch.get_default_device()
+    device = landing()
     if device.type == "meta":
         raise ValueError('build the optimizer outside of torch.device("meta"): it gives the model memory')
     return Materializer(module, device, init, state_dict)

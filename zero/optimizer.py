@@ -11,8 +11,11 @@ import copy
 import json
 import math
 import numbers
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -21,14 +24,14 @@ from torch import Tensor, nn
 from collectives import Algorithm, CollectiveError, Kind, Tag, Traffic, Transport
 
 from . import checkpoint
-from .assembly import Assembly
+from .assembly import Assembly, backend_of
 from .clip import check_norm_arguments
 from .describe import Description, describe
 from .inner import InnerOptimizer
 from .join import Call, adopt_options, digests_of
-from .meta import InitFunction, StateDict, materializer_of
+from .meta import InitFunction, StateDict, landing, materializer_of
 from .offload import Offload
-from .parameters import as_groups, check_listed_once, device_of
+from .parameters import as_groups, check_listed_once, device_of, members_of
 from .precision import MixedPrecision
 from .replicas import compare, gather_slot
 from .stages import Placement, stage_of
@@ -36,6 +39,8 @@ from .units import Predicate
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+TAKEN_OVER = "a newer ZeroOptimizer took over parameters of this one"
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -115,7 +120,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise TypeError(f"offload must be a zero.Offload, not {offload!r}")
         self._inner = InnerOptimizer(optimizer_class, defaults)
         groups = as_groups(params)
+        land = partial(landing, partial(backend_of, process_group))
         device = device_of(groups)
+        if device.type == "meta":
+            device = land()
         listed = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
         parts = Assembly(
             self._stage,
@@ -130,7 +138,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             sharding_factor,
             reshard_after_forward,
             offload,
-            lambda: materializer_of(self._module, listed, param_init_fn, init_state_dict),
+            lambda: materializer_of(self._module, listed, param_init_fn, init_state_dict, land),
         )
         self._assembly, self._transport, self._collective = parts, parts.transport, parts.collective
         self._storage, self._reducer, self._update = parts.storage, parts.reducer, parts.update
@@ -157,7 +165,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self._storage.retire():
             raise RuntimeError("add_param_group() inside gathered() or inside a forward: leave it first")
         group = dict(param_group)
-        group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        group["params"] = members_of(group["params"], "param_group['params']")
         known = {id(p): self._storage.name(p) for g in self.param_groups for p in g["params"]}
         for entry in group["params"]:
             parameter = entry[1] if isinstance(entry, tuple) else entry
@@ -198,6 +206,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @divisor.setter
     def divisor(self, value: float) -> None:
+        self._check()
         given: Any = value  # also numpy's numbers
         if isinstance(given, bool) or not isinstance(given, numbers.Real) or not math.isfinite(value) or value == 0:
             raise ValueError(f"rank {self.rank}: the divisor must be a finite number other than 0, not {value!r}")
@@ -420,14 +429,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._storage.broadcast_buffers()
 
     def close(self) -> None:
-        """Make the model plain again: every parameter gets memory of its own, and every hook goes. All ranks."""
+        """Make the model plain again: every parameter gets memory of its own, and every hook goes. All ranks.
+
+        What was replaced, tied or cast since construction stays as it is; a warning names what is lost with it. Raises
+        only where values cannot be gathered any more, or inside a forward, a backward or `join`; while the caller's own
+        exception is under way (in its ``finally``, say), that is a warning, too.
+        """
         if self._closed:
             return
+        first = sys.exc_info()[1]
+        try:
+            self._close()
+        except Exception as error:
+            if first is None:
+                raise
+            warnings.warn(f"close() after {type(first).__name__}: {error}", RuntimeWarning, stacklevel=2)
+
+    def _close(self) -> None:
         if self._storage.busy() or self._reducer.joining:
             raise RuntimeError("close() inside a forward, inside a backward or inside join(): leave it first")
         try:
-            if not self._transport.broken:
-                self._reducer.agree("close()", self._storage.problem())
+            lost = self._lost()
+            if lost is not None:
+                warnings.warn(f"close(): {lost}", RuntimeWarning, stacklevel=3)
         finally:
             self._closed = "its parameters could not be gathered any more"
             self._assembly.release()
@@ -435,6 +459,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._transport.pool.trim()
             self._assembly.shards.pool.trim()
             self._closed = "the model is plain again"
+
+    def _lost(self) -> str | None:
+        """What does not become plain by a close, or is lost by it; None where nothing is. Collective."""
+        if self._assembly.superseded:
+            return f"{TAKEN_OVER}, and keeps them"
+        names = self._storage.replaced()
+        try:
+            if not self._transport.broken:
+                self._reducer.agree("close()", self._storage.problem())
+        except CollectiveError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            of = f"; lost: the values that this optimizer gave {', '.join(map(repr, names))}" if names else ""
+            return f"{error}{of}"
+        return None
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -520,8 +559,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _check(self) -> None:
         if self._closed:
             raise RuntimeError(f"this optimizer is closed: {self._closed}; build a new optimizer")
-        if self._reducer.hooks.superseded:
-            raise RuntimeError("a newer ZeroOptimizer took over parameters of this one: use that, or build a new one")
+        if self._assembly.superseded:
+            raise RuntimeError(f"{TAKEN_OVER}: use that, or build a new one")
+        self._assembly.streams.join()
 
     def __repr__(self) -> str:
         name = f"{self._inner.name}, stage={self._stage.number}, rank {self.rank} of {self.world_size}"

@@ -6,7 +6,8 @@ Knows: modules, parameters, names. Does not know: ranks, gradients, optimizers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,29 +40,62 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     """The user's ``params`` as torch.optim's list of groups; a module becomes one group of named parameters."""
     if isinstance(params, Tensor):
         raise TypeError("params must be a module, an iterable of parameters or of param groups, not one tensor")
-    if isinstance(params, (set, frozenset)):
-        raise TypeError("params must be in an order that all ranks share; a set has none")
-    given = list(params.named_parameters() if isinstance(params, nn.Module) else params)
+    given = _in_order(params.named_parameters() if isinstance(params, nn.Module) else params, "params")
     if not given:
         raise ValueError("the parameter list is empty: there is nothing to optimise")
-    if not isinstance(given[0], dict):
-        return [{"params": given}]
+    if not any(isinstance(entry, dict) for entry in given):
+        return [{"params": members_of(given, "params")}]
     groups = []
-    for group in given:
-        members = group["params"]
-        if isinstance(members, (set, frozenset)):
-            raise TypeError("the params of a group must be in an order that all ranks share; a set has none")
-        groups.append({**group, "params": [members] if isinstance(members, Tensor) else list(members)})
+    for number, group in enumerate(given):
+        if not isinstance(group, dict) or "params" not in group:
+            raise TypeError(
+                f"params[{number}] is {_shown(group)}, not a param group with 'params': where one entry is a group, "
+                "all must be"
+            )
+        groups.append({**group, "params": members_of(group["params"], f"params[{number}]['params']")})
     return groups
 
 
+def members_of(params: Any, place: str) -> list[Any]:
+    """Parameters, or (name, parameter) pairs, as a list. Raises `TypeError` naming what is neither, and where in
+    ``place``."""
+    members = [params] if isinstance(params, Tensor) else _in_order(params, place)
+    for number, entry in enumerate(members):
+        is_pair = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
+        if not isinstance(entry[1] if is_pair else entry, Tensor):
+            raise TypeError(f"{place}[{number}] is {_shown(entry)}, neither a parameter nor a (name, parameter) pair")
+    return members
+
+
+def _in_order(params: Any, place: str) -> list[Any]:
+    if isinstance(params, (set, frozenset)):
+        raise TypeError(f"{place} must be in an order that all ranks share; a set has none")
+    if not isinstance(params, Iterable):
+        raise TypeError(f"{place} is {_shown(params)}, and must be parameters, param groups or a module")
+    return list(params)
+
+
+def _shown(value: Any) -> str:
+    kind = type(value).__name__
+    return f"a {kind}" if hasattr(value, "shape") else f"{reprlib.repr(value)} ({kind})"
+
+
 def device_of(groups: Sequence[Mapping[str, Any]]) -> torch.device:
-    """Where the first parameter is, or will be, if it is on the meta device; the CPU where there is none, which
-    `specs` tells."""
+    """Where the first parameter is; the CPU where there is none, which `specs` tells."""
     entries = (entry for group in groups for entry in group["params"])
     parts = (part for entry in entries for part in (entry if isinstance(entry, tuple) else (entry,)))
-    found = next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
-    return torch.get_default_device() if found.type == "meta" else found
+    return next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
+
+
+def check_one_device(specs: Iterable[ParameterSpec]) -> None:
+    """Raise `ValueError` naming two parameters that are trained on different devices."""
+    trained = [spec for spec in specs if spec.trainable]
+    for spec in trained:
+        if spec.device != trained[0].device:
+            raise ValueError(
+                f"{trained[0].name!r} is on {trained[0].device} and {spec.name!r} on {spec.device}: what is trained "
+                "must be on one device, since autograd would run their hooks in two threads, which have no lock yet"
+            )
 
 
 def check_buffers(module: nn.Module | None) -> None:
@@ -72,8 +106,14 @@ def check_buffers(module: nn.Module | None) -> None:
 
 
 def check_modules(module: nn.Module | None) -> None:
-    """Raise `ValueError` naming a part of the module whose parameters are not Python's."""
+    """Raise `ValueError` naming a part of the module whose parameters are not Python's, or whose gradients another
+    system adds up."""
     for name, part in () if module is None else module.named_modules():
+        if isinstance(part, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"{name or 'the module'!r} is a DistributedDataParallel: take it away, and pass what it wraps "
+                "(its .module); two systems would add up the gradients"
+            )
         if isinstance(part, torch.jit.ScriptModule):
             raise ValueError(
                 f"{name or 'the module'!r} is a ScriptModule, whose memory cannot be laid out: script later"
@@ -157,8 +197,6 @@ def specs(
 
 
 def _check(parameter: Tensor, name: str, *, may_be_meta: bool) -> None:
-    if not isinstance(parameter, Tensor):
-        raise TypeError(f"{name!r} is a {type(parameter).__name__}, not a tensor")
     if is_lazy(parameter):
         raise ValueError(f"{name!r} is not initialised yet: run a forward of its lazy module first")
     if is_released(parameter):
@@ -204,7 +242,21 @@ def _check_apart(parameters: Sequence[tuple[Tensor, str]]) -> None:
 
 def misplaced(bound: Iterable[Binding]) -> str | None:
     """What is wrong where a module no longer holds the parameter that it had."""
-    for binding in bound:
-        if binding.registry.get(binding.key) is not binding.parameter:
-            return f"the module's {binding.name!r} was replaced after the optimizer was built: build a new optimizer"
+    for name in replaced(bound):
+        return f"the module's {name!r} was replaced after the optimizer was built: build a new optimizer"
     return None
+
+
+def changed(parameter: Tensor, spec: ParameterSpec) -> str | None:
+    """What is wrong where a parameter was cast or moved since its optimizer was built."""
+    if parameter.dtype is spec.dtypes.compute and str(parameter.device) == spec.device:
+        return None
+    return (
+        f"{spec.name!r} is now {parameter.dtype} on {parameter.device}, but was {spec.dtypes.compute} on {spec.device} "
+        "when the optimizer was built: move and cast the model before that"
+    )
+
+
+def replaced(bound: Iterable[Binding]) -> Iterator[str]:
+    """The names under which a module no longer holds the parameter that it had."""
+    return (binding.name for binding in bound if binding.registry.get(binding.key) is not binding.parameter)

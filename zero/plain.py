@@ -21,6 +21,9 @@ class PlainLoop:
 
     superseded = False
 
+    def was_cast(self) -> str | None:
+        return None
+
     def __init__(
         self, parameters: list[Tensor], optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
     ) -> None:

@@ -157,6 +157,9 @@ class Owner(Protocol):
     @property
     def superseded(self) -> bool: ...
 
+    def was_cast(self) -> str | None:
+        """What is wrong where the model itself was cast since."""
+
 
 class InputCast:
     """Casts the floating-point tensors that a module is called with, before any other hook, as long as its owner lives
@@ -170,6 +173,10 @@ class InputCast:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._is_over():
             return args, kwargs
+        owner = None if self._owner is None else self._owner()
+        problem = None if owner is None else owner.was_cast()
+        if problem is not None:
+            raise RuntimeError(problem)
         dtype = self._dtype
         return tuple(_cast(arg, dtype) for arg in args), {key: _cast(value, dtype) for key, value in kwargs.items()}
 

@@ -104,6 +104,7 @@ class Run:
     numel: int
     ranks: tuple[int, ...]
     difference: Difference | None
+    several_backwards: bool = False  # `loss_fn` has run one itself: seen in the plain loop
 
     @property
     def ok(self) -> bool:

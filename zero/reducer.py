@@ -25,12 +25,14 @@ from .gradients import GradientStore
 from .hooks import GradientHooks
 from .join import Options, Turns
 from .layout import Layout, Piece
+from .parameters import changed
 from .progress import Phase, Progress
 from .released import as_plain
 from .replicas import gather_slot
 from .rounds import Rounds
 from .shown import Shown
 from .stages import Placement, Stage
+from .streams import Streams
 
 
 class Reducer:
@@ -43,12 +45,13 @@ class Reducer:
         transport: Transport,
         shards: Transport,
         collective: Collective,
+        streams: Streams,
         *,
         means_may_be_shown: bool,
     ) -> None:
         """``shards``: the ranks that own the slices of buckets; ``means_may_be_shown``: of `Shown`."""
         self._stage, self._transport, self._collective = stage, transport, collective
-        self._place = shards.rank
+        self._place, self._streams = shards.rank, streams
         self._rounds = Rounds(layout, stage, transport, shards, collective)
         self._progress = Progress(transport.world_size)
         self._shown = Shown(self, stage, self._rounds, self._progress, means_may_be_shown=means_may_be_shown)
@@ -96,6 +99,7 @@ class Reducer:
     # -- events of autograd (the listener of `GradientHooks`) ---------------------------------------------------------
 
     def backward_is_near(self) -> None:
+        self._streams.join()
         self.finish_interrupted()
         self._stranger = self._shown.look()
         if self.means_are_shown:
@@ -114,6 +118,7 @@ class Reducer:
         self._rounds.begin(is_round=self._sync)
 
     def gradient_ready(self, index: int, gradient: Tensor) -> None:
+        self._streams.join()
         if gradient.layout is not torch.strided:
             self.parameters[index].grad = None
             raise RuntimeError(
@@ -121,10 +126,16 @@ class Reducer:
                 "gradients are not supported; build the Embedding with sparse=False"
             )
         self._progress.used[index] = True
-        self._shown.put_placeholder(index)
+        refused = self._shown.put_placeholder(index)
+        if refused is not None:
+            problem = changed(self.parameters[index], self._rounds.layout.parameters[index])
+            raise RuntimeError(
+                f"rank {self._transport.rank}: {problem or f'the gradient of {self._name(index)}: {refused}'}"
+            ) from refused
         self._rounds.arrived(index, gradient)
 
     def backward_ended(self) -> None:
+        self._streams.join()
         self._complete()
         self._shown.show()
 
@@ -225,6 +236,7 @@ class Reducer:
         options: Mapping[str, int] | None = None,
     ) -> list[Record]:
         """Meet all ranks and compare what they hold. Collective; raises the same error on every rank."""
+        self._streams.join()
         self.finish_interrupted()
         stranger = self._shown.look()
         if self._progress.is_open and self._progress.means_divisor != self.divisor:  # the means will be gathered anew

@@ -13,11 +13,13 @@ interpreter, and a graph that was recorded before keeps an old version counter.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .layout import ParameterSpec
 
@@ -35,6 +37,7 @@ _METHODS = (
     "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size",
 )
 # fmt: on
+_CASTS = ("to", "type", "double", "float", "half", "bfloat16", "cpu", "cuda", "xpu")  # what nn.Module calls
 
 
 def _answerable() -> frozenset[Any]:
@@ -75,7 +78,7 @@ def released_class(base: type[Tensor], spec_of: SpecOf) -> type[Tensor]:
             f"{_called(func)}: {spec.name!r} is released: at stage 3 a parameter has values only inside its unit's "
             "forward and backward; read it inside 'with optimizer.gathered():', edit it inside 'gathered(write=True)', "
             "and call the unit itself rather than its forward() or a part of it; zero.register_forward_method makes "
-            "another method of the unit one that gathers"
+            f"another method of the unit one that gathers{_further_remedy(func)}"
         )
 
     def show(self: Tensor, **_: Any) -> str:
@@ -169,6 +172,18 @@ _WITHOUT_VALUES = _without_values()
 def is_released(parameter: object) -> bool:
     """True while a parameter has no memory."""
     return getattr(type(parameter), "released", False) is True
+
+
+def _further_remedy(func: Any) -> str:
+    """What else there is to do, where it is a known habit that met a released parameter."""
+    if getattr(func, "__name__", "") in _CASTS:
+        return "; move and cast the model before the optimizer is built, or after its close()"
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is nn.parallel.DistributedDataParallel.__init__.__code__:
+            return "; take DistributedDataParallel away, since two systems would add up the gradients"
+        frame = frame.f_back
+    return ""
 
 
 def _called(func: Any) -> str:

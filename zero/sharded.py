@@ -18,13 +18,14 @@ from collectives import Choice, Collective, Kind, Region, Tag, Transport
 from .layout import Bucket, Dtypes, Layout, ParameterSpec, build
 from .meta import Materializer, is_meta
 from .offload import Keeper
-from .parameters import bindings, misplaced, specs
+from .parameters import bindings, misplaced, replaced, specs
 from .precision import MixedPrecision
 from .released import as_plain
 from .replicas import broadcast, fingerprint
 from .residency import Residency, State
 from .shelf import Common, Shelf
 from .storage import Keep, ParameterStorage
+from .streams import Streams
 from .unit_hooks import UnitHooks
 from .units import Predicate, find_units
 
@@ -60,12 +61,13 @@ class ShardedStorage(ParameterStorage):
         keeps_whole: bool,
         keeper: Keeper | None,
         unborn: Materializer | None,
+        streams: Streams,
     ) -> None:
         """``nearby``: the ranks, of those that share a copy, who share what is kept for a backward; None: all;
         ``keeps_whole``: each keeps all of it.
         ``keeper``: where this rank's slices are kept, if not in memory; ``unborn``: what has no memory yet."""
         super().__init__(transport, shards, direct, module, precision)
-        self._root, self._bucket_bytes = module, bucket_bytes
+        self._root, self._bucket_bytes, self._streams = module, bucket_bytes, streams
         self._unborn = unborn
         self._meta = None if unborn is None else unborn.device  # where that goes
         there = (parameter.device for parameter in module.parameters())
@@ -133,7 +135,7 @@ class ShardedStorage(ParameterStorage):
         self._cast_rest()
         self.residency.announce()
         if self._hooks is None:
-            self._hooks = UnitHooks(self._units, self.residency, keeps_whole=self._keeps_whole)
+            self._hooks = UnitHooks(self._units, self.residency, self._streams, keeps_whole=self._keeps_whole)
             numbers = self.units()
             whole = [p.detach() for p in self._root.parameters() if id(p) not in numbers]  # of integer dtypes
             broadcast(self._direct, self._transport, [*whole, *self._buffers()])
@@ -316,6 +318,12 @@ class ShardedStorage(ParameterStorage):
                 slots = enumerate(shelf.bucket.slots)
                 self.residency.changed(shelf, [number for number, slot in slots if used[slot.parameter]])
         self.residency.announce()
+
+    def replaced(self) -> list[str]:
+        return list(replaced(self._bindings))
+
+    def not_updated(self) -> Sequence[Tensor]:
+        return () if self._rest_lot is None else self._rest_lot.parameters
 
     def rest_flats(self) -> list[Tensor]:
         return [] if self._rest_lot is None else list(self._rest_lot.flats.values())

@@ -48,9 +48,9 @@ class Shown:
         """Take up further parameters, the last of ``layout``."""
         self._faces.extend(parameters, layout.parameters[len(layout.parameters) - len(parameters) :])
 
-    def put_placeholder(self, index: int) -> None:
-        """A gradient arrived."""
-        self._faces.put_placeholder(index)
+    def put_placeholder(self, index: int) -> RuntimeError | None:
+        """A gradient arrived; returns why it cannot be taken, where the parameter was cast or moved."""
+        return self._faces.put_placeholder(index)
 
     def hide(self) -> None:
         """Let no mean be where autograd would add to it."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from collectives import Collective, Transport
 
 from .layout import Bucket, Layout, Slot
-from .parameters import HELD_ELSEWHERE, bindings, misplaced
+from .parameters import HELD_ELSEWHERE, bindings, changed, misplaced, replaced
 from .precision import MixedPrecision, cast
 from .released import is_released
 from .replicas import broadcast, fingerprint
@@ -142,6 +142,13 @@ class ParameterStorage:
     def name(self, parameter: Tensor) -> str:
         return self.layout.parameters[self.index(parameter)].name
 
+    def owners(self, index: int) -> list[int]:
+        """The ranks that own a part of a parameter, of those that share this rank's copy."""
+        bucket, number, _ = next(found for found in self.layout.slots() if found[2].parameter == index)
+        first = self._transport.rank - self._shards.rank
+        places = range(self._shards.world_size)
+        return [first + r for r in places if any(piece.slot == number for piece in bucket.pieces(*bucket.owned(r)))]
+
     def flat_of(self, index: int) -> Tensor:
         """A parameter's elements in memory order, 1-D."""
         bucket, slot = next((b, s) for b, _, s in self.layout.slots() if s.parameter == index)
@@ -241,17 +248,29 @@ class ParameterStorage:
     def _misplacement(self, bucket: Bucket, slot: Slot) -> str | None:
         parameter, spec = self.parameters[slot.parameter], self.layout.parameters[slot.parameter]
         flat = self.flats[bucket.index]
-        if parameter.dtype is not flat.dtype or parameter.device != flat.device:
-            return (
-                f"{spec.name!r} is now {parameter.dtype} on {parameter.device}, but was {flat.dtype} on "
-                f"{flat.device} when the optimizer was built: move and cast the model before that"
-            )
+        problem = changed(parameter, spec)
+        if problem is not None:
+            return problem
         if slot.numel and parameter.data_ptr() != flat.data_ptr() + slot.offset * flat.itemsize:
             return (
                 f"the memory of {spec.name!r} was replaced after the optimizer was built (by assigning to .data, "
                 "or by moving the model): edit parameters in place"
             )
         return None
+
+    def replaced(self) -> list[str]:
+        """Names under which the module no longer has the values that this optimizer gave it, and never will."""
+        names = list(replaced(self._bindings))
+        for bucket, _, slot in self.layout.slots():
+            spec = self.layout.parameters[slot.parameter]
+            has_values = changed(self.parameters[slot.parameter], spec) is not None  # it was cast or moved with them
+            if not has_values and self._misplacement(bucket, slot) is not None:
+                names.append(spec.name)
+        return names
+
+    def not_updated(self) -> Sequence[Tensor]:
+        """Parameters that are stored here and not updated."""
+        return ()
 
     def rest_flats(self) -> list[Tensor]:
         """This rank's memory of the parameters of `rest`."""
@@ -278,4 +297,6 @@ class ParameterStorage:
 
     def _lies_here(self, index: int) -> bool:
         flat = self.flat_of(index)
+        if is_released(self.parameters[index]):  # of an optimizer that took it over
+            return False
         return self.parameters[index].untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()

@@ -31,6 +31,7 @@ from .forward_methods import ForwardMethod, check_method
 from .released import is_released
 from .residency import Residency, refuse_transforms
 from .saving import Saver
+from .streams import Streams
 from .units import ROOT, Entry, Units
 
 _NO_TASK = -1
@@ -84,9 +85,9 @@ class Order:
 class UnitHooks:
     """The hooks of one optimizer on one module's units, until `remove`."""
 
-    def __init__(self, units: Units, residency: Residency, *, keeps_whole: bool) -> None:
+    def __init__(self, units: Units, residency: Residency, streams: Streams, *, keeps_whole: bool) -> None:
         """``keeps_whole``: what a forward gathered stays for its backward."""
-        self._residency, self._keeps_whole = residency, keeps_whole
+        self._residency, self._streams, self._keeps_whole = residency, streams, keeps_whole
         self._units = len(units.names)
         self._order = Order(self._units)
         self._running: list[_Place] = []
@@ -238,6 +239,7 @@ class UnitHooks:
 
     def _begin(self) -> None:
         """Take note of a backward that began, or that an exception left."""
+        self._streams.join()
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return

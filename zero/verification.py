@@ -37,6 +37,11 @@ NOT_DETERMINISTIC = (
     "The model is not deterministic by itself, so there is nothing to compare the stages with. Where it draws random "
     "numbers (dropout), seed them for each micro-batch: torch.manual_seed(...) in loss_fn, from the batch."
 )
+BY_ROUNDS = (
+    "loss_fn runs a backward itself. Several backwards of a micro-batch are added up by rounds: the first one of each "
+    "rank, then the second of each. The plain loop adds one micro-batch after the other, which on several ranks is "
+    "another sum. Return the sum of the losses instead, for one backward."
+)
 BUILT_TWICE = (
     "build_model() makes other parameters each time, so there is nothing to compare the stages with. Seed what it "
     "draws from; torch's own generator is seeded before each call."
@@ -60,7 +65,11 @@ class Verification:
 
     @property
     def conclusion(self) -> str:
-        """The last line of the table."""
+        """The last line of the table; a further one where gradients are added up in another order."""
+        return f"{self._verdict}\n{BY_ROUNDS}" if self.plain.several_backwards else self._verdict
+
+    @property
+    def _verdict(self) -> str:
         if not self.plain.ok:
             return NOT_DETERMINISTIC if self.plain.step else BUILT_TWICE
         wrong = sum(not run.ok for run in self.runs)

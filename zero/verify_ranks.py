@@ -99,32 +99,42 @@ def _line_of_user(stack: Iterable[traceback.FrameSummary]) -> str:
     return f" (at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
-    """A program made ready in this process: a model as built, micro-batches of its own, the number of steps."""
+    """A program made ready in this process: a model as built, micro-batches of its own, the number of steps.
+    ``several_backwards``: `loss_fn` has run one itself."""
 
     name: str
     program: Program
     model: nn.Module
     batches: list[Any]
     steps: int
+    several_backwards: bool = False
 
     def backward(self, watch: Watch, step: int, number: int) -> None:
         """Micro-batch ``number`` (from 0) of step ``step`` (from 1)."""
         index = (step - 1) * self.program.micro_batches + number
         watch.at(f"{self.name}, step {step}, batches[{index}]")
         given = self.program.loss_fn
+        before = [(parameter.grad, _version(parameter.grad)) for parameter in self.model.parameters()]
         loss = (resolve(given) if given else _default_loss)(self.model, self.batches[index])
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = "loss_fn(model, batch)" if given else "without loss_fn the model"
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"{what} must return the loss, one element with a graph behind it, not {found}")
+        pairs = zip(self.model.parameters(), before, strict=True)
+        self.several_backwards |= any(p.grad is not g or _version(p.grad) != version for p, (g, version) in pairs)
         loss.backward()  # type: ignore[no-untyped-call]
 
     def run(self, stage: int | None, world_size: int, step: int, found: Mapping[int, Difference]) -> Run:
         """What came of it; ``found``: by rank."""
         numel = sum(parameter.numel() for parameter in self.model.parameters())
-        return Run(stage, world_size, step, numel, tuple(found), next(iter(found.values()), None))
+        first = next(iter(found.values()), None)
+        return Run(stage, world_size, step, numel, tuple(found), first, self.several_backwards)
+
+
+def _version(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version
 
 
 def _default_loss(model: nn.Module, batch: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     mutants_habits,
+    mutants_messages,
     mutants_meta,
     mutants_norms,
     mutants_offload,
@@ -28,4 +29,5 @@ MUTANTS = (
     *mutants_offload.MUTANTS,
     *mutants_meta.MUTANTS,
     *mutants_habits.MUTANTS,
+    *mutants_messages.MUTANTS,
 )

@@ -194,8 +194,8 @@ MUTANTS = (
         (
             Edit(
                 "zero/parameters.py",
-                "if binding.registry.get(binding.key) is not binding.parameter:",
-                "if binding.key not in binding.registry:",
+                "if binding.registry.get(binding.key) is not binding.parameter)",
+                "if binding.key not in binding.registry)",
             ),
         ),
         ("test_errors.py::test_a_module_whose_parameters_were_replaced_moved_or_cast",),
