@@ -369,8 +369,8 @@ CASTS = (
         (
             Edit(
                 STORAGE,
-                "            cast(self._unlisted(), self._precision.param_dtype)\n",
-                "            cast(self._unlisted()[:0], self._precision.param_dtype)\n",
+                "            cast([parameter for _, parameter in self._others()], self._precision.param_dtype)\n",
+                "            cast([], self._precision.param_dtype)\n",
             ),
         ),
         (f"{CAST}[2-True]",),
