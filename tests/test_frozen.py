@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from collectives import Transport, on_threads
-from zero import MixedPrecision, ZeroOptimizer
+from zero import MixedPrecision, ZeroOptimizer, verify
 
 from .loops import PlainLoop, seeded
 from .plain import assert_same_bits, assert_same_model, assert_same_states, share
@@ -128,6 +128,36 @@ def test_what_is_replicated_is_the_ranks_own_memory_and_described(stage: int, li
         optimizer.close()
 
     on_threads(2, program, timeout=10)
+
+
+def verified_batches() -> list[tuple[Tensor, Tensor]]:
+    return BATCHES
+
+
+def qlora_in_bf16() -> QLora:
+    return qlora(dtype=torch.bfloat16)
+
+
+def verified_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]).float(), batch[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@PRECISIONS
+def test_verify_takes_a_quantised_base(precision: MixedPrecision | None) -> None:
+    found = verify(
+        build_model=qlora if precision is None else qlora_in_bf16,
+        batches=verified_batches,
+        loss_fn=verified_loss,
+        optimizer_class=torch.optim.AdamW,
+        lr=1e-2,
+        max_norm=1.0,
+        stages=(1, 3),
+        world_sizes=(2,),
+        mixed_precision=precision,
+    )
+    assert found.ok
 
 
 # -- what differs between ranks --------------------------------------------------------------------------------------
@@ -299,7 +329,7 @@ def test_what_cannot_be_trained_is_named_on_every_rank_with_a_remedy(stage: int,
         assert_same_model(model, plain(model=holder(torch.ones(3))))
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@ALL_STAGES
 def test_a_group_with_a_subclass_is_refused_and_training_goes_on(stage: int) -> None:
     def program(group: Transport) -> tuple[str, nn.Module]:
         model = holder(torch.ones(3))
@@ -535,6 +565,13 @@ def test_a_list_or_a_group_may_hold_what_is_replicated(stage: int, module: bool)
         assert more.tolist() == [7, 7]
         assert "'parameter 2' is in a param group already" in again
         assert_same_model(model, plain(model=holder(torch.ones(3, dtype=torch.int8))))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_replicated_one_that_overlaps_itself_is_an_error(stage: int) -> None:
+    model = holder(torch.ones(1, 4, dtype=torch.uint8).expand(5, 4))
+    with pytest.raises(ValueError, match=r"'held' overlaps itself in memory .*clone"):
+        zero(model.layer.parameters(), None, stage, module=model)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -203,7 +203,7 @@ class Assembly:
             problem = error
         lines = [] if problem is not None else [*self._lines(described), *_replicated_lines(replicated)]
         agree_on_construction(self.transport, lines, problem)
-        self.storage.replicate(replicated)
+        self.storage.check_replicas(replicated)
         if self._unborn is not None and self.stage.parameters is Placement.WHOLE:
             with self._failing_for_all():
                 self._unborn.finish()
@@ -224,6 +224,7 @@ class Assembly:
                     stores[bucket.index].leave()
 
         with self._failing_for_all():
+            self.storage.replicated += replicated
             self.storage.adopt(found, layout, keep)
             for bucket in layout.buckets[buckets:]:
                 begin, end = self.stage.stepped(bucket, self.shards.rank)

@@ -115,15 +115,11 @@ class ParameterStorage:
         self._cast_rest()
         self._copy([*self._others(), *self._buffers()])
 
-    def replicate(self, parameters: Sequence[tuple[ParameterSpec, Tensor]]) -> None:
-        """Take up listed parameters that are in no bucket. Collective; raises `ValueError`, on every rank and before
-        anything has changed, where what cannot be copied from rank 0 differs."""
-        before, self.replicated = self.replicated, [*self.replicated, *parameters]
-        try:
-            self._compare([*self.replicas(), *self._buffers()])
-        except ValueError:
-            self.replicated = before
-            raise
+    def check_replicas(self, listed: Sequence[tuple[ParameterSpec, Tensor]]) -> None:
+        """Raise `ValueError`, on every rank, where what cannot be copied from rank 0 differs, of what every rank holds
+        whole. Collective; ``listed``: replicated parameters that are about to be taken over."""
+        known = [*((spec.name, parameter) for spec, parameter in listed), *self.replicas(), *self._buffers()]
+        self._compare(list({id(tensor): (name, tensor) for name, tensor in known}.values()))
 
     def _copy(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Give rank 0's values to all, of what every rank holds whole. Collective."""

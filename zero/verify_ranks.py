@@ -199,8 +199,13 @@ def _plain_steps(work: Work, watch: Watch) -> Iterator[tuple[int, dict[str, Tens
 
 
 def _compared(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters by name; without frozen tensor subclasses, which nobody writes and no file can hold."""
-    return {name: parameter for name, parameter in model.named_parameters() if is_copied(parameter)}
+    """The parameters by name, complex ones as real numbers; without frozen tensor subclasses, which nobody writes and
+    no file can hold."""
+    named = {name: parameter for name, parameter in model.named_parameters() if is_copied(parameter)}
+    return {
+        name: torch.view_as_real(parameter.detach().resolve_conj()) if parameter.is_complex() else parameter
+        for name, parameter in named.items()
+    }
 
 
 def worlds(folder: Path, watch: Watch) -> None:
