@@ -632,8 +632,8 @@ JOINING = (
         (
             Edit(
                 STORAGE,
-                "        broadcast(self._direct, self._transport, self._buffers())\n",
-                "        broadcast(self._direct, self._transport, self._buffers()[:0])\n",
+                "        self._copy(self._buffers())\n        self._compare",
+                "        self._copy([])\n        self._compare",
             ),
         ),
         (f"{CALLS}[2]",),
