@@ -181,7 +181,7 @@ class Assembly:
         problem: Exception | None = None
         found: list[Tensor] = []
         described: list[ParameterSpec] = []
-        replicated: list[tuple[ParameterSpec, Tensor]] = []
+        replicated: dict[Tensor, ParameterSpec] = {}
         try:
             check_buffers(self.module)
             known = sum(len(group["params"]) for group in all_groups[:first])
@@ -193,7 +193,7 @@ class Assembly:
                     found.append(parameter)
                     described.append(spec)
                 else:
-                    replicated.append((spec, parameter))
+                    replicated[parameter] = spec
             if not found and not self.storage.flats:
                 raise ValueError(NOTHING_TO_TRAIN)
             check_free([(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)])
@@ -224,7 +224,7 @@ class Assembly:
                     stores[bucket.index].leave()
 
         with self._failing_for_all():
-            self.storage.replicated += replicated
+            self.storage.replicated.update(replicated)
             self.storage.adopt(found, layout, keep)
             for bucket in layout.buckets[buckets:]:
                 begin, end = self.stage.stepped(bucket, self.shards.rank)
@@ -296,8 +296,8 @@ class Assembly:
         ]
 
 
-def _replicated_lines(replicated: Sequence[tuple[ParameterSpec, Tensor]]) -> list[str]:
-    return [f"replicated {spec.line()} {type(parameter).__name__}" for spec, parameter in replicated]
+def _replicated_lines(replicated: Mapping[Tensor, ParameterSpec]) -> list[str]:
+    return [f"replicated {spec.line()} {type(parameter).__name__}" for parameter, spec in replicated.items()]
 
 
 def _transport(process_group: ProcessGroup | Transport | None) -> Transport:

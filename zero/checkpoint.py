@@ -304,7 +304,7 @@ class States(Mapping[Tensor, dict[str, Any]]):
         return self._pieces.get(index, [])
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        if self._storage.replicates(parameter):
+        if parameter in self._storage.replicated:
             return {}
         index = self._storage.index(parameter)
         spec = self._storage.layout.parameters[index]

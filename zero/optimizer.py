@@ -368,7 +368,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def full_grad(self, parameter: Tensor) -> Tensor | None:
         """The whole mean gradient of ``parameter`` in its shape, a copy; None where no rank used it. All ranks."""
         self._check()
-        if self._storage.replicates(parameter):
+        if parameter in self._storage.replicated:
             return None
         index = self._storage.index(parameter)
         with self._reducer.in_turn("full_grad", index=index):
@@ -378,7 +378,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The whole master weights of ``parameter`` in its shape, a copy; where there are none, those that the model
         computes with, in the dtype of a master; of one that is replicated, in its own. All ranks."""
         self._check()
-        if self._storage.replicates(parameter):
+        if parameter in self._storage.replicated:
             return parameter.detach().clone()
         index = self._storage.index(parameter)
         spec = self._storage.layout.parameters[index]

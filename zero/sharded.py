@@ -238,7 +238,7 @@ class ShardedStorage(ParameterStorage):
                     if shelf.updated:
                         for slot, parameter in enumerate(shelf.parameters):
                             found[shelf.name(slot)] = fingerprint(parameter)
-        for spec, parameter in self.replicated:
+        for parameter, spec in self.replicated.items():
             found[spec.name] = fingerprint(parameter)
         return [(spec.name, found[spec.name]) for spec in self.listed()]
 

@@ -6,7 +6,7 @@ Knows: the layout and the user's parameters, whose ``data`` it sets. Does not kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -42,7 +42,7 @@ class ParameterStorage:
         self.layout = Layout((), (), shards.world_size)
         self.rest = Layout((), (), shards.world_size)  # of parameters that are stored here and not updated
         self.parameters: list[Tensor] = []
-        self.replicated: list[tuple[ParameterSpec, Tensor]] = []  # listed, and in no bucket
+        self.replicated: dict[Tensor, ParameterSpec] = {}  # listed, and in no bucket; by identity, as torch does
         self.flats: list[Tensor] = []
         self._places: list[tuple[int, torch.dtype]] = []  # of each parameter's memory, where it was put
         self._bindings = bindings(module)
@@ -115,10 +115,10 @@ class ParameterStorage:
         self._cast_rest()
         self._copy([*self._others(), *self._buffers()])
 
-    def check_replicas(self, listed: Sequence[tuple[ParameterSpec, Tensor]]) -> None:
+    def check_replicas(self, listed: Mapping[Tensor, ParameterSpec]) -> None:
         """Raise `ValueError`, on every rank, where what cannot be copied from rank 0 differs, of what every rank holds
         whole. Collective; ``listed``: replicated parameters that are about to be taken over."""
-        known = [*((spec.name, parameter) for spec, parameter in listed), *self.replicas(), *self._buffers()]
+        known = [*((spec.name, parameter) for parameter, spec in listed.items()), *self.replicas(), *self._buffers()]
         self._compare(list({id(tensor): (name, tensor) for name, tensor in known}.values()))
 
     def _copy(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -141,7 +141,7 @@ class ParameterStorage:
         listed and replicated."""
         placed = {id(p) for p in self.parameters}
         known = [(binding.name, binding.parameter) for binding in bindings(self._module)]
-        known += [(spec.name, parameter) for spec, parameter in self.replicated]
+        known += [(spec.name, parameter) for parameter, spec in self.replicated.items()]
         named: dict[int, tuple[str, Tensor]] = {}
         for name, parameter in known:
             if id(parameter) not in placed:
@@ -169,13 +169,9 @@ class ParameterStorage:
             return self._indices[parameter]
         raise ValueError(f"a tensor of shape {tuple(parameter.shape)} is not one of this optimizer's parameters")
 
-    def replicates(self, parameter: Tensor) -> bool:
-        """True of a listed parameter that is in no bucket."""
-        return any(parameter is known for _, known in self.replicated)
-
     def listed(self) -> list[ParameterSpec]:
         """What was listed, in no order: in buckets or replicated."""
-        return [*self.layout.parameters, *(spec for spec, _ in self.replicated)]
+        return [*self.layout.parameters, *self.replicated.values()]
 
     def flat_of(self, index: int) -> Tensor:
         """A parameter's elements in memory order, 1-D."""
@@ -200,8 +196,8 @@ class ParameterStorage:
 
     def fingerprints(self) -> list[tuple[str, bytes]]:
         """Name and SHA-256 of each listed parameter, whole. Collective."""
-        known = [*zip(self.layout.parameters, self.parameters, strict=True), *self.replicated]
-        return [(spec.name, fingerprint(parameter)) for spec, parameter in known]
+        known = [*zip(self.parameters, self.layout.parameters, strict=True), *self.replicated.items()]
+        return [(spec.name, fingerprint(parameter)) for parameter, spec in known]
 
     @property
     def gathers_nothing(self) -> bool:
@@ -289,7 +285,7 @@ class ParameterStorage:
 
     def unfrozen(self) -> str | None:
         """What is wrong where a replicated parameter is trained; None where none is."""
-        for spec, parameter in self.replicated:
+        for parameter, spec in self.replicated.items():
             if parameter.requires_grad:
                 return (
                     f"{spec.name!r} requires a gradient now, but was frozen when the optimizer was built, and is not "
