@@ -94,4 +94,17 @@ MUTANTS = (
         ),
         (f"{TESTS}::test_a_list_or_a_group_may_hold_what_is_replicated[2-True]",),
     ),
+    Mutant(
+        "a-further-group-has-numbers-for-names",
+        ("L12",),
+        "A group that was added without names is saved under numbers, though the module has names for it.",
+        (
+            Edit(
+                PARAMETERS,
+                '    return [(names.get(id(entry), f"parameter {index}"), entry) for index, entry in numbered]\n',
+                '    return [(names.get(index, f"parameter {index}"), entry) for index, entry in numbered]\n',
+            ),
+        ),
+        (f"{TESTS}::test_at_stage_3_a_group_without_names_is_taken_where_the_module_has_it",),
+    ),
 )
