@@ -170,7 +170,7 @@ class PlainLoop:
         sums: list[Tensor | None] = [None] * len(numbers.parameters)
         for batch in batches:
             scaler.scale(self.loss_of(model, batch)).backward()  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(model.parameters()):
+            for index, parameter in enumerate(numbers.parameters):
                 if parameter.grad is not None:
                     gradient = numbers.travelling(parameter.grad)
                     before = sums[index]

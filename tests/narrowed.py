@@ -11,6 +11,7 @@ from zero import MixedPrecision
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FLOATS = (torch.float64, FP32, BF16, FP16)
 PRECISIONS = {
     "bf16": MixedPrecision(BF16, buffer_dtype=BF16),
     "fp16": MixedPrecision(FP16, buffer_dtype=FP16),
@@ -21,12 +22,18 @@ PRECISIONS = {
 }
 
 
+def _is_plain(parameter: Tensor) -> bool:
+    """False of a frozen subclass, whose values no cast reaches."""
+    return type(parameter) is nn.Parameter
+
+
 class Narrowed:
     """``parameters`` are the model's, ``updated`` what an optimizer steps: their masters, or themselves. Gradients are
     the ``grad`` of ``held``, in the dtype in which they are added up."""
 
     def __init__(self, model: nn.Module, precision: MixedPrecision | None) -> None:
-        self.parameters, self.precision = list(model.parameters()), precision
+        self.parameters = [p for p in model.parameters() if p.dtype in FLOATS and (p.requires_grad or _is_plain(p))]
+        self.precision = precision
         self.held = self.updated = list[Tensor](self.parameters)
         if precision is None:
             return

@@ -53,11 +53,11 @@ def test_a_parameter_twice_in_the_groups() -> None:
         ZeroOptimizer([model.weight, model.weight])
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64, torch.float8_e4m3fn])
 def test_a_parameter_of_a_dtype_that_cannot_be_optimised(dtype: torch.dtype) -> None:
     model = linear()
-    model.register_parameter("counter", nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False))
-    with pytest.raises(TypeError, match=f"'counter' is {dtype}"):
+    model.register_parameter("counter", nn.Parameter(torch.zeros(3).to(dtype)))
+    with pytest.raises(TypeError, match=f"'counter' is {dtype}.* or freeze it"):
         ZeroOptimizer(model)
 
 

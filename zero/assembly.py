@@ -24,7 +24,7 @@ from .inner import InnerOptimizer
 from .layout import Bucket, Dtypes, ParameterSpec, build
 from .meta import Materializer
 from .offload import Keeper, Offload, StateStore, keeper_of
-from .parameters import changed, check_buffers, check_modules, check_one_device, specs
+from .parameters import FLOATS, changed, check_buffers, check_modules, check_one_device, is_laid_out, specs
 from .precision import InputCast, Master, MixedPrecision
 from .reducer import Reducer
 from .replicas import agree_on_construction
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+NOTHING_TO_TRAIN = (
+    "nothing of what is listed can be updated: each parameter is frozen, and none is a plain tensor of "
+    f"{', '.join(map(str, FLOATS))}"
+)
 _MASTER = "master weights"  # among the names of states, of which none has a space
 
 
@@ -188,19 +192,30 @@ class Assembly:
         problem: Exception | None = None
         found: list[Tensor] = []
         described: list[ParameterSpec] = []
+        replicated: dict[Tensor, ParameterSpec] = {}
         try:
             check_buffers(self.module)
-            known = len(self.storage.parameters)
+            known = sum(len(group["params"]) for group in all_groups[:first])
             dtypes = Dtypes.all if self.precision is None else self.precision.of
             units, meta = self.storage.units(), None if self._unborn is None else self._unborn.device
-            found, described = specs(groups, self.module, known, first, units, dtypes, meta)
+            listed, of_listed = specs(groups, self.module, known, first, units, dtypes, meta)
+            for parameter, spec in zip(listed, of_listed, strict=True):
+                if is_laid_out(parameter):
+                    found.append(parameter)
+                    described.append(spec)
+                else:
+                    replicated[parameter] = spec
+            if not found and not self.storage.flats:
+                raise ValueError(NOTHING_TO_TRAIN)
             check_one_device([*self.storage.layout.parameters, *described])
             check_free([(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)])
             self.storage.prepare(found)
             self._check_elementwise(all_groups, described)
         except Exception as error:
             problem = error
-        agree_on_construction(self.transport, self._lines(described) if problem is None else [], problem)
+        lines = [] if problem is not None else [*self._lines(described), *_replicated_lines(replicated)]
+        agree_on_construction(self.transport, lines, problem)
+        self.storage.check_replicas(replicated)
         if self._unborn is not None and self.stage.parameters is Placement.WHOLE:
             with self._failing_for_all():
                 self._unborn.finish()
@@ -221,6 +236,7 @@ class Assembly:
                     stores[bucket.index].leave()
 
         with self._failing_for_all():
+            self.storage.replicated.update(replicated)
             self.storage.adopt(found, layout, keep)
             self.streams.use(self.storage.device)
             for bucket in layout.buckets[buckets:]:
@@ -291,8 +307,12 @@ class Assembly:
             f"optimizer {self.inner.name}",
             *(spec.line() for spec in described),
             *self.storage.lines(),
-            *(f"buffer {name} {list(buffer.shape)} {buffer.dtype}" for name, buffer in buffers),
+            *(f"buffer {name} {list(buffer.shape)} {buffer.dtype} {type(buffer).__name__}" for name, buffer in buffers),
         ]
+
+
+def _replicated_lines(replicated: Mapping[Tensor, ParameterSpec]) -> list[str]:
+    return [f"replicated {spec.line()} {type(parameter).__name__}" for parameter, spec in replicated.items()]
 
 
 def _transport(process_group: ProcessGroup | Transport | None) -> Transport:

@@ -17,7 +17,7 @@ from torch import Tensor
 from collectives import Kind, Tag, Transport, Work
 
 from .inner import InnerOptimizer
-from .layout import Layout
+from .layout import Layout, ParameterSpec
 from .runs import BucketStates, Options, PieceState
 from .stages import flattened, strided
 from .storage import ParameterStorage
@@ -142,10 +142,10 @@ def _gather_one(
     return whole
 
 
-def packed_groups(groups: Sequence[Options], layout: Layout) -> list[Options]:
+def packed_groups(groups: Sequence[Options], listed: Sequence[ParameterSpec]) -> list[Options]:
     """The param groups as torch.optim packs them: indices for parameters, and names beside them where known."""
     by_group: dict[int, list[Any]] = {}
-    for spec in sorted(layout.parameters, key=lambda spec: spec.index):
+    for spec in sorted(listed, key=lambda spec: spec.index):
         by_group.setdefault(spec.group, []).append(spec)
     result = []
     for number, group in enumerate(groups):
@@ -159,7 +159,10 @@ def packed_groups(groups: Sequence[Options], layout: Layout) -> list[Options]:
 
 
 def check(
-    state_dict: Mapping[str, Any], groups: Sequence[Options], layout: Layout, elementwise: frozenset[str]
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Options],
+    listed: Sequence[ParameterSpec],
+    elementwise: frozenset[str],
 ) -> dict[int, int]:
     """Compare a plain dict with this optimizer before anything changes; returns our index -> the dict's index.
 
@@ -167,11 +170,11 @@ def check(
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise ValueError("a torch.optim state dict is needed, with 'state' and 'param_groups'")
-    ours, theirs = packed_groups(groups, layout), state_dict["param_groups"]
+    ours, theirs = packed_groups(groups, listed), state_dict["param_groups"]
     if len(ours) != len(theirs):
         raise ValueError(f"the state dict has {len(theirs)} param groups, this optimizer {len(ours)}")
     mapping: dict[int, int] = {}
-    by_index = {spec.index: spec for spec in layout.parameters}
+    by_index = {spec.index: spec for spec in listed}
     masters: Mapping[int, Tensor] = state_dict.get("masters", {})
     _check_masters(masters)
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -318,6 +321,8 @@ class States(Mapping[Tensor, dict[str, Any]]):
         return self._pieces.get(index, [])
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        if parameter in self._storage.replicated:
+            return {}
         index = self._storage.index(parameter)
         spec = self._storage.layout.parameters[index]
         pieces = self._pieces_of(index)

@@ -5,7 +5,7 @@ Knows: every part's tensors. Changes none of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from collectives import Choice
 
 from .inner import InnerOptimizer
 from .layout import Bucket
+from .parameters import parts_of
 from .reducer import Reducer
 from .stages import Stage, formula_bytes, formula_traffic
 from .storage import ParameterStorage
@@ -52,6 +53,7 @@ class Description:
     storages: dict[str, frozenset[int]]
     bytes: dict[str, int]
     formula_bytes: dict[str, int]
+    replicated_bytes: dict[str, int]  # of the parameters that every rank holds whole, at every stage, by name
     offloaded_bytes: int  # of all these, what is kept on disk or in the host's memory
     formula_traffic_bytes: Callable[[int, int], int]
     """(backwards, synchronised) of each rank -> payload bytes that a step sends, summed over the ranks."""
@@ -64,10 +66,13 @@ class Description:
             f"{'':>4} {'bytes':>14} {'formula':>14}",
         ]
         lines += [f"{kind:<14} {self.bytes[kind]:>14,} {self.formula_bytes[kind]:>14,}" for kind in self.bytes]
+        if self.replicated_bytes:
+            names = _few(list(self.replicated_bytes))
+            lines.append(f"{'replicated':<14} {sum(self.replicated_bytes.values()):>14,}  {', '.join(names)}")
         if self.offloaded_bytes:
             lines.append(f"{'elsewhere':<14} {self.offloaded_bytes:>14,}")
         for number, bucket in enumerate(self.buckets):
-            names = bucket.names if len(bucket.names) < 5 else (*bucket.names[:2], "...", bucket.names[-1])
+            names = _few(bucket.names)
             state = "" if bucket.trainable else ", frozen"
             lines.append(
                 f"bucket {number}: {bucket.dtype}{state}, parameters {bucket.parameter_bytes:,} B, gradients "
@@ -125,6 +130,7 @@ def describe(
             kept_by,
             slices_are_shown=bool(stage.gathers(1)) and units_travel and shards.memory is not None,
         ),
+        {name: sum(part.nbytes for part in parts_of(parameter)) for name, parameter in storage.replicas()},
         _bytes([*storage.kept(), *(tensor for held in inner.states for tensor in held.kept())]),
         lambda backwards, synchronised: formula_traffic(
             layout,
@@ -154,6 +160,10 @@ def _bucket(
         bucket.bounds,
         collective,
     )
+
+
+def _few(names: Sequence[str]) -> Sequence[str]:
+    return names if len(names) < 5 else (*names[:2], "...", names[-1])
 
 
 def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:

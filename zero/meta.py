@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._device import DeviceContext
 
+from .parameters import has_own_dispatch, is_copied
 from .released import is_released
 
 InitFunction = Callable[[nn.Module], Any]
@@ -81,6 +82,12 @@ class Materializer:
                 _check_shape(own, name, found)
 
     def _check(self, part: _Unborn) -> None:
+        for own in part.own:
+            if id(own.tensor) in part.meta and not is_copied(own.tensor):
+                raise ValueError(
+                    f"{own.name!r} is a {type(own.tensor).__name__} on the meta device, which only its own class could "
+                    "give memory and values: do that before the optimizer is built"
+                )
         missing = [own.name for own in part.own if id(own.tensor) in part.meta and self._given_as(own) is None]
         if missing and self._init is None and not hasattr(part.module, "reset_parameters"):
             raise ValueError(
@@ -173,9 +180,12 @@ class Materializer:
 
     def _stand_in(self, own: _Own) -> Tensor:
         """Drawn like the tensor itself, so that what is drawn later is as in plain construction."""
-        values = torch.zeros_like(own.made, device=self.device)
-        if not (is_released(own.tensor) or is_meta(own.tensor)):
-            values.copy_(own.tensor.detach())
+        if has_own_dispatch(own.tensor):
+            values = own.tensor.detach().clone()
+        else:
+            values = torch.zeros_like(own.made, device=self.device)
+            if not (is_released(own.tensor) or is_meta(own.tensor)):
+                values.copy_(own.tensor.detach())
         return nn.Parameter(values, own.made.requires_grad) if isinstance(own.made, nn.Parameter) else values
 
     def _read(self, own: _Own) -> None:
@@ -274,12 +284,18 @@ def _parts(module: nn.Module) -> Iterator[_Unborn]:
                 if tensor is not None and not is_lazy(tensor):
                     name = f"{prefix}.{key}" if prefix else key
                     names = (name, *(other for other in aliases[id(tensor)] if other != name))
-                    made = tensor.detach().to("meta")
+                    made = _as_made(tensor)
                     made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
                     own.append(_Own(registry, key, names, tensor, made))
         if own:
             meta = frozenset(id(entry.tensor) for entry in own if is_meta(entry.tensor))
             yield _Unborn(prefix, part, tuple(own), meta)
+
+
+def _as_made(tensor: Tensor) -> Tensor:
+    if has_own_dispatch(tensor):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return tensor.detach().to("meta")
 
 
 def _give_memory(own: _Own, device: torch.device) -> None:

@@ -31,7 +31,7 @@ from .inner import InnerOptimizer
 from .join import Call, adopt_options, digests_of
 from .meta import InitFunction, StateDict, landing, materializer_of
 from .offload import Offload
-from .parameters import as_groups, check_listed_once, device_of, members_of
+from .parameters import as_groups, check_listed_once, device_of, members_of, with_names
 from .precision import MixedPrecision
 from .replicas import compare, gather_slot
 from .stages import Placement, stage_of
@@ -54,7 +54,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         optimizer_class: any element-wise `torch.optim` class; the path that it takes (for-loop, ``foreach``,
             ``fused``) is the one that it would take alone.
         stage: 0 replicates (as DDP does); 1 shards optimizer states; 2 also gradients; 3 also parameters, those of
-            the module that are not listed included.
+            the module that are not listed included. Frozen ones that are no plain fp64, fp32, bf16 or fp16 tensors
+            (a quantised base) stay whole on every rank.
         module: the module that the parameters belong to, where ``params`` is not one: it gives names, the order of
             registration, and buffers. Stage 3 needs it.
         process_group: a torch process group or a `collectives.Transport`; default: the world, or one rank alone where
@@ -166,12 +167,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("add_param_group() inside gathered() or inside a forward: leave it first")
         group = dict(param_group)
         group["params"] = members_of(group["params"], "param_group['params']")
-        known = {id(p): self._storage.name(p) for g in self.param_groups for p in g["params"]}
+        names = {spec.index: spec.name for spec in self._storage.listed()}
+        before = [parameter for g in self.param_groups for parameter in g["params"]]
+        known = {id(parameter): names[index] for index, parameter in enumerate(before)}
         for entry in group["params"]:
             parameter = entry[1] if isinstance(entry, tuple) else entry
             if id(parameter) in known:
                 raise ValueError(f"add_param_group: {known[id(parameter)]!r} is in a param group already")
         check_listed_once([group], self._module)
+        if self._module is not None and "param_names" in self.param_groups[0] and "param_names" not in group:
+            group["params"] = with_names(group["params"], self._module, len(before))
         super().add_param_group(group)
         try:
             self._assembly.adopt(self.param_groups, len(self.param_groups) - 1)
@@ -328,7 +333,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
         arguments = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
         with self._reducer.in_turn("clip_grad_norm_", **arguments):
-            self._reducer.settle("clip_grad_norm_()", self._storage.problem())
+            self._reducer.settle("clip_grad_norm_()", self._storage.problem() or self._storage.unfrozen())
             return self._update.clip(max_norm, norm_type, error_if_nonfinite)
 
     @torch.no_grad()
@@ -346,6 +351,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         free = self._storage.retire()
         problem = self._storage.problem() if free else "step() inside gathered() or inside a forward: leave it first"
+        problem = problem or self._storage.unfrozen()
         told = digests_of(self.param_groups, self._inner.defaults.keys() - self._counted)
         self._reducer.settle("step()", problem, options=told)
         try:
@@ -371,14 +377,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def full_grad(self, parameter: Tensor) -> Tensor | None:
         """The whole mean gradient of ``parameter`` in its shape, a copy; None where no rank used it. All ranks."""
         self._check()
+        if parameter in self._storage.replicated:
+            return None
         index = self._storage.index(parameter)
         with self._reducer.in_turn("full_grad", index=index):
             return self._reducer.full_gradient(index)
 
     def full_master(self, parameter: Tensor) -> Tensor:
         """The whole master weights of ``parameter`` in its shape, a copy; where there are none, those that the model
-        computes with, in the dtype of a master. All ranks."""
+        computes with, in the dtype of a master; of one that is replicated, in its own. All ranks."""
         self._check()
+        if parameter in self._storage.replicated:
+            return parameter.detach().clone()
         index = self._storage.index(parameter)
         spec = self._storage.layout.parameters[index]
         with self._reducer.in_turn("full_master", index=index):
@@ -514,7 +524,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         states, masters = self._consolidated
         result: dict[str, Any] = {
             "state": {index: dict(state) for index, state in states.items()},
-            "param_groups": checkpoint.packed_groups(self.param_groups, self._storage.layout),
+            "param_groups": checkpoint.packed_groups(self.param_groups, self._storage.listed()),
         }
         if masters:
             result["masters"] = dict(masters)
@@ -538,7 +548,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             with torch.no_grad():
                 names |= self._inner.check(options, torch.float32, torch.device("cpu"))
-        mapping = checkpoint.check(loaded, self.param_groups, self._storage.layout, names)
+        mapping = checkpoint.check(loaded, self.param_groups, self._storage.listed(), names)
         for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
             options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
             group.update(copy.deepcopy(options))

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .layout import Dtypes, ParameterSpec
-from .released import is_released
+from .released import as_plain, is_released
 from .stages import dense_stride
 
 HELD_ELSEWHERE = (
@@ -24,6 +25,7 @@ HELD_ELSEWHERE = (
     "anew"
 )
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,54 @@ class Binding:
     key: str
     name: str
     parameter: Tensor
+
+
+def has_own_dispatch(tensor: Tensor) -> bool:
+    """True of a wrapper subclass, and of any other class with a ``__torch_dispatch__``: its memory is its own."""
+    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def is_laid_out(parameter: Tensor) -> bool:
+    """True where a parameter's elements lie in buckets. All others are *replicated*: every rank keeps them whole.
+
+    A frozen subclass without a ``__torch_dispatch__`` is replicated, too: quantised weights keep scales beside their
+    memory, and may be of a float dtype that says nothing of what is in it.
+    """
+    if parameter.dtype not in FLOATS or has_own_dispatch(parameter):
+        return False
+    return parameter.requires_grad or type(parameter) in _PLAIN or is_released(parameter)
+
+
+def is_copied(parameter: Tensor) -> bool:
+    """True where rank 0's bytes are all that a parameter is. A replicated subclass keeps more beside them, and rank 0's
+    bytes with another rank's scales would be no weight of any model: it is compared instead."""
+    return is_laid_out(parameter) or type(parameter) in _PLAIN
+
+
+def flattened(tensor: Tensor) -> tuple[Sequence[str], Any]:
+    """What a wrapper subclass says of itself: the names of the tensors that it wraps, and facts beside them."""
+    given: Any = tensor
+    if not is_traceable_wrapper_subclass(given):
+        return (), None
+    found: tuple[Sequence[str], Any] = given.__tensor_flatten__()
+    return found
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The ordinary tensors in which a tensor's elements lie: its own memory, or what a wrapper subclass wraps. Empty
+    where it has neither."""
+    names, _ = flattened(tensor)
+    if names:
+        wrapped = [getattr(tensor, name) for name in names]  # a DTensor also names its mesh
+        return [part for inner in wrapped if isinstance(inner, Tensor) for part in parts_of(inner)]
+    if type(tensor) in _PLAIN:
+        return [tensor.detach()]
+    with as_plain():
+        memory = tensor.untyped_storage()
+        if tensor.numel() and not memory.nbytes():
+            return []
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return [made.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())]
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
@@ -135,6 +185,16 @@ def check_listed_once(groups: Sequence[dict[str, Any]], module: nn.Module | None
             index += 1
 
 
+def with_names(entries: Sequence[Any], module: nn.Module, first_index: int) -> list[Any]:
+    """The parameters of a further group with their names in the module, where none has a name and others' groups have;
+    one that is not in the module is called by its number."""
+    if any(isinstance(entry, tuple) for entry in entries):
+        return list(entries)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    numbered = enumerate(entries, start=first_index)
+    return [(names.get(id(entry), f"parameter {index}"), entry) for index, entry in numbered]
+
+
 def bindings(module: nn.Module | None) -> list[Binding]:
     """Every place in which ``module`` keeps a parameter, in order of registration, ties included."""
     found = []
@@ -157,8 +217,8 @@ def specs(
     """The listed parameters and their specs in order of registration: the module's where there is one, else as listed.
     ``dtypes``: of a parameter that the user made in a dtype; ``meta``: where those on the meta device will be.
 
-    Raises `ValueError` or `TypeError`, naming the parameter, for one that is listed twice, is not a leaf, has a dtype
-    or memory that cannot be laid out, or is in none of the ``units`` (id of a parameter -> its unit).
+    Raises `ValueError` or `TypeError`, naming the parameter, for one that is listed twice, is not a leaf, is trained
+    and cannot be laid out, or is laid out and in none of the ``units`` (id of a parameter -> its unit).
     """
     names: dict[int, list[str]] = {}
     order: dict[int, int] = {}
@@ -173,7 +233,8 @@ def specs(
             aliases = names.get(id(parameter)) or ([name] if name is not None else [])
             label = aliases[0] if aliases else f"parameter {index}"
             _check(parameter, label, may_be_meta=meta is not None)
-            if units is not None and id(parameter) not in units:
+            laid_out = is_laid_out(parameter)
+            if laid_out and units is not None and id(parameter) not in units:
                 raise ValueError(
                     f"{label!r} is not a parameter of the module that the optimizer was built with, around whose "
                     "forwards stage 3 gathers: build the optimizer over a module that holds it"
@@ -181,18 +242,18 @@ def specs(
             spec = ParameterSpec(
                 tuple(aliases),
                 tuple(parameter.shape),
-                dense_stride(parameter),
-                dtypes(parameter.dtype),
+                dense_stride(parameter) if laid_out else parameter.stride(),
+                dtypes(parameter.dtype) if laid_out else Dtypes.all(parameter.dtype),
                 str(meta if parameter.device.type == "meta" else parameter.device),
                 parameter.requires_grad,
                 first_group + number,
                 index,
-                0 if units is None else units[id(parameter)],
+                units[id(parameter)] if laid_out and units is not None else 0,
             )
             found.append((order.get(id(parameter), len(order) + index), parameter, spec))
             index += 1
     found.sort(key=lambda entry: entry[0])
-    _check_apart([(parameter, spec.name) for _, parameter, spec in found])
+    _check_apart([(parameter, spec.name) for _, parameter, spec in found if is_laid_out(parameter)])
     return [parameter for _, parameter, _ in found], [spec for _, _, spec in found]
 
 
@@ -201,10 +262,33 @@ def _check(parameter: Tensor, name: str, *, may_be_meta: bool) -> None:
         raise ValueError(f"{name!r} is not initialised yet: run a forward of its lazy module first")
     if is_released(parameter):
         raise ValueError(HELD_ELSEWHERE.format(name=name))
-    if parameter.dtype not in FLOATS:
-        raise TypeError(f"{name!r} is {parameter.dtype}: a parameter must be one of {', '.join(map(str, FLOATS))}")
+    if parameter.requires_grad and not is_laid_out(parameter):
+        raise TypeError(_untrainable(parameter, name))
     if not parameter.is_leaf:
         raise ValueError(f"{name!r} is the result of a computation: only leaf tensors can be optimised")
+    check_memory(parameter, name, may_be_meta=may_be_meta)
+
+
+def _untrainable(parameter: Tensor, name: str) -> str:
+    """Why a parameter cannot be trained, and what to do."""
+    freeze = "or freeze it with requires_grad_(False) before the optimizer is built"
+    if has_own_dispatch(parameter):
+        return (
+            f"{name!r} is a {type(parameter).__name__}, a tensor subclass with a __torch_dispatch__ of its own, whose "
+            f"memory cannot be sharded: put an nn.Parameter of ordinary memory in its place, {freeze}"
+        )
+    if parameter.is_complex():
+        return (
+            f"{name!r} is {parameter.dtype}, and only real parameters are trained: keep its real view, "
+            f"nn.Parameter(torch.view_as_real(z)), and use torch.view_as_complex(p) in the forward, {freeze}"
+        )
+    return f"{name!r} is {parameter.dtype}: train one of {', '.join(map(str, FLOATS))}, {freeze}"
+
+
+def check_memory(parameter: Tensor, name: str, *, may_be_meta: bool) -> None:
+    """Raise `ValueError` where a parameter's memory is not ordinary; that of a wrapper subclass is its own matter."""
+    if has_own_dispatch(parameter):
+        return
     if parameter.layout is not torch.strided or (parameter.device.type == "meta" and not may_be_meta):
         raise ValueError(f"{name!r} has no ordinary memory (layout {parameter.layout}, device {parameter.device})")
     if _overlaps_itself(parameter):

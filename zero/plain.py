@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .clip import clip_grad_norm_
-from .parameters import FLOATS
+from .parameters import is_laid_out
 from .precision import InputCast, MixedPrecision, cast
 
 
@@ -58,16 +58,17 @@ class MixedPlainLoop(PlainLoop):
         self._model, self._precision = list(model.parameters()), precision
         masters: list[Tensor] = []
         for parameter in self._model:
+            if not is_laid_out(parameter):
+                masters.append(parameter.detach())
+                continue
             wide = parameter.detach().clone()
             cast([parameter], precision.param_dtype)
             known = wide if parameter.requires_grad else parameter.detach()  # what is frozen is narrow, and no more
-            masters.append(known.to(precision.of(wide.dtype).master) if wide.dtype in FLOATS else wide)
+            masters.append(known.to(precision.of(wide.dtype).master).requires_grad_())
         if precision.buffer_dtype is not None:
             cast(model.buffers(), precision.buffer_dtype)
         if precision.cast_forward_inputs:
             InputCast.put(model, precision.param_dtype, self)
-        for master in masters:
-            master.requires_grad_(master.is_floating_point())
         self._sums = dict[int, Tensor]()
         super().__init__(masters, optimizer_class, defaults)
 

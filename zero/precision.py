@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .layout import Dtypes
-from .parameters import FLOATS
+from .parameters import FLOATS, is_laid_out
 from .stages import INTEGERS, same_bits, seen_at_once
 
 _BLOCK = 1 << 16  # elements that stay in the cache while they are compared
@@ -145,9 +145,9 @@ class Master:
 
 
 def cast(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Cast what is floating-point in place: each tensor keeps its identity."""
+    """Cast what could be laid out in place: each tensor keeps its identity."""
     for tensor in tensors:
-        if tensor.dtype in FLOATS and tensor.dtype is not dtype:
+        if is_laid_out(tensor) and tensor.dtype is not dtype:
             tensor.data = tensor.detach().to(dtype)
 
 

@@ -1,7 +1,7 @@
 """The memory of the parameters where a rank holds slices: the same face as `storage`, with units that come and go.
 
-Knows: which parameters lie in which unit, and which of them the optimizer updates: every parameter of the module is
-sharded, the listed ones in the layout's buckets, the others in buckets of their own.
+Knows: which parameters lie in which unit, and which of them the optimizer updates: every parameter of the module that
+is laid out is sharded, the listed ones in the layout's buckets, the others in buckets of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collectives import Choice, Collective, Kind, Region, Tag, Transport
 from .layout import Bucket, Dtypes, Layout, ParameterSpec, build
 from .meta import Materializer, is_meta
 from .offload import Keeper
-from .parameters import bindings, misplaced, replaced, specs
+from .parameters import bindings, check_memory, misplaced, replaced, specs
 from .precision import MixedPrecision
 from .released import as_plain
 from .replicas import broadcast, fingerprint
@@ -92,10 +92,13 @@ class ShardedStorage(ParameterStorage):
 
     def lines(self) -> list[str]:
         units = zip(self._units.names, self._units.parameters, strict=True)
-        return [f"unit {name}: {[(list(p.shape), str(p.dtype)) for p in members]}" for name, members in units]
+        described = [f"unit {name}: {[(list(p.shape), str(p.dtype)) for p in members]}" for name, members in units]
+        return [*described, *super().lines()]
 
     def prepare(self, parameters: Sequence[Tensor]) -> None:
         self._describe_rest([*self.parameters, *parameters])
+        for name, parameter in self.replicas():
+            check_memory(parameter, name, may_be_meta=True)
 
     def slices(self, buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
         if self._keeper is None:
@@ -134,11 +137,14 @@ class ShardedStorage(ParameterStorage):
             self._shelve([self._rest_lot])
         self._cast_rest()
         self.residency.announce()
+        self._copy(self.replicas())
         if self._hooks is None:
             self._hooks = UnitHooks(self._units, self.residency, self._streams, keeps_whole=self._keeps_whole)
-            numbers = self.units()
-            whole = [p.detach() for p in self._root.parameters() if id(p) not in numbers]  # of integer dtypes
-            broadcast(self._direct, self._transport, [*whole, *self._buffers()])
+            self._copy(self._buffers())
+
+    def replicas(self) -> list[tuple[str, Tensor]]:
+        numbers = self.units()  # a parameter that was laid out stays so when it is frozen
+        return [entry for entry in self._others() if id(entry[1]) not in numbers]
 
     def _layout_of(self, described: Sequence[ParameterSpec]) -> Layout:
         return build(described, self._shards.world_size, self._bucket_bytes, across_units=self.buckets_cross_units)
@@ -234,7 +240,9 @@ class ShardedStorage(ParameterStorage):
                     if shelf.updated:
                         for slot, parameter in enumerate(shelf.parameters):
                             found[shelf.name(slot)] = fingerprint(parameter)
-        return [(spec.name, found[spec.name]) for spec in self.layout.parameters]
+        for parameter, spec in self.replicated.items():
+            found[spec.name] = fingerprint(parameter)
+        return [(spec.name, found[spec.name]) for spec in self.listed()]
 
     def problem(self) -> str | None:
         found = self.residency.edits() or self.residency.lasting
@@ -275,10 +283,11 @@ class ShardedStorage(ParameterStorage):
         if parameters is None:
             return list(range(len(self.residency.units)))
         numbers = self.units()
+        replicas = {id(parameter) for _, parameter in self.replicas()}
         for parameter in parameters:
-            if id(parameter) not in numbers:
+            if id(parameter) not in numbers and id(parameter) not in replicas:
                 self.index(parameter)
-        return sorted({numbers[id(parameter)] for parameter in parameters})
+        return sorted({numbers[id(parameter)] for parameter in parameters if id(parameter) in numbers})
 
     def gathered(self, parameters: Sequence[Tensor] | None) -> AbstractContextManager[None]:
         return self._gathered(self._numbers(parameters))
@@ -299,6 +308,9 @@ class ShardedStorage(ParameterStorage):
                 broadcast(self._direct, self._transport, flats)
                 self.residency.accept(shelf, slots)
         self.residency.announce()
+        replicas = self._chosen(self.replicas(), parameters)
+        self._copy(replicas)
+        self._compare(replicas)
 
     def busy(self) -> bool:
         return self._hooks is not None and self._hooks.busy()

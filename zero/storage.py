@@ -6,7 +6,7 @@ Knows: the layout and the user's parameters, whose ``data`` it sets. Does not kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from collectives import Collective, Transport
 
-from .layout import Bucket, Layout, Slot
-from .parameters import HELD_ELSEWHERE, bindings, changed, misplaced, replaced
+from .layout import Bucket, Layout, ParameterSpec, Slot
+from .parameters import HELD_ELSEWHERE, bindings, changed, check_memory, is_copied, is_laid_out, misplaced, replaced
 from .precision import MixedPrecision, cast
 from .released import is_released
-from .replicas import broadcast, fingerprint
+from .replicas import broadcast, compare_subclasses, fingerprint
 from .stages import strided
 
 Keep = Callable[[Bucket, Tensor], None]  # is given a bucket's whole values where they are cast: wider than what stays
@@ -42,6 +42,7 @@ class ParameterStorage:
         self.layout = Layout((), (), shards.world_size)
         self.rest = Layout((), (), shards.world_size)  # of parameters that are stored here and not updated
         self.parameters: list[Tensor] = []
+        self.replicated: dict[Tensor, ParameterSpec] = {}  # listed, and in no bucket; by identity, as torch does
         self.flats: list[Tensor] = []
         self._places: list[tuple[int, torch.dtype]] = []  # of each parameter's memory, where it was put
         self._bindings = bindings(module)
@@ -61,13 +62,18 @@ class ParameterStorage:
 
     def lines(self) -> list[str]:
         """What the ranks must have built alike, beside the layout, as text."""
-        return []
+        return [
+            f"replicated {name} {list(parameter.shape)} {parameter.dtype} {type(parameter).__name__}"
+            for name, parameter in self.replicas()
+        ]
 
     def prepare(self, parameters: Sequence[Tensor]) -> None:
         """Raise `ValueError` or `TypeError` where further parameters, or what they leave, cannot be stored."""
         for binding in self._bindings:
             if is_released(binding.parameter):
                 raise ValueError(HELD_ELSEWHERE.format(name=binding.name))
+        for name, parameter in self.replicas():
+            check_memory(parameter, name, may_be_meta=True)
 
     def slices(self, buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
         """Elements and dtype of what `adopt` of these, and `end` then, will keep on disk."""
@@ -107,23 +113,47 @@ class ParameterStorage:
         """Nothing further is to be adopted for now: take care of the module's other tensors. Collective."""
         self._bindings = bindings(self._module)
         self._cast_rest()
-        rest = [parameter.detach() for parameter in self._unlisted()]
-        broadcast(self._direct, self._transport, [*rest, *self._buffers()])
+        self._copy([*self._others(), *self._buffers()])
+
+    def check_replicas(self, listed: Mapping[Tensor, ParameterSpec]) -> None:
+        """Raise `ValueError`, on every rank, where what cannot be copied from rank 0 differs, of what every rank holds
+        whole. Collective; ``listed``: replicated parameters that are about to be taken over."""
+        known = [*((spec.name, parameter) for parameter, spec in listed.items()), *self.replicas(), *self._buffers()]
+        self._compare(list({id(tensor): (name, tensor) for name, tensor in known}.values()))
+
+    def _copy(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Give rank 0's values to all, of what every rank holds whole. Collective."""
+        broadcast(self._direct, self._transport, [tensor.detach() for _, tensor in tensors if is_copied(tensor)])
+
+    def _compare(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Raise `ValueError`, on every rank, where what is not copied differs. Collective."""
+        compare_subclasses(self._transport, [entry for entry in tensors if not is_copied(entry[1])])
 
     def _cast_rest(self) -> None:
-        """Cast what the model computes with, beside the listed parameters."""
+        """Cast what the model computes with, beside the parameters in buckets."""
         if self._precision is not None:
-            cast(self._unlisted(), self._precision.param_dtype)
+            cast([parameter for _, parameter in self._others()], self._precision.param_dtype)
             if self._precision.buffer_dtype is not None:
                 cast([] if self._module is None else list(self._module.buffers()), self._precision.buffer_dtype)
 
-    def _unlisted(self) -> list[Tensor]:
-        """The module's parameters that the optimizer does not update."""
-        listed = {id(p) for p in self.parameters}
-        return [] if self._module is None else [p for p in self._module.parameters() if id(p) not in listed]
+    def _others(self) -> list[tuple[str, Tensor]]:
+        """Name and parameter of all that are not in the layout: the module's that are not listed, and those that are
+        listed and replicated."""
+        placed = {id(p) for p in self.parameters}
+        known = [(binding.name, binding.parameter) for binding in bindings(self._module)]
+        known += [(spec.name, parameter) for parameter, spec in self.replicated.items()]
+        named: dict[int, tuple[str, Tensor]] = {}
+        for name, parameter in known:
+            if id(parameter) not in placed:
+                named.setdefault(id(parameter), (name, parameter))
+        return list(named.values())
 
-    def _buffers(self) -> list[Tensor]:
-        return [] if self._module is None else [buffer.detach() for buffer in self._module.buffers()]
+    def replicas(self) -> list[tuple[str, Tensor]]:
+        """Name and parameter of all that are replicated, listed or not."""
+        return [entry for entry in self._others() if not is_laid_out(entry[1])]
+
+    def _buffers(self) -> list[tuple[str, Tensor]]:
+        return [] if self._module is None else list(self._module.named_buffers())
 
     # -- what is where --------------------------------------------------------------------------------------------
 
@@ -139,8 +169,9 @@ class ParameterStorage:
             return self._indices[parameter]
         raise ValueError(f"a tensor of shape {tuple(parameter.shape)} is not one of this optimizer's parameters")
 
-    def name(self, parameter: Tensor) -> str:
-        return self.layout.parameters[self.index(parameter)].name
+    def listed(self) -> list[ParameterSpec]:
+        """What was listed, in no order: in buckets or replicated."""
+        return [*self.layout.parameters, *self.replicated.values()]
 
     def owners(self, index: int) -> list[int]:
         """The ranks that own a part of a parameter, of those that share this rank's copy."""
@@ -156,7 +187,7 @@ class ParameterStorage:
 
     def places(self, parameters: Sequence[Tensor] | None) -> list[int] | None:
         """Where parameters are among all that are kept here, also those that are not updated: what `at` takes."""
-        known = {id(parameter): place for place, parameter in enumerate([*self.parameters, *self._unlisted()])}
+        known = {id(parameter): place for place, parameter in enumerate(self._all())}
         for parameter in parameters or ():
             if id(parameter) not in known:
                 self.index(parameter)
@@ -164,12 +195,16 @@ class ParameterStorage:
 
     def at(self, places: Sequence[int] | None) -> list[Tensor] | None:
         """The parameters at these places."""
-        known = [*self.parameters, *self._unlisted()]
+        known = self._all()
         return None if places is None else [known[place] for place in places]
 
+    def _all(self) -> list[Tensor]:
+        return [*self.parameters, *(parameter for _, parameter in self._others())]
+
     def fingerprints(self) -> list[tuple[str, bytes]]:
-        """Name and SHA-256 of each whole parameter. Collective."""
-        return [(s.name, fingerprint(p)) for s, p in zip(self.layout.parameters, self.parameters, strict=True)]
+        """Name and SHA-256 of each listed parameter, whole. Collective."""
+        known = [*zip(self.parameters, self.layout.parameters, strict=True), *self.replicated.items()]
+        return [(spec.name, fingerprint(parameter)) for parameter, spec in known]
 
     @property
     def gathers_nothing(self) -> bool:
@@ -188,7 +223,8 @@ class ParameterStorage:
 
     def broadcast_buffers(self) -> None:
         """Rank 0's buffers for all. Collective."""
-        broadcast(self._direct, self._transport, self._buffers())
+        self._copy(self._buffers())
+        self._compare(self._buffers())
 
     @property
     def device(self) -> torch.device:
@@ -204,21 +240,30 @@ class ParameterStorage:
 
     def gathered(self, parameters: Sequence[Tensor] | None) -> AbstractContextManager[None]:
         """``parameters``, or all, whole inside the block. Collective; here they always are."""
-        unlisted = {id(p) for p in self._unlisted()}
+        others = {id(parameter) for _, parameter in self._others()}
         for parameter in parameters or ():
-            if id(parameter) not in unlisted:
+            if id(parameter) not in others:
                 self.index(parameter)
         return nullcontext()
 
     def overwrite(self, parameters: Sequence[Tensor] | None) -> None:
         """Make rank 0's values everybody's, inside `gathered`. Collective."""
-        unlisted = self._unlisted()
+        others = self._chosen(self._others(), parameters)
+        known = {id(parameter) for _, parameter in others}
         if parameters is None:
-            chosen = [*self.flats, *(p.detach() for p in unlisted)]
+            flats = self.flats
         else:
-            others = {id(p) for p in unlisted}
-            chosen = [p.detach() if id(p) in others else self.flat_of(self.index(p)) for p in parameters]
-        broadcast(self._direct, self._transport, chosen)
+            flats = [self.flat_of(self.index(parameter)) for parameter in parameters if id(parameter) not in known]
+        broadcast(self._direct, self._transport, flats)
+        self._copy(others)
+        self._compare(others)
+
+    def _chosen(
+        self, entries: Sequence[tuple[str, Tensor]], parameters: Sequence[Tensor] | None
+    ) -> list[tuple[str, Tensor]]:
+        """Of these entries those whose parameters are among ``parameters``; None: all."""
+        chosen = None if parameters is None else {id(parameter) for parameter in parameters}
+        return [entry for entry in entries if chosen is None or id(entry[1]) in chosen]
 
     def busy(self) -> bool:
         """True inside a forward or a backward that uses what comes and goes."""
@@ -244,6 +289,17 @@ class ParameterStorage:
                     return problem
             self._places = places  # share_memory() moves a bucket with all its parameters
         return misplaced(self._bindings)
+
+    def unfrozen(self) -> str | None:
+        """What is wrong where a replicated parameter is trained; None where none is."""
+        for parameter, spec in self.replicated.items():
+            if parameter.requires_grad:
+                return (
+                    f"{spec.name!r} requires a gradient now, but was frozen when the optimizer was built, and is not "
+                    f"sharded ({type(parameter).__name__}, {parameter.dtype}): it cannot be updated; freeze it again "
+                    "with requires_grad_(False)"
+                )
+        return None
 
     def _misplacement(self, bucket: Bucket, slot: Slot) -> str | None:
         parameter, spec = self.parameters[slot.parameter], self.layout.parameters[slot.parameter]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from .parameters import FLOATS
+from .parameters import is_laid_out
 
 Predicate = Callable[[nn.Module], bool]
 ROOT = 0  # the number of the root's rest
@@ -91,12 +91,12 @@ def _outside(module: nn.Module, name: str, units: set[int]) -> Iterator[tuple[st
 
 
 def _sharded(module: nn.Module) -> list[Tensor]:
-    """The parameters that can be sharded: those of a float dtype, which has a NaN."""
-    return [parameter for parameter in module.parameters() if parameter.dtype in FLOATS]
+    """The parameters that are sharded: those that are laid out, whose dtypes have a NaN."""
+    return [parameter for parameter in module.parameters() if is_laid_out(parameter)]
 
 
 def _own(module: nn.Module) -> list[Tensor]:
-    return [parameter for parameter in module.parameters(recurse=False) if parameter.dtype in FLOATS]
+    return [parameter for parameter in module.parameters(recurse=False) if is_laid_out(parameter)]
 
 
 def _matching(root: nn.Module, predicate: Predicate) -> list[tuple[str, nn.Module]]:

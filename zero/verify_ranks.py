@@ -30,6 +30,7 @@ import collectives
 from . import ZeroOptimizer
 from .differences import Difference, first_difference
 from .launch import World, process_group, record_error
+from .parameters import is_copied
 from .plain import MixedPlainLoop, PlainLoop
 from .program import RESULTS, Program, Run, as_batches, resolve
 
@@ -197,14 +198,24 @@ def _plain_steps(work: Work, watch: Watch) -> Iterator[tuple[int, dict[str, Tens
     loop = PlainLoop(list(model.parameters()), optimizer_class, program.defaults)
     if precision is not None:
         loop = MixedPlainLoop(model, optimizer_class, program.defaults, precision)
-    yield 0, dict(model.named_parameters())
+    yield 0, _compared(model)
     for step in range(1, work.steps + 1):
         for number in range(program.micro_batches):
             work.backward(watch, step, number)
             loop.micro_batch_is_done()
         watch.at(f"{work.name}, step {step}, the update")
         loop.update(program.micro_batches, program.max_norm)
-        yield step, dict(model.named_parameters())
+        yield step, _compared(model)
+
+
+def _compared(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters by name, complex ones as real numbers; without frozen tensor subclasses, which nobody writes and
+    no file can hold."""
+    named = {name: parameter for name, parameter in model.named_parameters() if is_copied(parameter)}
+    return {
+        name: torch.view_as_real(parameter.detach().resolve_conj()) if parameter.is_complex() else parameter
+        for name, parameter in named.items()
+    }
 
 
 def worlds(folder: Path, watch: Watch) -> None:
@@ -251,7 +262,7 @@ def _on_ranks(folder: Path, watch: Watch, stage: int, size: int) -> Run:
             optimizer.step()
             optimizer.zero_grad()
         with optimizer.gathered():
-            mine = first_difference(_plain(folder, step), dict(work.model.named_parameters()))
+            mine = first_difference(_plain(folder, step), _compared(work.model))
         answers = [Difference.from_json(data) for data in optimizer.exchange(b"" if mine is None else mine.to_json())]
         found = {rank: difference for rank, difference in enumerate(answers) if difference is not None}
         if found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import (
+    mutants_frozen,
     mutants_habits,
     mutants_messages,
     mutants_meta,
@@ -30,4 +31,5 @@ MUTANTS = (
     *mutants_meta.MUTANTS,
     *mutants_habits.MUTANTS,
     *mutants_messages.MUTANTS,
+    *mutants_frozen.MUTANTS,
 )

@@ -369,8 +369,8 @@ CASTS = (
         (
             Edit(
                 STORAGE,
-                "            cast(self._unlisted(), self._precision.param_dtype)\n",
-                "            cast(self._unlisted()[:0], self._precision.param_dtype)\n",
+                "            cast([parameter for _, parameter in self._others()], self._precision.param_dtype)\n",
+                "            cast([], self._precision.param_dtype)\n",
             ),
         ),
         (f"{CAST}[2-True]",),
@@ -632,8 +632,8 @@ JOINING = (
         (
             Edit(
                 STORAGE,
-                "        broadcast(self._direct, self._transport, self._buffers())\n",
-                "        broadcast(self._direct, self._transport, self._buffers()[:0])\n",
+                "        self._copy(self._buffers())\n        self._compare",
+                "        self._copy([])\n        self._compare",
             ),
         ),
         (f"{CALLS}[2]",),
