@@ -140,6 +140,44 @@ class History(Coupled):
             p.sub_(sum(kept) * group["lr"])
 
 
+class EstimatesTogether(Coupled):
+    """As D-adaptation: adds up over all parameters, to raise the rate when the sum is large enough."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            seen = sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
+            group["seen"] = group.get("seen", 0.0) + seen
+        super().step()
+
+
+class KeepsMeans(Coupled):
+    """As SWATS: keeps a mean over each parameter."""
+
+    def couple(self, p: Tensor, group: dict[str, Any]) -> None:
+        if p.grad is not None:
+            self.state[p]["mean"] = p.grad.mean()
+
+
+class Rebinds(Coupled):
+    """Puts new memory under a parameter, where a rank's slice stays as it was."""
+
+    def couple(self, p: Tensor, group: dict[str, Any]) -> None:
+        p.data = p.data.clone()
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []
+
+
+class OwnObjects(Coupled):
+    """Keeps an object of its own, of which nothing is known."""
+
+    def couple(self, p: Tensor, group: dict[str, Any]) -> None:
+        self.state[p].setdefault("keeper", Keeper())
+
+
 class Net(nn.Module):
     """Parameters of no, one, two, three and four dimensions."""
 
@@ -166,6 +204,7 @@ REFUSED: dict[str, type[Coupled]] = {
     for cls in (
         *(DecayMatricesOnly, DecayKernelsOnly, DecaySignalsOnly, DecayScalarsToo, Centralized, LargeMatricesApart),
         *(Projected, ClippedTogether, RateByPlace, OwnBuffers, History),
+        *(EstimatesTogether, KeepsMeans, Rebinds, OwnObjects),
     )
 }  # fmt: skip
 

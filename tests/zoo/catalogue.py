@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import (
+    mutants_classes,
     mutants_meta,
     mutants_norms,
     mutants_offload,
@@ -20,6 +21,7 @@ MUTANTS = (
     *mutants_ranks.MUTANTS,
     *mutants_norms.MUTANTS,
     *mutants_update.MUTANTS,
+    *mutants_classes.MUTANTS,
     *mutants_states.MUTANTS,
     *mutants_units.MUTANTS,
     *mutants_precision.MUTANTS,
