@@ -336,6 +336,27 @@ def test_every_element_wise_class_is_taken_in_every_path(name: str, dtype: torch
     ZeroOptimizer(net().to(dtype), cls, process_group=solo(), **copy.deepcopy(options)).close()
 
 
+class BoundedByFirstRate(Coupled):
+    """As AdaBound: keeps the rates that its groups had when it was built, beside them."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.first = [group["lr"] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad.clamp(-1, 1) * (group["lr"] / self.first[0]))
+
+
+def test_a_class_that_keeps_its_first_rate_is_taken_where_groups_have_that_of_the_arguments() -> None:
+    ZeroOptimizer(net(), BoundedByFirstRate, process_group=solo(), lr=1e-3).close()
+    ZeroOptimizer(net(), BoundedByFirstRate, process_group=solo(), lr=torch.tensor(1e-3)).close()
+    refused(BoundedByFirstRate, [{"params": list(net().parameters()), "lr": 0.5}], lr=1e-3)
+
+
 def test_groups_of_several_dtypes_are_tried_together() -> None:
     model = net()
     model.kernels.to(torch.bfloat16)

@@ -36,6 +36,7 @@ def check_elementwise(
     """
     if not parameters:
         return frozenset()
+    inner = inner.another(**_visible_rate(inner.defaults))
     names = {len(spec.shape): spec.name for spec in reversed(parameters)}
     options, places = _distinct(inner.defaults, groups, parameters)
     dimensions = sorted(DIMENSIONS | names.keys())
@@ -171,7 +172,7 @@ def _distinct(
     places = []
     for group, dtypes, device in dict.fromkeys((spec.group, spec.dtypes, spec.device) for spec in parameters):
         given = {key: value for key, value in groups[group].items() if key not in ("params", "param_names")}
-        given = _with_visible_rate({**defaults, **given})
+        given = {**defaults, **given, **_visible_rate({**defaults, **given})}
         number = numbers_of.setdefault(_plain(given, id), len(options))
         if number == len(options):
             options.append(given)
@@ -179,11 +180,12 @@ def _distinct(
     return options, list(dict.fromkeys(places))
 
 
-def _with_visible_rate(options: Options) -> Options:
+def _visible_rate(options: Options) -> Options:
+    """The rate of a trial, where options have too low a one."""
     rate = options.get("lr")
     if isinstance(rate, Tensor):
-        return {**options, "lr": rate.detach().clamp(min=LOWEST_RATE)}
-    return {**options, "lr": max(rate, LOWEST_RATE)} if isinstance(rate, (int, float)) else options
+        return {"lr": rate.detach().clamp(min=LOWEST_RATE)}
+    return {"lr": LOWEST_RATE} if isinstance(rate, (int, float)) and rate < LOWEST_RATE else {}
 
 
 def _plain(value: Any, other: Callable[[Any], object]) -> str:

@@ -44,9 +44,9 @@ class InnerOptimizer:
         """The class itself over param groups, as in a plain loop."""
         return self._class(groups, **copy.deepcopy(self._arguments))
 
-    def another(self) -> InnerOptimizer:
-        """One of the same class and arguments, which has taken up nothing."""
-        return InnerOptimizer(self._class, copy.deepcopy(self._arguments))
+    def another(self, **changed: Any) -> InnerOptimizer:
+        """One of the same class and arguments but for those that are ``changed``, which has taken up nothing."""
+        return InnerOptimizer(self._class, {**copy.deepcopy(self._arguments), **changed})
 
     def instance(self) -> torch.optim.Optimizer:
         """One that has no parameters, and counts on from where the others are."""

@@ -53,7 +53,7 @@ MUTANTS = (
         "a-class-is-tried-with-its-defaults",
         ("L12",),
         "What the user's param groups say is not tried: a weight decay that is off by default is never seen.",
-        (Edit(ELEMENTWISE, "_with_visible_rate({**defaults, **given})", "_with_visible_rate({**given, **defaults})"),),
+        (Edit(ELEMENTWISE, "given = {**defaults, **given, **", "given = {**given, **defaults, **"),),
         (f"{TEST}test_the_options_of_every_group_count",),
     ),
     Mutant(
