@@ -1,4 +1,5 @@
-"""Models of other libraries train the bits of the plain loop, and so do the recipes for accelerate, Fabric and Trainer.
+"""Models and optimizers of other libraries train the bits of the plain loop, or are refused; so do the recipes for
+accelerate, Fabric and Trainer.
 
 Outside the default run. What is not installed is skipped: `pip install -e '.[test,ecosystem]'`.
 """
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
 
 from .launched import launch
@@ -33,7 +35,7 @@ from .loops import (
     network,
     seeded,
 )
-from .plain import assert_same_bits
+from .plain import assert_same_bits, bits, plain_step
 from .pool import GlooPool
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # also in the processes that import this file: nothing is downloaded
@@ -386,6 +388,91 @@ def test_a_scheduler_takes_the_optimizer_as_it_is(gloo: GlooPool, name: str) -> 
     for by_stage in gloo.run(train_scheduled, name, limit=200):
         for stage, state in enumerate(by_stage):
             assert_same_state(state, state_of(plain), f"stage {stage}")
+
+
+# -- a collection of optimizers ----------------------------------------------------------------------------------------
+
+
+class Shapes(nn.Module):
+    """Parameters of no, one, two and four dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.kernels = nn.Conv2d(1, 6, 3)
+        self.head = nn.Linear(6 * 4 * 4, 37)
+
+    def forward(self, images: Tensor) -> Tensor:
+        found: Tensor = self.head(torch.tanh(self.kernels(images)).flatten(1)) * self.scale
+        return found
+
+
+NOT_ELEMENTWISE = ("LARS", "Ranger", "SM3", "SOAP", "MARS", "AdaNorm", "AdamP")
+TAKES_A_MINUTE = ("Kron", "SpectralSphere")  # to compile, and is refused then
+RATE = {"lr": 1e-2}
+
+
+@pytest.mark.parametrize("name", NOT_ELEMENTWISE)
+def test_a_class_that_treats_shapes_differently_is_refused(name: str) -> None:
+    collection = pytest.importorskip("pytorch_optimizer")
+    with pytest.raises(ValueError, match=f"{name} is not element-wise"):
+        ZeroOptimizer(seeded(5, Shapes), getattr(collection, name), process_group=solo(), **RATE)
+
+
+def test_every_class_of_a_collection_is_refused_or_trains_the_bits_of_the_plain_loop() -> None:
+    collection = pytest.importorskip("pytorch_optimizer")
+    found = {name: getattr(collection, name) for name in dir(collection) if name not in TAKES_A_MINUTE}
+    verdicts: dict[str, str] = {}
+    for name, cls in found.items():
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
+            verdicts[name] = verdict_on(cls)
+    counted = list(verdicts.values())
+    assert {*counted} == {"refused", "same bits", "needs other arguments"}, verdicts
+    assert counted.count("refused") > 40
+    assert counted.count("same bits") > 40
+
+
+def verdict_on(cls: type[torch.optim.Optimizer]) -> str:
+    """What becomes of a class that can be built with a rate alone, on two ranks at stages 2 and 3."""
+    count = 15 * WORLD_SIZE
+    generator = torch.Generator().manual_seed(1)
+    images = [torch.randn(4, 1, 6, 6, generator=generator) for _ in range(count)]
+
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    plain = seeded(5, Shapes)
+    try:
+        optimizer = cls(plain.parameters(), **RATE)
+        for step in range(count // WORLD_SIZE):
+            plain_step(plain, optimizer, loss_of, images[step * WORLD_SIZE :][:WORLD_SIZE], WORLD_SIZE)
+            optimizer.zero_grad()
+    except Exception:
+        return "needs other arguments"
+    for stage in (2, 3):
+        models = [seeded(5, Shapes) for _ in range(WORLD_SIZE)]
+
+        def train(transport: Transport, stage: int = stage, models: list[nn.Module] = models) -> str:
+            model = models[transport.rank]
+            try:
+                ours = ZeroOptimizer(model, cls, stage=stage, process_group=transport, bucket_cap_mb=2e-3, **RATE)
+            except ValueError as error:
+                return "refused" if "is not element-wise" in str(error) else str(error)
+            for batch in images[transport.rank :: WORLD_SIZE]:
+                loss_of(model, batch).backward()
+                ours.step()
+                ours.zero_grad()
+            ours.close()
+            return "taken"
+
+        told = on_threads(WORLD_SIZE, train)
+        if told != ["taken"] * WORLD_SIZE:
+            return told[0]
+        for model in models:
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                if not torch.equal(bits(ours), bits(theirs)):
+                    return "other bits"
+    return "same bits"
 
 
 # -- recipes -----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from collectives import Algorithm, Choice, Collective, Kind, Pairwise, Tag, Tran
 from collectives import build as build_collective
 from collectives.carriers import OwnCollectives
 
+from .elementwise import check_elementwise
 from .hooks import check_free
 from .inner import InnerOptimizer
 from .layout import Bucket, Dtypes, ParameterSpec, build
@@ -210,7 +211,7 @@ class Assembly:
             check_one_device([*self.storage.layout.parameters, *described])
             check_free([(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)])
             self.storage.prepare(found)
-            self._check_elementwise(all_groups, described)
+            self.inner.elementwise |= check_elementwise(self.inner, all_groups, described)
         except Exception as error:
             problem = error
         lines = [] if problem is not None else [*self._lines(described), *_replicated_lines(replicated)]
@@ -290,12 +291,6 @@ class Assembly:
         if bucket.index not in stores or torch.device(bucket.device).type != "cpu":
             return None
         return partial(stores[bucket.index].tensor, _MASTER, bucket.dtypes.master)
-
-    def _check_elementwise(self, all_groups: Sequence[Options], described: Sequence[ParameterSpec]) -> None:
-        for number, dtype, device in dict.fromkeys((s.group, s.dtypes.master, s.device) for s in described):
-            group = all_groups[number]
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            self.inner.elementwise |= self.inner.check(options, dtype, torch.device(device))
 
     def _lines(self, described: Sequence[ParameterSpec]) -> list[str]:
         """What the ranks must have built alike, as text."""

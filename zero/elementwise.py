@@ -1,85 +1,208 @@
-"""Whether an optimizer class is element-wise, so that pieces of a parameter are stepped as the whole would be.
+"""Whether a class is element-wise, so that its steps over pieces of parameters give the bits of steps over whole ones.
 
-Knows: `torch.optim` classes, and how one is tried. Does not know: buckets, ranks.
+Knows: which options and shapes are tried, and what must be equal. Does not know: how pieces are laid out, ranks.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .inner import InnerOptimizer, not_elementwise
+from .layout import ParameterSpec
 from .runs import Options, is_elementwise
+from .trial import ClassFailedError, Half, Place, Whole
 
-
-def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """The class's own ``step``, without the hooks that torch wraps around it: these belong to the user's object."""
-    step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__
-    return lambda: step(optimizer)
+STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
+DIMENSIONS = frozenset({0, 1, 2, 4})
+LOWEST_RATE = 0.25  # of a trial: under a lower one, which a scheduler may raise later, rounding could hide an update
 
 
 def check_elementwise(
-    optimizer_class: type[torch.optim.Optimizer],
-    arguments: Options,
-    options: Options,
-    dtype: torch.dtype,
-    device: torch.device,
+    inner: InnerOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
 ) -> frozenset[str]:
-    """Raise `ValueError` unless two steps over 96 elements as one tensor give the bits of two pieces stepped by two
-    instances. Costs two small steps; leaves the random generator alone. Returns the names of the states that are as
-    large as the parameter."""
-    cut, size = 32, 96
-    with torch.random.fork_rng(devices=[]):
-        generator = torch.Generator().manual_seed(0)
-        values = torch.randn(size, generator=generator, device="cpu").to(dtype=dtype, device=device)
-        gradients = [
-            torch.randn(size, generator=generator, device="cpu").to(dtype=dtype, device=device) for _ in range(2)
-        ]
+    """Raise `ValueError` unless the class gives the same bits over whole parameters and over pieces of them.
+
+    The class is tried on throw-away parameters with the options that the ``groups`` of ``parameters`` have; groups with
+    equal options are tried once. There are parameters of every number of dimensions that ``parameters`` have, and of
+    `DIMENSIONS` unless the class itself refuses these. Random generators stay as they are.
+
+    Returns the names of the states that are as large as the parameter.
+    """
+    if not parameters:
+        return frozenset()
+    inner = inner.another(**_visible_rate(inner.defaults))
+    names = {len(spec.shape): spec.name for spec in reversed(parameters)}
+    options, places = _distinct(inner.defaults, groups, parameters)
+    dimensions = sorted(DIMENSIONS | names.keys())
+    with _random_state_kept(places):
         try:
-            whole, names = _two_steps(optimizer_class, arguments, options, values, gradients, 0, size)
-            parts = [
-                _two_steps(optimizer_class, arguments, options, values, gradients, low, high)[0]
-                for low, high in ((0, cut), (cut, size))
-            ]
-        except Exception as error:
-            raise not_elementwise(optimizer_class, f"two steps on a flat tensor failed ({error})") from error
-    if not torch.equal(whole.view(torch.uint8), torch.cat(parts).view(torch.uint8)):
-        raise not_elementwise(optimizer_class, "a tensor stepped in two pieces gave other values than stepped whole")
+            return _compare(inner, options, places, dimensions)
+        except ClassFailedError:
+            dimensions = _accepted(inner, options, places, dimensions, names)
+        try:
+            return _compare(inner, options, places, dimensions)
+        except ClassFailedError as error:
+            raise not_elementwise(inner.name, f"a step over several parameters failed ({error})") from error
+
+
+def _accepted(
+    inner: InnerOptimizer,
+    options: Sequence[Options],
+    places: Sequence[Place],
+    dimensions: Sequence[int],
+    names: Mapping[int, str],
+) -> list[int]:
+    """The numbers of dimensions that the class takes. Raise where it refuses one that the user's parameters have."""
+    refused: dict[int, Exception] = {}
+    for number in dimensions:
+        try:
+            whole = Whole(inner, options, places, [number])
+            for step in range(STEPS):
+                whole.step(whole.gradients(step))
+        except ClassFailedError as error:
+            refused[number] = error
+    for number, problem in refused.items():
+        if len(refused) == len(dimensions):
+            raise not_elementwise(inner.name, f"a step over a throw-away parameter failed ({problem})") from problem
+        if number in names:
+            raise ValueError(
+                f"{inner.name} refuses a parameter of {number} dimensions, as {names[number]!r} is: {problem}"
+            ) from problem
+    return [number for number in dimensions if number not in refused]
+
+
+def _compare(
+    inner: InnerOptimizer, options: Sequence[Options], places: Sequence[Place], dimensions: Sequence[int]
+) -> frozenset[str]:
+    """Step throw-away parameters whole and in halves. Returns the names of states as large as the parameter."""
+    whole = Whole(inner, options, places, dimensions)
+    with _refusing(inner, "it refuses flat pieces"):
+        halves = [Half(inner, options, whole, number) for number in range(2)]
+    for step in range(STEPS):
+        gradients = whole.gradients(step)
+        whole.step(gradients)
+        if step == 0:
+            _check_states(inner, whole)
+        names = whole.names()
+        for half in halves:
+            with _refusing(inner, "a step over flat pieces failed"):
+                half.step(gradients, names)
+            for piece in half.pieces:
+                parameter = whole.parameters[piece.parameter]
+                if not _same_bits(piece.of(parameter), piece.values):
+                    raise not_elementwise(
+                        inner.name,
+                        f"a parameter of shape {tuple(parameter.shape)} was stepped to other bits in pieces than "
+                        f"whole, in step {step + 1} of {STEPS}",
+                    )
+    _check_states(inner, whole)
+    for half in halves:
+        _compare_scalars(inner, whole, half, names)
     return names
 
 
-def _two_steps(
-    optimizer_class: type[torch.optim.Optimizer],
-    arguments: Options,
-    options: Options,
-    values: Tensor,
-    gradients: Sequence[Tensor],
-    low: int,
-    high: int,
-) -> tuple[Tensor, frozenset[str]]:
-    parameter = values[low:high].clone().requires_grad_()
-    optimizer = optimizer_class([{**copy.deepcopy(options), "params": [parameter]}], **copy.deepcopy(arguments))
-    for gradient in gradients:
-        parameter.grad = gradient[low:high].clone()
-        unhooked_step(optimizer)()
-    names = set()
-    for name, value in optimizer.state[parameter].items():
-        if is_elementwise(value, parameter):
-            names.add(name)
-        elif isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"its state {name!r} has shape {tuple(value.shape)}, not the parameter's")
-    return parameter.detach(), frozenset(names)
+@contextmanager
+def _refusing(inner: InnerOptimizer, what: str) -> Iterator[None]:
+    """Say of an error that the class is not element-wise."""
+    try:
+        yield
+    except Exception as error:
+        raise not_elementwise(inner.name, f"{what} ({error})") from error
 
 
-def not_elementwise(optimizer_class: type, why: str) -> ValueError:
-    """What to raise where a class cannot be sharded."""
-    return ValueError(
-        f"{optimizer_class.__name__} is not element-wise: {why}. A rank steps flat pieces of parameters, so only "
-        "classes whose update of an element depends on nothing but that element's gradient and state can be sharded "
-        "(SGD, Adam, AdamW, Adagrad, RMSprop, ...)"
-    )
+def _check_states(inner: InnerOptimizer, whole: Whole) -> None:
+    """A state is as large as the parameter, or a scalar: others cannot be cut as the parameter is."""
+    for number, parameter in enumerate(whole.parameters):
+        for name, value in whole.state(number).items():
+            if not is_elementwise(value, parameter) and not _is_scalar(value):
+                kind = (
+                    f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+                )
+                raise not_elementwise(
+                    inner.name, f"its state {name!r} {kind}, where the parameter has shape {tuple(parameter.shape)}"
+                )
+
+
+def _is_scalar(value: Any) -> bool:
+    """Also of what holds nothing but scalars."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    if isinstance(value, (list, tuple)):
+        return all(_is_scalar(inside) for inside in value)
+    return value is None or isinstance(value, (numbers.Number, str))
+
+
+def _compare_scalars(inner: InnerOptimizer, whole: Whole, half: Half, large: frozenset[str]) -> None:
+    """What the class counts, for a parameter or a group, may differ long before the parameters do, and is saved."""
+    for mine, theirs in zip(whole.groups, half.groups, strict=True):
+        for name, value in mine.items():
+            if _plain(value, type) != _plain(theirs.get(name), type):
+                raise not_elementwise(
+                    inner.name, f"it put another {name!r} into a param group of pieces than of wholes"
+                )
+    for piece in half.pieces:
+        state = half.scalars(piece)
+        for name, value in whole.state(piece.parameter).items():
+            if name not in large and _plain(value, type) != _plain(state.get(name), type):
+                raise not_elementwise(
+                    inner.name, f"its state {name!r} came to another value for pieces than for wholes"
+                )
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """True of equal bits. Which NaN it is does not count: torch's own kernels give any."""
+    if torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+        return True
+    equal = (one == other) & (one.signbit() == other.signbit())
+    return bool((equal | (one.isnan() & other.isnan())).all())
+
+
+def _distinct(
+    defaults: Options, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
+) -> tuple[list[Options], list[Place]]:
+    """The options that differ, and where parameters have them."""
+    numbers_of: dict[str, int] = {}
+    options: list[Options] = []
+    places = []
+    for group, dtypes, device in dict.fromkeys((spec.group, spec.dtypes, spec.device) for spec in parameters):
+        given = {key: value for key, value in groups[group].items() if key not in ("params", "param_names")}
+        given = {**defaults, **given, **_visible_rate({**defaults, **given})}
+        number = numbers_of.setdefault(_plain(given, id), len(options))
+        if number == len(options):
+            options.append(given)
+        places.append(Place(number, dtypes, torch.device(device)))
+    return options, list(dict.fromkeys(places))
+
+
+def _visible_rate(options: Options) -> Options:
+    """The rate of a trial, where options have too low a one."""
+    rate = options.get("lr")
+    if isinstance(rate, Tensor):
+        return {"lr": rate.detach().clamp(min=LOWEST_RATE)}
+    return {"lr": LOWEST_RATE} if isinstance(rate, (int, float)) and rate < LOWEST_RATE else {}
+
+
+def _plain(value: Any, other: Callable[[Any], object]) -> str:
+    """Equal of equal options. What is no plain value counts as what ``other`` gives for it."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {value.device} {value.tolist()}"
+    if isinstance(value, dict):
+        return str([(key, _plain(inside, other)) for key, inside in value.items()])
+    if isinstance(value, (list, tuple)):
+        return str((type(value), [_plain(inside, other) for inside in value]))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return f"{type(value)} {other(value)}"
+
+
+@contextmanager
+def _random_state_kept(places: Sequence[Place]) -> Iterator[None]:
+    devices = list(dict.fromkeys(place.device for place in places if place.device.type not in ("cpu", "meta")))
+    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+        yield

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .elementwise import check_elementwise, not_elementwise, unhooked_step
 from .runs import BucketStates, Options, PieceState
 
 
@@ -31,7 +31,7 @@ class InnerOptimizer:
         try:
             self._begins_with_state = bool(optimizer_class([torch.zeros(1)], **defaults).state)
         except Exception as error:
-            raise not_elementwise(optimizer_class, f"it refuses a flat parameter ({error})") from error
+            raise not_elementwise(optimizer_class.__name__, f"it refuses a flat parameter ({error})") from error
         self.states: list[BucketStates] = []
         self.elementwise: frozenset[str] = frozenset()  # names of the states that are as large as the parameter
 
@@ -40,9 +40,13 @@ class InnerOptimizer:
         """The class's."""
         return self._class.__name__
 
-    def check(self, options: Options, dtype: torch.dtype, device: torch.device) -> frozenset[str]:
-        """`check_elementwise` for a group's options; returns and does not keep the names that it found."""
-        return check_elementwise(self._class, self._arguments, options, dtype, device)
+    def plain(self, groups: Sequence[Options]) -> torch.optim.Optimizer:
+        """The class itself over param groups, as in a plain loop."""
+        return self._class(groups, **copy.deepcopy(self._arguments))
+
+    def another(self, **changed: Any) -> InnerOptimizer:
+        """One of the same class and arguments but for those that are ``changed``, which has taken up nothing."""
+        return InnerOptimizer(self._class, {**copy.deepcopy(self._arguments), **changed})
 
     def instance(self) -> torch.optim.Optimizer:
         """One that has no parameters, and counts on from where the others are."""
@@ -131,6 +135,23 @@ class InnerOptimizer:
         """Forget the runs, before states are replaced."""
         for states in self.states:
             states.collect()
+
+
+def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """The class's own ``step``, without the hooks that torch wraps around it: these belong to the user's object."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return lambda: step(optimizer)
+
+
+def not_elementwise(optimizer_class: str, why: str) -> ValueError:
+    """What to raise where a class cannot be sharded."""
+    return ValueError(
+        f"{optimizer_class} is not element-wise: {why}. A rank steps flat pieces of parameters, so only "
+        "classes whose update of an element depends on nothing but that element's gradient and state can be sharded "
+        "(SGD, Adam, AdamW, Adagrad, RMSprop, ...)"
+    )
 
 
 def _arrive(states: BucketStates | None) -> None:

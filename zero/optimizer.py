@@ -27,6 +27,7 @@ from . import checkpoint
 from .assembly import Assembly, backend_of
 from .clip import check_norm_arguments
 from .describe import Description, describe
+from .elementwise import check_elementwise
 from .inner import InnerOptimizer
 from .join import Call, adopt_options, digests_of
 from .meta import InitFunction, StateDict, landing, materializer_of
@@ -543,11 +544,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         loaded = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = pre_hook(self, loaded) or loaded
-        names = self._inner.elementwise
-        for group in loaded.get("param_groups", []):
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            with torch.no_grad():
-                names |= self._inner.check(options, torch.float32, torch.device("cpu"))
+        saved_groups = loaded.get("param_groups", [])
+        known = [spec for spec in self._storage.layout.parameters if spec.group < len(saved_groups)]
+        names = self._inner.elementwise | check_elementwise(self._inner, saved_groups, known)
         mapping = checkpoint.check(loaded, self.param_groups, self._storage.listed(), names)
         for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
             options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}

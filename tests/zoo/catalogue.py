@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import (
+    mutants_classes,
     mutants_frozen,
     mutants_habits,
     mutants_messages,
@@ -23,6 +24,7 @@ MUTANTS = (
     *mutants_ranks.MUTANTS,
     *mutants_norms.MUTANTS,
     *mutants_update.MUTANTS,
+    *mutants_classes.MUTANTS,
     *mutants_states.MUTANTS,
     *mutants_units.MUTANTS,
     *mutants_precision.MUTANTS,

@@ -95,8 +95,8 @@ MUTANTS = (
         (
             Edit(
                 ELEMENTWISE,
-                "    if not torch.equal(whole.view(torch.uint8), torch.cat(parts).view(torch.uint8)):\n",
-                "    if whole.numel() != size:\n",
+                "                if not _same_bits(piece.of(parameter), piece.values):\n",
+                "                if piece.values.dtype is not parameter.dtype:\n",
             ),
         ),
         ("test_errors.py::test_an_optimizer_class_that_is_not_element_wise",),

@@ -1,0 +1,80 @@
+"""Mutants of the trial that a class passes before it is run on pieces."""
+
+from __future__ import annotations
+
+from .mutant import Edit, Mutant
+
+ELEMENTWISE, TRIAL = "zero/elementwise.py", "zero/trial.py"
+TEST = "test_elementwise.py::"
+REFUSED = f"{TEST}test_a_class_that_treats_shapes_differently_or_looks_beyond_an_element_is_refused"
+
+MUTANTS = (
+    Mutant(
+        "classes-are-tried-on-vectors-alone",
+        ("L12",),
+        "A class that decays matrices and not vectors is taken, and no matrix decays.",
+        (
+            Edit(
+                ELEMENTWISE,
+                "    dimensions = sorted(DIMENSIONS | names.keys())\n",
+                "    dimensions = [1]\n",
+            ),
+        ),
+        (f"{REFUSED}[DecayMatricesOnly]",),
+    ),
+    Mutant(
+        "only-usual-numbers-of-dimensions-are-tried",
+        ("L12",),
+        "A class that treats the weights of convolutions over time differently, of three dimensions, is taken.",
+        (
+            Edit(
+                ELEMENTWISE,
+                "    dimensions = sorted(DIMENSIONS | names.keys())\n",
+                "    dimensions = sorted(DIMENSIONS)\n",
+            ),
+        ),
+        (f"{REFUSED}[DecaySignalsOnly]",),
+    ),
+    Mutant(
+        "a-trial-of-two-steps",
+        ("L12",),
+        "A class that warms up as an element-wise one is taken.",
+        (Edit(ELEMENTWISE, "STEPS = 12  #", "STEPS = 2  #"),),
+        (f"{TEST}test_so_is_one_that_begins_to_after_some_steps[9-DecayMatricesOnly]",),
+    ),
+    Mutant(
+        "no-gradient-is-orthogonal",
+        ("L12",),
+        "A branch that only gradients orthogonal to their parameter reach, as in AdamP, is never tried.",
+        (Edit(TRIAL, "        if step % 3 == 1:\n", "        if step < 0:\n"),),
+        (f"{REFUSED}[Projected]",),
+    ),
+    Mutant(
+        "a-class-is-tried-with-its-defaults",
+        ("L12",),
+        "What the user's param groups say is not tried: a weight decay that is off by default is never seen.",
+        (Edit(ELEMENTWISE, "given = {**defaults, **given, **", "given = {**given, **defaults, **"),),
+        (f"{TEST}test_the_options_of_every_group_count",),
+    ),
+    Mutant(
+        "rounding-hides-what-a-class-does",
+        ("L12",),
+        "A rate that begins at zero, for a scheduler to raise, makes every class pass.",
+        (Edit(ELEMENTWISE, "LOWEST_RATE = 0.25  #", "LOWEST_RATE = 0.0  #"),),
+        (f"{TEST}test_a_rate_so_low_that_nothing_shows_hides_nothing[dtype0]",),
+    ),
+    Mutant(
+        "small-matrices-stand-for-large-ones",
+        ("L12",),
+        "A class that treats large matrices alone as matrices is taken.",
+        (Edit(TRIAL, "(131, 137) if is_first else (13, 17)", "(13, 17)"),),
+        (f"{REFUSED}[LargeMatricesApart]",),
+    ),
+    Mutant(
+        "what-a-class-counts-is-not-compared",
+        ("L12",),
+        "A class that adds up over all parameters, to use the sum later, is taken.",
+        (Edit(ELEMENTWISE, "        _compare_scalars(inner, whole, half, names)\n", "        pass\n"),),
+        (f"{REFUSED}[EstimatesTogether]",),
+    ),
+)
