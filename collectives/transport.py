@@ -230,6 +230,7 @@ class Transport:
         an announcement that is overtaken by a later round is dropped by whoever reads it (`Channel.confirm`).
         """
         self.check()
+        self.check()
         sends: list[Send] = []
         while True:
             sends += self._enter(b"", tag)
@@ -271,8 +272,12 @@ class Transport:
         return self._channel.broken is not None
 
     def check(self) -> None:
-        """Raise `CollectiveError`, naming the failure, where there was one."""
+        """Raise `CollectiveError`, naming the failure, where there was one, or in a process that was forked."""
         self._channel.check()
+
+    def check_process(self) -> None:
+        """Raise `CollectiveError` in a process that was forked from the rank's."""
+        self._channel.check_process()
 
     @property
     def traffic(self) -> Traffic:

@@ -205,7 +205,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def describe(self) -> Description:
         """What this rank holds, read from the tensors themselves, beside what the formulas say. Local."""
-        self._check()
+        self._check_usable()
         return describe(
             self._stage, self._assembly.choice, self._storage, self._reducer, self._inner, self._assembly.kept_by
         )
@@ -423,6 +423,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Make the model plain again: every parameter gets memory of its own, and every hook goes. All ranks."""
         if self._closed:
             return
+        self._transport.check_process()
         if self._storage.busy() or self._reducer.joining:
             raise RuntimeError("close() inside a forward, inside a backward or inside join(): leave it first")
         try:
@@ -461,7 +462,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         With one rank nothing needs to be consolidated. Raises `RuntimeError` elsewhere, and after a further step.
         """
-        self._check()
+        self._check_usable()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         if self.world_size == 1:
@@ -517,6 +518,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
+        self._check_usable()
+        self._transport.check_process()
+
+    def _check_usable(self) -> None:
         if self._closed:
             raise RuntimeError(f"this optimizer is closed: {self._closed}; build a new optimizer")
         if self._reducer.hooks.superseded:

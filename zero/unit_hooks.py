@@ -178,6 +178,7 @@ class UnitHooks:
 
     def _demand(self, unit: int) -> None:
         """Show a unit, and fetch the one that will probably follow."""
+        self._residency.check_process()
         if unit != ROOT and (unit != self._current or self._starting):
             self._starting = False
             before, expected, self._current, self._ahead = self._current, self._ahead, unit, None
