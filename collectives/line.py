@@ -113,7 +113,7 @@ class Line:
         """Raise `CollectiveError` in a process that was forked from the rank's."""
         if os.getpid() != self._process:
             raise CollectiveError(
-                f"{self.name}: process {os.getpid()} was forked from that of the rank, {self._process}, which alone may "
+                f"{self.name}: process {os.getpid()} was forked from the rank's own, {self._process}, which alone may "
                 "communicate with the other ranks: evaluate or save a copy of the model that was made before the fork, "
                 "at stage 3 inside 'with optimizer.gathered():'"
             )

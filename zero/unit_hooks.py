@@ -10,19 +10,21 @@ to come, be shown or go is `Residency`'s work.
                is over       drop everything
 
 So at most the root's rest, the running unit and the fetched one are here, and what is kept of the others for
-the backward.
+the backward. Therefore one thread at a time is inside forwards, or inside a backward, and another that begins one is
+refused; which thread that is may change whenever none is.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,7 @@ from .units import ROOT, Entry, Units
 
 _NO_TASK = -1
 _CALL = nn.Module._call_impl.__code__
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 class Order:
@@ -79,6 +82,14 @@ class Order:
         return next((other for other in self._back if other != unit), None)
 
 
+class _Forward(NamedTuple):
+    """A forward that began, of a module; ``pushed``: the saver's hooks, which go when it is over."""
+
+    place: _Place
+    thread: int
+    pushed: bool
+
+
 class UnitHooks:
     """The hooks of one optimizer on one module's units, until `remove`."""
 
@@ -87,10 +98,12 @@ class UnitHooks:
         self._residency, self._keeps_whole = residency, keeps_whole
         self._units = len(units.names)
         self._order = Order(self._units)
-        self._running: list[_Place] = []
+        self._running: list[_Forward] = []
+        self._beginning = threading.Lock()  # held while a forward looks whether it may begin
         self._current: int | None = None  # the unit that runs, or ran last
         self._ahead: int | None = None  # the unit that was fetched before it was asked for
         self._task = _NO_TASK
+        self._task_thread = 0
         self._starting = False  # a backward began, and no unit was asked for yet
         self._saver = Saver(residency, self._needed_again)
         self._places = [_Place(self, entry) for entry in units.entries]
@@ -103,12 +116,11 @@ class UnitHooks:
 
     def busy(self) -> bool:
         """True inside a forward or a backward."""
-        return (bool(self._running) and _inside_a_forward()) or _in_backward()
+        return self._inside_a_forward() or _in_backward()
 
     def retire(self) -> None:
         """A step begins: what was kept for a backward is of no use any more. Waits for what is under way."""
-        while self._running and not _inside_a_forward():  # an interrupt skips the hooks that would end a forward
-            self._end(self._running[-1])
+        self._end_interrupted()
         if not self._running:
             self._residency.let_all_go()
         self._order.close()
@@ -122,15 +134,53 @@ class UnitHooks:
             self.retire()
         self._order = Order(self._units)
 
+    # -- which thread -------------------------------------------------------------------------------------------------
+
+    def _inside_a_forward(self) -> bool:
+        """True while a thread is: an interrupt skips the hooks that would end a forward."""
+        return bool(self._running) and _runs(self._running[-1].thread, _CALL)
+
+    def _end_interrupted(self) -> None:
+        while self._running and not self._inside_a_forward():
+            self._end()
+
+    def _check_no_other_forward(self) -> None:
+        """Raise `RuntimeError` where another thread is inside a forward."""
+        if self._running and self._running[-1].thread != threading.get_ident() and not _in_a_thread_of_autograd():
+            self._end_interrupted()
+            if self._running:
+                self._refuse(self._running[-1].thread, "a forward")
+
+    def _check_no_other_backward(self) -> None:
+        """Raise `RuntimeError` where another thread is inside the backward that began last."""
+        if self._task_thread != threading.get_ident() and _runs(self._task_thread, _RUN_BACKWARD):
+            self._refuse(self._task_thread, "a backward")
+
+    def _refuse(self, thread: int, what: str) -> None:
+        name = next((repr(other.name) for other in threading.enumerate() if other.ident == thread), str(thread))
+        raise RuntimeError(
+            f"{self._residency.called}: another thread, {name}, is inside {what}: at stage 3 parameters come and go "
+            "with the forwards and backwards of one thread at a time; run one after the other, or give the threads a "
+            "copy of the model that was made inside 'with optimizer.gathered():'"
+        )
+
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def entered(self, place: _Place) -> None:
         """A module's forward begins."""
-        self._saver.push()  # the first thing: torch may refuse
-        if not self._running:
-            for each in self._places:
-                each.arrange()
-        self._running.append(place)
+        self._residency.check_process()  # before a lock that another thread may have held at the fork
+        pushed = self._saver.push()  # torch may refuse
+        try:
+            with self._beginning:
+                self._check_no_other_forward()
+                if not self._running:
+                    for each in self._places:
+                        each.arrange()
+                self._running.append(_Forward(place, threading.get_ident(), pushed))
+        except RuntimeError:
+            if pushed:
+                self._saver.pop()
+            raise
         for unit in place.needs:
             self._residency.hold(unit)
         self._begin()
@@ -141,21 +191,25 @@ class UnitHooks:
 
     def left(self, place: _Place, output: Any) -> None:
         """A module's forward is over, well or by an exception (then ``output`` is None)."""
-        if not self._running or self._running[-1] is not place:  # another hook raised before our first one
+        if not self._running:
             return
-        self._end(place)
+        last = self._running[-1]
+        if last.place is not place or last.thread != threading.get_ident():  # it was refused, or another hook raised
+            return
+        self._end()
         if not _in_backward():
             graphs = place.watch(output)
             if not self._running and not graphs:
                 self._drop_all()
 
-    def _end(self, place: _Place) -> None:
+    def _end(self) -> None:
+        place, thread, pushed = self._running.pop()
         try:
-            self._running.pop()
             for unit in place.needs:
                 self._residency.let_go(unit)
         finally:
-            self._saver.pop()
+            if pushed and thread == threading.get_ident():
+                self._saver.pop()
         if self._residency.broken:
             self._residency.abandon()
         elif not _in_backward():
@@ -178,7 +232,6 @@ class UnitHooks:
 
     def _demand(self, unit: int) -> None:
         """Show a unit, and fetch the one that will probably follow."""
-        self._residency.check_process()
         if unit != ROOT and (unit != self._current or self._starting):
             self._starting = False
             before, expected, self._current, self._ahead = self._current, self._ahead, unit, None
@@ -210,6 +263,7 @@ class UnitHooks:
 
     def _demand_in_backward(self, unit: int) -> None:
         """Nothing stays shown when the ranks' communication fails in a backward."""
+        self._residency.check_process()
         try:
             self._demand(unit)
         finally:
@@ -219,11 +273,12 @@ class UnitHooks:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Save through these hooks outside forwards, too."""
-        self._saver.push()
+        pushed = self._saver.push()
         try:
             yield
         finally:
-            self._saver.pop()
+            if pushed:
+                self._saver.pop()
 
     def _needed_again(self, unit: int) -> None:
         """Somebody asks for a tensor that a unit's forward saved."""
@@ -237,9 +292,11 @@ class UnitHooks:
         if task == self._task:
             return
         if self._task != _NO_TASK:
+            self._check_no_other_backward()
             self._over()
         if task != _NO_TASK:
-            self._task, self._starting = task, True
+            self._check_no_other_forward()
+            self._task, self._task_thread, self._starting = task, threading.get_ident(), True
             self._order.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._over)
 
@@ -367,10 +424,18 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != _NO_TASK
 
 
-def _inside_a_forward() -> bool:
-    current: FrameType | None = sys._getframe()
+def _in_a_thread_of_autograd() -> bool:
+    """True in a backward on a device, which autograd runs in a thread of its own, while its caller waits."""
+    return _in_backward() and not _runs(threading.get_ident(), _RUN_BACKWARD)
+
+
+def _runs(thread: int, code: CodeType) -> bool:
+    """True where a thread is inside a function."""
+    current: FrameType | None = (
+        sys._getframe() if thread == threading.get_ident() else sys._current_frames().get(thread)
+    )
     while current is not None:
-        if current.f_code is _CALL:
+        if current.f_code is code:
             return True
         current = current.f_back
     return False
