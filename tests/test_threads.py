@@ -88,6 +88,10 @@ class Rank:
         with torch.no_grad():
             return self.loss(0)
 
+    def enter_a_unit(self) -> Any:
+        """The one in which `inside_a_forward` is."""
+        return self.model.layers[0](torch.ones(2, 13))
+
     @contextmanager
     def inside_a_forward(self, work: Callable[[], Any] | None = None, ends: bool = True) -> Iterator[Thread]:
         """The block runs while another thread is inside a forward of the first unit."""
@@ -147,11 +151,11 @@ def test_a_forward_beside_one_of_another_thread_is_refused_and_training_goes_on(
     def evaluate_at_once(run: Rank) -> None:
         expected = run.evaluate()
         with run.inside_a_forward() as first:
-            for _ in range(2):
+            for work in (run.evaluate, run.enter_a_unit):
                 with pytest.raises(RuntimeError, match=REFUSAL):
-                    run.evaluate()
+                    work()
                 with pytest.raises(RuntimeError, match=REFUSAL):
-                    in_a_thread(run.evaluate)
+                    in_a_thread(work)
         assert first.error is None
         assert torch.equal(first.found, expected)
 

@@ -7,6 +7,7 @@ from . import (
     mutants_norms,
     mutants_offload,
     mutants_precision,
+    mutants_processes,
     mutants_ranks,
     mutants_sharing,
     mutants_states,
@@ -26,4 +27,5 @@ MUTANTS = (
     *mutants_sharing.MUTANTS,
     *mutants_offload.MUTANTS,
     *mutants_meta.MUTANTS,
+    *mutants_processes.MUTANTS,
 )
