@@ -37,54 +37,42 @@ class Saver:
         """From now on this thread's forwards save through these hooks, until `pop`, which is due where this returns
         True; where it returns False they do already."""
         before = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if before is not None and getattr(getattr(before[0], "__self__", None), "home", None) is self._home:
+        if before is not None and getattr(before[0], "__defaults__", None) == (self._home,):
             return False
-        hooks = _Hooks(self._home, self._residency, self._needed, before)
-        torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+        torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks(before))
         return True
 
     def pop(self) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
+    def _hooks(self, before: _Pair | None) -> _Pair:
+        known, needed, home = self._residency, self._needed, self._home  # weakly: a graph may outlive the optimizer
 
-class _Hooks:
-    """What a graph keeps of a `Saver`: all of it weakly, as a graph may outlive the optimizer."""
+        def pack(tensor: Tensor, _owner: object = home) -> Any:  # by which `push` knows it
+            residency = known()
+            if residency is not None and (saved := residency.places.find(tensor)) is not None:
+                return saved
+            if before is not None:
+                return before[0](tensor)
+            kept = tensor.detach()  # not itself: an output that its own graph holds would never be freed
+            return kept, kept._version
 
-    __slots__ = ("_before", "_needed", "_residency", "home")
+        def unpack(kept: Any) -> Any:
+            if isinstance(kept, Saved) and kept.place.home is home:
+                residency, need = known(), needed()
+                if residency is None or need is None:
+                    raise RuntimeError("this graph belongs to an optimizer that is gone: its parameters are, too")
+                need(kept.place.unit)
+                return residency.places.restore(kept)
+            if before is not None:
+                return before[1](kept)
+            tensor, version = kept
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{tensor.type()} {list(tensor.shape)} is at version {tensor._version}; expected version {version} "
+                    "instead"
+                )
+            return tensor
 
-    def __init__(
-        self,
-        home: object,
-        residency: weakref.ref[Residency],
-        needed: weakref.WeakMethod[Callable[[int], None]],
-        before: _Pair | None,
-    ) -> None:
-        """``before``: the hooks that were there."""
-        self.home, self._residency, self._needed, self._before = home, residency, needed, before
-
-    def pack(self, tensor: Tensor) -> Any:
-        residency = self._residency()
-        if residency is not None and (saved := residency.places.find(tensor)) is not None:
-            return saved
-        if self._before is not None:
-            return self._before[0](tensor)
-        kept = tensor.detach()  # not itself: an output that its own graph holds would never be freed
-        return kept, kept._version
-
-    def unpack(self, kept: Any) -> Any:
-        if isinstance(kept, Saved) and kept.place.home is self.home:
-            residency, need = self._residency(), self._needed()
-            if residency is None or need is None:
-                raise RuntimeError("this graph belongs to an optimizer that is gone: its parameters are, too")
-            need(kept.place.unit)
-            return residency.places.restore(kept)
-        if self._before is not None:
-            return self._before[1](kept)
-        tensor, version = kept
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{tensor.type()} {list(tensor.shape)} is at version {tensor._version}; expected version {version} "
-                "instead"
-            )
-        return tensor
+        return pack, unpack

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,14 +82,6 @@ class Order:
         return next((other for other in self._back if other != unit), None)
 
 
-class _Forward(NamedTuple):
-    """A forward that began, of a module; ``pushed``: the saver's hooks, which go when it is over."""
-
-    place: _Place
-    thread: int
-    pushed: bool
-
-
 class UnitHooks:
     """The hooks of one optimizer on one module's units, until `remove`."""
 
@@ -98,8 +90,8 @@ class UnitHooks:
         self._residency, self._keeps_whole = residency, keeps_whole
         self._units = len(units.names)
         self._order = Order(self._units)
-        self._running: list[_Forward] = []
-        self._beginning = threading.Lock()  # held while a forward looks whether it may begin
+        self._running: list[tuple[_Place, int, bool]] = []  # forwards: thread, and whether it pushed the saver's hooks
+        self._beginning = threading.Lock()  # held while an outermost forward looks whether it may begin
         self._current: int | None = None  # the unit that runs, or ran last
         self._ahead: int | None = None  # the unit that was fetched before it was asked for
         self._task = _NO_TASK
@@ -138,18 +130,21 @@ class UnitHooks:
 
     def _inside_a_forward(self) -> bool:
         """True while a thread is: an interrupt skips the hooks that would end a forward."""
-        return bool(self._running) and _runs(self._running[-1].thread, _CALL)
+        return any(_runs(thread, _CALL) for _, thread, _ in self._running[-1:])
 
     def _end_interrupted(self) -> None:
-        while self._running and not self._inside_a_forward():
-            self._end()
+        while (last := self._running[-1:]) and not self._inside_a_forward():
+            if last == self._running[-1:]:  # else its thread has left it meanwhile
+                self._end()
 
     def _check_no_other_forward(self) -> None:
         """Raise `RuntimeError` where another thread is inside a forward."""
-        if self._running and self._running[-1].thread != threading.get_ident() and not _in_a_thread_of_autograd():
+        if any(thread != threading.get_ident() for _, thread, _ in self._running[-1:]):
+            if _in_a_thread_of_autograd():
+                return
             self._end_interrupted()
-            if self._running:
-                self._refuse(self._running[-1].thread, "a forward")
+            for _, thread, _ in self._running[-1:]:
+                self._refuse(thread, "a forward")
 
     def _check_no_other_backward(self) -> None:
         """Raise `RuntimeError` where another thread is inside the backward that began last."""
@@ -169,18 +164,13 @@ class UnitHooks:
     def entered(self, place: _Place) -> None:
         """A module's forward begins."""
         self._residency.check_process()  # before a lock that another thread may have held at the fork
+        thread = threading.get_ident()
         pushed = self._saver.push()  # torch may refuse
-        try:
-            with self._beginning:
-                self._check_no_other_forward()
-                if not self._running:
-                    for each in self._places:
-                        each.arrange()
-                self._running.append(_Forward(place, threading.get_ident(), pushed))
-        except RuntimeError:
-            if pushed:
-                self._saver.pop()
-            raise
+        last = self._running[-1:]  # one look: another thread may leave its forward at any moment
+        if last and last[0][1] == thread:
+            self._running.append((place, thread, pushed))
+        else:
+            self._begin_outermost(place, thread, pushed)
         for unit in place.needs:
             self._residency.hold(unit)
         self._begin()
@@ -189,12 +179,22 @@ class UnitHooks:
         for unit in place.needs:
             self._demand(unit)
 
+    def _begin_outermost(self, place: _Place, thread: int, pushed: bool) -> None:
+        try:
+            with self._beginning:
+                self._check_no_other_forward()
+                for each in self._places:
+                    each.arrange()
+                self._running.append((place, thread, pushed))
+        except RuntimeError:
+            if pushed:
+                self._saver.pop()
+            raise
+
     def left(self, place: _Place, output: Any) -> None:
         """A module's forward is over, well or by an exception (then ``output`` is None)."""
-        if not self._running:
-            return
-        last = self._running[-1]
-        if last.place is not place or last.thread != threading.get_ident():  # it was refused, or another hook raised
+        last = self._running[-1:]
+        if not last or last[0][:2] != (place, threading.get_ident()):  # it was refused, or a hook before ours raised
             return
         self._end()
         if not _in_backward():

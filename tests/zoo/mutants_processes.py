@@ -58,8 +58,8 @@ MUTANTS = (
         (
             Edit(
                 HOOKS,
-                '            if self._running:\n                self._refuse(self._running[-1].thread, "a forward")\n',
-                "",
+                '                self._refuse(thread, "a forward")\n',
+                "                continue\n",
             ),
         ),
         (f"{BESIDE}[one-rank]",),
@@ -71,8 +71,8 @@ MUTANTS = (
         (
             Edit(
                 HOOKS,
-                "        if last.place is not place or last.thread != threading.get_ident():",
-                "        if last.place is not place:",
+                "        if not last or last[0][:2] != (place, threading.get_ident()):",
+                "        if not last or last[0][0] is not place:",
             ),
         ),
         (f"{BESIDE}[one-rank]",),
