@@ -11,12 +11,16 @@ Each is first-in-first-out for a pair of ranks. A rank that fails says so on all
 at once why nothing will come, and the carrier itself stays whole for its user. Over a network nothing leaves before its
 receiver has asked for it: so why a rank failed is asked for from the start, and is heard when that rank is gone.
 
+A process that is forked from a rank inherits its sockets, and memory that peers read: what it sent, read or wrote would
+be taken for the rank's. So a line works in the process that made it, and nowhere else.
+
 Knows: one carrier, the ranks of one group, and what a header says of a failure. Does not know: which message follows
 which (`channel`).
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -65,6 +69,7 @@ class Line:
         self._family: list[weakref.ref[Line]] = [] if like is None else like._family
         self._family.append(weakref.ref(self))
         self.broken: str | None = None
+        self._process = os.getpid()
         self.unsent: dict[int, Send] = {}  # sends that nobody has waited for yet
         # A rank of this host may itself wait for one of another, and is to say so before it is given up.
         distant = [self.bytes.posts(carried) for carried in self.ranks]
@@ -96,11 +101,21 @@ class Line:
         return self.number * LANES + lane
 
     def check(self) -> None:
-        """Raise `CollectiveError`, naming the failure, where there was one."""
+        """Raise `CollectiveError`, naming the failure, where there was one, or in a process that was forked."""
+        self.check_process()
         if self.broken is not None:
             raise CollectiveError(
                 f"{self.name}: this communicator is closed since an earlier failure ({self.broken}); "
                 "build a new optimizer"
+            )
+
+    def check_process(self) -> None:
+        """Raise `CollectiveError` in a process that was forked from the rank's."""
+        if os.getpid() != self._process:
+            raise CollectiveError(
+                f"{self.name}: process {os.getpid()} was forked from the rank's own, {self._process}, which alone may "
+                "communicate with the other ranks: evaluate or save a copy of the model that was made before the fork, "
+                "at stage 3 inside 'with optimizer.gathered():'"
             )
 
     # -- the small messages ---------------------------------------------------------------------------------------
@@ -132,8 +147,7 @@ class Line:
             raise self._no_answer(peer, tag, begin, error) from error
 
     def wait_bytes(self, pending: PendingBytes, peer: int, tag: Tag) -> bytes:
-        if self.broken is not None:
-            self.check()
+        self.check()
         begin = time.monotonic()
         try:
             return pending.wait(self.streams[peer].limit)
@@ -207,6 +221,8 @@ class Line:
     def abort(self, reason: str, failure: Failure | None = None) -> list[int]:
         """Tell every other rank that this one failed, because of ``failure`` or else by itself, and return those that
         could not be told. The line and its family are of no use afterwards."""
+        if os.getpid() != self._process:
+            return list(self.peers)
         untold: list[int] = []
         for reference in self._family:
             member = reference()

@@ -271,8 +271,12 @@ class Transport:
         return self._channel.broken is not None
 
     def check(self) -> None:
-        """Raise `CollectiveError`, naming the failure, where there was one."""
+        """Raise `CollectiveError`, naming the failure, where there was one, or in a process that was forked."""
         self._channel.check()
+
+    def check_process(self) -> None:
+        """Raise `CollectiveError` in a process that was forked from the rank's."""
+        self._channel.check_process()
 
     @property
     def traffic(self) -> Traffic:

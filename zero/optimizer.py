@@ -220,7 +220,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def describe(self) -> Description:
         """What this rank holds, read from the tensors themselves, beside what the formulas say. Local."""
-        self._check()
+        self._check_usable()
         return describe(
             self._stage, self._assembly.choice, self._storage, self._reducer, self._inner, self._assembly.kept_by
         )
@@ -457,6 +457,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             warnings.warn(f"close() after {type(first).__name__}: {error}", RuntimeWarning, stacklevel=2)
 
     def _close(self) -> None:
+        self._transport.check_process()
         if self._storage.busy() or self._reducer.joining:
             raise RuntimeError("close() inside a forward, inside a backward or inside join(): leave it first")
         try:
@@ -512,7 +513,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         With one rank nothing needs to be consolidated. Raises `RuntimeError` elsewhere, and after a further step.
         """
-        self._check()
+        self._check_usable()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         if self.world_size == 1:
@@ -566,6 +567,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
+        self._check_usable()
+        self._transport.check_process()
+
+    def _check_usable(self) -> None:
         if self._closed:
             raise RuntimeError(f"this optimizer is closed: {self._closed}; build a new optimizer")
         if self._assembly.superseded:

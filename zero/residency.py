@@ -114,6 +114,15 @@ class Residency:
         """True after a failure of the ranks' communication: nothing can be gathered any more."""
         return self._shards.broken
 
+    @property
+    def called(self) -> str:
+        """What errors call this rank."""
+        return self._shards.called
+
+    def check_process(self) -> None:
+        """Raise `CollectiveError` in a process that was forked from the rank's: values there are of no known step."""
+        self._shards.check_process()
+
     def shelves(self) -> Iterator[Shelf]:
         for unit in self.units:
             yield from unit.shelves

@@ -26,33 +26,29 @@ _Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Any]]
 
 
 class Saver:
-    """The hooks of one optimizer. ``needed`` is called with a unit before a tensor of it is restored."""
+    """The hooks of one optimizer. ``needed`` is called with a unit before a tensor of it is restored. Which hooks a
+    thread saves through, torch knows for each thread."""
 
     def __init__(self, residency: Residency, needed: Callable[[int], None]) -> None:
         self._home = residency.places.home
         self._residency, self._needed = weakref.ref(residency), weakref.WeakMethod(needed)
-        self._pushed: list[bool] = []
-        self._own: list[Callable[[Tensor], Any]] = []
 
-    def push(self) -> None:
-        """From now on this thread's forwards save through these hooks, until `pop`."""
+    def push(self) -> bool:
+        """From now on this thread's forwards save through these hooks, until `pop`, which is due where this returns
+        True; where it returns False they do already."""
         before = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        ours = before is not None and bool(self._own) and before[0] is self._own[-1]
-        if not ours:
-            pack, unpack = self._hooks(before)
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-            self._own.append(pack)
-        self._pushed.append(not ours)
+        if before is not None and getattr(before[0], "__defaults__", None) == (self._home,):
+            return False
+        torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks(before))
+        return True
 
     def pop(self) -> None:
-        if self._pushed and self._pushed.pop():
-            self._own.pop()
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def _hooks(self, before: _Pair | None) -> _Pair:
         known, needed, home = self._residency, self._needed, self._home  # weakly: a graph may outlive the optimizer
 
-        def pack(tensor: Tensor) -> Any:
+        def pack(tensor: Tensor, _owner: object = home) -> Any:  # by which `push` knows it
             residency = known()
             if residency is not None and (saved := residency.places.find(tensor)) is not None:
                 return saved

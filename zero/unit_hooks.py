@@ -10,18 +10,20 @@ to come, be shown or go is `Residency`'s work.
                is over       drop everything
 
 So at most the root's rest, the running unit and the fetched one are here, and what is kept of the others for
-the backward.
+the backward. Therefore one thread at a time is inside forwards, or inside a backward, and another that begins one is
+refused; which thread that is may change whenever none is.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ from .units import ROOT, Entry, Units
 
 _NO_TASK = -1
 _CALLS = (nn.Module._call_impl.__code__, ForwardMethod.__call__.__code__)
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 class Order:
@@ -90,10 +93,12 @@ class UnitHooks:
         self._residency, self._streams, self._keeps_whole = residency, streams, keeps_whole
         self._units = len(units.names)
         self._order = Order(self._units)
-        self._running: list[_Place] = []
+        self._running: list[tuple[_Place, int, bool]] = []  # forwards: thread, and whether it pushed the saver's hooks
+        self._beginning = threading.Lock()  # held while an outermost forward looks whether it may begin
         self._current: int | None = None  # the unit that runs, or ran last
         self._ahead: int | None = None  # the unit that was fetched before it was asked for
         self._task = _NO_TASK
+        self._task_thread = 0
         self._starting = False  # a backward began, and no unit was asked for yet
         self._saver = Saver(residency, self._needed_again)
         self._places = [_Place(self, entry) for entry in units.entries]
@@ -106,12 +111,11 @@ class UnitHooks:
 
     def busy(self) -> bool:
         """True inside a forward or a backward."""
-        return (bool(self._running) and _inside_a_forward()) or _in_backward()
+        return self._inside_a_forward() or _in_backward()
 
     def retire(self) -> None:
         """A step begins: what was kept for a backward is of no use any more. Waits for what is under way."""
-        while self._running and not _inside_a_forward():  # an interrupt skips the hooks that would end a forward
-            self._end(self._running[-1])
+        self._end_interrupted()
         if not self._running:
             self._residency.let_all_go()
         self._order.close()
@@ -125,44 +129,97 @@ class UnitHooks:
             self.retire()
         self._order = Order(self._units)
 
+    # -- which thread -------------------------------------------------------------------------------------------------
+
+    def _inside_a_forward(self) -> bool:
+        """True while a thread is: an interrupt skips the hooks that would end a forward."""
+        return any(_runs(thread, *_CALLS) for _, thread, _ in self._running[-1:])
+
+    def _end_interrupted(self) -> None:
+        while (last := self._running[-1:]) and not self._inside_a_forward():
+            if last == self._running[-1:]:  # else its thread has left it meanwhile
+                self._end()
+
+    def _check_no_other_forward(self) -> None:
+        """Raise `RuntimeError` where another thread is inside a forward."""
+        if any(thread != threading.get_ident() for _, thread, _ in self._running[-1:]):
+            if _in_a_thread_of_autograd():
+                return
+            self._end_interrupted()
+            for _, thread, _ in self._running[-1:]:
+                self._refuse(thread, "a forward")
+
+    def _check_no_other_backward(self) -> None:
+        """Raise `RuntimeError` where another thread is inside the backward that began last."""
+        if self._task_thread != threading.get_ident() and _runs(self._task_thread, _RUN_BACKWARD):
+            self._refuse(self._task_thread, "a backward")
+
+    def _refuse(self, thread: int, what: str) -> None:
+        name = next((repr(other.name) for other in threading.enumerate() if other.ident == thread), str(thread))
+        raise RuntimeError(
+            f"{self._residency.called}: another thread, {name}, is inside {what}: at stage 3 parameters come and go "
+            "with the forwards and backwards of one thread at a time; run one after the other, or give the threads a "
+            "copy of the model that was made inside 'with optimizer.gathered():'"
+        )
+
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def entered(self, place: _Place) -> None:
         """A module's forward begins."""
-        place.refused = True
+        thread = threading.get_ident()
+        place.refused.add(thread)
+        self._residency.check_process()  # before a lock that another thread may have held at the fork
         refuse_transforms(place.name)
-        self._saver.push()  # before all that has to be undone: torch may refuse
-        place.refused = False
-        if not self._running:
-            for each in self._places:
-                each.arrange()
-        self._running.append(place)
+        pushed = self._saver.push()  # torch may refuse
+        place.refused.discard(thread)
+        last = self._running[-1:]  # one look: another thread may leave its forward at any moment
+        if last and last[0][1] == thread:
+            self._running.append((place, thread, pushed))
+        else:
+            self._begin_outermost(place, thread, pushed)
         for unit in place.needs:
             self._residency.hold(unit)
         self._begin()
-        if place.is_root and place not in self._running[:-1] and not _in_backward():
+        if place.is_root and all(place is not other for other, _, _ in self._running[:-1]) and not _in_backward():
             self._order.begin_forward()
         for unit in place.needs:
             self._demand(unit)
 
+    def _begin_outermost(self, place: _Place, thread: int, pushed: bool) -> None:
+        try:
+            with self._beginning:
+                self._check_no_other_forward()
+                for each in self._places:
+                    each.arrange()
+                self._running.append((place, thread, pushed))
+        except RuntimeError:
+            if pushed:
+                self._saver.pop()
+            raise
+
     def left(self, place: _Place, output: Any) -> None:
         """A module's forward is over, well or by an exception (then ``output`` is None)."""
-        if place.refused or not self._running or self._running[-1] is not place:  # or another hook raised before
-            place.refused = False
+        thread = threading.get_ident()
+        if thread in place.refused:
+            place.refused.discard(thread)
             return
-        self._end(place)
+        last = self._running[-1:]
+        if not last or last[0][:2] != (place, thread):  # it was refused, or a hook before ours raised
+            return
+        self._end()
         if not _in_backward():
             graphs = place.watch(output)
             if not self._running and not graphs:
                 self._drop_all()
 
-    def _end(self, place: _Place) -> None:
+    def _end(self) -> None:
+        place, thread, pushed = self._running.pop()
         try:
-            self._running.pop()
             for unit in place.needs:
                 self._residency.let_go(unit)
         finally:
-            self._saver.pop()
+            if pushed and thread == threading.get_ident():
+                self._saver.pop()
         if self._residency.broken:
             self._residency.abandon()
         elif not _in_backward():
@@ -216,6 +273,7 @@ class UnitHooks:
 
     def _demand_in_backward(self, unit: int) -> None:
         """Nothing stays shown when the ranks' communication fails in a backward."""
+        self._residency.check_process()
         try:
             self._demand(unit)
         finally:
@@ -225,11 +283,12 @@ class UnitHooks:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Save through these hooks outside forwards, too."""
-        self._saver.push()
+        pushed = self._saver.push()
         try:
             yield
         finally:
-            self._saver.pop()
+            if pushed:
+                self._saver.pop()
 
     def _needed_again(self, unit: int) -> None:
         """Somebody asks for a tensor that a unit's forward saved."""
@@ -244,9 +303,11 @@ class UnitHooks:
         if task == self._task:
             return
         if self._task != _NO_TASK:
+            self._check_no_other_backward()
             self._over()
         if task != _NO_TASK:
-            self._task, self._starting = task, True
+            self._check_no_other_forward()
+            self._task, self._task_thread, self._starting = task, threading.get_ident(), True
             self._order.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._over)
 
@@ -261,7 +322,7 @@ class _Place:
 
     def __init__(self, owner: UnitHooks, entry: Entry) -> None:
         self.name, self.needs, self.is_root = entry.name or "the root's rest", entry.needs, not entry.name
-        self.refused = False  # its last forward, which may lie in another one of the same module
+        self.refused: set[int] = set()  # threads whose forward was; it may lie in another one of the same module
         self._owner, self._module = weakref.ref(owner), weakref.ref(entry.module)
         before, after = _Hook(self, self._before), _Hook(self, self._after)
         self._first = entry.module.register_forward_pre_hook(before, prepend=True)
@@ -421,10 +482,18 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != _NO_TASK
 
 
-def _inside_a_forward() -> bool:
-    current: FrameType | None = sys._getframe()
+def _in_a_thread_of_autograd() -> bool:
+    """True in a backward on a device, which autograd runs in a thread of its own, while its caller waits."""
+    return _in_backward() and not _runs(threading.get_ident(), _RUN_BACKWARD)
+
+
+def _runs(thread: int, *codes: CodeType) -> bool:
+    """True where a thread is inside one of these functions."""
+    current: FrameType | None = (
+        sys._getframe() if thread == threading.get_ident() else sys._current_frames().get(thread)
+    )
     while current is not None:
-        if current.f_code in _CALLS:
+        if current.f_code in codes:
             return True
         current = current.f_back
     return False

@@ -11,6 +11,7 @@ from . import (
     mutants_norms,
     mutants_offload,
     mutants_precision,
+    mutants_processes,
     mutants_ranks,
     mutants_sharing,
     mutants_states,
@@ -34,4 +35,5 @@ MUTANTS = (
     *mutants_habits.MUTANTS,
     *mutants_messages.MUTANTS,
     *mutants_frozen.MUTANTS,
+    *mutants_processes.MUTANTS,
 )

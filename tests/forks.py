@@ -1,0 +1,45 @@
+"""A forked child of a rank, for tests: what it does, what it says, and that it ends.
+
+It ends by `os._exit`: an ordinary exit waits for threads of gloo that a fork has not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+from collections.abc import Callable
+from typing import Any
+
+LIMIT = 15.0  # seconds for a child that should need a tenth of one
+
+
+class Child:
+    """A fork of this process that runs ``action``."""
+
+    def __init__(self, action: Callable[[], Any]) -> None:
+        self._read, write = os.pipe()
+        self._process = os.fork()
+        if not self._process:
+            try:
+                os.write(write, json.dumps(action()).encode())
+            except BaseException as error:
+                os.write(write, json.dumps(f"{type(error).__name__}: {error}").encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+
+    def said(self) -> Any:
+        """What the action returned, as JSON knows it, or a text with its error."""
+        if not select.select([self._read], [], [], LIMIT)[0]:
+            os.kill(self._process, signal.SIGKILL)
+        with os.fdopen(self._read, "rb") as pipe:
+            data = pipe.read()
+        os.waitpid(self._process, 0)
+        return json.loads(data or b'"the child hung, or died"')
+
+
+def said_by_a_child(action: Callable[[], Any]) -> Any:
+    """What ``action`` returned in a fork of this process, while this one waits."""
+    return Child(action).said()

@@ -1,0 +1,80 @@
+"""Mutants of processes that are forked from a rank, and of several threads of one."""
+
+from __future__ import annotations
+
+from .mutant import Edit, Mutant
+
+HOOKS, LINE, HOST = "zero/unit_hooks.py", "collectives/line.py", "collectives/host.py"
+FORKS, THREADS = "test_forks.py", "test_threads.py"
+RAISES = f"{FORKS}::test_what_a_forked_child_does_at_stage_3_raises_at_once_and_the_ranks_go_on"
+COLLECTS = f"{FORKS}::test_to_collect_an_optimizer_in_a_forked_child_takes_nothing_from_the_ranks"
+BESIDE = f"{THREADS}::test_a_forward_beside_one_of_another_thread_is_refused_and_training_goes_on"
+
+MUTANTS = (
+    Mutant(
+        "a-fork-enters-what-is-shown",
+        ("L2",),
+        "A process that was forked inside `gathered()` runs forwards with values of whatever step the ranks are at.",
+        (
+            Edit(
+                HOOKS,
+                "        self._residency.check_process()  # before a lock",
+                "        pass  # before a lock",
+            ),
+        ),
+        (f"{RAISES}[auto-inside_gathered]",),
+    ),
+    Mutant(
+        "a-fork-says-that-its-rank-failed",
+        ("L8",),
+        "A forked process that leaves a collective call by an error tells the others that its rank failed.",
+        (
+            Edit(
+                LINE,
+                "        if os.getpid() != self._process:\n            return list(self.peers)\n",
+                "",
+            ),
+        ),
+        (f"{RAISES}[auto-after_a_step]",),
+    ),
+    Mutant(
+        "a-fork-shuts-the-sockets-of-its-rank",
+        ("L9",),
+        "Where a forked process lets go of its copy of an optimizer, the rank's sockets are shut, not only its own.",
+        (
+            Edit(
+                HOST,
+                "    def __del__(self) -> None:\n        self.socket.close()\n",
+                "    def __del__(self) -> None:\n        self.socket.shutdown(socket.SHUT_RDWR)\n"
+                "        self.socket.close()\n",
+            ),
+        ),
+        (f"{COLLECTS}[3-auto]",),
+    ),
+    Mutant(
+        "two-threads-are-inside-forwards",
+        ("L2",),
+        "A forward begins while another thread is inside one: each drops units that the other is about to use.",
+        (
+            Edit(
+                HOOKS,
+                '                self._refuse(thread, "a forward")\n',
+                "                continue\n",
+            ),
+        ),
+        (f"{BESIDE}[one-rank]",),
+    ),
+    Mutant(
+        "a-forward-that-is-refused-ends-another-thread-s",
+        ("L3",),
+        "What a thread that was refused leaves behind it releases the unit that the other thread is computing with.",
+        (
+            Edit(
+                HOOKS,
+                "        if not last or last[0][:2] != (place, threading.get_ident()):",
+                "        if not last or last[0][0] is not place:",
+            ),
+        ),
+        (f"{BESIDE}[one-rank]",),
+    ),
+)
