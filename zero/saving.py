@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compiled import untraced
 from .places import Saved
 from .residency import Residency
 
@@ -52,6 +53,7 @@ class Saver:
     def _hooks(self, before: _Pair | None) -> _Pair:
         known, needed, home = self._residency, self._needed, self._home  # weakly: a graph may outlive the optimizer
 
+        @untraced
         def pack(tensor: Tensor) -> Any:
             residency = known()
             if residency is not None and (saved := residency.places.find(tensor)) is not None:
@@ -61,6 +63,7 @@ class Saver:
             kept = tensor.detach()  # not itself: an output that its own graph holds would never be freed
             return kept, kept._version
 
+        @untraced
         def unpack(kept: Any) -> Any:
             if isinstance(kept, Saved) and kept.place.home is home:
                 residency, need = known(), needed()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -27,12 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .compiled import interrupting, interrupts, surrounded, untraced
 from .residency import Residency
 from .saving import Saver
 from .units import ROOT, Entry, Units
 
 _NO_TASK = -1
-_CALL = nn.Module._call_impl.__code__
+_CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)  # a compiled one hides the first
 
 
 class Order:
@@ -92,6 +94,7 @@ class UnitHooks:
         self._ahead: int | None = None  # the unit that was fetched before it was asked for
         self._task = _NO_TASK
         self._starting = False  # a backward began, and no unit was asked for yet
+        self._warned = False  # that a graph was broken
         self._saver = Saver(residency, self._needed_again)
         self._places = [_Place(self, entry) for entry in units.entries]
 
@@ -174,6 +177,17 @@ class UnitHooks:
         else:
             self._residency.drop(unit, for_now=True)
 
+    def interrupted(self, place: _Place) -> None:
+        """Warn, once, that a graph was broken, since a compiled call came to a module in the midst of it."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"stage 3: a compiled call is interrupted at {place.name or 'the model'!r}, whose parameters come and "
+                "go; gradients may be summed in another order than in the plain loop compiled in the same way, so bits "
+                "may differ: compile each unit by itself, as in `for block in model.blocks: block.compile()`",
+                stacklevel=2,
+            )
+
     # -- which unit, and which next -----------------------------------------------------------------------------------
 
     def _demand(self, unit: int) -> None:
@@ -252,25 +266,32 @@ class _Place:
     """The hooks on one module, and on the graphs of what its forward gives out. They hold their owner weakly."""
 
     def __init__(self, owner: UnitHooks, entry: Entry) -> None:
-        self.needs, self.is_root = entry.needs, not entry.name
+        self.name, self.needs, self.is_root = entry.name, entry.needs, not entry.name
         self._owner, self._module = weakref.ref(owner), weakref.ref(entry.module)
-        before, after = _Hook(self, self._before), _Hook(self, self._after)
-        self._first = entry.module.register_forward_pre_hook(before, prepend=True)
-        self._last = entry.module.register_forward_hook(after, always_call=True)
+        self._entering, self._leaving = _Hook(self, self._before), _Hook(self, self._after)
+        self._first = entry.module.register_forward_pre_hook(self._entering, prepend=True)
+        self._last = entry.module.register_forward_hook(self._leaving, always_call=True)
         self._back: Any = None
+        self._compiled: Any = None  # the module's compiled call, and what is called instead
+        self._surrounded: Any = None
         self.arrange()
 
     def remove(self) -> None:
         for handle in (self._first, self._last, self._back):
             if handle is not None:
                 handle.remove()
+        module = self._module()
+        if module is not None and self._surrounded is not None and module._compiled_call_impl is self._surrounded:
+            module._compiled_call_impl = self._compiled
 
     def arrange(self) -> None:
         """Be the first before the forward and the backward, and the last after the forward: the user's hooks see
         parameters. One that was put first on the outermost module since its last forward still comes before."""
         module = self._module()
-        if module is None:
+        if module is None or self._first.id not in module._forward_pre_hooks:  # taken away, in `_outside`
             return
+        if module._compiled_call_impl is not self._surrounded:
+            self._surround(module)
         _ordered(module._forward_pre_hooks).move_to_end(self._first.id, last=False)
         _ordered(module._forward_hooks).move_to_end(self._last.id)
         others = len(module._backward_pre_hooks) - (self._back is not None)
@@ -292,6 +313,33 @@ class _Place:
         owner = self._owner()
         if owner is not None:
             owner.left(self, output)
+
+    def _surround(self, module: nn.Module) -> None:
+        """Put the hooks around what `module.compile()` made: inside they would break its graph."""
+        self._compiled, self._surrounded = module._compiled_call_impl, None
+        if self._compiled is not None:
+            self._surrounded = surrounded(self._compiled, self._outside, self._outside_again)
+            module._compiled_call_impl = self._surrounded
+
+    def _outside(self) -> None:
+        """The module's compiled call begins; it sees no hook of this place."""
+        self._before()
+        module = self._module()
+        if module is not None:
+            module._forward_pre_hooks.pop(self._first.id, None)
+            module._forward_hooks.pop(self._last.id, None)
+
+    def _outside_again(self, output: Any) -> None:
+        module = self._module()
+        if module is not None:
+            module._forward_pre_hooks[self._first.id] = self._entering
+            module._forward_hooks[self._last.id] = self._leaving
+        self._after(None, output)
+
+    def interrupted(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.interrupted(self)
 
     def watch(self, output: Any) -> bool:
         """Be told when a backward comes to ``output``; False where none can."""
@@ -316,8 +364,14 @@ class _Hook:
     def __init__(self, place: _Place, action: Callable[..., None]) -> None:
         self._place, self._action = place, action
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @interrupting
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        _run(self, arguments)
+
+    @untraced
+    def act(self, interrupted: bool, arguments: tuple[Any, ...]) -> None:
+        if interrupted:
+            self._place.interrupted()
         self._action(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -326,6 +380,12 @@ class _Hook:
     @property
     def alive(self) -> bool:
         return self._place._owner() is not None and bool(self._place.needs)
+
+
+@interrupting
+def _run(hook: _Hook, arguments: tuple[Any, ...]) -> None:
+    """Run a hook. A function of its own, since Dynamo inlines an object's ``__call__``."""
+    hook.act(interrupts(), arguments)
 
 
 class _Inert:
@@ -369,7 +429,7 @@ def _in_backward() -> bool:
 def _inside_a_forward() -> bool:
     current: FrameType | None = sys._getframe()
     while current is not None:
-        if current.f_code is _CALL:
+        if current.f_code in _CALLS:
             return True
         current = current.f_back
     return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import (
+    mutants_compiled,
     mutants_meta,
     mutants_norms,
     mutants_offload,
@@ -26,4 +27,5 @@ MUTANTS = (
     *mutants_sharing.MUTANTS,
     *mutants_offload.MUTANTS,
     *mutants_meta.MUTANTS,
+    *mutants_compiled.MUTANTS,
 )
