@@ -323,6 +323,11 @@ class Recorder:
 
     def __init__(self) -> None:
         self.graphs: list[str] = []
+        self._before = counters["frames"]["total"]
+
+    def frames(self) -> int:
+        """How many functions Dynamo tried to trace."""
+        return counters["frames"]["total"] - self._before
 
     def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Any:
         self.graphs.append(graph.code)
@@ -344,10 +349,12 @@ def test_a_compiled_unit_has_the_graphs_of_the_plain_model(name: str, in_place: 
     torch._dynamo.reset()
     recorder = plain = Recorder()
     _, expected = plain_loop(case, 1)
+    frames = plain.frames()
     torch._dynamo.reset()
     recorder = Recorder()
     check_rank(case, solo(), expected)
     assert recorder.graphs == plain.graphs
+    assert recorder.frames() == frames  # none of ours
     assert bool(plain.graphs) == (users or not in_place)
 
 

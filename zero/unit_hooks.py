@@ -154,6 +154,7 @@ class UnitHooks:
 
     def _end(self, place: _Place) -> None:
         try:
+            self.save_as_before(place.pushed)
             self._running.pop()
             for unit in place.needs:
                 self._residency.let_go(unit)
@@ -167,6 +168,17 @@ class UnitHooks:
                     self._residency.hide(unit)
                 else:
                     self._has_run(unit)
+
+    def save_on_top(self, pushed: list[int]) -> None:
+        """Save through these hooks again, where others were put on top of them since a module was entered."""
+        self._saver.push()
+        pushed.append(len(self._running))
+
+    def save_as_before(self, pushed: list[int]) -> None:
+        """Take away what `save_on_top` did in the forward that runs, if it did: a hook before it may have raised."""
+        while pushed and pushed[-1] >= len(self._running):
+            pushed.pop()
+            self._saver.pop()
 
     def _has_run(self, unit: int) -> None:
         """A unit is not needed now; perhaps by a backward."""
@@ -272,12 +284,14 @@ class _Place:
         self._first = entry.module.register_forward_pre_hook(self._entering, prepend=True)
         self._last = entry.module.register_forward_hook(self._leaving, always_call=True)
         self._back: Any = None
+        self._inner: tuple[Any, Any] | None = None  # the last hook before the forward, and the first one after it
+        self.pushed: list[int] = []  # how many forwards ran whenever the first of these did
         self._compiled: Any = None  # the module's compiled call, and what is called instead
         self._surrounded: Any = None
         self.arrange()
 
     def remove(self) -> None:
-        for handle in (self._first, self._last, self._back):
+        for handle in (self._first, self._last, self._back, *(self._inner or ())):
             if handle is not None:
                 handle.remove()
         module = self._module()
@@ -294,6 +308,8 @@ class _Place:
             self._surround(module)
         _ordered(module._forward_pre_hooks).move_to_end(self._first.id, last=False)
         _ordered(module._forward_hooks).move_to_end(self._last.id)
+        if len(module._forward_pre_hooks) > 1 and self._surrounded is None:
+            self._arrange_inner(module)
         others = len(module._backward_pre_hooks) - (self._back is not None)
         if others and self._back is None:  # alone, such a hook would put a node of its own into every graph
             self._back = module.register_full_backward_pre_hook(_Hook(self, self._reached), prepend=True)
@@ -302,6 +318,25 @@ class _Place:
         elif self._back is not None:
             self._back.remove()
             self._back = None
+
+    def _arrange_inner(self, module: nn.Module) -> None:
+        """Others run before the forward, and may save tensors from then on, as torch's composable checkpoint does. A
+        parameter is ours before it is theirs, as it is where they call the module again."""
+        if self._inner is None:
+            before = module.register_forward_pre_hook(_Hook(self, self._push))
+            self._inner = before, module.register_forward_hook(_Hook(self, self._pop), always_call=True)
+        _ordered(module._forward_pre_hooks).move_to_end(self._inner[0].id)
+        _ordered(module._forward_hooks).move_to_end(self._inner[1].id, last=False)
+
+    def _push(self, *_: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.save_on_top(self.pushed)
+
+    def _pop(self, *_: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.save_as_before(self.pushed)
 
     def _before(self, *_: Any) -> None:
         owner = self._owner()
@@ -318,6 +353,9 @@ class _Place:
         """Put the hooks around what `module.compile()` made: inside they would break its graph."""
         self._compiled, self._surrounded = module._compiled_call_impl, None
         if self._compiled is not None:
+            for handle in self._inner or ():
+                handle.remove()
+            self._inner = None
             self._surrounded = surrounded(self._compiled, self._outside, self._outside_again)
             module._compiled_call_impl = self._surrounded
 

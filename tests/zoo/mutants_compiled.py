@@ -37,6 +37,19 @@ MUTANTS = (
         (f"{GRAPHS}[Sequential-module.compile()]",),
     ),
     Mutant(
+        "a-checkpoint-keeps-parameters",
+        ("L3",),
+        "Torch's composable checkpoint saves parameters in the forward that are ours when it recomputes: an error.",
+        (
+            Edit(
+                HOOKS,
+                "        if len(module._forward_pre_hooks) > 1 and self._surrounded is None:\n",
+                "        if len(module._forward_pre_hooks) > 1 and self._surrounded is not None:\n",
+            ),
+        ),
+        ("test_units_checkpoints.py::test_units_are_recomputed_with_the_bits_of_the_plain_loop[every_unit-before-1]",),
+    ),
+    Mutant(
         "a-broken-graph-is-not-said",
         ("L2",),
         "A whole compiled model trains other bits than the same compiled plain loop, and nothing says so.",
