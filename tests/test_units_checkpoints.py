@@ -1,4 +1,4 @@
-"""torch's composable checkpoint at stage 3, which recomputes a unit by hooks on the module itself."""
+"""torch's other checkpoints at stage 3: a wrapper, and the composable one, which is hooks on the module itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from torch.distributed._composable import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointError
 
 from collectives import solo
@@ -21,6 +22,15 @@ def every_unit(model: Any) -> None:
 
 def one_unit(model: Any) -> None:
     checkpoint(model.blocks[1])
+
+
+def wrapped(model: Any) -> None:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
+
+
+def test_units_in_a_checkpoint_wrapper_have_the_bits_of_the_plain_loop() -> None:
+    check(Case(prepared=wrapped), 1)
 
 
 WHICH = pytest.mark.parametrize("which", [every_unit, one_unit])
