@@ -73,6 +73,33 @@ def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
 
 
+class Block(nn.Module):
+    """It uses the condition that it shares with other blocks twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale, self.shift = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x) * self.scale(condition) + self.shift(condition))
+
+
+class Conditioned(nn.Module):
+    """Blocks that share a condition: at stage 3 another model where it is compiled as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.condition, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = torch.tanh(self.condition(x))
+        for block in self.blocks:
+            x = block(x, condition)
+        found: Tensor = self.head(x)
+        return found
+
+
 def even(count: int) -> list[tuple[Tensor, Tensor]]:
     """Micro-batches of one size."""
     generator = torch.Generator().manual_seed(1)

@@ -206,8 +206,9 @@ def compiled_training(group: dist.ProcessGroup | None, rank: int, stage: int, pr
     try:
         transport = solo() if group is None else connect(group)
         model, expected = build(), build()
-        expected.compile(backend="aot_eager")
-        model.compile(backend="aot_eager")
+        for each in (expected, model):
+            for part in each.blocks if stage == 3 else (each,):
+                part.compile(backend="aot_eager")
         plain_loop(expected, simple, PRECISIONS[precision])
         torch._dynamo.reset()  # or what was compiled for the plain model would serve for this one
         graphs = [counters["stats"]["unique_graphs"]]

@@ -33,6 +33,7 @@ from .launched import launch
 from .loops import (
     BLOCKS,
     ECOSYSTEM,
+    Conditioned,
     PlainLoop,
     autocast_loss,
     code_of,
@@ -74,7 +75,9 @@ class Example:
     def expected(self) -> nn.Module:
         model = self.model()
         if self.compiled:
-            model.compile(backend=BACKEND)
+            blocks: Any = model.blocks
+            for block in blocks:
+                block.compile(backend=BACKEND)
         self.plain.run(model, self.loader(self.count))
         return model
 
@@ -92,7 +95,7 @@ EXAMPLES = {
     "Learning rate schedulers": Example(PlainLoop(scheduler=one_cycle)),
     "Moving averages": Example(PlainLoop()),
     "Batch norm": Example(PlainLoop(), build=with_batch_norm),
-    "torch.compile": Example(PlainLoop(), compiled=True),
+    "torch.compile": Example(PlainLoop(), build=Conditioned, compiled=True),
     "Activation checkpointing": Example(PlainLoop()),
 }
 OTHERS = ("Start", "Saving", "Loading")

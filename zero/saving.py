@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compiled import untraced
 from .places import Saved
 from .residency import Residency
 
@@ -48,6 +49,7 @@ class Saver:
     def _hooks(self, before: _Pair | None) -> _Pair:
         known, needed, home = self._residency, self._needed, self._home  # weakly: a graph may outlive the optimizer
 
+        @untraced
         def pack(tensor: Tensor, _owner: object = home) -> Any:  # by which `push` knows it
             residency = known()
             if residency is not None and (saved := residency.places.find(tensor)) is not None:
@@ -57,6 +59,7 @@ class Saver:
             kept = tensor.detach()  # not itself: an output that its own graph holds would never be freed
             return kept, kept._version
 
+        @untraced
         def unpack(kept: Any) -> Any:
             if isinstance(kept, Saved) and kept.place.home is home:
                 residency, need = known(), needed()

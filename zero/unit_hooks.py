@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .compiled import interrupting, interrupts, surrounded, untraced
 from .forward_methods import ForwardMethod, check_method
 from .released import is_released
 from .residency import Residency, refuse_transforms
@@ -37,7 +39,11 @@ from .streams import Streams
 from .units import ROOT, Entry, Units
 
 _NO_TASK = -1
-_CALLS = (nn.Module._call_impl.__code__, ForwardMethod.__call__.__code__)
+_CALLS = (
+    nn.Module._call_impl.__code__,
+    nn.Module._wrapped_call_impl.__code__,  # a compiled one hides the first
+    ForwardMethod.__call__.__code__,
+)
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
@@ -100,6 +106,7 @@ class UnitHooks:
         self._task = _NO_TASK
         self._task_thread = 0
         self._starting = False  # a backward began, and no unit was asked for yet
+        self._warned = False  # that a graph was broken
         self._saver = Saver(residency, self._needed_again)
         self._places = [_Place(self, entry) for entry in units.entries]
 
@@ -169,7 +176,7 @@ class UnitHooks:
         thread = threading.get_ident()
         place.refused.add(thread)
         self._residency.check_process()  # before a lock that another thread may have held at the fork
-        refuse_transforms(place.name)
+        refuse_transforms(place.name or "the root's rest")
         pushed = self._saver.push()  # torch may refuse
         place.refused.discard(thread)
         last = self._running[-1:]  # one look: another thread may leave its forward at any moment
@@ -213,8 +220,10 @@ class UnitHooks:
                 self._drop_all()
 
     def _end(self) -> None:
-        place, thread, pushed = self._running.pop()
+        place, thread, pushed = self._running[-1]
         try:
+            self._save_as_before(place, thread)
+            self._running.pop()
             for unit in place.needs:
                 self._residency.let_go(unit)
         finally:
@@ -229,6 +238,22 @@ class UnitHooks:
                 else:
                     self._has_run(unit)
 
+    def save_on_top(self, place: _Place) -> None:
+        """Save through these hooks again, where others were put on top of them since a module was entered."""
+        place.pushed.append((threading.get_ident(), len(self._running), self._saver.push()))
+
+    def save_as_before(self, place: _Place) -> None:
+        """Take away what `save_on_top` did in the forward that runs, if it did: a hook before it may have raised."""
+        thread = threading.get_ident()
+        if thread not in place.refused:
+            self._save_as_before(place, thread)
+
+    def _save_as_before(self, place: _Place, thread: int) -> None:
+        while place.pushed and place.pushed[-1][0] == thread and place.pushed[-1][1] >= len(self._running):
+            _, _, pushed = place.pushed.pop()
+            if pushed and thread == threading.get_ident():
+                self._saver.pop()
+
     def _has_run(self, unit: int) -> None:
         """A unit is not needed now; perhaps by a backward."""
         if _in_backward() or not torch.is_grad_enabled():
@@ -237,6 +262,17 @@ class UnitHooks:
             self._residency.hide(unit)
         else:
             self._residency.drop(unit, for_now=True)
+
+    def interrupted(self, place: _Place) -> None:
+        """Warn, once, that a graph was broken, since a compiled call came to a module in the midst of it."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"stage 3: a compiled call is interrupted at {place.name or 'the model'!r}, whose parameters come and "
+                "go; gradients may be summed in another order than in the plain loop compiled in the same way, so bits "
+                "may differ: compile each unit by itself, as in `for block in model.blocks: block.compile()`",
+                stacklevel=2,
+            )
 
     # -- which unit, and which next -----------------------------------------------------------------------------------
 
@@ -321,21 +357,28 @@ class _Place:
     """The hooks on one module, and on the graphs of what its forward gives out. They hold their owner weakly."""
 
     def __init__(self, owner: UnitHooks, entry: Entry) -> None:
-        self.name, self.needs, self.is_root = entry.name or "the root's rest", entry.needs, not entry.name
+        self.name, self.needs, self.is_root = entry.name, entry.needs, not entry.name
         self.refused: set[int] = set()  # threads whose forward was; it may lie in another one of the same module
         self._owner, self._module = weakref.ref(owner), weakref.ref(entry.module)
-        before, after = _Hook(self, self._before), _Hook(self, self._after)
-        self._first = entry.module.register_forward_pre_hook(before, prepend=True)
-        self._last = entry.module.register_forward_hook(after, always_call=True)
+        self._entering, self._leaving = _Hook(self, self._before), _Hook(self, self._after)
+        self._first = entry.module.register_forward_pre_hook(self._entering, prepend=True)
+        self._last = entry.module.register_forward_hook(self._leaving, always_call=True)
         self._back: Any = None
+        self._inner: tuple[Any, Any] | None = None  # the last hook before the forward, and the first one after it
+        self.pushed: list[tuple[int, int, bool]] = []  # whenever the first of these ran: thread, forwards, pushed
+        self._compiled: Any = None  # the module's compiled call, and what is called instead
+        self._surrounded: Any = None
         self._methods: dict[str, ForwardMethod] = {}
         self.arrange()
 
     def remove(self) -> None:
-        for handle in (self._first, self._last, self._back, *self._methods.values()):
+        for handle in (self._first, self._last, self._back, *(self._inner or ()), *self._methods.values()):
             if handle is not None:
                 handle.remove()
         self._methods = {}
+        module = self._module()
+        if module is not None and self._surrounded is not None and module._compiled_call_impl is self._surrounded:
+            module._compiled_call_impl = self._compiled
 
     def register(self, module: nn.Module, name: str) -> None:
         """From now on, a method of the module gathers as its forward does."""
@@ -347,10 +390,14 @@ class _Place:
         """Be the first before the forward and the backward, and the last after the forward: the user's hooks see
         parameters. One that was put first on the outermost module since its last forward still comes before."""
         module = self._module()
-        if module is None:
+        if module is None or self._first.id not in module._forward_pre_hooks:  # taken away, in `_outside`
             return
+        if module._compiled_call_impl is not self._surrounded:
+            self._surround(module)
         _ordered(module._forward_pre_hooks).move_to_end(self._first.id, last=False)
         _ordered(module._forward_hooks).move_to_end(self._last.id)
+        if len(module._forward_pre_hooks) > 1 and self._surrounded is None:
+            self._arrange_inner(module)
         others = len(module._backward_pre_hooks) - (self._back is not None)
         if others and self._back is None:  # alone, such a hook would put a node of its own into every graph
             self._back = module.register_full_backward_pre_hook(_Hook(self, self._reached), prepend=True)
@@ -364,6 +411,25 @@ class _Place:
         """True where this is the place of that module, and there is an optimizer."""
         return self._module() is module and self._owner() is not None
 
+    def _arrange_inner(self, module: nn.Module) -> None:
+        """Others run before the forward, and may save tensors from then on, as torch's composable checkpoint does. A
+        parameter is ours before it is theirs, as it is where they call the module again."""
+        if self._inner is None:
+            before = module.register_forward_pre_hook(_Hook(self, self._push))
+            self._inner = before, module.register_forward_hook(_Hook(self, self._pop), always_call=True)
+        _ordered(module._forward_pre_hooks).move_to_end(self._inner[0].id)
+        _ordered(module._forward_hooks).move_to_end(self._inner[1].id, last=False)
+
+    def _push(self, *_: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.save_on_top(self)
+
+    def _pop(self, *_: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.save_as_before(self)
+
     def _before(self, *_: Any) -> None:
         owner = self._owner()
         if owner is not None:
@@ -374,6 +440,36 @@ class _Place:
         owner = self._owner()
         if owner is not None:
             owner.left(self, output)
+
+    def _surround(self, module: nn.Module) -> None:
+        """Put the hooks around what `module.compile()` made: inside they would break its graph."""
+        self._compiled, self._surrounded = module._compiled_call_impl, None
+        if self._compiled is not None:
+            for handle in self._inner or ():
+                handle.remove()
+            self._inner = None
+            self._surrounded = surrounded(self._compiled, self._outside, self._outside_again)
+            module._compiled_call_impl = self._surrounded
+
+    def _outside(self) -> None:
+        """The module's compiled call begins; it sees no hook of this place."""
+        self._before()
+        module = self._module()
+        if module is not None:
+            module._forward_pre_hooks.pop(self._first.id, None)
+            module._forward_hooks.pop(self._last.id, None)
+
+    def _outside_again(self, output: Any) -> None:
+        module = self._module()
+        if module is not None:
+            module._forward_pre_hooks[self._first.id] = self._entering
+            module._forward_hooks[self._last.id] = self._leaving
+        self._after(None, output)
+
+    def interrupted(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.interrupted(self)
 
     def watch(self, output: Any) -> bool:
         """Be told when a backward comes to ``output``; False where none can."""
@@ -398,8 +494,14 @@ class _Hook:
     def __init__(self, place: _Place, action: Callable[..., None]) -> None:
         self.place, self._action = place, action
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @interrupting
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        _run(self, arguments)
+
+    @untraced
+    def act(self, interrupted: bool, arguments: tuple[Any, ...]) -> None:
+        if interrupted:
+            self.place.interrupted()
         self._action(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -408,6 +510,12 @@ class _Hook:
     @property
     def alive(self) -> bool:
         return self.place._owner() is not None and bool(self.place.needs)
+
+
+@interrupting
+def _run(hook: _Hook, arguments: tuple[Any, ...]) -> None:
+    """Run a hook. A function of its own, since Dynamo inlines an object's ``__call__``."""
+    hook.act(interrupts(), arguments)
 
 
 class _Inert:

@@ -129,5 +129,6 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """False for the containers that only hold modules or parameters."""
-    return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
+    """False for the containers that only hold modules or parameters; what `torch.compile` makes of a module has one of
+    its own."""
+    return getattr(module.forward, "__name__", "") != "_forward_unimplemented"

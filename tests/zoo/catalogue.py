@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     mutants_classes,
+    mutants_compiled,
     mutants_frozen,
     mutants_habits,
     mutants_messages,
@@ -36,4 +37,5 @@ MUTANTS = (
     *mutants_messages.MUTANTS,
     *mutants_frozen.MUTANTS,
     *mutants_processes.MUTANTS,
+    *mutants_compiled.MUTANTS,
 )

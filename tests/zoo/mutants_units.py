@@ -227,7 +227,11 @@ MUTANTS = (
         "a-forward-that-raises-stays-entered",
         ("L3",),
         "After an exception in a forward its unit counts as running: it is never dropped again.",
-        (Edit(HOOKS, "register_forward_hook(after, always_call=True)", "register_forward_hook(after)"),),
+        (
+            Edit(
+                HOOKS, "register_forward_hook(self._leaving, always_call=True)", "register_forward_hook(self._leaving)"
+            ),
+        ),
         ("test_units.py::test_an_exception_in_a_forward_leaves_nothing_gathered",),
     ),
     Mutant(

@@ -1,0 +1,59 @@
+"""Models that are compiled, and blocks that are checkpointed, at stage 3."""
+
+from __future__ import annotations
+
+from .mutant import Edit, Mutant
+
+HOOKS = "zero/unit_hooks.py"
+TESTS = "test_units_compile.py"
+GRAPHS = f"{TESTS}::test_a_compiled_unit_has_the_graphs_of_the_plain_model"
+
+MUTANTS = (
+    Mutant(
+        "hooks-lie-inside-a-compiled-unit",
+        ("L1",),
+        "The hooks of a unit break the graph that `module.compile()` made: it is another one than in the plain loop.",
+        (
+            Edit(
+                HOOKS,
+                "if module._compiled_call_impl is not self._surrounded:",
+                "if module._compiled_call_impl is self._compiled is not None:",
+            ),
+        ),
+        (f"{GRAPHS}[Linear-module.compile()]",),
+    ),
+    Mutant(
+        "a-unit-lies-inside-what-compiles-it",
+        ("L1",),
+        "The unit is what lies inside `torch.compile(module)`: its hooks break the graph.",
+        (Edit("zero/units.py", "getattr(module.forward,", "getattr(type(module).forward,"),),
+        (f"{GRAPHS}[Linear-torch.compile(module)]",),
+    ),
+    Mutant(
+        "what-a-graph-keeps-is-compiled",
+        ("L1",),
+        "Dynamo traces the hooks for saved tensors where it passes over a forward: other graphs, of our own code.",
+        (Edit("zero/saving.py", "        @untraced\n        def pack", "        def pack"),),
+        (f"{GRAPHS}[Sequential-module.compile()]",),
+    ),
+    Mutant(
+        "a-checkpoint-keeps-parameters",
+        ("L3",),
+        "Torch's composable checkpoint saves parameters in the forward that are ours when it recomputes: an error.",
+        (
+            Edit(
+                HOOKS,
+                "        if len(module._forward_pre_hooks) > 1 and self._surrounded is None:\n",
+                "        if len(module._forward_pre_hooks) > 1 and self._surrounded is not None:\n",
+            ),
+        ),
+        ("test_units_checkpoints.py::test_units_are_recomputed_with_the_bits_of_the_plain_loop[every_unit-before-1]",),
+    ),
+    Mutant(
+        "a-broken-graph-is-not-said",
+        ("L2",),
+        "A whole compiled model trains other bits than the same compiled plain loop, and nothing says so.",
+        (Edit(HOOKS, "hook.act(interrupts(), arguments)", "hook.act(False, arguments)"),),
+        (f"{TESTS}::test_a_graph_that_is_broken_at_units_is_said_once[after-model.compile()]",),
+    ),
+)

@@ -1,0 +1,59 @@
+"""What hooks of modules do beside torch's compiler.
+
+Knows: Dynamo, and the compiled call of a module. Does not know: units, memory or ranks.
+
+    module.compile()              the compiled call runs between the hooks: its graph is the same as without them
+    a compiled call around that   no hook is traced: a graph ends before it, and another one begins after it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch._C._dynamo import eval_frame
+
+_Call = Callable[..., Any]
+_Function = TypeVar("_Function", bound=_Call)
+_SKIP, _DEFAULT = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+
+
+def _untraced(function: _Function, below: eval_frame._FrameAction) -> _Function:
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(_SKIP, below))
+    vars(function)["_torchdynamo_disable"] = True  # nor inline it
+    return function
+
+
+def untraced(function: _Function) -> _Function:
+    """Let Dynamo trace neither ``function`` nor what it calls, as `torch.compiler.disable` does, but at no cost where
+    nothing is compiled. A compiled call inside stays one."""
+    return _untraced(function, _SKIP)
+
+
+def interrupting(function: _Function) -> _Function:
+    """Let Dynamo not trace ``function``, which may ask `interrupts`. Functions that it calls have to be `untraced`."""
+    return _untraced(function, _DEFAULT)
+
+
+@interrupting
+def interrupts() -> bool:
+    """Return True where the function that asks, an `interrupting` one, has broken a graph."""
+    return eval_frame.get_eval_frame_callback() is not None
+
+
+def surrounded(
+    call: Callable[..., Any], before: Callable[[], None], after: Callable[[Any], None]
+) -> Callable[..., Any]:
+    """A compiled call with something before it and after it. ``after`` gets what it returned; None where it raised."""
+
+    @untraced
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = None
+        try:
+            before()
+            output = call(*args, **kwargs)
+        finally:
+            after(output)
+        return output
+
+    return run
