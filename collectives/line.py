@@ -102,12 +102,12 @@ class Line:
 
     def check(self) -> None:
         """Raise `CollectiveError`, naming the failure, where there was one, or in a process that was forked."""
+        if self.broken is None and os.getpid() == self._process:
+            return
         self.check_process()
-        if self.broken is not None:
-            raise CollectiveError(
-                f"{self.name}: this communicator is closed since an earlier failure ({self.broken}); "
-                "build a new optimizer"
-            )
+        raise CollectiveError(
+            f"{self.name}: this communicator is closed since an earlier failure ({self.broken}); build a new optimizer"
+        )
 
     def check_process(self) -> None:
         """Raise `CollectiveError` in a process that was forked from the rank's."""
@@ -147,7 +147,8 @@ class Line:
             raise self._no_answer(peer, tag, begin, error) from error
 
     def wait_bytes(self, pending: PendingBytes, peer: int, tag: Tag) -> bytes:
-        self.check()
+        if self.broken is not None or os.getpid() != self._process:  # as `check`, without a call
+            self.check()
         begin = time.monotonic()
         try:
             return pending.wait(self.streams[peer].limit)

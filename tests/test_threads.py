@@ -4,6 +4,7 @@ on with the plain loop's bits. Which thread a forward, its backward and the step
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -268,6 +269,16 @@ def test_a_thread_evaluates_inside_the_gathered_block_of_another(ranks: Any, wor
     trains(ranks, world_size, evaluate)
 
 
+@pytest.fixture
+def many_switches() -> Iterator[None]:
+    """Threads take turns after a few lines."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("many_switches")
 def test_threads_that_evaluate_as_they_like_are_right_or_refused() -> None:
     def evaluate_often(run: Rank) -> None:
         expected = run.evaluate()
