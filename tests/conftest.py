@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from .processor import spare_matrix_unit
+
 if TYPE_CHECKING:
     from .pool import GlooPool
 
@@ -31,6 +33,11 @@ LONGEST = (
     "released",
     "units_graphs",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        spare_matrix_unit()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -27,6 +27,7 @@ from zero.data import Corpus, load_corpus
 from zero.model import build_model, loss_fn
 
 from .narrowed import Narrowed
+from .processor import spare_matrix_unit
 
 STEPS, MICRO_BATCHES, BATCH, SEQUENCE = 20, 12, 2, 128
 COMMON = ["--preset=tiny", f"--steps={STEPS}", f"--micro-batches={MICRO_BATCHES}"]
@@ -152,6 +153,7 @@ def all_sharings(stages: list[int]) -> list[Run]:
 
 def main() -> int:
     """Run everything and print a line for each run."""
+    spare_matrix_unit()
     sharing = "sharing" in sys.argv[1:]
     stages = [int(text) for text in sys.argv[1:] if text != "sharing"] or [0, 1, 2, 3]
     runs = (all_sharings if sharing else all_shared)(stages)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from queue import SimpleQueue
 
+from ..processor import spare_matrix_unit
 from . import table
 from .catalogue import MUTANTS
 from .mutant import Mutant
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write the table into tests/zoo/README.md")
     options = parser.parse_args(arguments)
     chosen = _chosen(options.names)
+    spare_matrix_unit()
     begin = time.monotonic()
     runners = _Runners(options.jobs)
     with ThreadPoolExecutor(options.jobs) as pool, closing(runners):
