@@ -38,7 +38,7 @@ MUTANTS = (
         "what-was-refused-ends-the-forward-around-it",
         ("L3",),
         "A forward that was refused before it began ends another one of the same module, inside which it was called.",
-        (Edit("zero/unit_hooks.py", "        place.refused = True\n", "        place.refused = False\n"),),
+        (Edit("zero/unit_hooks.py", "        place.refused.add(thread)\n", ""),),
         (f"{HABITS}::test_a_transform_that_was_refused_inside_a_forward_ends_no_other",),
     ),
     Mutant(
@@ -64,8 +64,8 @@ MUTANTS = (
         (
             Edit(
                 "zero/unit_hooks.py",
-                "if place.is_root and place not in self._running[:-1] and not _in_backward():",
-                "if place.is_root and not _in_backward():",
+                "if place.is_root and all(place is not other for other, _, _ in self._running[:-1]) and",
+                "if place.is_root and",
             ),
         ),
         ("test_forward_methods.py::test_methods_inside_a_forward_begin_no_order_of_their_own",),

@@ -71,7 +71,7 @@ MUTANTS = (
         (
             Edit(
                 HOOKS,
-                "        if not last or last[0][:2] != (place, threading.get_ident()):",
+                "        if not last or last[0][:2] != (place, thread):",
                 "        if not last or last[0][0] is not place:",
             ),
         ),
