@@ -228,7 +228,7 @@ def test_so_is_one_that_begins_to_after_some_steps(name: str, begin: int) -> Non
 
 def test_the_reason_says_what_was_stepped_and_when_it_differed() -> None:
     message = refused(DecayMatricesOnly, **{**OPTIONS, "begin": 2})
-    assert "a parameter of shape (131, 137) was stepped to other bits in pieces than whole, in step 3 of" in message
+    assert "a parameter of shape (131, 137) was stepped to other bits in pieces than whole, within 3 of" in message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -236,6 +236,65 @@ def test_a_rate_so_low_that_nothing_shows_hides_nothing(dtype: torch.dtype) -> N
     """A scheduler raises it later."""
     for rate in (0.0, 1e-9, torch.tensor(1e-9)):
         refused(DecayMatricesOnly, net().to(dtype), lr=rate, weight_decay=0.01)
+
+
+class HalvesMatricesAtLowRates(Coupled):
+    def couple(self, p: Tensor, group: dict[str, Any]) -> None:
+        if group["lr"] < 0.1 and p.ndim > 1:
+            p.mul_(0.5)
+
+
+def test_the_rate_of_the_groups_is_tried_as_it_is() -> None:
+    refused(HalvesMatricesAtLowRates, lr=1e-3)
+    refused(HalvesMatricesAtLowRates, lr=1e-6)
+
+
+class NoHighRates(Coupled):
+    def couple(self, p: Tensor, group: dict[str, Any]) -> None:
+        if group["lr"] > 0.1:
+            raise ValueError("too high a rate")
+
+
+class RateByAnotherName(torch.optim.SGD):
+    def __init__(self, params: Any, rate: float = 1e-6) -> None:
+        super().__init__(params, lr=rate)
+
+
+@pytest.mark.parametrize("cls", [NoHighRates, RateByAnotherName])
+def test_a_class_that_takes_no_other_rate_trains_as_ever(cls: type[torch.optim.Optimizer]) -> None:
+    model, plain = net(), net()
+    options = {"lr": 1e-6} if cls is NoHighRates else {}
+    optimizer, expected = ZeroOptimizer(model, cls, process_group=solo(), **options), cls(plain.parameters(), **options)
+    for trained, stepped in ((model, optimizer), (plain, expected)):
+        trained.scale.square().sum().backward()
+        stepped.step()
+    assert_same_bits(model.scale.detach(), plain.scale.detach())
+
+
+class LargeMatricesWhereAsked(Coupled):
+    def couple(self, p: Tensor, group: dict[str, Any]) -> None:
+        if group["weight_decay"] and p.ndim == 2 and min(p.shape) > 64:
+            p.sub_(p.mean())
+
+
+@pytest.mark.parametrize("matrices_first", [True, False])
+def test_the_order_of_the_groups_hides_nothing(matrices_first: bool) -> None:
+    model = net()
+    groups = [
+        {"params": [model.matrix.weight], "weight_decay": 0.1},
+        {"params": [model.matrix.bias], "weight_decay": 0.0},
+    ]
+    refused(LargeMatricesWhereAsked, groups if matrices_first else groups[::-1], lr=0.05)
+
+
+class SparesSingleElements(Coupled):
+    def couple(self, p: Tensor, group: dict[str, Any]) -> None:
+        if p.numel() > 1:
+            p.mul_(0.9)
+
+
+def test_a_vector_of_one_element_is_tried_where_there_is_one() -> None:
+    refused(SparesSingleElements, [nn.Parameter(torch.ones(40)), nn.Parameter(torch.ones(1))])
 
 
 def test_the_options_of_every_group_count() -> None:

@@ -216,6 +216,58 @@ def test_step_and_close_beside_a_forward_of_another_thread_are_refused(ranks: An
 
 
 @RANKS
+def test_a_forward_that_is_refused_inside_a_backward_releases_nothing(ranks: Any, world_size: int) -> None:
+    """On one rank alone, and where the backward has units gathered."""
+
+    def program(transport: Transport) -> nn.Module:
+        run = Rank(transport)
+        refused = []
+
+        def beside(_: Tensor) -> None:
+            if transport.rank == 0:
+                with pytest.raises(RuntimeError, match=r"another thread, '.*', is inside a backward") as caught:
+                    in_a_thread(run.evaluate)
+                refused.append(str(caught.value))
+
+        def watch(_: nn.Module, __: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(beside)
+
+        for number in range(STEPS):
+            with run.model.layers[1].register_forward_hook(watch):
+                run.step(number)
+        assert len(refused) == (STEPS if transport.rank == 0 else 0)
+        run.optimizer.close()
+        model: nn.Module = run.model
+        return model
+
+    for model in ranks(world_size, program, timeout=20):
+        assert_same_model(model, plain(world_size))
+
+
+@RANKS
+def test_a_thread_that_is_refused_leaves_the_compiled_call_of_another_as_it_is(ranks: Any, world_size: int) -> None:
+    def program(transport: Transport) -> None:
+        run = Rank(transport)
+        unit = run.model.layers[0]
+        unit.compile(backend="eager")
+        run.step(0)
+        seen: list[int] = []
+        hooks: Any = unit._forward_pre_hooks
+        with run.inside_a_forward() as first:
+            seen.append(len(hooks))
+            with pytest.raises(RuntimeError, match=REFUSAL):
+                in_a_thread(run.enter_a_unit)
+            seen.append(len(hooks))
+        assert first.error is None
+        assert seen == [1, 1]  # the test's own, inside the compiled call
+        run.step(1)
+        run.optimizer.close()
+
+    ranks(world_size, program, timeout=60)
+
+
+@RANKS
 def test_a_forward_and_a_backward_beside_a_backward_of_another_thread_are_refused(ranks: Any, world_size: int) -> None:
     def program(transport: Transport) -> nn.Module:
         run = Rank(transport)

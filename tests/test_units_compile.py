@@ -292,7 +292,7 @@ def test_a_whole_model_is_at_stage_3_the_plain_one_with_its_graph_broken_at_unit
     torch._dynamo.reset()
     _, broken = plain_loop(replace(whole, prepared=broken_at_units(backend)), 1)
     torch._dynamo.reset()
-    with pytest.warns(UserWarning, match="a compiled call is interrupted at"):
+    with pytest.warns(UserWarning, match="the graph of a compiled call is broken at"):
         check_rank(whole, solo(), broken)
     assert any(not torch.equal(broken[-1][key], unbroken[-1][key]) for key in unbroken[-1])
 
@@ -396,7 +396,7 @@ def test_a_graph_that_is_broken_at_units_is_said_once(name: str, before: bool) -
             optimizer.step()
             optimizer.zero_grad()
     texts = [str(each.message) for each in said]
-    assert len([text for text in texts if "stage 3: a compiled call is interrupted at" in text]) == 1
+    assert len([text for text in texts if "stage 3: the graph of a compiled call is broken at" in text]) == 1
     assert not any("does not know how to trace" in text for text in texts)
     torch._dynamo.reset()
 

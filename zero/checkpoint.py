@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -289,15 +289,15 @@ def scatter_masters(
         states.leave()
 
 
-class Held(dict[str, Any]):
-    """States of a parameter by name. ``otherwise``: why there are no others."""
+class ParameterStates(dict[str, Any]):
+    """The states of a parameter by name. ``why_missing``: says why there are no others."""
 
-    def __init__(self, otherwise: str) -> None:
+    def __init__(self, why_missing: Callable[[], str]) -> None:
         super().__init__()
-        self._otherwise = otherwise
+        self._why_missing = why_missing
 
     def __missing__(self, name: str) -> Any:
-        raise KeyError(f"{name!r}: {self._otherwise}")
+        raise KeyError(f"{name!r}: {self._why_missing()}")
 
 
 class States(Mapping[Tensor, dict[str, Any]]):
@@ -326,7 +326,7 @@ class States(Mapping[Tensor, dict[str, Any]]):
         index = self._storage.index(parameter)
         spec = self._storage.layout.parameters[index]
         pieces = self._pieces_of(index)
-        found = Held(f"{spec.name!r} has no such state" if pieces else self._absence(index, spec.name))
+        found = ParameterStates(lambda: self._absence(index, spec.name, here=bool(pieces)))
         for states, number in pieces:
             state = self._inner.state_of(states.bucket.index, number)
             if state is None:
@@ -340,7 +340,9 @@ class States(Mapping[Tensor, dict[str, Any]]):
                 found[name] = strided(flat, 0, spec.shape, spec.stride) if whole else flat
         return found
 
-    def _absence(self, index: int, name: str) -> str:
+    def _absence(self, index: int, name: str, *, here: bool) -> str:
+        if here:
+            return f"{name!r} has no such state"
         owners = ", ".join(map(str, self._storage.owners(index)))
         return (
             f"this rank holds no part of the states of {name!r}, which are on rank {owners}: "

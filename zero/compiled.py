@@ -1,4 +1,4 @@
-"""What hooks of modules do beside torch's compiler.
+"""Keeps hooks of modules out of the graphs that torch's compiler traces.
 
 Knows: Dynamo, and the compiled call of a module. Does not know: units, memory or ranks.
 
@@ -31,29 +31,31 @@ def untraced(function: _Function) -> _Function:
 
 
 def interrupting(function: _Function) -> _Function:
-    """Let Dynamo not trace ``function``, which may ask `interrupts`. Functions that it calls have to be `untraced`."""
+    """Let Dynamo not trace ``function``, which may ask `inside_compiled_call`. Functions that it calls have to be
+    `untraced`."""
     return _untraced(function, _DEFAULT)
 
 
 @interrupting
-def interrupts() -> bool:
+def inside_compiled_call() -> bool:
     """Return True where the function that asks, an `interrupting` one, has broken a graph."""
     return eval_frame.get_eval_frame_callback() is not None
 
 
-def surrounded(
-    call: Callable[..., Any], before: Callable[[], None], after: Callable[[Any], None]
+def wrap_compiled_call(
+    call: Callable[..., Any], before: Callable[[], bool], after: Callable[[bool, Any], None]
 ) -> Callable[..., Any]:
-    """A compiled call with something before it and after it. ``after`` gets what it returned; None where it raised."""
+    """A compiled call with something before it and after it. ``after`` gets what ``before`` and the call returned, or
+    False and None where they raised."""
 
     @untraced
     def run(*args: Any, **kwargs: Any) -> Any:
-        output = None
+        prepared, output = False, None
         try:
-            before()
+            prepared = before()
             output = call(*args, **kwargs)
         finally:
-            after(output)
+            after(prepared, output)
         return output
 
     return run

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .inner import InnerOptimizer, not_elementwise
-from .layout import ParameterSpec
+from .layout import Dtypes, ParameterSpec
 from .runs import Options, is_elementwise
 from .trial import ClassFailedError, Half, Place, Whole
 
 STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
 DIMENSIONS = frozenset({0, 1, 2, 4})
-LOWEST_RATE = 0.25  # of a trial: under a lower one, which a scheduler may raise later, rounding could hide an update
+LOW_RATE, RAISED_RATE = 1e-4, 0.25  # under a low one, which a scheduler may raise later, rounding could hide an update
 
 
 def check_elementwise(
@@ -30,25 +30,48 @@ def check_elementwise(
 
     The class is tried on throw-away parameters with the options that the ``groups`` of ``parameters`` have; groups with
     equal options are tried once. There are parameters of every number of dimensions that ``parameters`` have, and of
-    `DIMENSIONS` unless the class itself refuses these. Random generators stay as they are.
+    `DIMENSIONS` unless the class itself refuses these. Where a learning rate is under `LOW_RATE`, there is a second
+    trial with `RAISED_RATE` in its place, if the class takes that. Random generators stay as they are.
 
     Returns the names of the states that are as large as the parameter.
     """
     if not parameters:
         return frozenset()
-    inner = inner.another(**_visible_rate(inner.defaults))
     names = {len(spec.shape): spec.name for spec in reversed(parameters)}
     options, places = _distinct(inner.defaults, groups, parameters)
     dimensions = sorted(DIMENSIONS | names.keys())
     with _random_state_kept(places):
         try:
-            return _compare(inner, options, places, dimensions)
+            found = _compare(inner, options, places, dimensions)
         except ClassFailedError:
             dimensions = _accepted(inner, options, places, dimensions, names)
-        try:
-            return _compare(inner, options, places, dimensions)
-        except ClassFailedError as error:
-            raise not_elementwise(inner.name, f"a step over several parameters failed ({error})") from error
+            found = _compare_accepted(inner, options, places, dimensions)
+        if any(_raised_rate(given) for given in options):
+            _compare_raised(inner, options, places, dimensions)
+    return found
+
+
+def _compare_accepted(
+    inner: InnerOptimizer, options: Sequence[Options], places: Sequence[Place], dimensions: Sequence[int]
+) -> frozenset[str]:
+    try:
+        return _compare(inner, options, places, dimensions)
+    except ClassFailedError as error:
+        raise not_elementwise(inner.name, f"a step over several parameters failed ({error})") from error
+
+
+def _compare_raised(
+    inner: InnerOptimizer, options: Sequence[Options], places: Sequence[Place], dimensions: Sequence[int]
+) -> None:
+    """Compare with low rates raised, those of the arguments with those of groups, for classes that keep both."""
+    try:
+        raised = inner.another(**_raised_rate(inner.defaults))
+    except TypeError:  # the class has no argument for it
+        raised = inner
+    except Exception:  # the class refuses such a rate
+        return
+    with suppress(ClassFailedError):
+        _compare(raised, [{**given, **_raised_rate(given)} for given in options], places, dimensions)
 
 
 def _accepted(
@@ -93,13 +116,13 @@ def _compare(
         for half in halves:
             with _refusing(inner, "a step over flat pieces failed"):
                 half.step(gradients, names)
-            for piece in half.pieces:
+            for piece in half.pieces if step % 3 == 2 else ():
                 parameter = whole.parameters[piece.parameter]
                 if not _same_bits(piece.of(parameter), piece.values):
                     raise not_elementwise(
                         inner.name,
                         f"a parameter of shape {tuple(parameter.shape)} was stepped to other bits in pieces than "
-                        f"whole, in step {step + 1} of {STEPS}",
+                        f"whole, within {step + 1} of {STEPS} steps",
                     )
     _check_states(inner, whole)
     for half in halves:
@@ -169,23 +192,35 @@ def _distinct(
     """The options that differ, and where parameters have them."""
     numbers_of: dict[str, int] = {}
     options: list[Options] = []
-    places = []
-    for group, dtypes, device in dict.fromkeys((spec.group, spec.dtypes, spec.device) for spec in parameters):
+    number_of: dict[int, int] = {}  # by group
+    for group in dict.fromkeys(spec.group for spec in parameters):
         given = {key: value for key, value in groups[group].items() if key not in ("params", "param_names")}
-        given = {**defaults, **given, **_visible_rate({**defaults, **given})}
-        number = numbers_of.setdefault(_plain(given, id), len(options))
-        if number == len(options):
+        given = {**defaults, **given}
+        number_of[group] = numbers_of.setdefault(_plain(given, id), len(options))
+        if number_of[group] == len(options):
             options.append(given)
-        places.append(Place(number, dtypes, torch.device(device)))
-    return options, list(dict.fromkeys(places))
+    shapes: dict[tuple[int, Dtypes, str], set[tuple[int, ...]]] = {}
+    for spec in parameters:
+        shapes.setdefault((number_of[spec.group], spec.dtypes, spec.device), set()).add(spec.shape)
+    places = [
+        Place(
+            number,
+            dtypes,
+            torch.device(device),
+            matrices=any(len(shape) > 1 for shape in found),
+            single_elements=any(shape == (1,) for shape in found),
+        )
+        for (number, dtypes, device), found in shapes.items()
+    ]
+    return options, places
 
 
-def _visible_rate(options: Options) -> Options:
-    """The rate of a trial, where options have too low a one."""
+def _raised_rate(options: Options) -> Options:
+    """Return a rate in the place of one that is low; nothing where none is."""
     rate = options.get("lr")
-    if isinstance(rate, Tensor):
-        return {"lr": rate.detach().clamp(min=LOWEST_RATE)}
-    return {"lr": LOWEST_RATE} if isinstance(rate, (int, float)) and rate < LOWEST_RATE else {}
+    if not isinstance(rate, (int, float, Tensor)) or rate >= LOW_RATE:
+        return {}
+    return {"lr": torch.full_like(rate, RAISED_RATE) if isinstance(rate, Tensor) else RAISED_RATE}
 
 
 def _plain(value: Any, other: Callable[[Any], object]) -> str:

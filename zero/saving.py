@@ -33,15 +33,20 @@ class Saver:
     def __init__(self, residency: Residency, needed: Callable[[int], None]) -> None:
         self._home = residency.places.home
         self._residency, self._needed = weakref.ref(residency), weakref.WeakMethod(needed)
+        self._alone = self._hooks(None)  # as almost always
 
     def push(self) -> bool:
         """From now on this thread's forwards save through these hooks, until `pop`, which is due where this returns
         True; where it returns False they do already."""
         before = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if before is not None and getattr(before[0], "__defaults__", None) == (self._home,):
+        if before is not None and self._are_ours(before[0]):
             return False
-        torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks(before))
+        torch._C._autograd._push_saved_tensors_default_hooks(*(self._alone if before is None else self._hooks(before)))
         return True
+
+    def _are_ours(self, pack: Any) -> bool:
+        defaults = getattr(pack, "__defaults__", None)
+        return defaults is not None and len(defaults) == 1 and defaults[0] is self._home
 
     def pop(self) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()

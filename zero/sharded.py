@@ -283,9 +283,10 @@ class ShardedStorage(ParameterStorage):
         if parameters is None:
             return list(range(len(self.residency.units)))
         numbers = self.units()
-        replicas = {id(parameter) for _, parameter in self.replicas()}
-        for parameter in parameters:
-            if id(parameter) not in numbers and id(parameter) not in replicas:
+        others = [parameter for parameter in parameters if id(parameter) not in numbers]
+        replicas = {id(parameter) for _, parameter in self.replicas()} if others else set()
+        for parameter in others:
+            if id(parameter) not in replicas:
                 self.index(parameter)
         return sorted({numbers[id(parameter)] for parameter in parameters if id(parameter) in numbers})
 

@@ -25,11 +25,14 @@ from .runs import BucketStates, Options, is_elementwise
 
 @dataclass(frozen=True)
 class Place:
-    """Where the user has parameters: the number of their options, their dtypes and their device."""
+    """Where the user has parameters: the number of their options, their dtypes and their device; whether there are
+    matrices, or tensors of more dimensions, among them, and vectors of one element."""
 
     options: int
     dtypes: Dtypes
     device: torch.device
+    matrices: bool
+    single_elements: bool
 
 
 class ClassFailedError(Exception):
@@ -43,7 +46,7 @@ class Whole:
         self, inner: InnerOptimizer, options: Sequence[Options], places: Sequence[Place], dimensions: Sequence[int]
     ) -> None:
         self._generator = torch.Generator().manual_seed(0)
-        shapes = [(place, _shape(number, place is places[0])) for place in places for number in dimensions]
+        shapes = [(place, shape) for place in places for number in dimensions for shape in _shapes(number, place)]
         self._shapes = list(dict.fromkeys(shape for _, shape in shapes))
         self._sizes = [self._noise(shape) for shape in self._shapes]  # of the elements' gradients
         values = {shape: self._noise(shape) ** 5 for shape in self._shapes}  # of many magnitudes
@@ -177,11 +180,19 @@ def _bounds(size: int, align: int, half: int) -> tuple[int, int]:
     return (0, cut) if half == 0 else (cut, size)
 
 
-def _shape(dimensions: int, is_first: bool) -> tuple[int, ...]:
-    """All but the vector end raggedly; the first matrix is larger than what some classes take for small."""
-    matrix = (131, 137) if is_first else (13, 17)
-    few: Mapping[int, tuple[int, ...]] = {0: (), 1: (96,), 2: matrix, 3: (4, 5, 9)}
-    return few.get(dimensions, (4, 5, 3, 3, *[1] * (dimensions - 4)))
+def _shapes(dimensions: int, place: Place) -> list[tuple[int, ...]]:
+    """All but the longer vector end raggedly. Where the user has matrices, one is larger than what some classes take
+    for small."""
+    match dimensions:
+        case 0:
+            return [()]
+        case 1:
+            return [(96,), (1,)] if place.single_elements else [(96,)]
+        case 2:
+            return [(131, 137) if place.matrices else (13, 17)]
+        case 3:
+            return [(4, 5, 9)]
+    return [(4, 5, 3, 3, *[1] * (dimensions - 4))]
 
 
 def _orthogonal(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .compiled import interrupting, interrupts, surrounded, untraced
+from .compiled import inside_compiled_call, interrupting, untraced, wrap_compiled_call
 from .forward_methods import ForwardMethod, check_method
 from .released import is_released
 from .residency import Residency, refuse_transforms
@@ -100,7 +100,7 @@ class UnitHooks:
         self._units = len(units.names)
         self._order = Order(self._units)
         self._running: list[tuple[_Place, int, bool]] = []  # forwards: thread, and whether it pushed the saver's hooks
-        self._beginning = threading.Lock()  # held while an outermost forward looks whether it may begin
+        self._beginning = threading.Lock()  # held while an outermost forward or a backward checks whether it may begin
         self._current: int | None = None  # the unit that runs, or ran last
         self._ahead: int | None = None  # the unit that was fetched before it was asked for
         self._task = _NO_TASK
@@ -196,6 +196,8 @@ class UnitHooks:
         try:
             with self._beginning:
                 self._check_no_other_forward()
+                if self._task not in (_NO_TASK, torch._C._current_graph_task_id()):
+                    self._check_no_other_backward()
                 for each in self._places:
                     each.arrange()
                 self._running.append((place, thread, pushed))
@@ -263,14 +265,15 @@ class UnitHooks:
         else:
             self._residency.drop(unit, for_now=True)
 
-    def interrupted(self, place: _Place) -> None:
-        """Warn, once, that a graph was broken, since a compiled call came to a module in the midst of it."""
+    def graph_broken(self, place: _Place) -> None:
+        """Warn, once, that the graph of a compiled call around several units was broken at a module."""
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"stage 3: a compiled call is interrupted at {place.name or 'the model'!r}, whose parameters come and "
-                "go; gradients may be summed in another order than in the plain loop compiled in the same way, so bits "
-                "may differ: compile each unit by itself, as in `for block in model.blocks: block.compile()`",
+                f"stage 3: the graph of a compiled call is broken at {place.name or 'the model'!r}, whose parameters "
+                "are gathered and released there. Gradients may be summed in another order than in the plain loop "
+                "compiled in the same way, so bits may differ: compile each unit by itself, as in `for block in "
+                "model.blocks: block.compile()`",
                 stacklevel=2,
             )
 
@@ -338,12 +341,15 @@ class UnitHooks:
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
-        if self._task != _NO_TASK:
-            self._check_no_other_backward()
-            self._over()
-        if task != _NO_TASK:
+        self._residency.check_process()
+        with self._beginning:
             self._check_no_other_forward()
-            self._task, self._task_thread, self._starting = task, threading.get_ident(), True
+            if self._task != _NO_TASK:
+                self._check_no_other_backward()
+                self._over()
+            if task != _NO_TASK:
+                self._task, self._task_thread, self._starting = task, threading.get_ident(), True
+        if task != _NO_TASK:
             self._order.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._over)
 
@@ -358,7 +364,7 @@ class _Place:
 
     def __init__(self, owner: UnitHooks, entry: Entry) -> None:
         self.name, self.needs, self.is_root = entry.name, entry.needs, not entry.name
-        self.refused: set[int] = set()  # threads whose forward was; it may lie in another one of the same module
+        self.refused: set[int] = set()  # threads whose call of this module was refused before it was entered
         self._owner, self._module = weakref.ref(owner), weakref.ref(entry.module)
         self._entering, self._leaving = _Hook(self, self._before), _Hook(self, self._after)
         self._first = entry.module.register_forward_pre_hook(self._entering, prepend=True)
@@ -390,7 +396,7 @@ class _Place:
         """Be the first before the forward and the backward, and the last after the forward: the user's hooks see
         parameters. One that was put first on the outermost module since its last forward still comes before."""
         module = self._module()
-        if module is None or self._first.id not in module._forward_pre_hooks:  # taken away, in `_outside`
+        if module is None or self._first.id not in module._forward_pre_hooks:  # taken away, by `_enter_compiled`
             return
         if module._compiled_call_impl is not self._surrounded:
             self._surround(module)
@@ -448,28 +454,33 @@ class _Place:
             for handle in self._inner or ():
                 handle.remove()
             self._inner = None
-            self._surrounded = surrounded(self._compiled, self._outside, self._outside_again)
+            self._surrounded = wrap_compiled_call(self._compiled, self._enter_compiled, self._leave_compiled)
             module._compiled_call_impl = self._surrounded
 
-    def _outside(self) -> None:
-        """The module's compiled call begins; it sees no hook of this place."""
+    def _enter_compiled(self) -> bool:
+        """The module's compiled call begins, and sees no hook of this place. True where this has taken them away."""
         self._before()
         module = self._module()
-        if module is not None:
-            module._forward_pre_hooks.pop(self._first.id, None)
-            module._forward_hooks.pop(self._last.id, None)
+        if module is None:
+            return False
+        module._forward_hooks.pop(self._last.id, None)
+        return module._forward_pre_hooks.pop(self._first.id, None) is not None
 
-    def _outside_again(self, output: Any) -> None:
+    def _leave_compiled(self, taken_away: bool, output: Any) -> None:
         module = self._module()
-        if module is not None:
+        if module is not None and taken_away:
             module._forward_pre_hooks[self._first.id] = self._entering
             module._forward_hooks[self._last.id] = self._leaving
         self._after(None, output)
 
-    def interrupted(self) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.interrupted(self)
+    def graph_broken(self) -> None:
+        """A compiled call was interrupted at this module."""
+        owner, module = self._owner(), self._module()
+        if owner is None or module is None:
+            return
+        if module._compiled_call_impl is not self._surrounded:  # its own, which `arrange` will call between the hooks
+            return
+        owner.graph_broken(self)
 
     def watch(self, output: Any) -> bool:
         """Be told when a backward comes to ``output``; False where none can."""
@@ -501,7 +512,7 @@ class _Hook:
     @untraced
     def act(self, interrupted: bool, arguments: tuple[Any, ...]) -> None:
         if interrupted:
-            self.place.interrupted()
+            self.place.graph_broken()
         self._action(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -515,7 +526,7 @@ class _Hook:
 @interrupting
 def _run(hook: _Hook, arguments: tuple[Any, ...]) -> None:
     """Run a hook. A function of its own, since Dynamo inlines an object's ``__call__``."""
-    hook.act(interrupts(), arguments)
+    hook.act(inside_compiled_call(), arguments)
 
 
 class _Inert:

@@ -53,21 +53,43 @@ MUTANTS = (
         "a-class-is-tried-with-its-defaults",
         ("L12",),
         "What the user's param groups say is not tried: a weight decay that is off by default is never seen.",
-        (Edit(ELEMENTWISE, "given = {**defaults, **given, **", "given = {**given, **defaults, **"),),
+        (Edit(ELEMENTWISE, "given = {**defaults, **given}", "given = {**given, **defaults}"),),
         (f"{TEST}test_the_options_of_every_group_count",),
     ),
     Mutant(
         "rounding-hides-what-a-class-does",
         ("L12",),
         "A rate that begins at zero, for a scheduler to raise, makes every class pass.",
-        (Edit(ELEMENTWISE, "LOWEST_RATE = 0.25  #", "LOWEST_RATE = 0.0  #"),),
+        (Edit(ELEMENTWISE, "LOW_RATE, RAISED_RATE = 1e-4,", "LOW_RATE, RAISED_RATE = 0.0,"),),
         (f"{TEST}test_a_rate_so_low_that_nothing_shows_hides_nothing[dtype0]",),
+    ),
+    Mutant(
+        "only-raised-rates-are-tried",
+        ("L12",),
+        "A class that does something else at low rates is taken.",
+        (
+            Edit(
+                ELEMENTWISE,
+                "            found = _compare(inner, options, places, dimensions)\n        except ClassFailedError:",
+                "            raised = [{**given, **_raised_rate(given)} for given in options]\n"
+                "            found = _compare(inner, raised, places, dimensions)\n        except ClassFailedError:",
+            ),
+            Edit(ELEMENTWISE, "rate >= LOW_RATE", "rate >= RAISED_RATE"),
+        ),
+        (f"{TEST}test_the_rate_of_the_groups_is_tried_as_it_is",),
+    ),
+    Mutant(
+        "single-elements-are-not-tried",
+        ("L12",),
+        "A class that spares vectors of one element is taken, and steps them with their neighbours.",
+        (Edit(TRIAL, "[(96,), (1,)] if place.single_elements else [(96,)]", "[(96,)]"),),
+        (f"{TEST}test_a_vector_of_one_element_is_tried_where_there_is_one",),
     ),
     Mutant(
         "small-matrices-stand-for-large-ones",
         ("L12",),
         "A class that treats large matrices alone as matrices is taken.",
-        (Edit(TRIAL, "(131, 137) if is_first else (13, 17)", "(13, 17)"),),
+        (Edit(TRIAL, "(131, 137) if place.matrices else (13, 17)", "(13, 17)"),),
         (f"{REFUSED}[LargeMatricesApart]",),
     ),
     Mutant(

@@ -53,7 +53,7 @@ MUTANTS = (
         "a-broken-graph-is-not-said",
         ("L2",),
         "A whole compiled model trains other bits than the same compiled plain loop, and nothing says so.",
-        (Edit(HOOKS, "hook.act(interrupts(), arguments)", "hook.act(False, arguments)"),),
+        (Edit(HOOKS, "hook.act(inside_compiled_call(), arguments)", "hook.act(False, arguments)"),),
         (f"{TESTS}::test_a_graph_that_is_broken_at_units_is_said_once[after-model.compile()]",),
     ),
 )

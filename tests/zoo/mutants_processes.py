@@ -77,4 +77,18 @@ MUTANTS = (
         ),
         (f"{BESIDE}[one-rank]",),
     ),
+    Mutant(
+        "a-forward-that-is-refused-ends-another-thread-s-backward",
+        ("L3",),
+        "A forward that is refused beside a backward of another thread releases the units that this computes with.",
+        (Edit(HOOKS, "if self._task not in (_NO_TASK, torch._C._current_graph_task_id()):", "if False:"),),
+        ("test_threads.py::test_a_forward_that_is_refused_inside_a_backward_releases_nothing[travel]",),
+    ),
+    Mutant(
+        "a-thread-that-is-refused-puts-hooks-into-a-compiled-call",
+        ("L3",),
+        "Hooks of a unit reappear inside the compiled call of another thread, and become part of its graph.",
+        (Edit(HOOKS, "if module is not None and taken_away:", "if module is not None:"),),
+        ("test_threads.py::test_a_thread_that_is_refused_leaves_the_compiled_call_of_another_as_it_is[one-rank]",),
+    ),
 )
