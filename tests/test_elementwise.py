@@ -388,7 +388,14 @@ VARIANTS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.float64)),
+    ],
+)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_element_wise_class_is_taken_in_every_path(name: str, dtype: torch.dtype) -> None:
     cls, options = VARIANTS[name]

@@ -179,7 +179,7 @@ def case_of(run: Callable[[Any, Batch], None]) -> Case:
     return Case(Agent, run, built=register)
 
 
-@WORLD_SIZES
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 def test_registered_methods_train_as_in_the_plain_loop(world_size: int, run: Any) -> None:
     check(case_of(run), world_size)

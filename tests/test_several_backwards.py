@@ -111,7 +111,7 @@ def ours(group: Transport | dist.ProcessGroup, rank: int, world_size: int, stage
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3)), 2])
 def test_several_backwards_of_a_micro_batch_are_added_up_by_rounds(world_size: int, stage: int) -> None:
     expected = plain(by_rounds, world_size)
     for model in on_threads(world_size, lambda t: ours(t, t.rank, world_size, stage, False), timeout=20):
@@ -119,7 +119,7 @@ def test_several_backwards_of_a_micro_batch_are_added_up_by_rounds(world_size: i
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3)), 2])
 def test_under_no_sync_those_of_a_micro_batch_are_added_up_by_themselves_first(world_size: int, stage: int) -> None:
     expected = plain(with_a_sum_for_each, world_size)
     for model in on_threads(world_size, lambda t: ours(t, t.rank, world_size, stage, True), timeout=20):
@@ -132,7 +132,7 @@ def test_these_are_three_orders_but_by_rounds_one_rank_is_the_plain_loop() -> No
     flat = [torch.cat([p.detach().reshape(-1) for p in model.parameters()]) for model in orders]
     for number, one in enumerate(flat):
         assert all(not torch.equal(one, other) for other in flat[number + 1 :])
-        assert torch.allclose(one, flat[0], atol=1e-3), "but sums of the same numbers"
+        assert torch.allclose(one, flat[0], atol=1e-3), "other numbers: two steps of at most 1e-2 do not end so close"
     assert_same_model(plain(by_rounds, 1), orders[1])
 
 

@@ -31,7 +31,7 @@ ALL = [(stage, world_size, ranks) for stage in (0, 1, 2, 3) for world_size in (1
 EVERYWHERE = pytest.mark.parametrize(
     ("stage", "world_size", "ranks"),
     [
-        pytest.param(*each, marks=() if each[0] == 3 or each[1:] == (2, "threads") else pytest.mark.slow)
+        pytest.param(*each, marks=() if each[0] > 1 and each[1] == 2 else pytest.mark.slow)
         for each in ALL
         if each[1:] != (1, "sockets")
     ],
@@ -200,7 +200,7 @@ def of_a_process(group: dist.ProcessGroup, rank: int, stage: int) -> dict[str, t
     return {name: train(connect(group), name, stage) for name in RUNS}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_same_on_real_processes(gloo: GlooPool, stage: int) -> None:
     results = gloo.run(of_a_process, stage)
     for name in RUNS:

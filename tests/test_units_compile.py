@@ -382,7 +382,9 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "before", [pytest.param(True, marks=pytest.mark.slow, id="before"), pytest.param(False, id="after")]
+)
 def test_a_graph_that_is_broken_at_units_is_said_once(name: str, before: bool) -> None:
     model = Net()
     call = BROKEN[name](model) if before else None

@@ -167,7 +167,7 @@ class Assembly:
         """Another optimizer has taken parameters of this one over."""
         return self.reducer.hooks.superseded
 
-    def was_cast(self) -> str | None:
+    def cast_problem(self) -> str | None:
         """What is wrong where the whole model was cast or moved since: its first parameter was, too."""
         return changed(self.storage.parameters[0], self.storage.layout.parameters[0])
 

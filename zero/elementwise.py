@@ -16,7 +16,7 @@ from torch import Tensor
 from .inner import InnerOptimizer, not_elementwise
 from .layout import Dtypes, ParameterSpec
 from .runs import Options, is_elementwise
-from .trial import ClassFailedError, Half, Place, Whole
+from .trial import ClassFailedError, Half, Setting, Whole
 
 STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
 DIMENSIONS = frozenset({0, 1, 2, 4})
@@ -38,30 +38,30 @@ def check_elementwise(
     if not parameters:
         return frozenset()
     names = {len(spec.shape): spec.name for spec in reversed(parameters)}
-    options, places = _distinct(inner.defaults, groups, parameters)
+    options, settings = _distinct(inner.defaults, groups, parameters)
     dimensions = sorted(DIMENSIONS | names.keys())
-    with _random_state_kept(places):
+    with _random_state_kept(settings):
         try:
-            found = _compare(inner, options, places, dimensions)
+            found = _compare(inner, options, settings, dimensions)
         except ClassFailedError:
-            dimensions = _accepted(inner, options, places, dimensions, names)
-            found = _compare_accepted(inner, options, places, dimensions)
+            dimensions = _accepted(inner, options, settings, dimensions, names)
+            found = _compare_accepted(inner, options, settings, dimensions)
         if any(_raised_rate(given) for given in options):
-            _compare_raised(inner, options, places, dimensions)
+            _compare_raised(inner, options, settings, dimensions)
     return found
 
 
 def _compare_accepted(
-    inner: InnerOptimizer, options: Sequence[Options], places: Sequence[Place], dimensions: Sequence[int]
+    inner: InnerOptimizer, options: Sequence[Options], settings: Sequence[Setting], dimensions: Sequence[int]
 ) -> frozenset[str]:
     try:
-        return _compare(inner, options, places, dimensions)
+        return _compare(inner, options, settings, dimensions)
     except ClassFailedError as error:
         raise not_elementwise(inner.name, f"a step over several parameters failed ({error})") from error
 
 
 def _compare_raised(
-    inner: InnerOptimizer, options: Sequence[Options], places: Sequence[Place], dimensions: Sequence[int]
+    inner: InnerOptimizer, options: Sequence[Options], settings: Sequence[Setting], dimensions: Sequence[int]
 ) -> None:
     """Compare with low rates raised, those of the arguments with those of groups, for classes that keep both."""
     try:
@@ -71,13 +71,13 @@ def _compare_raised(
     except Exception:  # the class refuses such a rate
         return
     with suppress(ClassFailedError):
-        _compare(raised, [{**given, **_raised_rate(given)} for given in options], places, dimensions)
+        _compare(raised, [{**given, **_raised_rate(given)} for given in options], settings, dimensions)
 
 
 def _accepted(
     inner: InnerOptimizer,
     options: Sequence[Options],
-    places: Sequence[Place],
+    settings: Sequence[Setting],
     dimensions: Sequence[int],
     names: Mapping[int, str],
 ) -> list[int]:
@@ -85,7 +85,7 @@ def _accepted(
     refused: dict[int, Exception] = {}
     for number in dimensions:
         try:
-            whole = Whole(inner, options, places, [number])
+            whole = Whole(inner, options, settings, [number])
             for step in range(STEPS):
                 whole.step(whole.gradients(step))
         except ClassFailedError as error:
@@ -101,10 +101,10 @@ def _accepted(
 
 
 def _compare(
-    inner: InnerOptimizer, options: Sequence[Options], places: Sequence[Place], dimensions: Sequence[int]
+    inner: InnerOptimizer, options: Sequence[Options], settings: Sequence[Setting], dimensions: Sequence[int]
 ) -> frozenset[str]:
     """Step throw-away parameters whole and in halves. Returns the names of states as large as the parameter."""
-    whole = Whole(inner, options, places, dimensions)
+    whole = Whole(inner, options, settings, dimensions)
     with _refusing(inner, "it refuses flat pieces"):
         halves = [Half(inner, options, whole, number) for number in range(2)]
     for step in range(STEPS):
@@ -188,7 +188,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _distinct(
     defaults: Options, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
-) -> tuple[list[Options], list[Place]]:
+) -> tuple[list[Options], list[Setting]]:
     """The options that differ, and where parameters have them."""
     numbers_of: dict[str, int] = {}
     options: list[Options] = []
@@ -202,8 +202,8 @@ def _distinct(
     shapes: dict[tuple[int, Dtypes, str], set[tuple[int, ...]]] = {}
     for spec in parameters:
         shapes.setdefault((number_of[spec.group], spec.dtypes, spec.device), set()).add(spec.shape)
-    places = [
-        Place(
+    settings = [
+        Setting(
             number,
             dtypes,
             torch.device(device),
@@ -212,7 +212,7 @@ def _distinct(
         )
         for (number, dtypes, device), found in shapes.items()
     ]
-    return options, places
+    return options, settings
 
 
 def _raised_rate(options: Options) -> Options:
@@ -237,7 +237,7 @@ def _plain(value: Any, other: Callable[[Any], object]) -> str:
 
 
 @contextmanager
-def _random_state_kept(places: Sequence[Place]) -> Iterator[None]:
-    devices = list(dict.fromkeys(place.device for place in places if place.device.type not in ("cpu", "meta")))
+def _random_state_kept(settings: Sequence[Setting]) -> Iterator[None]:
+    devices = list(dict.fromkeys(setting.device for setting in settings if setting.device.type not in ("cpu", "meta")))
     with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
         yield

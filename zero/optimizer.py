@@ -334,7 +334,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
         arguments = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
         with self._reducer.in_turn("clip_grad_norm_", **arguments):
-            self._reducer.settle("clip_grad_norm_()", self._storage.problem() or self._storage.unfrozen())
+            self._reducer.settle("clip_grad_norm_()", self._storage.problem() or self._storage.unfrozen_problem())
             return self._update.clip(max_norm, norm_type, error_if_nonfinite)
 
     @torch.no_grad()
@@ -352,7 +352,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         free = self._storage.retire()
         problem = self._storage.problem() if free else "step() inside gathered() or inside a forward: leave it first"
-        problem = problem or self._storage.unfrozen()
+        problem = problem or self._storage.unfrozen_problem()
         told = digests_of(self.param_groups, self._inner.defaults.keys() - self._counted)
         self._reducer.settle("step()", problem, options=told)
         try:
@@ -575,7 +575,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"this optimizer is closed: {self._closed}; build a new optimizer")
         if self._assembly.superseded:
             raise RuntimeError(f"{TAKEN_OVER}: use that, or build a new one")
-        self._assembly.streams.join()
+        self._assembly.streams.wait_for_previous()
 
     def __repr__(self) -> str:
         name = f"{self._inner.name}, stage={self._stage.number}, rank {self.rank} of {self.world_size}"

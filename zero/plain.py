@@ -21,7 +21,7 @@ class PlainLoop:
 
     superseded = False
 
-    def was_cast(self) -> str | None:
+    def cast_problem(self) -> str | None:
         return None
 
     def __init__(

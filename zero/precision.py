@@ -157,7 +157,7 @@ class Owner(Protocol):
     @property
     def superseded(self) -> bool: ...
 
-    def was_cast(self) -> str | None:
+    def cast_problem(self) -> str | None:
         """What is wrong where the model itself was cast since."""
 
 
@@ -174,7 +174,7 @@ class InputCast:
         if self._is_over():
             return args, kwargs
         owner = None if self._owner is None else self._owner()
-        problem = None if owner is None else owner.was_cast()
+        problem = None if owner is None else owner.cast_problem()
         if problem is not None:
             raise RuntimeError(problem)
         dtype = self._dtype

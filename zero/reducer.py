@@ -99,7 +99,7 @@ class Reducer:
     # -- events of autograd (the listener of `GradientHooks`) ---------------------------------------------------------
 
     def backward_is_near(self) -> None:
-        self._streams.join()
+        self._streams.wait_for_previous()
         self.finish_interrupted()
         self._stranger = self._shown.look()
         if self.means_are_shown:
@@ -118,7 +118,7 @@ class Reducer:
         self._rounds.begin(is_round=self._sync)
 
     def gradient_ready(self, index: int, gradient: Tensor) -> None:
-        self._streams.join()
+        self._streams.wait_for_previous()
         if gradient.layout is not torch.strided:
             self.parameters[index].grad = None
             raise RuntimeError(
@@ -135,7 +135,7 @@ class Reducer:
         self._rounds.arrived(index, gradient)
 
     def backward_ended(self) -> None:
-        self._streams.join()
+        self._streams.wait_for_previous()
         self._complete()
         self._shown.show()
 
@@ -236,7 +236,7 @@ class Reducer:
         options: Mapping[str, int] | None = None,
     ) -> list[Record]:
         """Meet all ranks and compare what they hold. Collective; raises the same error on every rank."""
-        self._streams.join()
+        self._streams.wait_for_previous()
         self.finish_interrupted()
         stranger = self._shown.look()
         if self._progress.is_open and self._progress.means_divisor != self.divisor:  # the means will be gathered anew

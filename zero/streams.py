@@ -1,9 +1,9 @@
-"""Keeps what a device is told for one optimizer in one line, whichever streams it is told on.
+"""Orders an optimizer's work on a device across streams: when the current stream changes, it waits for the one before.
 
-Knows: streams, and that CUDA may be recording them for a graph. Does not know: what the device is told.
+Knows: streams, and that CUDA may be recording them for a graph. Does not know: what the work is.
 
-    backward on stream 1    join, enqueue ...
-    step on stream 2        join: stream 2 waits for what stream 1 was told so far; enqueue ...
+    backward on stream 1    wait_for_previous, enqueue ...
+    step on stream 2        wait_for_previous: stream 2 waits for what stream 1 has so far; enqueue ...
 
 The host waits for nothing. On the CPU there are no streams, and nothing is done.
 """
@@ -14,19 +14,18 @@ import torch
 
 
 class Streams:
-    """The streams on which one optimizer tells a device what to do."""
+    """The streams on which one optimizer enqueues work."""
 
     def __init__(self) -> None:
         self._device: torch.device | None = None  # None: there are no streams
         self._last: torch.Stream | None = None
 
     def use(self, device: torch.device) -> None:
-        """What is told goes to this device."""
+        """Work goes to this device."""
         self._device = None if device.type == "cpu" else device
 
-    def join(self) -> None:
-        """What the current stream is told from now on comes after all that this optimizer told the device before, and
-        what the stream of that was told since."""
+    def wait_for_previous(self) -> None:
+        """Let the current stream wait for the one that this optimizer used before, and for all that it has by now."""
         if self._device is None:
             return
         if _is_recorded(self._device):

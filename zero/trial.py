@@ -24,7 +24,7 @@ from .runs import BucketStates, Options, is_elementwise
 
 
 @dataclass(frozen=True)
-class Place:
+class Setting:
     """Where the user has parameters: the number of their options, their dtypes and their device; whether there are
     matrices, or tensors of more dimensions, among them, and vectors of one element."""
 
@@ -40,23 +40,26 @@ class ClassFailedError(Exception):
 
 
 class Whole:
-    """Throw-away parameters, at each of the ``places`` one of each number of ``dimensions``, stepped by the class."""
+    """Throw-away parameters, at each of the ``settings`` one of each number of ``dimensions``, stepped by the class."""
 
     def __init__(
-        self, inner: InnerOptimizer, options: Sequence[Options], places: Sequence[Place], dimensions: Sequence[int]
+        self, inner: InnerOptimizer, options: Sequence[Options], settings: Sequence[Setting], dimensions: Sequence[int]
     ) -> None:
         self._generator = torch.Generator().manual_seed(0)
-        shapes = [(place, shape) for place in places for number in dimensions for shape in _shapes(number, place)]
+        shapes = [
+            (setting, shape) for setting in settings for number in dimensions for shape in _shapes(number, setting)
+        ]
         self._shapes = list(dict.fromkeys(shape for _, shape in shapes))
         self._sizes = [self._noise(shape) for shape in self._shapes]  # of the elements' gradients
         values = {shape: self._noise(shape) ** 5 for shape in self._shapes}  # of many magnitudes
-        self.places = [place for place, _ in shapes]
+        self.settings = [setting for setting, _ in shapes]
         self.parameters = [
-            values[shape].to(place.device, place.dtypes.master, copy=True).requires_grad_() for place, shape in shapes
+            values[shape].to(setting.device, setting.dtypes.master, copy=True).requires_grad_()
+            for setting, shape in shapes
         ]
         groups: list[Options] = [{**copy.deepcopy(group), "params": []} for group in options]
-        for place, parameter in zip(self.places, self.parameters, strict=True):
-            groups[place.options]["params"].append(parameter)
+        for setting, parameter in zip(self.settings, self.parameters, strict=True):
+            groups[setting.options]["params"].append(parameter)
         try:
             self._optimizer = inner.plain(groups)
         except Exception as error:
@@ -108,7 +111,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TrialPiece:
     """A part of a throw-away parameter: its place there, and what is stepped instead, with its gradient."""
 
     parameter: int
@@ -131,17 +134,17 @@ class Half:
         self._inner.elementwise = whole.names()
         self.groups = [copy.deepcopy(group) for group in options]
         self._gradients: list[Tensor] = []
-        self.pieces: list[Piece] = []
-        for dtypes, device in dict.fromkeys((place.dtypes, place.device) for place in whole.places):
+        self.pieces: list[TrialPiece] = []
+        for dtypes, device in dict.fromkeys((setting.dtypes, setting.device) for setting in whole.settings):
             self._add(whole, half, dtypes, device)
 
     def _add(self, whole: Whole, half: int, dtypes: Dtypes, device: torch.device) -> None:
         """Lay out a bucket of what has these dtypes and this device."""
         slots: list[Slot] = []
         begins, size = [], 0
-        for number, place in enumerate(whole.places):
+        for number, setting in enumerate(whole.settings):
             begin, end = _bounds(whole.parameters[number].numel(), dtypes.alignment, half)
-            if (place.dtypes, place.device) == (dtypes, device) and begin < end:
+            if (setting.dtypes, setting.device) == (dtypes, device) and begin < end:
                 slots.append(Slot(number, size, end - begin))
                 begins.append(begin)
                 size += -(-(end - begin) // dtypes.alignment) * dtypes.alignment
@@ -150,9 +153,9 @@ class Half:
         for number, (slot, begin) in enumerate(zip(slots, begins, strict=True)):
             values, gradients = flat[slot.offset : slot.end], gradient[slot.offset : slot.end]
             part = slice(begin, begin + slot.numel)
-            self.pieces.append(Piece(slot.parameter, part, values, gradients, bucket.index, number))
+            self.pieces.append(TrialPiece(slot.parameter, part, values, gradients, bucket.index, number))
             values.copy_(self.pieces[-1].of(whole.parameters[slot.parameter]))
-        groups = [whole.places[slot.parameter].options for slot in slots]
+        groups = [whole.settings[slot.parameter].options for slot in slots]
         scalars = [whole.parameters[slot.parameter].dim() == 0 for slot in slots]
         states = BucketStates(self._inner.instance(), bucket, 0, size, flat, groups, scalars)
         self._inner.add(states, self.groups)
@@ -168,7 +171,7 @@ class Half:
         for number, options in changed.items():
             self.groups[number].update(options)
 
-    def scalars(self, piece: Piece) -> Mapping[str, Any]:
+    def scalars(self, piece: TrialPiece) -> Mapping[str, Any]:
         """What the class keeps for a piece beside what is as large as it."""
         state = self._inner.state_of(piece.bucket, piece.slot)
         return {} if state is None else state.scalars
@@ -180,16 +183,16 @@ def _bounds(size: int, align: int, half: int) -> tuple[int, int]:
     return (0, cut) if half == 0 else (cut, size)
 
 
-def _shapes(dimensions: int, place: Place) -> list[tuple[int, ...]]:
+def _shapes(dimensions: int, setting: Setting) -> list[tuple[int, ...]]:
     """All but the longer vector end raggedly. Where the user has matrices, one is larger than what some classes take
     for small."""
     match dimensions:
         case 0:
             return [()]
         case 1:
-            return [(96,), (1,)] if place.single_elements else [(96,)]
+            return [(96,), (1,)] if setting.single_elements else [(96,)]
         case 2:
-            return [(131, 137) if place.matrices else (13, 17)]
+            return [(131, 137) if setting.matrices else (13, 17)]
         case 3:
             return [(4, 5, 9)]
     return [(4, 5, 3, 3, *[1] * (dimensions - 4))]

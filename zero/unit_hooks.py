@@ -337,7 +337,7 @@ class UnitHooks:
 
     def _begin(self) -> None:
         """Take note of a backward that began, or that an exception left."""
-        self._streams.join()
+        self._streams.wait_for_previous()
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return

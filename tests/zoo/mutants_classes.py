@@ -70,9 +70,9 @@ MUTANTS = (
         (
             Edit(
                 ELEMENTWISE,
-                "            found = _compare(inner, options, places, dimensions)\n        except ClassFailedError:",
+                "            found = _compare(inner, options, settings, dimensions)\n        except ClassFailedError:",
                 "            raised = [{**given, **_raised_rate(given)} for given in options]\n"
-                "            found = _compare(inner, raised, places, dimensions)\n        except ClassFailedError:",
+                "            found = _compare(inner, raised, settings, dimensions)\n        except ClassFailedError:",
             ),
             Edit(ELEMENTWISE, "rate >= LOW_RATE", "rate >= RAISED_RATE"),
         ),
@@ -82,14 +82,14 @@ MUTANTS = (
         "single-elements-are-not-tried",
         ("L12",),
         "A class that spares vectors of one element is taken, and steps them with their neighbours.",
-        (Edit(TRIAL, "[(96,), (1,)] if place.single_elements else [(96,)]", "[(96,)]"),),
+        (Edit(TRIAL, "[(96,), (1,)] if setting.single_elements else [(96,)]", "[(96,)]"),),
         (f"{TEST}test_a_vector_of_one_element_is_tried_where_there_is_one",),
     ),
     Mutant(
         "small-matrices-stand-for-large-ones",
         ("L12",),
         "A class that treats large matrices alone as matrices is taken.",
-        (Edit(TRIAL, "(131, 137) if place.matrices else (13, 17)", "(13, 17)"),),
+        (Edit(TRIAL, "(131, 137) if setting.matrices else (13, 17)", "(13, 17)"),),
         (f"{REFUSED}[LargeMatricesApart]",),
     ),
     Mutant(

@@ -16,8 +16,8 @@ MUTANTS = (
         (
             Edit(
                 HOOKS,
-                "if module._compiled_call_impl is not self._surrounded:",
-                "if module._compiled_call_impl is self._compiled is not None:",
+                "if module._compiled_call_impl is not self._surrounded:\n            self._surround(module)",
+                "if module._compiled_call_impl is self._compiled is not None:\n            self._surround(module)",
             ),
         ),
         (f"{GRAPHS}[Linear-module.compile()]",),
