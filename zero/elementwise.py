@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from .layout import Dtypes, ParameterSpec
 from .runs import Options, is_elementwise
 from .trial import ClassFailedError, Half, Setting, Whole
 
-STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
+STEPS, FEW_STEPS = 12, 3  # more than classes take to warm up by themselves (RAdam 5, SOAP 10); of a shorter trial
 DIMENSIONS = frozenset({0, 1, 2, 4})
-LOW_RATE, RAISED_RATE = 1e-4, 0.25  # under a low one, which a scheduler may raise later, rounding could hide an update
+RAISED_RATE = 0.25  # under a lower one, which a scheduler may raise later, rounding could hide an update
 
 
 def check_elementwise(
@@ -30,8 +30,8 @@ def check_elementwise(
 
     The class is tried on throw-away parameters with the options that the ``groups`` of ``parameters`` have; groups with
     equal options are tried once. There are parameters of every number of dimensions that ``parameters`` have, and of
-    `DIMENSIONS` unless the class itself refuses these. Where a learning rate is under `LOW_RATE`, there is a second
-    trial with `RAISED_RATE` in its place, if the class takes that. Random generators stay as they are.
+    `DIMENSIONS` unless the class itself refuses these. Learning rates under `RAISED_RATE` are tried as they are for
+    `FEW_STEPS`, and raised to it for all `STEPS`, if the class takes that. Random generators stay as they are.
 
     Returns the names of the states that are as large as the parameter.
     """
@@ -39,39 +39,49 @@ def check_elementwise(
         return frozenset()
     names = {len(spec.shape): spec.name for spec in reversed(parameters)}
     options, settings = _distinct(inner.defaults, groups, parameters)
-    dimensions = sorted(DIMENSIONS | names.keys())
     with _random_state_kept(settings):
-        try:
-            found = _compare(inner, options, settings, dimensions)
-        except ClassFailedError:
-            dimensions = _accepted(inner, options, settings, dimensions, names)
-            found = _compare_accepted(inner, options, settings, dimensions)
-        if any(_raised_rate(given) for given in options):
-            _compare_raised(inner, options, settings, dimensions)
-    return found
+        if not any(_raised_rate(given) for given in options):
+            return _try(inner, options, settings, names, STEPS)[0]
+        _, dimensions = _try(inner, options, settings, names, FEW_STEPS)
+        raised = _compare_raised(inner, options, settings, dimensions)
+        return _try(inner, options, settings, names, STEPS)[0] if raised is None else raised
 
 
-def _compare_accepted(
-    inner: InnerOptimizer, options: Sequence[Options], settings: Sequence[Setting], dimensions: Sequence[int]
-) -> frozenset[str]:
+def _try(
+    inner: InnerOptimizer,
+    options: Sequence[Options],
+    settings: Sequence[Setting],
+    names: Mapping[int, str],
+    steps: int,
+) -> tuple[frozenset[str], Sequence[int]]:
+    """Compare over all numbers of dimensions that the class takes, and return these, too. ``names``: of the user's
+    parameters, by their number of dimensions."""
+    dimensions = sorted(DIMENSIONS | names.keys())
     try:
-        return _compare(inner, options, settings, dimensions)
+        return _compare(inner, options, settings, dimensions, steps), dimensions
+    except ClassFailedError:
+        dimensions = _accepted(inner, options, settings, dimensions, names)
+    try:
+        return _compare(inner, options, settings, dimensions, steps), dimensions
     except ClassFailedError as error:
         raise not_elementwise(inner.name, f"a step over several parameters failed ({error})") from error
 
 
 def _compare_raised(
     inner: InnerOptimizer, options: Sequence[Options], settings: Sequence[Setting], dimensions: Sequence[int]
-) -> None:
-    """Compare with low rates raised, those of the arguments with those of groups, for classes that keep both."""
+) -> frozenset[str] | None:
+    """Compare with low rates raised, those of the arguments with those of groups, for classes that keep both. Return
+    None where the class refuses such a rate."""
     try:
         raised = inner.another(**_raised_rate(inner.defaults))
     except TypeError:  # the class has no argument for it
         raised = inner
-    except Exception:  # the class refuses such a rate
-        return
-    with suppress(ClassFailedError):
-        _compare(raised, [{**given, **_raised_rate(given)} for given in options], settings, dimensions)
+    except Exception:
+        return None
+    try:
+        return _compare(raised, [{**given, **_raised_rate(given)} for given in options], settings, dimensions, STEPS)
+    except ClassFailedError:
+        return None
 
 
 def _accepted(
@@ -101,13 +111,17 @@ def _accepted(
 
 
 def _compare(
-    inner: InnerOptimizer, options: Sequence[Options], settings: Sequence[Setting], dimensions: Sequence[int]
+    inner: InnerOptimizer,
+    options: Sequence[Options],
+    settings: Sequence[Setting],
+    dimensions: Sequence[int],
+    steps: int,
 ) -> frozenset[str]:
     """Step throw-away parameters whole and in halves. Returns the names of states as large as the parameter."""
     whole = Whole(inner, options, settings, dimensions)
     with _refusing(inner, "it refuses flat pieces"):
         halves = [Half(inner, options, whole, number) for number in range(2)]
-    for step in range(STEPS):
+    for step in range(steps):
         gradients = whole.gradients(step)
         whole.step(gradients)
         if step == 0:
@@ -122,7 +136,7 @@ def _compare(
                     raise not_elementwise(
                         inner.name,
                         f"a parameter of shape {tuple(parameter.shape)} was stepped to other bits in pieces than "
-                        f"whole, within {step + 1} of {STEPS} steps",
+                        f"whole, within {step + 1} of {steps} steps",
                     )
     _check_states(inner, whole)
     for half in halves:
@@ -218,7 +232,7 @@ def _distinct(
 def _raised_rate(options: Options) -> Options:
     """Return a rate in the place of one that is low; nothing where none is."""
     rate = options.get("lr")
-    if not isinstance(rate, (int, float, Tensor)) or rate >= LOW_RATE:
+    if not isinstance(rate, (int, float, Tensor)) or rate >= RAISED_RATE:
         return {}
     return {"lr": torch.full_like(rate, RAISED_RATE) if isinstance(rate, Tensor) else RAISED_RATE}
 
