@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
+from zero.residency import Residency
+from zero.unit_hooks import _CALLS, _runs
 
 from .models import build, odd_batches, odd_loss
 from .plain import assert_same_model, plain_step
@@ -328,6 +330,56 @@ def many_switches() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("many_switches")
+def test_a_thread_whose_generators_come_and_go_is_inside_its_forward_still() -> None:
+    """A frame of a generator that has yielded meanwhile has no frame below it."""
+    inside, over = threading.Event(), threading.Event()
+
+    def numbers(*_: Any) -> None:
+        inside.set()
+        while not over.is_set():
+            sum(number for number in range(20))
+
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(numbers)
+    thread = Thread(lambda: module(torch.ones(2)), "first")
+    thread.start()
+    assert inside.wait(LIMIT)
+    assert thread.ident is not None
+    try:
+        assert all(_runs(thread.ident, *_CALLS) for _ in range(200_000))
+    finally:
+        over.set()
+        thread.join(LIMIT)
+    assert not _runs(thread.ident, *_CALLS)
+    assert not _runs(threading.get_ident(), *_CALLS)
+
+
+def test_a_forward_begins_when_all_of_another_threads_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    releasing = threading.Event()
+    release = Residency._release
+
+    def slowly(residency: Residency, shelf: Any) -> None:
+        if threading.current_thread().name == "first" and not releasing.is_set():
+            releasing.set()
+            threading.Event().wait(0.3)
+        release(residency, shelf)
+
+    def evaluate(run: Rank) -> None:
+        expected = run.evaluate()
+        monkeypatch.setattr(Residency, "_release", slowly)
+        thread = Thread(run.enter_a_unit, "first")  # alone, and so outermost
+        thread.start()
+        assert releasing.wait(LIMIT)
+        found = run.evaluate()  # it waits
+        thread.join(LIMIT)
+        assert thread.error is None
+        assert torch.equal(found, expected)
+        assert torch.equal(run.evaluate(), expected)
+
+    trains(on_threads, 1, evaluate)
 
 
 @pytest.mark.usefixtures("many_switches")

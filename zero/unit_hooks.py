@@ -17,13 +17,14 @@ refused; which thread that is may change whenever none is.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 import threading
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import Any
 
@@ -39,6 +40,8 @@ from .streams import Streams
 from .units import ROOT, Entry, Units
 
 _NO_TASK = -1
+_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_MOST_LOOKS = 1000
 _CALLS = (
     nn.Module._call_impl.__code__,
     nn.Module._wrapped_call_impl.__code__,  # a compiled one hides the first
@@ -100,7 +103,8 @@ class UnitHooks:
         self._units = len(units.names)
         self._order = Order(self._units)
         self._running: list[tuple[_Place, int, bool]] = []  # forwards: thread, and whether it pushed the saver's hooks
-        self._beginning = threading.Lock()  # held while an outermost forward or a backward checks whether it may begin
+        # held while an outermost forward or a backward checks whether it may begin, and while an outermost forward ends
+        self._beginning = threading.RLock()
         self._current: int | None = None  # the unit that runs, or ran last
         self._ahead: int | None = None  # the unit that was fetched before it was asked for
         self._task = _NO_TASK
@@ -215,11 +219,12 @@ class UnitHooks:
         last = self._running[-1:]
         if not last or last[0][:2] != (place, thread):  # it was refused, or a hook before ours raised
             return
-        self._end()
-        if not _in_backward():
-            graphs = place.watch(output)
-            if not self._running and not graphs:
-                self._drop_all()
+        with self._beginning if len(self._running) == 1 else nullcontext():  # another begins when all of this is over
+            self._end()
+            if not _in_backward():
+                graphs = place.watch(output)
+                if not self._running and not graphs:
+                    self._drop_all()
 
     def _end(self) -> None:
         place, thread, pushed = self._running[-1]
@@ -607,12 +612,14 @@ def _in_a_thread_of_autograd() -> bool:
 
 
 def _runs(thread: int, *codes: CodeType) -> bool:
-    """True where a thread is inside one of these functions."""
-    current: FrameType | None = (
-        sys._getframe() if thread == threading.get_ident() else sys._current_frames().get(thread)
-    )
-    while current is not None:
-        if current.f_code in codes:
-            return True
-        current = current.f_back
-    return False
+    """True where a thread is inside one of these functions, or moves too fast to be sure."""
+    for _ in range(_MOST_LOOKS):
+        last: FrameType | None = None
+        current = sys._getframe() if thread == threading.get_ident() else sys._current_frames().get(thread)
+        while current is not None:
+            if current.f_code in codes:
+                return True
+            last, current = current, current.f_back
+        if last is None or not last.f_code.co_flags & _SUSPENDED:
+            return False  # at the bottom of the thread; a generator that yielded meanwhile has nothing below it
+    return True

@@ -91,4 +91,18 @@ MUTANTS = (
         (Edit(HOOKS, "if module is not None and taken_away:", "if module is not None:"),),
         ("test_threads.py::test_a_thread_that_is_refused_leaves_the_compiled_call_of_another_as_it_is[one-rank]",),
     ),
+    Mutant(
+        "a-generator-that-yields-ends-a-forward",
+        ("L3",),
+        "A forward in which generators run looks interrupted to another thread, which ends it and releases its units.",
+        (Edit(HOOKS, "if last is None or not last.f_code.co_flags & _SUSPENDED:", "if True:"),),
+        ("test_threads.py::test_a_thread_whose_generators_come_and_go_is_inside_its_forward_still",),
+    ),
+    Mutant(
+        "a-forward-begins-while-another-thread-releases",
+        ("L2",),
+        "A thread's forward shows units while another thread, whose forward ends, is releasing them.",
+        (Edit(HOOKS, "with self._beginning if len(self._running) == 1 else nullcontext():", "with nullcontext():"),),
+        ("test_threads.py::test_a_forward_begins_when_all_of_another_threads_is_over",),
+    ),
 )
