@@ -5,6 +5,7 @@ It has never heard of an optimizer. An algorithm is a class that is built on a t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -32,6 +33,7 @@ from .shared import Shared
 from .topology import CPU, Choice, choose, hierarchical, replicate, shared
 from .transport import Transport
 
+LOG = logging.getLogger(__name__)
 Algorithm = Callable[[Transport], Collective]
 
 
@@ -63,6 +65,12 @@ def build(
     """An algorithm on a transport: "auto", one of `ALGORITHMS` by name, or a class. Collective. ``device``: where the
     tensors that it moves are, for "auto". ``factor``: a divisor of the number of ranks, how many of them own slices;
     every so many have the same ones."""
+    choice = _build(transport, algorithm, device, factor)
+    LOG.info("%s of %d: collective %s (%s)", transport.called, transport.world_size, choice.collective.name, choice.why)
+    return choice
+
+
+def _build(transport: Transport, algorithm: str | Algorithm, device: torch.device, factor: int | None) -> Choice:
     check_name(algorithm)
     if factor is not None and factor < transport.world_size:
         near = isinstance(algorithm, str) and algorithm in ("auto", "shared", "hierarchical")

@@ -6,6 +6,7 @@ in `loopback`, torch.distributed in `native`, this host's sockets and memory in 
 
 from __future__ import annotations
 
+import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,9 @@ from .channel import Channel
 from .inflight import Send, Settled
 from .lending import Borrowed, Lent
 from .memory import Pool
-from .messages import Chain, Kind, Tag, Traffic, Work, as_bytes
+from .messages import Chain, Kind, Tag, Traffic, Work, as_bytes, describe
 
+LOG = logging.getLogger("collectives")
 CHUNK, LEAST = 1 << 20, 1 << 17  # elements of a chunk at most, and at least
 GRAIN = 64  # elements that a kernel takes at once, at most: a cut leaves it no other rest than there would be
 
@@ -91,7 +93,9 @@ class Transport:
         except BaseException as error:
             raise self._channel.cut_off(error, 0, tag) from error
         problems = self.exchange(b"" if regions is not None else b"none", tag)
-        return None if any(problems) else regions
+        found = None if any(problems) else regions
+        LOG.debug("%s: %d bytes of common memory: %s", self.called, sum(sizes), "no room" if found is None else "made")
+        return found
 
     # -- groups ---------------------------------------------------------------------------------------------------
 
@@ -196,6 +200,7 @@ class Transport:
         """Every rank's bytes, in rank order; lengths may differ. Collective. While other messages are under way, of at
         most 64 KiB, or they would be waited for here."""
         self.check()
+        self._log("exchanges bytes", tag)
         channel, result = self._channel, [data] * self.world_size
         sends = self._enter(data, tag)
         recvs = {source: channel.recv_control(source, tag) for source in self.peers()}
@@ -215,6 +220,7 @@ class Transport:
     def announce(self, tag: Tag) -> Work:
         """Say to every other rank that this one entered ``tag``, and expect the same of them, without any bytes."""
         self.check()
+        self._log("announces itself", tag)
         recvs = [self._channel.recv((), source, tag)[0] for source in self.peers()]
         sends = [self._channel.send((), to, tag) for to in self.peers()]
         return Chain([*recvs, Settled(self._channel, sends)])
@@ -230,14 +236,20 @@ class Transport:
         an announcement that is overtaken by a later round is dropped by whoever reads it (`Channel.confirm`).
         """
         self.check()
+        self._log("meets all ranks", tag)
         sends: list[Send] = []
         while True:
             sends += self._enter(b"", tag)
             if all(self._arrived(source, tag) for source in self.peers()):
                 Settled(self._channel, sends).wait()
                 return tag
+            self._log("catches up", tag)
             catch_up()
             tag = replace(tag, round=tag.round + 1)
+
+    def _log(self, what: str, tag: Tag) -> None:
+        if LOG.isEnabledFor(logging.DEBUG):
+            LOG.debug("%s: %s, in %s", self.called, what, describe(tag))
 
     def _arrived(self, source: int, tag: Tag) -> bool:
         """True when ``source`` is at ``tag``; False when it has entered a round that this rank has not."""
@@ -258,6 +270,7 @@ class Transport:
     def abort(self, reason: str) -> list[int]:
         """Tell every other rank that this one failed, and return those that could not be told. The transport is of no
         use afterwards; the carrier is."""
+        LOG.debug("%s: aborts: %s", self.called, reason)
         return self._channel.abort(reason)
 
     @property

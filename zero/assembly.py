@@ -5,6 +5,7 @@ Knows: which parts there are, and in what order they take up parameters. Does no
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from collectives import build as build_collective
 from collectives.carriers import OwnCollectives
 
 from .elementwise import check_elementwise
+from .events import LOG, Event
 from .hooks import check_free
 from .inner import InnerOptimizer
 from .layout import Bucket, Dtypes, ParameterSpec, build
@@ -162,6 +164,27 @@ class Assembly:
             self.transport.abort(f"{called}, while parameters were taken over: {type(error).__name__}: {error}")
             raise
 
+    def log_choices(self) -> None:
+        """Write one line at INFO: what was chosen for this optimizer, and why."""
+        if not LOG.isEnabledFor(logging.INFO):
+            return
+        units = self.storage.units() or {}
+        LOG.info(
+            "%s of %d: stage %d, %s, %d buckets, %d units, sharding factor %d, collective %s (%s), common memory: %s, "
+            "offload: %s",
+            self.transport.called,
+            self.transport.world_size,
+            self.stage.number,
+            self.inner.name,
+            len(self.storage.layout.buckets),
+            len(set(units.values())),
+            self.shards.world_size,
+            self.collective.name,
+            self.choice.why,
+            self.storage.common_memory(),
+            "none" if self.offload is None else self.offload.kind,
+        )
+
     @property
     def superseded(self) -> bool:
         """Another optimizer has taken parameters of this one over."""
@@ -258,6 +281,7 @@ class Assembly:
                 self.inner.add(states, all_groups)
                 states.leave()
         self.reducer.extend(found, layout)
+        self.update.extend()
         for parameter in self.storage.not_updated():
             self.reducer.hooks.take_over(parameter)
 
@@ -276,8 +300,16 @@ class Assembly:
         except (ValueError, OSError) as error:
             problem = error
         agree_on_construction(self.transport, [], problem)
+        rank = self.transport.called
         return {
-            bucket.index: StateStore(keeper, widths[bucket.index], names[bucket.index], bucket.dtypes.master)
+            bucket.index: StateStore(
+                keeper,
+                widths[bucket.index],
+                names[bucket.index],
+                bucket.dtypes.master,
+                Event(f"prefetch bucket {bucket.index}", rank),
+                Event(f"evict bucket {bucket.index}", rank),
+            )
             for bucket in buckets
         }
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from collectives import Collective, Kind, Tag, Transport, Work
 
+from .events import Event, Waited
 from .layout import Bucket, Layout
 from .stages import Stage, first_difference, same_bits, strided
 
@@ -37,7 +38,8 @@ class _Reduction:
 
     def wait(self) -> None:
         if self._store is not None:
-            self._work.wait()
+            with self._store.waiting():
+                self._work.wait()
             store, self._store = self._store, None
             store.reduced()
 
@@ -57,6 +59,11 @@ class GradientStore:
         self.pieces = bucket.pieces(self.low, self.high)
         names = [layout.parameters[slot.parameter].name for slot in bucket.slots]
         self.label = f"bucket {bucket.index} ({names[0]}{' ... ' + names[-1] if len(names) > 1 else ''})"
+        number, rank = bucket.index, shards.called
+        self._launching = Event(f"reduce_scatter bucket {number}", rank)
+        self.waiting = Event(f"wait_for_reduce_scatter bucket {number}", rank)
+        self._gathering = Event(f"all_gather_gradients bucket {number}", rank)
+        self._waiting_for_means = Event(f"wait_for_all_gather_gradients bucket {number}", rank)
         self._in_place = stage.contributes_in_place(bucket.dtypes)
         self._sum_apart = stage.sum_lies_apart(bucket.dtypes)
         self._whole: Tensor | None = None  # means, contributions, or one after the other
@@ -187,6 +194,10 @@ class GradientStore:
 
     def launch(self, collective: Collective, label: str, round_: int, trainable: Sequence[bool]) -> Work:
         """Start to reduce this rank's contribution. Collective; ``trainable``: of each slot, equal on all ranks."""
+        with self._launching():
+            return self._launch(collective, label, round_, trainable)
+
+    def _launch(self, collective: Collective, label: str, round_: int, trainable: Sequence[bool]) -> Work:
         self.absorb(travels=True)
         self._open(travels=True)
         assert self._local is not None
@@ -241,12 +252,14 @@ class GradientStore:
 
     def gather_means(self, collective: Collective, round_: int, divisor: float) -> Work:
         """Start to give every rank the mean of every slice. Collective."""
-        if self._whole is None:
-            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.accumulate)
-        own = self._whole[self.low : self.high]
-        torch.div(self._sum(), divisor, out=own) if divisor != 1 else own.copy_(self._sum())
-        tag = Tag(Kind.ALL_GATHER, f"means of {self.label}", round_, self.bucket.index)
-        return collective.all_gather(self._whole, self.bucket.bounds, tag=tag)
+        with self._gathering():
+            if self._whole is None:
+                self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.accumulate)
+            own = self._whole[self.low : self.high]
+            torch.div(self._sum(), divisor, out=own) if divisor != 1 else own.copy_(self._sum())
+            tag = Tag(Kind.ALL_GATHER, f"means of {self.label}", round_, self.bucket.index)
+            work = collective.all_gather(self._whole, self.bucket.bounds, tag=tag)
+            return Waited(work, self._waiting_for_means)
 
     # -- clearing -------------------------------------------------------------------------------------------------
 

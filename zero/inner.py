@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -81,12 +82,13 @@ class InnerOptimizer:
         present: Sequence[tuple[bool, ...]],
         groups: Sequence[Options],
         stepped: Callable[[int], None],
+        stepping: Callable[[int], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[int, Options]:
         """Step every piece that is ``present``, by bucket, with the gradients of the buckets' intervals, 1-D.
 
         Each instance is stepped once, with all groups, also those of which this rank holds nothing: a class may count
-        its steps. ``stepped`` is told the number of each bucket after it. Returns what the class changed in each
-        group's options, by group.
+        its steps. ``stepped`` is told the number of each bucket after it, and ``stepping`` is entered around each.
+        Returns what the class changed in each group's options, by group.
         """
         cut = tuple(not group.get("fused") for group in groups)
         found: list[tuple[BucketStates, list[tuple[Options, Options]]]] = []
@@ -97,11 +99,12 @@ class InnerOptimizer:
             for number, states in enumerate(self.states):
                 if any(present[number]):
                     _arrive(next(ahead, None))
-                found.append((states, _step(states, gradients[number], present[number], cut, groups)))
-                states.harvest(self.elementwise)
-                states.unstage()
-                states.cast(present[number])
-                states.leave()
+                with stepping(number):
+                    found.append((states, _step(states, gradients[number], present[number], cut, groups)))
+                    states.harvest(self.elementwise)
+                    states.unstage()
+                    states.cast(present[number])
+                    states.leave()
                 if any(present[number]):
                     if before is not None:
                         before.let_go()

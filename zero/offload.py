@@ -30,6 +30,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .events import Event
+
 _PAGE = mmap.PAGESIZE
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin to write, wait for nothing
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: read pages, and make them ready to be written; of Linux 5.14
@@ -268,8 +270,11 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 class StateStore:
     """What is kept of one bucket's interval, by name."""
 
-    def __init__(self, keeper: Keeper, numel: int, names: Iterable[str], dtype: torch.dtype) -> None:
+    def __init__(
+        self, keeper: Keeper, numel: int, names: Iterable[str], dtype: torch.dtype, prefetch: Event, evict: Event
+    ) -> None:
         """``names``: of the tensors that there will be, each of ``numel`` elements of ``dtype``; others may come."""
+        self._prefetch, self._evict = prefetch, evict
         self._keeper, self._numel = keeper, numel
         self._tensors = {(name, dtype): keeper.empty(numel, dtype) for name in sorted(names)}
         self.is_copied_ahead = keeper.is_copied_ahead
@@ -286,8 +291,10 @@ class StateStore:
 
     def arrive(self) -> None:
         """They will be needed soon."""
-        self._keeper.arrive(self._tensors.values())
+        with self._prefetch():
+            self._keeper.arrive(self._tensors.values())
 
     def leave(self) -> None:
         """They will not be needed for a while."""
-        self._keeper.leave(self._tensors.values())
+        with self._evict():
+            self._keeper.leave(self._tensors.values())

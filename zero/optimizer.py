@@ -28,6 +28,7 @@ from .assembly import Assembly, backend_of
 from .clip import check_norm_arguments
 from .describe import Description, describe
 from .elementwise import check_elementwise
+from .events import LOG, Event
 from .inner import InnerOptimizer
 from .join import Call, adopt_options, digests_of
 from .meta import InitFunction, StateDict, landing, materializer_of
@@ -148,11 +149,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_listed_once(groups, self._module)
         super().__init__(groups, self._inner.defaults)
         self.state: Any = checkpoint.States(self._storage, self._inner)
+        self._stepping, self._clipping = Event("step", self._transport.called), Event("clip", self._transport.called)
         parts.adopt(self.param_groups, 0)
         self._counted: set[str] = set()  # options that the class changes itself, perhaps only where it steps something
         self._followed: list[AbstractContextManager[None]] = []  # blocks of others, inside `join`
         self._built = True
         self.divisor = self._transport.world_size if divisor is None else divisor
+        parts.log_choices()
 
     # -- construction -------------------------------------------------------------------------------------------------
 
@@ -284,6 +287,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _follow(self, call: Call) -> None:
         """Make another rank's call with it."""
+        LOG.debug("%s: follows another rank's %s", self._transport.called, call.name)
         adopt_options(self.param_groups, call.options)
         if self.divisor != call.divisor:
             self.divisor = call.divisor
@@ -333,7 +337,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check()
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
         arguments = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-        with self._reducer.in_turn("clip_grad_norm_", **arguments):
+        with self._clipping(), self._reducer.in_turn("clip_grad_norm_", **arguments):
             self._reducer.settle("clip_grad_norm_()", self._storage.problem() or self._storage.unfrozen_problem())
             return self._update.clip(max_norm, norm_type, error_if_nonfinite)
 
@@ -350,6 +354,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
+        with self._stepping():
+            self._agree_and_update()
+
+    def _agree_and_update(self) -> None:
         free = self._storage.retire()
         problem = self._storage.problem() if free else "step() inside gathered() or inside a forward: leave it first"
         problem = problem or self._storage.unfrozen_problem()

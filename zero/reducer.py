@@ -21,6 +21,7 @@ from torch import Tensor
 from collectives import Chain, Collective, Kind, Tag, Transport
 
 from .agreement import Record, check
+from .events import Event
 from .gradients import GradientStore
 from .hooks import GradientHooks
 from .join import Options, Turns
@@ -56,6 +57,9 @@ class Reducer:
         self._progress = Progress(transport.world_size)
         self._shown = Shown(self, stage, self._rounds, self._progress, means_may_be_shown=means_may_be_shown)
         self._meeting = 0
+        rank = transport.called
+        self._agreeing, self._catching_up = Event("agree", rank), Event("catch_up", rank)
+        self._unscaling = Event("unscale", rank)
         self._sync = True
         self._unscaled: Tensor | None = None  # what a `GradScaler` was last told into
         self._turns: Turns | None = None  # inside `join`
@@ -160,7 +164,8 @@ class Reducer:
     def _gather_means(self) -> None:
         """Give every rank the means, and agree whose gradient exists at all: the hash of the plain loop sees None."""
         tag = Tag(Kind.EXCHANGE, "which parameters were used", self._rounds.number)
-        records = [Record.unpack(r) for r in self._transport.exchange(self._record().pack(), tag)]
+        with self._agreeing():
+            records = [Record.unpack(r) for r in self._transport.exchange(self._record().pack(), tag)]
         self._progress.agree_used([record.used for record in records])
         if any(record.divisor != self.divisor for record in records):
             self._progress.means_divisor = None  # nobody's p.grad would be right; `settle` agrees and comes back
@@ -171,9 +176,10 @@ class Reducer:
 
     def _empty_round(self, also: Sequence[int] = ()) -> None:
         """A round of the others', to which this rank has nothing to add but what it still holds."""
-        self._rounds.begin(is_round=True, also=also)
-        self._complete()
-        self._shown.show()
+        with self._catching_up():
+            self._rounds.begin(is_round=True, also=also)
+            self._complete()
+            self._shown.show()
 
     def finish_interrupted(self) -> None:
         """Complete the round of a backward that an exception left, so that collectives stay matched."""
@@ -242,11 +248,11 @@ class Reducer:
         if self._progress.is_open and self._progress.means_divisor != self.divisor:  # the means will be gathered anew
             problem = problem or self._shown.edited()
         problem = problem or self._assigned(stranger)
-        self._meet(purpose)
-        tag = Tag(Kind.EXCHANGE, purpose, self._rounds.number, self._meeting)
-        records = [
-            Record.unpack(r) for r in self._transport.exchange(self._record(problem, scale, options).pack(), tag)
-        ]
+        with self._agreeing():
+            self._meet(purpose)
+            tag = Tag(Kind.EXCHANGE, purpose, self._rounds.number, self._meeting)
+            record = self._record(problem, scale, options)
+            records = [Record.unpack(r) for r in self._transport.exchange(record.pack(), tag)]
         check(records, purpose, self._name)
         return records
 
@@ -361,7 +367,7 @@ class Reducer:
         if found is self._unscaled:
             return
         factor = inverse.item()  # host synchronisation: ranks compare it, once a step
-        with self.in_turn("unscale", inverse=factor):
+        with self._unscaling(), self.in_turn("unscale", inverse=factor):
             self.settle("GradScaler.unscale_()", scale=1 / factor if factor else math.inf)
             self._unscale(found, inverse)
         self._unscaled = found

@@ -18,7 +18,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -29,6 +29,7 @@ from collectives import Choice, Collective, Kind, Tag, Transport, Work
 from collectives.memory import Pool
 
 from .edits import Edits
+from .events import Event
 from .layout import ParameterSpec
 from .places import Places
 from .released import SpecOf, as_plain, released_class
@@ -50,11 +51,19 @@ class State(Enum):
 @dataclass(eq=False)
 class _Unit:
     name: str
+    rank: InitVar[str]
     shelves: list[Shelf] = field(default_factory=list)
     state: State = State.SHARDED
     runs: int = 0  # forwards under way that need it
     pins: int = 0  # blocks of `gathered` that need it
     work: list[Work] = field(default_factory=list)
+
+    def __post_init__(self, rank: str) -> None:
+        self.unsharding = Event(f"unshard unit {self.name}", rank)
+        self.waiting = Event(f"wait_for_unshard unit {self.name}", rank)
+        self.installing = Event(f"install unit {self.name}", rank)
+        self.uninstalling = Event(f"uninstall unit {self.name}", rank)
+        self.resharding = Event(f"reshard unit {self.name}", rank)
 
     @property
     def held(self) -> bool:
@@ -77,7 +86,7 @@ class Residency:
         self._at_rest: Callable[[Tensor], None] = at_rest or _nothing
         self._shards, self._collective, self._nearby = shards, collective, nearby
         self._alone = shards.world_size == 1  # then the shard is the whole
-        self.units = [_Unit(name) for name in names]
+        self.units = [_Unit(name, shards.called) for name in names]
         self.pool = Pool(exact=True)
         self.places = Places(alone=self._alone)
         self.lasting: str | None = None  # what cannot be mended; told at every agreement
@@ -167,15 +176,16 @@ class Residency:
 
     def _fetch(self, number: int) -> None:
         unit = self.units[number]
-        with _usable_later():
-            self._sweep()
-            if self._lenders:
-                self._edits.find()  # who holds a dropped buffer may have written beside it
-            for shelf in unit.shelves:
-                unit.work.append(self._gather(unit, shelf))
-                assert shelf.whole is not None
-                self.places.remember(number, shelf, shelf.whole)
-        unit.state = State.COMING
+        with unit.unsharding():
+            with _usable_later():
+                self._sweep()
+                if self._lenders:
+                    self._edits.find()  # who holds a dropped buffer may have written beside it
+                for shelf in unit.shelves:
+                    unit.work.append(self._gather(unit, shelf))
+                    assert shelf.whole is not None
+                    self.places.remember(number, shelf, shelf.whole)
+            unit.state = State.COMING
 
     def _gather(self, unit: _Unit, shelf: Shelf) -> Work:
         bucket, lent = shelf.bucket, shelf.lent
@@ -206,9 +216,10 @@ class Residency:
 
     def _arrive(self, unit: _Unit) -> None:
         if unit.state is State.COMING:
-            while unit.work:
-                unit.work[0].wait()
-                unit.work.pop(0)
+            with unit.waiting():
+                while unit.work:
+                    unit.work[0].wait()
+                    unit.work.pop(0)
             for shelf in unit.shelves:
                 shelf.accepted.clear()  # its owners, too, have written it
                 if shelf.estranged and shelf.common is not None:
@@ -226,10 +237,11 @@ class Residency:
         refuse_transforms(unit.name)
         self.fetch(number)
         self._arrive(unit)
-        with _usable_later():
-            for shelf in unit.shelves:
-                self._show(shelf)
-        unit.state = State.SHOWN
+        with unit.installing():
+            with _usable_later():
+                for shelf in unit.shelves:
+                    self._show(shelf)
+            unit.state = State.SHOWN
 
     def _show(self, shelf: Shelf) -> None:
         shelf.shown = shelf.unchecked = True
@@ -252,8 +264,11 @@ class Residency:
     def hide(self, number: int) -> None:
         """Release a unit's parameters, unless somebody holds it; its buffers stay. One rank alone keeps edits."""
         unit = self.units[number]
-        if unit.state is not State.SHOWN or unit.held:
-            return
+        if unit.state is State.SHOWN and not unit.held:
+            with unit.uninstalling():
+                self._hide(unit)
+
+    def _hide(self, unit: _Unit) -> None:
         unit.state, self._edits.looked = State.WHOLE, False
         for shelf in unit.shelves:
             for slot in shelf.edited():
@@ -276,8 +291,13 @@ class Residency:
         unit = self.units[number]
         if unit.held or unit.state is State.SHARDED:
             return
+        with unit.resharding():
+            self._drop(unit, for_now)
+
+    def _drop(self, unit: _Unit, for_now: bool) -> None:
         self._arrive(unit)
-        self.hide(number)
+        if unit.state is State.SHOWN:
+            self._hide(unit)
         unit.state = State.SHARDED
         for shelf in unit.shelves:
             if for_now and self._nearby is not None and self.telling is None and shelf.common is None:

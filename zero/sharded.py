@@ -277,6 +277,19 @@ class ShardedStorage(ParameterStorage):
     def units_travel(self) -> bool:
         return all(shelf.common is None for shelf in self.residency.shelves())
 
+    def common_memory(self) -> str:
+        if not self.units_travel:
+            return "yes (the ranks that share a copy are on one host)"
+        if self._shards.world_size == 1:
+            return "no (one rank holds the whole copy)"
+        if self._keeper is not None:
+            return "no (the slices are on disk)"
+        if not self._on_host:
+            return "no (the parameters are on a device)"
+        if not self._shards.has_common:
+            return "no (the ranks that share a copy do not all share a host's memory)"
+        return "no (there is not enough of it)"
+
     # -- from outside ---------------------------------------------------------------------------------------------
 
     def _numbers(self, parameters: Sequence[Tensor] | None) -> list[int]:

@@ -236,6 +236,10 @@ class ParameterStorage:
         """False where every rank sees every slice of a unit in memory that all share."""
         return True
 
+    def common_memory(self) -> str:
+        """Whether units lie in memory that ranks share, and why."""
+        return "no (every rank holds whole parameters)"
+
     # -- from outside ---------------------------------------------------------------------------------------------
 
     def gathered(self, parameters: Sequence[Tensor] | None) -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work
 
 from .clip import check_finite, clip_factor
+from .events import Event, Waited
 from .inner import InnerOptimizer
 from .norm import PowerSum
 from .reducer import Reducer
@@ -42,7 +43,18 @@ class Update:
     ) -> None:
         self._stage, self._transport, self._collective = stage, transport, collective
         self._storage, self._reducer, self._inner = storage, reducer, inner
+        self._updating: list[Event] = []  # by bucket, as the next two
+        self._gathering: list[Event] = []
+        self._waiting: list[Event] = []
         self._is_first_copy = transport.rank < shards.world_size  # of slices that several ranks hold
+
+    def extend(self) -> None:
+        """Take up further buckets of the layout."""
+        rank = self._transport.called
+        for bucket in self._storage.layout.buckets[len(self._updating) :]:
+            self._updating.append(Event(f"update bucket {bucket.index}", rank))
+            self._gathering.append(Event(f"all_gather bucket {bucket.index}", rank))
+            self._waiting.append(Event(f"wait_for_all_gather bucket {bucket.index}", rank))
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Scale the means by one factor; the norm before, 0-dim."""
@@ -79,7 +91,7 @@ class Update:
             self._storage.leave(bucket)
             queue.ready(bucket)
 
-        changed = self._inner.step(gradients, present, groups, stepped)
+        changed = self._inner.step(gradients, present, groups, stepped, lambda bucket: self._updating[bucket]())
         queue.finish()
         self._storage.stepped(used)
         return changed
@@ -87,4 +99,6 @@ class Update:
     def _gather(self, index: int) -> Work:
         bounds = self._storage.layout.buckets[index].bounds
         tag = Tag(Kind.ALL_GATHER, f"parameters of bucket {index}", index=index)
-        return self._collective.all_gather(self._storage.flats[index], bounds, tag=tag)
+        with self._gathering[index]():
+            work = self._collective.all_gather(self._storage.flats[index], bounds, tag=tag)
+            return Waited(work, self._waiting[index])

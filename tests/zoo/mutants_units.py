@@ -30,9 +30,9 @@ MUTANTS = (
         (
             Edit(
                 RESIDENCY,
-                "            while unit.work:\n                unit.work[0].wait()\n"
-                "                unit.work.pop(0)\n            for shelf",
-                "            unit.under_way, unit.work = list(unit.work), []\n            for shelf",
+                "            with unit.waiting():\n                while unit.work:\n"
+                "                    unit.work[0].wait()\n                    unit.work.pop(0)\n",
+                "            unit.under_way, unit.work = list(unit.work), []\n",
             ),
             Edit(
                 RESIDENCY,
