@@ -1,0 +1,346 @@
+"""What a profiler and the loggers show of a training step."""
+
+from __future__ import annotations
+
+import logging
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import profiler
+from torch.profiler import ProfilerActivity, profile
+
+from collectives import Transport, on_threads
+from zero import Offload, ZeroOptimizer, events
+from zero.stages import STAGES
+
+from .sockets import on_sockets
+
+ALL_STAGES = pytest.mark.parametrize("stage", sorted(STAGES))
+WIDTH = 16
+ONE_LAYER_MB = WIDTH * WIDTH * 4 / 2**20
+LOGGERS = ("zero", "collectives")
+Step = Callable[[nn.Module, ZeroOptimizer], None]
+
+
+class Layer(nn.Module):
+    """A linear layer whose weight is cut into ``pieces`` parameters."""
+
+    def __init__(self, pieces: int) -> None:
+        super().__init__()
+        self.pieces = nn.ParameterList([torch.randn(WIDTH // pieces, WIDTH) for _ in range(pieces)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ torch.cat([*self.pieces])
+
+
+def build(pieces: int = 1) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(pieces), Layer(pieces))
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, WIDTH)).square().sum().backward()
+
+
+def plain_step(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+    backward(model)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def optimizer_on(transport: Transport, model: nn.Module, stage: int, **arguments: Any) -> ZeroOptimizer:
+    arguments = {"bucket_cap_mb": ONE_LAYER_MB, **arguments}
+    return ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=transport, **arguments)
+
+
+def ranges(stage: int, step: Step = plain_step, *, pieces: int = 1, world_size: int = 2, **arguments: Any) -> str:
+    """The ranges of group rank 0's second step, indented as they are nested, without "zero::"."""
+
+    def program(transport: Transport) -> str:
+        model = build(pieces)
+        optimizer = optimizer_on(transport, model, stage, **arguments)
+        step(model, optimizer)
+        if transport.rank:
+            step(model, optimizer)
+            return ""
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:  # of this thread alone
+            step(model, optimizer)
+        return nested(profiled)
+
+    return on_threads(world_size, program)[0]
+
+
+def nested(profiled: profile) -> str:
+    found = [event for event in profiled.events() or [] if event.name.startswith("zero::")]
+    lines, ends = [], list[float]()
+    for event in sorted(found, key=lambda event: (event.time_range.start, -event.time_range.end)):
+        while ends and ends[-1] <= event.time_range.start:
+            ends.pop()
+        lines.append("  " * len(ends) + event.name.removeprefix("zero::"))
+        ends.append(event.time_range.end)
+    return "\n".join(lines)
+
+
+REDUCED = """
+    reduce_scatter bucket 0
+    wait_for_reduce_scatter bucket 0
+    reduce_scatter bucket 1
+    wait_for_reduce_scatter bucket 1
+    """
+UPDATED = """
+    clip
+      agree
+    step
+      agree
+      update bucket 0
+      update bucket 1
+    """
+UPDATED_AND_GATHERED = """
+    clip
+      agree
+    step
+      agree
+      update bucket 0
+      all_gather bucket 0
+      update bucket 1
+      all_gather bucket 1
+      wait_for_all_gather bucket 0
+      wait_for_all_gather bucket 1
+    """
+TWO_AT_ONCE = """
+    reduce_scatter bucket 0
+    reduce_scatter bucket 1
+    wait_for_reduce_scatter bucket 0
+    wait_for_reduce_scatter bucket 1
+    """
+EXPECTED = {
+    0: [
+        TWO_AT_ONCE,
+        """
+        agree
+        all_gather_gradients bucket 0
+        all_gather_gradients bucket 1
+        wait_for_all_gather_gradients bucket 0
+        wait_for_all_gather_gradients bucket 1
+        """,
+        UPDATED,
+    ],
+    1: [TWO_AT_ONCE, UPDATED_AND_GATHERED],
+    2: [REDUCED, UPDATED_AND_GATHERED],
+}
+
+
+def joined(parts: list[str]) -> str:
+    return "\n".join(textwrap.dedent(part).strip() for part in parts)
+
+
+@pytest.mark.parametrize("stage", sorted(EXPECTED))
+def test_a_profiler_shows_a_step_bucket_by_bucket(stage: int) -> None:
+    assert ranges(stage) == joined(EXPECTED[stage])
+
+
+def test_a_profiler_shows_a_step_of_stage_3_unit_by_unit() -> None:
+    of_units = [line for line in ranges(3).splitlines() if "the root's rest" not in line]  # it has no parameters
+    assert "\n".join(of_units) == joined(
+        [
+            """
+            unshard unit 0
+            unshard unit 1
+            wait_for_unshard unit 0
+            install unit 0
+            uninstall unit 0
+            reshard unit 0
+            wait_for_unshard unit 1
+            install unit 1
+            uninstall unit 1
+            unshard unit 0
+            install unit 1
+            reduce_scatter bucket 0
+            reshard unit 1
+            wait_for_unshard unit 0
+            install unit 0
+            wait_for_reduce_scatter bucket 0
+            reduce_scatter bucket 1
+            reshard unit 0
+            wait_for_reduce_scatter bucket 1
+            """,
+            UPDATED,
+        ]
+    )
+
+
+@ALL_STAGES
+def test_no_range_belongs_to_a_parameter(stage: int) -> None:
+    assert ranges(stage, pieces=4) == ranges(stage)
+
+
+def test_what_no_sync_left_is_reduced_inside_the_step() -> None:
+    def step(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+        with optimizer.no_sync():
+            backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    expected = f"""
+step
+  agree
+  catch_up
+{textwrap.indent(joined([REDUCED]), "    ")}
+  update bucket 0
+"""
+    assert ranges(2, step).startswith(expected.strip())
+
+
+def test_unscaling_is_a_range() -> None:
+    def step(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(model(torch.ones(2, WIDTH)).square().sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+
+    assert "\nunscale\n  agree\nstep\n" in ranges(2, step)
+
+
+def test_states_on_disk_come_and_go_inside_the_step(tmp_path: Path) -> None:
+    _, _, of_step = ranges(2, world_size=1, offload=Offload(tmp_path)).partition("\nstep\n")
+    assert [
+        line.strip() for line in of_step.splitlines() if "fetch" in line or "evict" in line or "update" in line
+    ] == [
+        "prefetch bucket 0",
+        "prefetch bucket 1",
+        "update bucket 0",
+        "evict bucket 0",
+        "update bucket 1",
+        "evict bucket 1",
+    ]
+    assert "  update bucket 0\n    evict bucket 0\n" in of_step
+
+
+def _entered(monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many ranges a step enters, with no profiler."""
+    entered = []
+
+    def counted(name: str) -> Any:
+        entered.append(name)
+        return torch.profiler.record_function(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(events, "record_function", counted)
+        model = build()
+        plain_step(model, ZeroOptimizer(model, torch.optim.AdamW, stage=3))
+    return len(entered)
+
+
+def test_without_a_profiler_no_range_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _entered(monkeypatch) == 0
+
+
+def test_where_torch_has_no_such_flag_every_range_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(profiler, "_is_profiler_enabled")
+    assert _entered(monkeypatch) > 10
+
+
+# -- loggers -----------------------------------------------------------------------------------------------------------
+
+
+def lines_of(caplog: pytest.LogCaptureFixture, logger: str, level: int, rank: int = 0) -> list[str]:
+    found = [record for record in caplog.records if record.name == logger and record.levelno == level]
+    return [text for record in found if (text := record.getMessage()).startswith(f"rank {rank}")]
+
+
+def train(stage: int, world_size: int = 2, ranks: Callable[..., Any] = on_threads, **arguments: Any) -> None:
+    def program(transport: Transport) -> None:
+        model = build()
+        optimizer = optimizer_on(transport, model, stage, **arguments)
+        for _ in range(2):
+            plain_step(model, optimizer)
+        optimizer.close()
+
+    ranks(world_size, program)
+
+
+@ALL_STAGES
+def test_each_optimizer_says_once_what_was_chosen_and_why(stage: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    train(stage)
+    units = 2 if stage == 3 else 0
+    apart, whole = "the ranks that share a copy do not all share a host's memory", "every rank holds whole parameters"
+    why = apart if stage == 3 else whole
+    for rank in range(2):
+        assert lines_of(caplog, "zero", logging.INFO, rank) == [
+            f"rank {rank} of 2: stage {stage}, AdamW, 2 buckets, {units} units, sharding factor 2, collective pairwise "
+            f"(the ranks are threads), common memory: no ({why}), offload: none"
+        ]
+        assert lines_of(caplog, "collectives", logging.INFO, rank) == [
+            f"rank {rank} of 2: collective pairwise (the ranks are threads)"
+        ]
+    assert not [record for record in caplog.records if record.levelno < logging.INFO]
+
+
+def test_the_line_names_the_algorithm_the_sharding_and_the_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "zero")
+    train(3, collective="ring", offload=Offload(tmp_path, parameters=True))
+    train(3, world_size=1)
+    train(2, world_size=4, sharding_factor=2)
+    train(3, ranks=on_sockets)
+    found = lines_of(caplog, "zero", logging.INFO)
+    assert "ring (asked for by name), common memory: no (the slices are on disk), offload: states on disk" in found[0]
+    assert "pairwise (one rank sends nothing), common memory: no (one rank holds the whole copy)" in found[1]
+    assert "sharding factor 2, " in found[2]
+    assert "common memory: yes (the ranks that share a copy are on one host)" in found[3]
+    assert "2 replicas of 2; the ranks are threads" in found[2]
+
+
+def test_at_debug_a_rank_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    train(2)
+    for rank in range(2):
+        expected = [line.strip() for line in joined([REDUCED, UPDATED_AND_GATHERED]).splitlines()]
+        assert lines_of(caplog, "zero", logging.DEBUG, rank) == [f"rank {rank}: {line}" for line in expected * 2] + [
+            f"rank {rank}: agree"  # at close
+        ]
+        said = lines_of(caplog, "collectives", logging.DEBUG, rank)
+        assert f"rank {rank}: exchanges bytes, in step() [exchange, round 1, index 2]" in said
+
+
+def test_at_debug_a_rank_that_is_behind_says_that_it_catches_up(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    def program(transport: Transport) -> None:
+        model = build()
+        optimizer = optimizer_on(transport, model, 2)
+        if transport.rank == 0:
+            backward(model)
+        optimizer.step()
+
+    on_threads(2, program)
+    assert "rank 1: catch_up" in lines_of(caplog, "zero", logging.DEBUG, 1)
+    assert "rank 1: catches up, in step() [meet, round 0, index 1]" in lines_of(caplog, "collectives", logging.DEBUG, 1)
+    assert "rank 0: catch_up" not in lines_of(caplog, "zero", logging.DEBUG, 0)
+
+
+def test_nothing_is_said_where_the_loggers_are_off(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    train(3)
+    assert [record for record in caplog.records if record.name in LOGGERS] == []
+
+
+def test_the_loggers_are_the_users_to_set_up() -> None:
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        assert (logger.handlers, logger.level, logger.propagate, logger.disabled) == ([], logging.NOTSET, True, False)
+
+
+def test_an_abort_is_told_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "collectives")
+    on_threads(1, lambda transport: transport.abort("no room"))
+    assert lines_of(caplog, "collectives", logging.DEBUG) == ["rank 0: aborts: no room"]
