@@ -1,7 +1,8 @@
 """`python -m tests.event_cost`: what the events of a step cost where no profiler runs and no logger is on.
 
-One rank trains a deep model of small units, each with a bucket of its own: many events for little work. The number of events is that of the lines that the logger ``zero`` writes at DEBUG in a step. Times are of this
-thread on the processor, and the least of several rounds, so that a busy machine changes little.
+One rank trains a deep model of small units, each with a bucket of its own: many events for little work. The number of
+events is that of the lines that the logger ``zero`` writes at DEBUG in a step. Times are those of this thread on the
+processor, and the least of several rounds, so that a busy machine changes little.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main() -> None:
     torch.set_num_threads(1)
     LOG.propagate = False
     event = Event("update bucket 0", "rank 0")
-    cost = least(lambda: _one_event(event), 10_000)
+    cost = least(lambda: _one_event(event), 10_000) - least(lambda: None, 10_000)
     print(f"torch {torch.__version__}, one event: {cost * 1e6:.2f} µs")
     print(f"{DEPTH} units of two linear layers, {BATCH} rows")
     for stage in sorted(STAGES):
