@@ -81,7 +81,7 @@ MUTANTS = (
         "a-forward-that-is-refused-ends-another-thread-s-backward",
         ("L3",),
         "A forward that is refused beside a backward of another thread releases the units that this computes with.",
-        (Edit(HOOKS, "if self._task not in (_NO_TASK, torch._C._current_graph_task_id()):", "if False:"),),
+        (Edit(HOOKS, "if self._task not in (_NO_TASK, current_graph_task_id()):", "if False:"),),
         ("test_threads.py::test_a_forward_that_is_refused_inside_a_backward_releases_nothing[travel]",),
     ),
     Mutant(

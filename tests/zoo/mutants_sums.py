@@ -117,7 +117,7 @@ MUTANTS = (
         "no-sync-overwrites",
         ("S9",),
         "Under `no_sync` a new gradient replaces the one before it instead of being added.",
-        (Edit(GRADIENTS, "torch._foreach_add_(", "torch._foreach_copy_("),),
+        (Edit(GRADIENTS, "foreach_add_(", "foreach_copy_("),),
         (f"{NO_SYNC}[2]",),
     ),
     Mutant(
