@@ -10,7 +10,8 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
 
     attribute                       of               modules
     _cdata                          UntypedStorage   collectives.memory
-    _get_backend, _timeout          ProcessGroup     collectives.native (the default limit where it has none)
+    _get_backend                    ProcessGroup     collectives.native (without it: the default time limit)
+    _timeout                        its options      collectives.native (as above)
     _version                        Tensor           zero.gradients, zero.places, zero.saving, zero.shelf,
                                                      zero.verify_ranks
     _backward_hooks                 Tensor           zero.meta, zero.released
