@@ -109,7 +109,7 @@ def train(stage: int) -> None:
 def hold_integers() -> None:
     model = Net()
     model.codes = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
-    optimizer_of(model, 2)
+    optimizer_of(model, 2).describe()
 
 
 def accumulate() -> None:
