@@ -107,6 +107,7 @@ def test_every_way_to_clear_a_gradient_works_after_steps_and_skipped_steps(stage
 
 
 @EVERY_STAGE
+@pytest.mark.by_default("2")
 def test_no_sync_changes_when_bytes_travel_never_what_they_sum_to(stage: int) -> None:
     off, on = Round(sync=False), Round()
     steps = (Step((off, off, on)), Step((off, off)), Step((on, off)), Step((on, off, on, off), clips=((0.1, 2.0),)))
@@ -115,6 +116,7 @@ def test_no_sync_changes_when_bytes_travel_never_what_they_sum_to(stage: int) ->
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.by_default("2")
 def test_ranks_that_have_fewer_micro_batches_contribute_nothing(stage: int) -> None:
     """Down to a rank that runs no backward at all, in the middle of the others' waits."""
     steps = (
@@ -128,6 +130,7 @@ def test_ranks_that_have_fewer_micro_batches_contribute_nothing(stage: int) -> N
 
 
 @EVERY_STAGE
+@pytest.mark.by_default("2")
 def test_freezing_and_unfreezing_is_honoured_at_the_next_backward(stage: int) -> None:
     steps = (
         Step(),

@@ -32,6 +32,7 @@ OVERFLOWS = (
 
 @NUMBERS
 @EVERY_STAGE
+@pytest.mark.by_default("2-None", "3-fp16")
 def test_one_element_that_is_not_finite_on_one_rank_skips_the_step_everywhere(
     stage: int, precision: str | None
 ) -> None:

@@ -43,6 +43,7 @@ def test_training_is_that_of_the_plain_loop(stage: int, precision: str) -> None:
 
 @EVERY_PRECISION
 @EVERY_STAGE
+@pytest.mark.full
 def test_what_no_sync_adds_up_is_wide_and_rounded_once(stage: int, precision: str) -> None:
     off, on = Round(sync=False), Round()
     steps = (Step((off, off, on)), Step((off, off)), Step((on, off)), Step((on, off, on, off), clips=((0.1, 2.0),)))
@@ -59,6 +60,7 @@ def test_every_way_to_clear_a_gradient_works(stage: int, clear: str) -> None:
 
 
 @EVERY_STAGE
+@pytest.mark.full
 def test_what_was_frozen_has_masters_from_its_first_step_on(stage: int) -> None:
     steps = (
         Step(),

@@ -31,6 +31,7 @@ from .narrowed import PRECISIONS
 @pytest.mark.hypothesis
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.by_default("2")
 def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(stage: int) -> None:
     """``stage``: the first; a load may change it."""
 
@@ -50,6 +51,7 @@ def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(stage: int) 
 @pytest.mark.hypothesis
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.full
 def test_random_programs_in_mixed_precision_give_the_bits_of_the_plain_loop(precision: str) -> None:
     class Mixed(RandomPrograms):
         make_backend = Threads

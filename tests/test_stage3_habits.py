@@ -201,6 +201,7 @@ def of_a_process(group: dist.ProcessGroup, rank: int, stage: int) -> dict[str, t
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.full
 def test_the_same_on_real_processes(gloo: GlooPool, stage: int) -> None:
     results = gloo.run(of_a_process, stage)
     for name in RUNS:

@@ -285,6 +285,7 @@ def test_a_flag_that_cannot_be_is_told(flags: dict[str, Any], words: str) -> Non
         SweepConfig(**flags)
 
 
+@pytest.mark.full
 def test_real_ranks_train_one_set_of_bits_beside_torch_s_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
