@@ -297,7 +297,7 @@ WORKS: dict[str, Function] = {
     "hessian": lambda model, x: functional.hessian(lambda y: model(y).square().mean(), x),
     "jvp": lambda model, x: functional.jvp(model, x, x),
 }
-"""What the error and README name as working, with the results of the plain model."""
+"""What the error and CONTRACT.md name as working, with the results of the plain model."""
 
 
 def tensors(found: Any) -> list[Tensor]:

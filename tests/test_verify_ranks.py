@@ -1,4 +1,4 @@
-"""`zero.verify` on processes of its own: what is right, wrong or an error on some rank, and README's example."""
+"""`zero.verify` on processes of its own: what is right, wrong or an error on some rank, and CONTRACT.md's example."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def test_the_error_of_a_rank_is_one_line_and_nothing_hangs(capsys: pytest.Captur
 
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.full
-def test_the_example_in_the_readme_runs_as_printed(temporary: Path, tmp_path: Path) -> None:
-    section = (ROOT / "README.md").read_text().partition("## Check it on your own model")[2]
+def test_the_example_in_the_contract_runs_as_printed(temporary: Path, tmp_path: Path) -> None:
+    section = (ROOT / "zero" / "CONTRACT.md").read_text().partition("## Check it on your own model")[2]
     code, printed = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)[:2]
     (tmp_path / "my_model.py").write_text(code)
     ended = subprocess.run([sys.executable, "my_model.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
