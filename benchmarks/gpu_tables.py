@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from .gpu_job import DTYPES, PASSES, OnDevice
 from .job import quartiles
-from .pictures import PANEL, save, title
+from .pictures import PANEL, legend, save, title
 from .step_tables import COLORS, OTHER_COLOR
 from .systems import FSDP2, PLAIN
 from .tables import Table, milliseconds
@@ -120,7 +120,8 @@ def draw(path: Path, results: DeviceResults, footer: str) -> None:
     dtypes = results.dtypes()
     figure = Figure(figsize=(PANEL[0] * len(dtypes), PANEL[1] + 0.3), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, dtype in zip(figure.subplots(1, len(dtypes), squeeze=False).flatten(), dtypes, strict=True):
+    panels = figure.subplots(1, len(dtypes), squeeze=False).flatten()
+    for axes, dtype in zip(panels, dtypes, strict=True):
         names = results.systems(dtype)
         steps = [results.seconds(dtype, name) * 1e3 for name in names]
         axes.barh(names, steps, color=[COLORS.get(name.split()[0], OTHER_COLOR) for name in names])
@@ -131,6 +132,6 @@ def draw(path: Path, results: DeviceResults, footer: str) -> None:
             axes.text(value, row, f" {value:.1f}", va="center", fontsize=8)
         title(axes, dtype)
         axes.set_xlabel("ms a step")
-        axes.legend(frameon=False, fontsize=7, loc="lower right")
         axes.spines[["top", "right"]].set_visible(False)
+    legend(figure, panels[0])
     save(figure, path, footer)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from .cases import GLOO, IN_COMMON, RELEASED, ROOFLINE
 from .job import Measured
-from .pictures import save
+from .pictures import legend, save
 from .tables import Results, size
 
 COLORS = {"shared": "#c4552d", "pairwise": "#2f6f9f", "ring": "#6aa084", GLOO: "#555555", ROOFLINE: "#999999"}
@@ -36,8 +36,7 @@ def draw(path: Path, results: Results, footer: str) -> None:
         axes.set_ylabel("busbw, GB/s")
     for axes in panels[-1]:
         axes.set_xlabel("bytes of the whole buffer, fp32")
-    handles, labels = panels[-1][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    legend(figure, panels[-1][0])
     save(figure, path, footer)
 
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from .fits import Line, fit
 from .job import quartiles
-from .pictures import PANEL, save, title
+from .pictures import PANEL, legend, save, title
 from .scaling_axes import AXES, BUCKETS, ELEMENTS, TENSORS, WORLD, Axis
 from .step_job import Trained, seconds_of_a_step
 from .systems import DDP, PLAIN
@@ -212,8 +212,7 @@ def draw(path: Path, results: ScalingResults, footer: str) -> None:
         _panel(panel, results, axis)
     for panel in panels[len(axes) :]:
         panel.remove()
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    legend(figure, panels[0])
     save(figure, path, footer)
 
 
