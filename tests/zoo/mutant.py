@@ -24,8 +24,8 @@ class PatchError(Exception):
 
 @dataclass(frozen=True)
 class Edit:
-    """Replace ``old``, which occurs exactly once in the source of ``place``, by ``new``. A place is a module or a
-    definition in it, by its dotted name: "zero.clip", "zero.clip.clip_factor", "zero.unit_hooks.UnitHooks.left"."""
+    """Replace ``old``, which occurs exactly once in the source of ``place``, by ``new``. A place is a module, a
+    class or a function, by its dotted name: "zero.clip" or "zero.clip.clip_factor"."""
 
     place: str
     old: str
