@@ -23,6 +23,7 @@ from .plain import assert_same_states
 from .programs import Program, Round, Step, compare, run_rank
 
 EVERY_STAGE = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+CAP = 0.001  # MB: several buckets, and several under way at once
 STEPS = (
     Step(clips=((0.1, 2.0),)),
     Step((Round(sync=False), Round(), Round(sync=False))),
@@ -50,8 +51,8 @@ def check(program: Program) -> int:
 def test_training_has_the_plain_loops_bits_when_every_transfer_finishes_late(stage: int, collective: str) -> None:
     """Steps with clips, `no_sync`, missing gradients, an unfrozen parameter, and ranks without micro-batches."""
     steps = STEPS + (FEWER if stage < 3 else ())
-    exact = Program(3, stage, collective=collective, steps=steps)
-    mixed = Program(2, stage, collective=collective, precision=PRECISIONS["bf16"], steps=steps)
+    exact = Program(3, stage, bucket_cap_mb=CAP, collective=collective, steps=steps)
+    mixed = Program(2, stage, bucket_cap_mb=CAP, collective=collective, precision=PRECISIONS["bf16"], steps=steps)
     for program in (exact, mixed):
         assert check(program) >= (2 if collective == "all_to_all" else 0)
 
