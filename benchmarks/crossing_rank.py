@@ -40,9 +40,9 @@ class CrossingJob:
 
 @dataclass(frozen=True)
 class Crossed:
-    """What one rank saw in a step under one setting, medians over steps. Bytes: ``left``, by the interface
-    of its host; ``sent``, payload by the library's count, of which ``crossed`` to another host; ``formula``, payload of
-    all ranks; ``numel``: elements of the model."""
+    """What one rank saw in a step under one setting, medians over steps. Bytes: ``left``, by the interface of its host;
+    ``sent``, payload by the library's count, of which ``crossed`` to another host; ``formula``, payload of all ranks;
+    ``numel``: elements of the model."""
 
     stage: int
     factor: int

@@ -46,8 +46,8 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Measured:
-    """One algorithm at one size. Seconds of the slowest rank: the ``median`` over so many ``rounds``, and the quartiles
-    ``low`` and ``high``. By rank, medians over rounds, of one run: ``left`` and ``came``, the bytes that left and
+    """One algorithm at one size. Seconds of the slowest rank: ``median`` and quartiles (``low``, ``high``) over
+    ``rounds`` rounds. By rank, medians over rounds, of one run: ``left`` and ``came``, the bytes that left and
     reached its host by the interface's counters; ``crossed``, what the library counted itself."""
 
     operation: str

@@ -1,5 +1,4 @@
-"""What a benchmark leaves behind: a JSON of the numbers that its tables and pictures need, with the machine, the date
-and the versions.
+"""The JSON file of a benchmark: the numbers that its tables and pictures need, with machine, date and versions.
 
 Knows: the file. Does not know: what the numbers mean.
 """
@@ -48,7 +47,7 @@ class Report:
         return cls(**record, parts=parts)
 
     def write(self, path: Path) -> None:
-        """Write JSON. Parts in a row that have the same fields are a table: one list of columns, and one row a line."""
+        """Write the JSON file. Consecutive parts with the same fields become a table of columns and rows."""
         head = {name: value for name, value in self.__dict__.items() if name != "parts"}
         lines = [f"{json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
         tables = [_table(columns, parts) for columns, parts in itertools.groupby(self.parts, key=list)]
@@ -72,7 +71,7 @@ def _table(columns: list[str], parts: Iterable[dict[str, Any]]) -> str:
 
 
 def _without_folder(argument: str) -> str:
-    """An argument of a command line, with DIR for a path of more than a name."""
+    """Return an argument of a command line, with DIR in place of a path that has a slash."""
     return re.sub(r"^(--[\w-]+=)?.*/.*$", r"\1DIR", argument)
 
 

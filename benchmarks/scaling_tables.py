@@ -28,8 +28,8 @@ COLORS = {PLAIN: "#999999", DDP: "#2f6f9f", "zero 1": "#d9a441", "zero 2": "#c45
 
 @dataclass(frozen=True)
 class Sample:
-    """One run, at the place ``x`` of an axis. ``ranks``: how many took part; ``buckets`` and ``loss``: rank 0's;
-    ``seconds``: of a step."""
+    """One run of ``ranks`` processes at the point ``x`` of an axis. ``buckets`` and ``loss``: those of rank 0;
+    ``seconds``: of a step (`seconds_of_a_step`)."""
 
     axis: str
     x: float

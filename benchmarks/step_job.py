@@ -1,5 +1,4 @@
-"""What a rank is asked to train, what it answers, and what stays of the answers of all ranks: plain values that travel
-as JSON; and the models.
+"""The job of a rank, its answer, and the summary of the answers of all ranks, as plain values for JSON; and the models.
 
 Knows: fields, shapes. Does not know: systems, processes, tables.
 """
@@ -106,8 +105,8 @@ def seconds_of_a_step(ranks: Sequence[Trained]) -> float:
 
 @dataclass(frozen=True)
 class Held:
-    """The memory of one run. ``ranks``: how many took part. Bytes: ``parameters``, ``gradients``, ``states`` and
-    ``peak``, each of the rank that has most of it; ``proportional``, of all ranks together."""
+    """The memory of one run of ``ranks`` processes, in bytes. ``parameters``, ``gradients``, ``states``, ``peak``: the
+    largest value of any rank. ``proportional``: the sum over ranks."""
 
     system: str
     model: str
@@ -134,8 +133,8 @@ class Held:
 
 @dataclass(frozen=True)
 class Run(Held):
-    """The time of one run, too. ``seconds``: of a step; ``loss``: rank 0's; ``bus``: seconds to copy the bytes that a
-    step receives, of the slowest rank."""
+    """The memory and the time of one run. ``seconds``: of a step (`seconds_of_a_step`); ``loss``: that of rank 0;
+    ``bus``: seconds that the slowest rank needs to copy the bytes that it receives in a step."""
 
     seconds: float
     loss: float | None

@@ -118,7 +118,7 @@ def draw_sweep(path: Path, title: str, dots: Sequence[Dot]) -> None:
 
 
 def _taken(axes: Axes, dots: Sequence[Dot], corners: Sequence[tuple[float, float]]) -> list[Bbox]:
-    """What names must not cover, in pixels: dots, the line through these corners, the legend."""
+    """Return the boxes, in pixels, that names must not cover: dots, the line through these corners, the legend."""
     from matplotlib.transforms import Bbox
 
     figure, legend = axes.figure, axes.get_legend()
@@ -134,8 +134,8 @@ def _taken(axes: Axes, dots: Sequence[Dot], corners: Sequence[tuple[float, float
 
 
 def _name(axes: Axes, dots: Sequence[Dot], taken: list[Bbox]) -> None:
-    """Write the names of dots, each at the first place around its dot where it covers nothing and is inside the axes;
-    at the first place of all where there is none."""
+    """Write each dot's name at the first offset of `AROUND` where it covers no box of ``taken`` and is inside the axes.
+    If there is none, take the first offset. Adds the boxes of the names to ``taken``."""
     inside = axes.get_window_extent()
     for dot in dots:
         texts = [

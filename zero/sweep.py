@@ -204,10 +204,9 @@ def _show(points: list[Point], best: list[Point], config: SweepConfig, view: Vie
 
 
 def _write(points: list[Point], failures: dict[str, str], config: SweepConfig) -> list[str]:
-    """sweep.json, and sweep.png where there is something to draw and to draw it with: the names of what was written.
-    Raises OSError."""
+    """Write sweep.json, and sweep.png if it can be drawn. Return the names of the files written. Raises OSError."""
     asked = asdict(config)
-    del asked["out"]  # a file does not say in which folder it was
+    del asked["out"]  # the file names no folder of the machine
     written = {
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform()},
         "config": asked,
@@ -219,8 +218,8 @@ def _write(points: list[Point], failures: dict[str, str], config: SweepConfig) -
 
 
 def draw(folder: Path) -> list[str]:
-    """Draw the sweep.json of a folder as sweep.png, where there is something to draw and to draw it with; the names of
-    what was written."""
+    """Draw the sweep.json of a folder as sweep.png. Return the names of the files written: none where no setting was
+    measured or matplotlib is missing."""
     written = json.loads((folder / "sweep.json").read_text())
     points = [Point(**point | {"job": Job(**point["job"])}) for point in written["points"]]
     best = frontier(points)
