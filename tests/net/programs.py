@@ -23,7 +23,7 @@ from ..narrowed import PRECISIONS
 
 ON_THREADS = Collectives(("auto", "shared", "two hosts"), ("ring",))
 ON_PROCESSES = Collectives(("auto", "pairwise", "hierarchical"), ("ring", "native", "all_to_all"))
-COMMANDS, MOST_COMMANDS = 14, 40  # of a program; the last ones are two whole steps
+COMMANDS, MOST_COMMANDS = 14, 26  # of a program; the last ones are two whole steps
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Kind:
                         found.append(Program(self.run.config, tuple(self.run.commands), kind.processes))
 
         size = settings(
-            max_examples=12 * self.count,
+            max_examples=8 * self.count,
             stateful_step_count=12,
             database=None,
             deadline=None,
