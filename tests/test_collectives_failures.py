@@ -34,6 +34,8 @@ from .carried import (
     reduction,
 )
 
+pytestmark = pytest.mark.contract
+
 # -- mismatches --------------------------------------------------------------------------------------------------------
 
 OTHER_TAGS = [

@@ -14,6 +14,8 @@ from .models import Odd, build, odd_batches, odd_loss
 from .plain import assert_same_model, assert_same_states, plain_step, share
 from .programs import CLASSES, Program, Round, Step, compare, locked_build, run_rank
 
+pytestmark = pytest.mark.contract
+
 CAPS = (1e-6, 0.0005, 25.0)
 STAGES = (0, 1, 2, 3)
 SIZES = tuple(product((1, 2, 3, 4, 5, 6, 8), CAPS))

@@ -50,6 +50,8 @@ from .loops import (
 from .plain import assert_same_bits, assert_same_model, assert_same_states
 from .pool import GlooPool
 
+pytestmark = pytest.mark.contract
+
 STAGES = (0, 1, 2, 3)
 WORLD_SIZE = 2
 BACKEND = "aot_eager"  # inductor would compile C++

@@ -17,6 +17,8 @@ from .plain import assert_same_bits
 from .programs import Program, Round, Step
 from .test_mixed_precision import EVERY_STAGE, check
 
+pytestmark = pytest.mark.contract
+
 NUMBERS = pytest.mark.parametrize("precision", [None, "fp16"])
 OVERFLOWS = (
     Step(clips=((0.1, 2.0),)),

@@ -12,6 +12,8 @@ from .narrowed import PRECISIONS
 from .plain import assert_same_bits, assert_same_states
 from .programs import Program, Round, Step, compare, run_rank
 
+pytestmark = pytest.mark.contract
+
 EVERY_PRECISION = pytest.mark.parametrize("precision", PRECISIONS)
 EVERY_STAGE = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 

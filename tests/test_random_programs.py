@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from .machine import program, trees
-from .machine.backends import Sockets, Threads
+from .machine.backends import Threads
+from .machine.hosts import Sockets, ThreadsOnHosts
 from .machine.program import (
     Backward,
     BackwardOfKept,
@@ -36,7 +37,7 @@ def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(stage: int) 
     """``stage``: the first; a load may change it."""
 
     class OnThreads(RandomPrograms):
-        make_backend = Threads
+        make_backend = ThreadsOnHosts
         collectives = Collectives(("auto", "shared", "one host", "two hosts"), ("ring",))
         begins = (stage,)
 
@@ -54,7 +55,7 @@ def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(stage: int) 
 @pytest.mark.full
 def test_random_programs_in_mixed_precision_give_the_bits_of_the_plain_loop(precision: str) -> None:
     class Mixed(RandomPrograms):
-        make_backend = Threads
+        make_backend = ThreadsOnHosts
         collectives = Collectives(("auto", "shared", "one host", "two hosts"), ())
         precisions = (precision,)
 

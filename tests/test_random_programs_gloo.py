@@ -10,6 +10,8 @@ from .machine.backends import Processes
 from .machine.state_machine import Collectives, RandomPrograms
 from .pool import SIZE, GlooPool
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.mark.hypothesis
 @pytest.mark.timeout(1500)

@@ -51,6 +51,8 @@ from .wrong_moments import (
     plain,
 )
 
+pytestmark = pytest.mark.contract
+
 
 def scripted(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     made: Callable[[Tensor], Tensor] = torch.jit.script(function)
