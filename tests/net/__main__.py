@@ -97,7 +97,7 @@ def _git(*arguments: str) -> subprocess.CompletedProcess[bytes]:
 def _both(folder: Path, commit: str, end: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """The records of the commit and of the working tree, made at the same time."""
     tests = folder / "tests"
-    shutil.copytree(ROOT / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
+    _copy("tests", folder)
     folders = _old(folder / "old", commit), _new(folder / "new")
     spare_matrix_unit()
     with _side("the commit", folders[0], tests) as old, _side("the working tree", folders[1], tests) as new:
@@ -119,12 +119,19 @@ def _new(folder: Path) -> Path:
     """The packages as they are now: what is edited while this runs does not count."""
     folder.mkdir()
     for name in COMPARED:
-        source = ROOT / name
+        _copy(name, folder)
+    return folder
+
+
+def _copy(name: str, folder: Path) -> None:
+    source = ROOT / name
+    try:
         if source.is_dir():
             shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, folder)
-    return folder
+    except OSError as error:
+        raise CannotTryError(f"the working tree: {error}", 2) from None
 
 
 @contextmanager
