@@ -201,6 +201,7 @@ def test_a_run_leaves_its_record_and_its_pictures(
 
 @pytest.mark.timeout(3 * LIMIT)
 @pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.full
 def test_two_ranks_hold_and_send_what_the_formulas_say(two_ranks: dict[int, dict[str, Any]], stage: int) -> None:
     record = two_ranks[stage]
     assert record["traffic_bytes_per_step"] == record["formula_traffic_bytes_per_step"] > 0
