@@ -186,7 +186,7 @@ def test_a_rank_holds_its_shards_the_root_two_units_and_three_buckets_at_most(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.full
+@pytest.mark.by_default("2")
 def test_at_no_moment_a_rank_holds_more_than_its_stage_says_and_three_buckets(gloo: GlooPool, stage: int) -> None:
     for found in gloo.run(peaks.measure, 64, stage, 0.13, ranks=range(4), limit=120):
         padding = 64 * (BLOCKS + 2) * 6

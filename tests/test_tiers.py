@@ -33,8 +33,10 @@ def collected(pytestconfig: pytest.Config) -> dict[str, str]:
 
 
 def by_default(collected: dict[str, str], names: list[str]) -> bool:
-    """True where the default run takes a test that one of these names means, a file or ``file::function``, with *;
-    also where this run looks at none of the files."""
+    """Return whether the default run takes a test that one of these names means: a file or ``file::function``, with *.
+    Also true where this run looks at none of the files."""
+    for name in names:
+        assert list((ROOT / "tests").glob(f"{name.partition('::')[0]}.py")), f"there is no {name}"
     files = {name.partition("::")[0] for name in collected}
     patterns = [name if "::" in name else f"{name}::*" for name in names]
     if not any(fnmatch.filter(files, pattern.partition("::")[0]) for pattern in patterns):
@@ -47,7 +49,8 @@ def test_the_default_run_asserts_every_row_of_the_contract(collected: dict[str, 
     assert len(table) > 10
     for _, _, where in table:
         names = [name for name in re.findall(r"`([^`]+)`", where) if name not in ELSEWHERE]
-        assert by_default(collected, names) or not names, where
+        assert by_default(collected, names), where
+        assert names or not where, "the default run asserts nothing of it"
 
 
 def test_the_default_run_asserts_every_law(collected: dict[str, str]) -> None:

@@ -38,7 +38,7 @@ MUTANTS = (
         "a-trial-of-few-steps",
         ("L12",),
         "A class that warms up as an element-wise one is taken.",
-        (Edit("zero.elementwise", "STEPS, FEW_STEPS = 12, 3  #", "STEPS, FEW_STEPS = 3, 3  #"),),
+        (Edit("zero.elementwise", "STEPS = 12  # more", "STEPS = 3  # more"),),
         (f"{TEST}test_so_is_one_that_begins_to_after_some_steps[9-DecayMatricesOnly]",),
     ),
     Mutant(

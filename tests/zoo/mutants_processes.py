@@ -106,7 +106,11 @@ MUTANTS = (
         "a-generator-that-yields-ends-a-forward",
         ("L3",),
         "A forward in which generators run looks interrupted to another thread, which ends it and releases its units.",
-        (Edit("zero.unit_hooks._runs", "if last is None or not last.f_code.co_flags & _SUSPENDED:", "if True:"),),
+        (
+            Edit(
+                "zero.unit_hooks._runs", "if own or last is None or not last.f_code.co_flags & _GENERATOR:", "if True:"
+            ),
+        ),
         ("test_threads.py::test_a_thread_whose_generators_come_and_go_is_inside_its_forward_still",),
     ),
     Mutant(
