@@ -23,13 +23,14 @@ COLLECTED = pytest.StashKey[dict[str, str]]()
 
 def assign(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """Mark the cases that default leaves out, and keep the tier of each test in ``config.stash[COLLECTED]``."""
+    whole = not any("::" in argument for argument in config.args)
     functions: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function):
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in functions.values():
         usual = [case for case in cases if tier(case) == "default"]
-        taken = set(_by_default(usual))
+        taken = set(_by_default(usual, whole))
         for case in usual:
             if case not in taken:
                 case.add_marker("full")
@@ -41,13 +42,13 @@ def tier(item: pytest.Item) -> str:
     return next((name for name in ("slow", "full") if item.get_closest_marker(name)), "default")
 
 
-def _by_default(cases: Sequence[pytest.Function]) -> list[pytest.Function]:
-    """The cases of one test that default takes."""
+def _by_default(cases: Sequence[pytest.Function], whole: bool) -> list[pytest.Function]:
+    """The cases of one test that default takes. ``whole``: they are all of its cases."""
     marker = next((case.get_closest_marker("by_default") for case in cases), None)
     if marker is None:
         return _each_value(cases)
     named = {case.callspec.id: case for case in cases}
-    if len(cases) > 1 and not named.keys() >= set(marker.args):
+    if whole and not named.keys() >= set(marker.args):
         raise pytest.UsageError(f"{cases[0].nodeid}: no case is called {set(marker.args) - named.keys()}")
     return [named[name] for name in marker.args if name in named] if marker.args else list(cases)
 
