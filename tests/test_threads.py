@@ -364,7 +364,7 @@ def test_a_forward_begins_when_all_of_another_threads_is_over(monkeypatch: pytes
     def slowly(residency: Residency, shelf: Any) -> None:
         if threading.current_thread().name == "first" and not releasing.is_set():
             releasing.set()
-            threading.Event().wait(0.3)
+            threading.Event().wait(0.3)  # long enough for another forward to begin, if nothing kept it from that
         release(residency, shelf)
 
     def evaluate(run: Rank) -> None:

@@ -48,7 +48,7 @@ from .streams import Streams
 from .units import ROOT, Entry, Units
 
 _NO_TASK = -1
-_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _MOST_LOOKS = 1000
 
 
@@ -619,14 +619,19 @@ def _forward_codes() -> tuple[CodeType, ...]:
 
 
 def _runs(thread: int, *codes: CodeType) -> bool:
-    """True where a thread is inside one of these functions, or moves too fast to be sure."""
+    """Return whether a thread is inside one of these functions.
+
+    Another thread runs on while its frames are read. When a generator yields, its frame has no caller any more, and the
+    walk ends there instead of at the bottom of the thread: then look again. True after `_MOST_LOOKS` such walks.
+    """
+    own = thread == threading.get_ident()
     for _ in range(_MOST_LOOKS):
         last: FrameType | None = None
-        current = sys._getframe() if thread == threading.get_ident() else sys._current_frames().get(thread)
+        current = sys._getframe() if own else sys._current_frames().get(thread)
         while current is not None:
             if current.f_code in codes:
                 return True
             last, current = current, current.f_back
-        if last is None or not last.f_code.co_flags & _SUSPENDED:
-            return False  # at the bottom of the thread; a generator that yielded meanwhile has nothing below it
+        if own or last is None or not last.f_code.co_flags & _GENERATOR:
+            return False
     return True
