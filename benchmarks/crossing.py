@@ -78,13 +78,13 @@ def main(
         except (RankError, network.NetworkError) as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
-        parts = [{"ranks_per_host": ranks, "seen": asdict(crossed)} for crossed in found]
+        parts = [asdict(crossed) for crossed in found]
         report = Report.of_this_machine("benchmarks.crossing", parts)
         report.write(out / "crossing.json")
     else:
         report = Report.read(show_only)
-        ranks = report.parts[0]["ranks_per_host"]
-        found = [Crossed(**part["seen"]) for part in report.parts]
+        found = [Crossed(**part) for part in report.parts]
+        ranks = len({crossed.rank for crossed in found}) // HOSTS
     tables.show(report.line(), [table(found, ranks)], markdown, console)
 
 

@@ -40,16 +40,15 @@ class CrossingJob:
 
 @dataclass(frozen=True)
 class Crossed:
-    """What one rank saw in a step under one setting, medians over steps. Bytes: ``left`` and ``came``, by the interface
-    of its host; ``sent``, payload by the library's count, of which ``crossed`` to another host; ``formula``, payload of
-    all ranks; ``numel``: elements of the model."""
+    """What one rank saw in a step under one setting, medians over steps. Bytes: ``left``, by the interface of its host;
+    ``sent``, payload by the library's count, of which ``crossed`` to another host; ``formula``, payload of all ranks;
+    ``numel``: elements of the model."""
 
     stage: int
     factor: int
     rank: int
     numel: int
     left: int
-    came: int
     sent: int
     crossed: int
     formula: int
@@ -65,20 +64,20 @@ def _train(job: CrossingJob, stage: int, factor: int) -> Crossed:
     for _ in range(2 + job.steps):
         inputs, targets = model.batch(generator)
         dist.barrier()
-        before = (*counters(job.interface), optimizer.traffic.payload_sent, getattr(carrier, "crossed", 0))
+        before = (counters(job.interface)[0], optimizer.traffic.payload_sent, getattr(carrier, "crossed", 0))
         dist.barrier()  # nobody's first bytes are there before the counters are read
         model.loss(built(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         dist.barrier()
         time.sleep(SETTLE)
-        after = (*counters(job.interface), optimizer.traffic.payload_sent, getattr(carrier, "crossed", 0))
+        after = (counters(job.interface)[0], optimizer.traffic.payload_sent, getattr(carrier, "crossed", 0))
         seen.append([new - old for new, old in zip(after, before, strict=True)])
-    left, came, sent, crossed = (int(median(column)) for column in zip(*seen[2:], strict=True))
+    left, sent, crossed = (int(median(column)) for column in zip(*seen[2:], strict=True))
     formula = optimizer.describe().formula_traffic_bytes(1, 1)
     numel = sum(parameter.numel() for parameter in built.parameters())
     optimizer.close()
-    return Crossed(stage, factor, dist.get_rank(), numel, left, came, sent, crossed, formula)
+    return Crossed(stage, factor, dist.get_rank(), numel, left, sent, crossed, formula)
 
 
 def main(job: CrossingJob, meeting: str, parent: int) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -67,17 +66,17 @@ class GpuJob:
 
 @dataclass(frozen=True)
 class OnDevice:
-    """One run. ``in_a_row``: seconds of a step among steps that nobody waits for, but for the last. Of each step that
-    is waited for: ``waited``, seconds until the device is done; ``host``, until the calls have returned; ``update``,
-    the device's seconds in `step()` alone. ``copy``: bytes a second that the device reads and writes when it copies.
-    ``peak``: the most bytes above the start; ``kept``: bytes between steps. ``loss``: of the last step."""
+    """One run. ``in_a_row``: seconds of a step among steps that nobody waits for, but for the last. Of the steps that
+    are waited for, medians: ``waited``, seconds until the device is done; ``host``, until the calls have returned;
+    ``update``, the device's seconds in `step()` alone. ``copy``: bytes a second that the device reads and writes when
+    it copies. ``peak``: the most bytes above the start; ``kept``: bytes between steps. ``loss``: of the last step."""
 
     job: GpuJob
     numel: int
     in_a_row: float
-    waited: list[float]
-    host: list[float]
-    update: list[float]
+    waited: float
+    host: float
+    update: float
     copy: float
     peak: int
     kept: int
@@ -86,7 +85,7 @@ class OnDevice:
     @property
     def update_bandwidth(self) -> float:
         """Bytes a second of the optimizer's step, if it passes over memory as often as it must."""
-        return PASSES * DTYPES[self.job.dtype].itemsize * self.numel / float(median(self.update))
+        return PASSES * DTYPES[self.job.dtype].itemsize * self.numel / self.update
 
 
 def read_on_device(record: dict[str, Any]) -> OnDevice:

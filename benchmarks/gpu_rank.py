@@ -173,7 +173,8 @@ def train(job: GpuJob) -> OnDevice:
     clock.finish()
     in_a_row = (time.perf_counter() - begin) / job.steps
     peak, kept = clock.most() - start, clock.held() - start
-    return OnDevice(job, elements, in_a_row, waited, host, update, copied, peak, kept, loss.item())
+    times = (in_a_row, median(waited), median(host), median(update))
+    return OnDevice(job, elements, *times, copied, peak, kept, loss.item())
 
 
 def main(job: GpuJob, meeting: str, parent: int) -> None:

@@ -5,15 +5,17 @@ Knows: runs, columns. Does not know: how anything was measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from .gpu_job import DTYPES, PASSES, OnDevice
-from .step_tables import COLORS, OTHER_COLOR, PANEL, RESOLUTION
+from .job import quartiles
+from .pictures import PANEL, legend, save, title
+from .step_tables import COLORS, OTHER_COLOR
 from .systems import FSDP2, PLAIN
 from .tables import Table, milliseconds
 
@@ -74,26 +76,20 @@ def by_dtype(results: DeviceResults) -> Iterator[Table]:
 
 def _row(results: DeviceResults, dtype: str, system: str) -> list[str]:
     runs = results.runs(dtype, system)
-    times = sorted(run.in_a_row for run in runs)
-    low, _, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else (times[0],) * 3
+    low, high = quartiles([run.in_a_row for run in runs])
     return [
         system,
         milliseconds(results.seconds(dtype, system)),
         f"{milliseconds(low)}–{milliseconds(high)}",
         _two(results.ratio(dtype, system, PLAIN)),
         _two(results.ratio(dtype, system, FSDP2)),
-        *(milliseconds(_over(runs, values)) for values in (lambda r: r.waited, lambda r: r.host, lambda r: r.update)),
+        *(milliseconds(median(getattr(run, time) for run in runs)) for time in ("waited", "host", "update")),
         f"{median(run.update_bandwidth for run in runs) / 1e9:.1f}",
         _two(results.share(dtype, system)),
         f"{max(run.peak for run in runs) / 1e6:.1f}",
         f"{max(run.kept for run in runs) / 1e6:.1f}",
         f"{runs[0].loss:.4f}",
     ]
-
-
-def _over(runs: Sequence[OnDevice], values: Callable[[OnDevice], list[float]]) -> float:
-    """The median over rounds of the median over steps."""
-    return median(median(values(run)) for run in runs)
 
 
 def _two(value: float | None) -> str:
@@ -124,18 +120,18 @@ def draw(path: Path, results: DeviceResults, footer: str) -> None:
     dtypes = results.dtypes()
     figure = Figure(figsize=(PANEL[0] * len(dtypes), PANEL[1] + 0.3), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, dtype in zip(figure.subplots(1, len(dtypes), squeeze=False).flatten(), dtypes, strict=True):
+    panels = figure.subplots(1, len(dtypes), squeeze=False).flatten()
+    for axes, dtype in zip(panels, dtypes, strict=True):
         names = results.systems(dtype)
         steps = [results.seconds(dtype, name) * 1e3 for name in names]
         axes.barh(names, steps, color=[COLORS.get(name.split()[0], OTHER_COLOR) for name in names])
-        hosts = [_over(results.runs(dtype, name), lambda run: run.host) * 1e3 for name in names]
+        hosts = [median(run.host for run in results.runs(dtype, name)) * 1e3 for name in names]
         axes.plot(hosts, names, "|", color="black", markersize=14, label="the host's calls have returned")
         axes.invert_yaxis()
         for row, value in enumerate(steps):
             axes.text(value, row, f" {value:.1f}", va="center", fontsize=8)
-        axes.set_title(dtype, fontsize=10, loc="left")
+        title(axes, dtype)
         axes.set_xlabel("ms a step")
-        axes.legend(frameon=False, fontsize=7, loc="lower right")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel(footer, fontsize=7, color="0.4")
-    figure.savefig(path, dpi=RESOLUTION)
+    legend(figure, panels[0])
+    save(figure, path, footer)

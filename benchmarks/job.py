@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import Any
 
 
@@ -36,32 +36,31 @@ class Job:
         return cls(**json.loads(text))
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Return the first and the third quartile; of one value, that value."""
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
 @dataclass(frozen=True)
 class Measured:
-    """One algorithm at one size. ``seconds``: of each round, that of the slowest rank. By rank, medians over rounds, of
-    one run: ``left`` and ``came``, the bytes that left and reached its host by the interface's counters; ``crossed``,
-    what the library counted itself."""
+    """One algorithm at one size. Seconds of the slowest rank: ``median`` and quartiles (``low``, ``high``) over
+    ``rounds`` rounds. By rank, medians over rounds, of one run: ``left`` and ``came``, the bytes that left and
+    reached its host by the interface's counters; ``crossed``, what the library counted itself."""
 
     operation: str
     world_size: int
     nbytes: int
     algorithm: str
-    seconds: list[float]
+    rounds: int
+    median: float
+    low: float
+    high: float
     left: list[int] = field(default_factory=list)
     came: list[int] = field(default_factory=list)
     crossed: list[int] = field(default_factory=list)
-
-    @property
-    def median(self) -> float:
-        return median(self.seconds)
-
-    @property
-    def spread(self) -> tuple[float, float]:
-        """The quartiles."""
-        if len(self.seconds) < 2:
-            return self.seconds[0], self.seconds[0]
-        low, _, high = quantiles(self.seconds, n=4, method="inclusive")
-        return low, high
 
     @property
     def algbw(self) -> float:

@@ -19,21 +19,21 @@ except ModuleNotFoundError as absent:
 from . import memory_tables, tables
 from .processes import RankError, forked_ranks
 from .report import Report
-from .step_job import MODELS, Run, StepJob, read_run
+from .step_job import MODELS, Held, StepJob
 from .systems import SYSTEMS
 
 WORLDS = (1, 2, 4, 8)
 STEPS = 2  # the first makes the states, the second is as all others
 
 
-def measure(model: str, worlds: list[int], systems: list[str], console: Console) -> list[Run]:
+def measure(model: str, worlds: list[int], systems: list[str], console: Console) -> list[Held]:
     """Run each system with each number of ranks, in fresh processes."""
     found = []
     with console.status("starting") as status, forked_ranks() as train:
         for world_size in worlds:
             for system in systems:
                 status.update(f"{model}, {world_size} ranks: {system}")
-                found.append(train(StepJob(system, model, 0, STEPS), world_size))
+                found.append(Held.of(train(StepJob(system, model, 0, STEPS), world_size)))
     return found
 
 
@@ -63,7 +63,7 @@ def main(
             raise typer.Exit(1) from None
         report = Report.of_this_machine("benchmarks.memory", [asdict(run) for run in runs])
         report.write(out / "memory.json")
-    runs = [read_run(part) for part in report.parts]
+    runs = [Held(**part) for part in report.parts]
     found = [*memory_tables.by_ranks(runs), memory_tables.targets(runs)]
     tables.show(report.line(), found, markdown, console)
 

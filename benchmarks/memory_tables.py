@@ -9,6 +9,7 @@ Knows: runs, stages by number. Does not know: how anything was measured.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +17,7 @@ import torch
 
 from zero.model import GPT
 
-from .step_job import MODELS, Run
+from .step_job import MODELS, Held
 from .systems import SYSTEMS, smallest_peer
 from .tables import Table
 
@@ -25,6 +26,7 @@ MOST = 1.01  # of the formula
 SHARDED_FROM = {"parameters": 3, "gradients": 2, "states": 1}  # the first stage that shards a kind
 
 
+@functools.cache
 def numel(model: str) -> int:
     """Elements of a model's parameters."""
     with torch.device("meta"):
@@ -37,31 +39,26 @@ def formula(kind: str, stage: int, elements: int, world_size: int) -> float:
     return KINDS[kind] * elements / (world_size if stage >= SHARDED_FROM[kind] else 1)
 
 
-def by_ranks(runs: Sequence[Run]) -> Iterator[Table]:
+def by_ranks(runs: Sequence[Held]) -> Iterator[Table]:
     """A table for each number of ranks. Megabytes; the largest rank."""
     columns = ["system", "stage", *(f"{kind} MB (÷ formula)" for kind in KINDS), "peak MB", "job's PSS MB"]
-    for world_size, group in itertools.groupby(runs, key=lambda run: len(run.ranks)):
+    for world_size, group in itertools.groupby(runs, key=lambda run: run.ranks):
         rows = [_row(run) for run in group]
-        yield Table(f"{runs[0].ranks[0].model}, {world_size} ranks", columns, rows)
+        yield Table(f"{runs[0].model}, {world_size} ranks", columns, rows)
 
 
-def _row(run: Run) -> list[str]:
-    first = run.ranks[0]
-    stage = SYSTEMS[first.system].stage
+def _row(run: Held) -> list[str]:
+    stage = SYSTEMS[run.system].stage
     assert stage is not None, "systems without a stage are not measured here"
-    cells = []
-    for kind in KINDS:
-        measured = max(getattr(rank, kind) for rank in run.ranks)
-        cells.append(f"{measured / 1e6:.1f} ({_over_formula(run, kind, stage):.2f})")
-    peak = max(rank.peak for rank in run.ranks) / 1e6
-    return [first.system, str(stage), *cells, f"{peak:.0f}", f"{run.proportional / 1e6:.0f}"]
+    cells = [f"{getattr(run, kind) / 1e6:.1f} ({_over_formula(run, kind, stage):.2f})" for kind in KINDS]
+    return [run.system, str(stage), *cells, f"{run.peak / 1e6:.0f}", f"{run.proportional / 1e6:.0f}"]
 
 
-def targets(runs: Sequence[Run]) -> Table:
+def targets(runs: Sequence[Held]) -> Table:
     """What must be seen, and what was."""
     rows = []
-    for world_size, group in itertools.groupby(runs, key=lambda run: len(run.ranks)):
-        found = {run.ranks[0].system: run for run in group}
+    for world_size, group in itertools.groupby(runs, key=lambda run: run.ranks):
+        found = {run.system: run for run in group}
         for stage in range(4):
             ours = found.get(f"zero {stage}")
             if ours is None:
@@ -86,6 +83,5 @@ def _more(kind: str, stage: int, world_size: int) -> float:
     return 1 + 1 / world_size if (kind, stage) == ("gradients", 0) else 1.0
 
 
-def _over_formula(run: Run, kind: str, stage: int) -> float:
-    measured = max(getattr(rank, kind) for rank in run.ranks)
-    return float(measured / formula(kind, stage, numel(run.ranks[0].model), len(run.ranks)))
+def _over_formula(run: Held, kind: str, stage: int) -> float:
+    return float(getattr(run, kind) / formula(kind, stage, numel(run.model), run.ranks))

@@ -13,12 +13,13 @@ from matplotlib.figure import Figure
 
 from .cases import GLOO, IN_COMMON, RELEASED, ROOFLINE
 from .job import Measured
+from .pictures import legend, save
 from .tables import Results, size
 
 COLORS = {"shared": "#c4552d", "pairwise": "#2f6f9f", "ring": "#6aa084", GLOO: "#555555", ROOFLINE: "#999999"}
 COLORS |= {IN_COMMON: "#d9a441", RELEASED: "#7a5195"}
 MARKERS = {"shared": "o", "pairwise": "s", "ring": "^", GLOO: "D", IN_COMMON: "v", RELEASED: "x"}
-PANEL, RESOLUTION = (5.6, 3.6), 150
+PANEL = (5.6, 3.6)
 
 
 def draw(path: Path, results: Results, footer: str) -> None:
@@ -35,10 +36,8 @@ def draw(path: Path, results: Results, footer: str) -> None:
         axes.set_ylabel("busbw, GB/s")
     for axes in panels[-1]:
         axes.set_xlabel("bytes of the whole buffer, fp32")
-    handles, labels = panels[-1][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
-    figure.supxlabel(footer, fontsize=7, color="0.4")
-    figure.savefig(path, dpi=RESOLUTION)
+    legend(figure, panels[-1][0])
+    save(figure, path, footer)
 
 
 def _panel(axes: Axes, results: Results, operation: str, world_size: int) -> None:
@@ -63,5 +62,6 @@ def _line(axes: Axes, name: str, found: list[Measured]) -> None:
     style = "--" if name == ROOFLINE else "-"
     values = [m.busbw / 1e9 for m in found]
     axes.plot(sizes, values, style, color=color, marker=MARKERS.get(name, ""), markersize=4, linewidth=1.6, label=name)
-    fast, slow = ([m.busbw / 1e9 * m.median / m.spread[end] for m in found] for end in (0, 1))
+    fast = [value * m.median / m.low for value, m in zip(values, found, strict=True)]
+    slow = [value * m.median / m.high for value, m in zip(values, found, strict=True)]
     axes.fill_between(sizes, slow, fast, color=color, alpha=0.15, linewidth=0)

@@ -22,7 +22,7 @@ from typing import Any
 from .crossing_rank import Crossed, CrossingJob
 from .gpu_job import GpuJob, OnDevice, read_on_device
 from .job import Job, Measured, Waited, read
-from .step_job import Asked, Run, StepJob, read_trained
+from .step_job import Asked, StepJob, Trained
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 30.0  # seconds in which the other ranks end after rank 0 did
@@ -60,13 +60,13 @@ def train_on_device(job: GpuJob) -> OnDevice:
 
 
 @contextmanager
-def forked_ranks() -> Iterator[Callable[[StepJob, int], Run]]:
+def forked_ranks() -> Iterator[Callable[[StepJob, int], list[Trained]]]:
     """What trains a number of ranks and returns what each of them saw. They are fresh processes, forks of one that has
     imported torch and done nothing with it: an import takes longer than most of these trainings."""
     with _started("benchmarks.fork_server", "", [()], "lo") as (processes, folder):
         numbers = itertools.count()
 
-        def train(job: StepJob, world_size: int) -> Run:
+        def train(job: StepJob, world_size: int) -> list[Trained]:
             server = processes[0]
             assert server.stdin is not None
             assert server.stdout is not None
@@ -76,7 +76,7 @@ def forked_ranks() -> Iterator[Callable[[StepJob, int], Run]]:
             if server.stdout.readline() != "done\n":
                 _complain(processes, folder)
             said = [asked.said(rank).read_text().strip().splitlines() for rank in range(world_size)]
-            return Run([read_trained(json.loads(lines[-1])) for lines in said])
+            return [Trained(**json.loads(lines[-1])) for lines in said]
 
         yield train
 

@@ -31,7 +31,7 @@ from collectives import Collective, Kind, Tag, Transport, build
 from collectives.native import connect
 
 from .cases import Case, Operation, Shape, cases, check
-from .job import Job, Measured, Waited
+from .job import Job, Measured, Waited, quartiles
 
 ITEMSIZE = 4
 WAITED_BYTES = 1 << 16
@@ -122,13 +122,14 @@ class Ranks:
 
     def _slowest(self, operation: Operation, nbytes: int, name: str, runs: Sequence[_Run]) -> Measured:
         seconds = [max(column) for column in zip(*self.everybodys([run.seconds for run in runs]), strict=True)]
+        times = (len(seconds), median(seconds), *quartiles(seconds))
         if not self.job.interface:
-            return Measured(operation.value, self.world_size, nbytes, name, seconds)
+            return Measured(operation.value, self.world_size, nbytes, name, *times)
         counted = self.everybodys(
             [median(getattr(run, field) for run in runs) for field in ("left", "came", "crossed")]
         )
         left, came, crossed = ([int(value) for value in column] for column in zip(*counted, strict=True))
-        return Measured(operation.value, self.world_size, nbytes, name, seconds, left, came, crossed)
+        return Measured(operation.value, self.world_size, nbytes, name, *times, left, came, crossed)
 
     def wait_for_a_late_rank(self) -> list[Waited]:
         """What the other ranks burn while rank 0 comes late. All ranks."""

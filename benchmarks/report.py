@@ -1,16 +1,18 @@
-"""What a benchmark leaves behind: a JSON of every number, with the machine, the date and the versions.
+"""The JSON file of a benchmark: the numbers that its tables and pictures need, with machine, date and versions.
 
 Knows: the file. Does not know: what the numbers mean.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch
 
 @dataclass(frozen=True)
 class Report:
-    """``parts``: plain values, whatever the benchmark's own."""
+    """``parts``: plain values, whatever the benchmark's own. ``command`` names no folder of the machine."""
 
     command: str
     date: str
@@ -33,16 +35,24 @@ class Report:
     def of_this_machine(cls, command: str, parts: Sequence[dict[str, Any]], device: str = "") -> Report:
         """``device``: an accelerator that was measured, in words."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        line = f"python -m {command} {shlex.join(sys.argv[1:])}".strip()
+        line = f"python -m {command} {shlex.join(map(_without_folder, sys.argv[1:]))}".strip()
         return cls(line, now, machine() | ({"device": device} if device else {}), versions(), list(parts))
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        return cls(**json.loads(path.read_text()))
+        """Read what `write` wrote."""
+        record = json.loads(path.read_text())
+        tables = record.pop("tables")
+        parts = [dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["rows"]]
+        return cls(**record, parts=parts)
 
     def write(self, path: Path) -> None:
+        """Write the JSON file. Consecutive parts with the same fields become a table of columns and rows."""
+        head = {name: value for name, value in self.__dict__.items() if name != "parts"}
+        lines = [f"{json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
+        tables = [_table(columns, parts) for columns, parts in itertools.groupby(self.parts, key=list)]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.__dict__, indent=1) + "\n")
+        path.write_text("\n".join(["{", *lines, f'"tables": [{", ".join(tables)}]', "}"]) + "\n")
 
     def line(self) -> str:
         """Where and when, for the head of a table."""
@@ -53,6 +63,16 @@ class Report:
             f"{self.date[:10]}, `{self.command}`: {device}{m['cores']} cores of {m['cpu']}, {m['memory_gb']:.0f} GB, "
             f"load {load}, torch {self.versions['torch']}, Python {self.versions['python']}, Linux {m['kernel']}"
         )
+
+
+def _table(columns: list[str], parts: Iterable[dict[str, Any]]) -> str:
+    rows = ",\n".join(json.dumps(list(part.values())) for part in parts)
+    return f'{{"columns": {json.dumps(columns)}, "rows": [\n{rows}\n]}}'
+
+
+def _without_folder(argument: str) -> str:
+    """Return an argument of a command line, with DIR in place of a path that has a slash."""
+    return re.sub(r"^(--[\w-]+=)?.*/.*$", r"\1DIR", argument)
 
 
 _LOAD = os.getloadavg()  # before the benchmark adds its own

@@ -44,8 +44,8 @@ def measure(axes: Sequence[Axis], systems: list[str], rounds: int, console: Cons
                             continue
                         status.update(f"round {number + 1} of {rounds}: {axis.name} {point.x:g}: {system}")
                         job = StepJob(system, point.model, WARM, point.steps, bucket_cap_mb=point.bucket_cap_mb)
-                        run = train(job, 1 if system == PLAIN else point.ranks)
-                        found.append(Sample(axis.name, point.x, run))
+                        ranks = train(job, 1 if system == PLAIN else point.ranks)
+                        found.append(Sample.of(axis.name, point.x, ranks))
     return found
 
 
@@ -73,7 +73,7 @@ def main(
             raise typer.Exit(1) from None
         report = Report.of_this_machine("benchmarks.scaling", [asdict(sample) for sample in samples])
         report.write(out / "scaling.json")
-    results = ScalingResults([Sample.read(part) for part in report.parts])
+    results = ScalingResults([Sample(**part) for part in report.parts])
     out.mkdir(parents=True, exist_ok=True)
     scaling_tables.draw(out / "scaling.png", results, report.line().replace("`", ""))
     found = list(scaling_tables.every_table(results))

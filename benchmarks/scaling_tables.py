@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
-from typing import Any
+from statistics import median
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,36 +16,42 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from .fits import Line, fit
+from .job import quartiles
+from .pictures import PANEL, legend, save, title
 from .scaling_axes import AXES, BUCKETS, ELEMENTS, TENSORS, WORLD, Axis
-from .step_job import Run, read_run
+from .step_job import Trained, seconds_of_a_step
 from .systems import DDP, PLAIN
 from .tables import Table, milliseconds
 
 COLORS = {PLAIN: "#999999", DDP: "#2f6f9f", "zero 1": "#d9a441", "zero 2": "#c4552d", "zero 3": "#7a5195"}
-PANEL, RESOLUTION = (6.0, 4.2), 150
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One run, at the place ``x`` of an axis."""
+    """One run of ``ranks`` processes at the point ``x`` of an axis. ``buckets`` and ``loss``: those of rank 0;
+    ``seconds``: of a step (`seconds_of_a_step`)."""
 
     axis: str
     x: float
-    run: Run
+    system: str
+    ranks: int
+    buckets: int
+    seconds: float
+    loss: float | None
 
     @classmethod
-    def read(cls, record: dict[str, Any]) -> Sample:
-        return cls(record["axis"], record["x"], read_run(record["run"]))
+    def of(cls, axis: str, x: float, ranks: Sequence[Trained]) -> Sample:
+        first = ranks[0]
+        return cls(axis, x, first.system, len(ranks), first.buckets, seconds_of_a_step(ranks), first.loss)
 
 
 class ScalingResults:
     """Runs of one machine, in rounds, to be looked up by axis, system and place."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
-        self._found: dict[tuple[str, str, float], list[Run]] = {}
+        self._found: dict[tuple[str, str, float], list[Sample]] = {}
         for sample in samples:
-            key = (sample.axis, sample.run.ranks[0].system, sample.x)
-            self._found.setdefault(key, []).append(sample.run)
+            self._found.setdefault((sample.axis, sample.system, sample.x), []).append(sample)
 
     def axes(self) -> list[Axis]:
         return [AXES[name] for name in dict.fromkeys(axis for axis, _, _ in self._found)]
@@ -57,7 +62,7 @@ class ScalingResults:
     def places(self, axis: Axis, system: str) -> list[float]:
         return sorted(x for name, found, x in self._found if (name, found) == (axis.name, system))
 
-    def runs(self, axis: Axis, system: str, x: float) -> list[Run]:
+    def runs(self, axis: Axis, system: str, x: float) -> list[Sample]:
         """In order of rounds; none where that was not measured. The plain loop of its only place serves for all."""
         places = self.places(axis, system)
         place = places[0] if system == PLAIN and axis.plain_once and places else x
@@ -85,7 +90,7 @@ class ScalingResults:
     def points(self, axis: Axis, system: str) -> tuple[list[float], list[float]]:
         """What a line is fitted through: places, or buckets, and seconds."""
         places = self.places(axis, system)
-        xs = [float(self.runs(axis, system, x)[0].ranks[0].buckets) if axis.by_buckets else x for x in places]
+        xs = [float(self.runs(axis, system, x)[0].buckets) if axis.by_buckets else x for x in places]
         return xs, [self.seconds(axis, system, x) for x in places]
 
     def line(self, axis: Axis, system: str) -> Line | None:
@@ -117,23 +122,21 @@ def by_place(results: ScalingResults, axis: Axis) -> Table:
 
 def _row(results: ScalingResults, axis: Axis, system: str, x: float) -> list[str]:
     runs = results.runs(axis, system, x)
-    times = sorted(run.seconds for run in runs)
-    low, _, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else (times[0],) * 3
-    first = runs[0].ranks[0]
+    low, high = quartiles([run.seconds for run in runs])
     ratio = results.ratio(axis, system, DDP, x)
     over = None if system == PLAIN else results.over(axis, system, PLAIN, x)
     each = [] if axis.plain_once else ["–" if over is None else f"{over / x * axis.scale:.2f}"]
     return [
         f"{x:g}",
         system,
-        str(len(runs[0].ranks)),
-        str(first.buckets or "–"),
-        milliseconds(median(times)),
+        str(runs[0].ranks),
+        str(runs[0].buckets or "–"),
+        milliseconds(results.seconds(axis, system, x)),
         f"{milliseconds(low)}–{milliseconds(high)}",
         "–" if ratio is None else f"{ratio:.2f}",
         "–" if over is None else f"{over * 1e3:.2f}",
         *each,
-        "–" if first.loss is None else f"{first.loss:.4f}",
+        "–" if runs[0].loss is None else f"{runs[0].loss:.4f}",
     ]
 
 
@@ -209,10 +212,8 @@ def draw(path: Path, results: ScalingResults, footer: str) -> None:
         _panel(panel, results, axis)
     for panel in panels[len(axes) :]:
         panel.remove()
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
-    figure.supxlabel(footer, fontsize=7, color="0.4")
-    figure.savefig(path, dpi=RESOLUTION)
+    legend(figure, panels[0])
+    save(figure, path, footer)
 
 
 def _panel(panel: Axes, results: ScalingResults, axis: Axis) -> None:
@@ -239,6 +240,6 @@ def _panel(panel: Axes, results: ScalingResults, axis: Axis) -> None:
         panel.set_ylim(bottom=0)
     panel.set_xlabel("buckets a step" if axis.by_buckets else axis.label)
     panel.set_ylabel("ms a step")
-    panel.set_title(f"{axis.name}: {axis.says}", fontsize=10, loc="left")
+    title(panel, axis.name, axis.says)
     panel.grid(color="0.92")
     panel.spines[["top", "right"]].set_visible(False)

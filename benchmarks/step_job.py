@@ -1,4 +1,4 @@
-"""What a rank is asked to train, and what it answers: plain values that travel as JSON; and the models.
+"""The job of a rank, its answer, and the summary of the answers of all ranks, as plain values for JSON; and the models.
 
 Knows: fields, shapes. Does not know: systems, processes, tables.
 """
@@ -6,10 +6,10 @@ Knows: fields, shapes. Does not know: systems, processes, tables.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from zero.model import Shape
 
@@ -98,31 +98,49 @@ class Trained:
     bus: float = 0.0
 
 
+def seconds_of_a_step(ranks: Sequence[Trained]) -> float:
+    """Return the median over steps of the slowest rank."""
+    return float(median(map(max, zip(*(rank.seconds for rank in ranks), strict=True))))
+
+
 @dataclass(frozen=True)
-class Run:
-    """All ranks of one run."""
+class Held:
+    """The memory of one run of ``ranks`` processes, in bytes. ``parameters``, ``gradients``, ``states``, ``peak``: the
+    largest value of any rank. ``proportional``: the sum over ranks."""
 
-    ranks: list[Trained]
+    system: str
+    model: str
+    ranks: int
+    parameters: int
+    gradients: int
+    states: int
+    peak: int
+    proportional: int
 
-    @property
-    def seconds(self) -> float:
-        """Of a step: the median over steps of the slowest rank."""
-        return float(median(map(max, zip(*(rank.seconds for rank in self.ranks), strict=True))))
-
-    @property
-    def proportional(self) -> int:
-        """Bytes of all ranks together."""
-        return sum(rank.proportional for rank in self.ranks)
-
-    @property
-    def bus(self) -> float:
-        """Seconds to copy the bytes that a step receives: those of the slowest rank."""
-        return max(rank.bus for rank in self.ranks)
+    @classmethod
+    def of(cls, ranks: Sequence[Trained]) -> Held:
+        return cls(
+            ranks[0].system,
+            ranks[0].model,
+            len(ranks),
+            max(rank.parameters for rank in ranks),
+            max(rank.gradients for rank in ranks),
+            max(rank.states for rank in ranks),
+            max(rank.peak for rank in ranks),
+            sum(rank.proportional for rank in ranks),
+        )
 
 
-def read_trained(record: dict[str, Any]) -> Trained:
-    return Trained(**record)
+@dataclass(frozen=True)
+class Run(Held):
+    """The memory and the time of one run. ``seconds``: of a step (`seconds_of_a_step`); ``loss``: that of rank 0;
+    ``bus``: seconds that the slowest rank needs to copy the bytes that it receives in a step."""
 
+    seconds: float
+    loss: float | None
+    bus: float
 
-def read_run(record: dict[str, Any]) -> Run:
-    return Run([read_trained(rank) for rank in record["ranks"]])
+    @classmethod
+    def of(cls, ranks: Sequence[Trained]) -> Run:
+        bus = max(rank.bus for rank in ranks)
+        return cls(**asdict(Held.of(ranks)), seconds=seconds_of_a_step(ranks), loss=ranks[0].loss, bus=bus)

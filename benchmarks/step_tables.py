@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from .job import quartiles
+from .pictures import PANEL, save, title
 from .step_job import MODELS, Run
 from .systems import DDP, FLOOR, smallest_peer
 from .tables import Table, milliseconds
 
 COLORS = {"zero": "#c4552d", "floor": "#999999"}
-OTHER_COLOR, PANEL, RESOLUTION = "#2f6f9f", (6.0, 4.2), 150
+OTHER_COLOR = "#2f6f9f"
 
 
 class StepResults:
@@ -27,7 +29,7 @@ class StepResults:
     def __init__(self, runs: Sequence[Run]) -> None:
         self._found: dict[tuple[str, str], list[Run]] = {}
         for run in runs:
-            self._found.setdefault((run.ranks[0].model, run.ranks[0].system), []).append(run)
+            self._found.setdefault((run.model, run.system), []).append(run)
 
     def models(self) -> list[str]:
         return list(dict.fromkeys(model for model, _ in self._found))
@@ -84,15 +86,13 @@ def by_model(results: StepResults) -> Iterator[Table]:
 
 
 def _world(results: StepResults, model: str) -> int:
-    return len(results.runs(model, results.systems(model)[0])[0].ranks)
+    return results.runs(model, results.systems(model)[0])[0].ranks
 
 
 def _row(results: StepResults, model: str, system: str) -> list[str]:
     runs = results.runs(model, system)
-    times = sorted(run.seconds for run in runs)
-    low, _, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else (times[0],) * 3
-    ranks = [rank for run in runs for rank in run.ranks]
-    loss = runs[0].ranks[0].loss
+    low, high = quartiles([run.seconds for run in runs])
+    loss = runs[0].loss
     return [
         system,
         milliseconds(results.seconds(model, system)),
@@ -100,8 +100,8 @@ def _row(results: StepResults, model: str, system: str) -> list[str]:
         _two(results.ratio(model, system, DDP)),
         _two(results.ratio(model, system, FLOOR)),
         _two(results.ratio_to_least(model, system)),
-        *(_megabytes(max(getattr(rank, kind) for rank in ranks)) for kind in ("parameters", "gradients", "states")),
-        _megabytes(median(max(rank.peak for rank in run.ranks) for run in runs)),
+        *(_megabytes(max(getattr(run, kind) for run in runs)) for kind in ("parameters", "gradients", "states")),
+        _megabytes(median(run.peak for run in runs)),
         _megabytes(results.whole_job(model, system)),
         "–" if loss is None else f"{loss:.4f}",
     ]
@@ -192,10 +192,9 @@ def draw(path: Path, results: StepResults, footer: str) -> None:
         axes.invert_yaxis()
         for row, value in enumerate(values):
             axes.text(value, row, f" {value:.0f}", va="center", fontsize=8)
-        axes.set_title(f"{model}: {MODELS[model].says}", fontsize=10, loc="left")
+        title(axes, model, MODELS[model].says)
         axes.set_xlabel("ms a step")
         axes.spines[["top", "right"]].set_visible(False)
     for axes in panels[len(models) :]:
         axes.remove()
-    figure.supxlabel(footer, fontsize=7, color="0.4")
-    figure.savefig(path, dpi=RESOLUTION)
+    save(figure, path, footer)

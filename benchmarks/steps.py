@@ -21,7 +21,7 @@ except ModuleNotFoundError as absent:
 from . import step_tables, tables
 from .processes import RankError, forked_ranks
 from .report import Report
-from .step_job import MODELS, Run, StepJob, read_run
+from .step_job import MODELS, Run, StepJob
 from .systems import SYSTEMS
 
 ROUNDS, WARM, STEPS = 5, 3, 12
@@ -39,7 +39,7 @@ def measure(
                 for i in range(len(systems)):
                     system = systems[(number + i) % len(systems)]
                     status.update(f"{model}, round {number + 1} of {count}: {system}")
-                    yield train(StepJob(system, model, warm, steps, narrow=narrow), ranks)
+                    yield Run.of(train(StepJob(system, model, warm, steps, narrow=narrow), ranks))
 
 
 def checked(names: list[str] | None, known: Collection[str], what: str) -> list[str]:
@@ -85,7 +85,7 @@ def main(
             raise typer.Exit(1)
         report = Report.of_this_machine("benchmarks.steps", [asdict(run) for run in runs])
         report.write(out / f"{_stem(precision)}.json")
-    results = step_tables.StepResults([read_run(part) for part in report.parts])
+    results = step_tables.StepResults([Run(**part) for part in report.parts])
     out.mkdir(parents=True, exist_ok=True)
     step_tables.draw(out / f"{_stem(precision)}.png", results, report.line().replace("`", ""))
     found = [*step_tables.by_model(results), step_tables.targets(results)]

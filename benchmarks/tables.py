@@ -117,11 +117,14 @@ def every_number(results: Results) -> Iterator[Table]:
             (m for m in results.measured if (m.operation, m.world_size) == (operation, world_size)),
             key=lambda m: m.nbytes,
         ):
-            low, high = map(milliseconds, m.spread)
-            row = [size(m.nbytes), m.algorithm, milliseconds(m.median), f"{low}–{high}", str(len(m.seconds))]
+            row = [size(m.nbytes), m.algorithm, milliseconds(m.median), _quartiles(m), str(m.rounds)]
             row += [f"{m.algbw / 1e9:.3f}", f"{m.busbw / 1e9:.3f}"]
             rows.append([*row, results.ratio(m, GLOO), results.ratio(m, ROOFLINE)])
         yield Table(f"{operation}, {world_size} ranks", columns, rows)
+
+
+def _quartiles(m: Measured) -> str:
+    return f"{milliseconds(m.low)}–{milliseconds(m.high)}"
 
 
 def by_size(results: Results) -> Iterator[Table]:
@@ -261,12 +264,11 @@ def crossings(found: Sequence[Crossing]) -> Iterator[Table]:
 
 def _crossing_row(c: Crossing, results: Results) -> list[str]:
     m, formula = c.measured, c.formula
-    low, high = map(milliseconds, m.spread)
     return [
         f"{m.operation}, {size(m.nbytes)}",
         m.algorithm,
         milliseconds(m.median),
-        f"{low}–{high}",
+        _quartiles(m),
         results.ratio(m, GLOO),
         f"{c.times_wire:.3f}",
         " ".join(f"{nbytes / 1e6:.1f}" for nbytes in c.left),

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, UntypedStorage
 
+from .torch_internals import TESTED_VERSION, storage_use_count
+
 Allocate = Callable[[int, torch.device], UntypedStorage]
 
 
@@ -31,7 +33,7 @@ class _Block:
 
 
 def _uses(storage: UntypedStorage) -> int:
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    return int(storage_use_count(storage._cdata))
 
 
 def holders(tensor: Tensor) -> int:
@@ -41,6 +43,27 @@ def holders(tensor: Tensor) -> int:
 
 def _private(nbytes: int, device: torch.device) -> UntypedStorage:
     return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+
+def _check_use_counts() -> None:
+    """Raise `RuntimeError` if torch counts the holders of a storage in another way than this module expects: the pool
+    would hand out a block that is in use, and no error would follow."""
+    storage = _private(1, torch.device("cpu"))
+    alone = _uses(storage)
+    tensor = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (1,), (1,))
+    of_tensor = _uses(storage), holders(tensor)
+    view = tensor.detach()
+    of_both = _uses(storage), holders(tensor)
+    del tensor
+    of_view = _uses(storage), holders(view)
+    del view
+    counted = alone, *of_tensor, *of_both, *of_view, _uses(storage)
+    expected = 1, *(2, 0), *(3, 1), *(2, 0), 1
+    if counted != expected:
+        raise RuntimeError(
+            f"torch {torch.__version__} counts the holders of a storage as {counted}, not as {expected}: memory in use "
+            f"could be handed out again; use torch {TESTED_VERSION}, with which this library is tested"
+        )
 
 
 class Pool:
@@ -55,6 +78,7 @@ class Pool:
     def __init__(self, *, exact: bool = False, allocate: Allocate = _private) -> None:
         """``exact``: a block serves what is as long as it alone, and the pool keeps no more bytes than were ever asked
         for at once; ``allocate(nbytes, device)``: where blocks come from."""
+        _check_use_counts()
         self._allocate, self._exact = allocate, exact
         self._blocks: list[_Block] = []
         self._most_asked = 0

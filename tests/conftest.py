@@ -13,13 +13,16 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from .processor import spare_matrix_unit
+from .tiers import assign
 
 if TYPE_CHECKING:
     from .pool import GlooPool
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("default", deadline=None, max_examples=40, derandomize=True, suppress_health_check=_SLOW)
-settings.register_profile("thorough", deadline=None, max_examples=400, derandomize=True, suppress_health_check=_SLOW)
+for _name, _examples in (("default", 10), ("full", 40), ("thorough", 400)):
+    settings.register_profile(
+        _name, deadline=None, max_examples=_examples, derandomize=True, suppress_health_check=_SLOW
+    )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 LONGEST = (
@@ -40,8 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
         spare_matrix_unit()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first, so that no worker is left with one while the others have nothing more to do."""
+    assign(config, items)
     if not hasattr(config, "workerinput"):
         return  # one process alone keeps the order that it was given
     place = {f"test_{name}": number for number, name in enumerate(LONGEST)}

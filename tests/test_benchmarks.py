@@ -3,12 +3,15 @@ they need."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
+import sys
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +19,9 @@ import torch
 from benchmarks import gpu_job, network
 from benchmarks.cases import GLOO, IN_COMMON, RELEASED, ROOFLINE, Case, Operation, Shape, check, write_values
 from benchmarks.crossing_rank import Crossed
-from benchmarks.job import Job, Measured
+from benchmarks.job import Job, Measured, quartiles
 from benchmarks.processes import RankError, run_ranks
+from benchmarks.report import Report
 from benchmarks.tables import Crossing
 from benchmarks.wire import Wire
 from collectives import Hierarchical, Kind, Loopback, Pairwise, Ring, Tag, Transport
@@ -26,18 +30,23 @@ from collectives.plans import plans
 
 typer = pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
+from matplotlib.figure import Figure  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from benchmarks import collectives as one_host  # noqa: E402
-from benchmarks import crossing, gpu, scaling, scaling_tables, steps, two_hosts  # noqa: E402
+from benchmarks import crossing, gpu, memory, offload, scaling, scaling_tables, steps, two_hosts  # noqa: E402
 from benchmarks.fits import fit  # noqa: E402
 from benchmarks.gpu_tables import DeviceResults  # noqa: E402
 from benchmarks.models import Layers, Tensors  # noqa: E402
 from benchmarks.processes import forked_ranks  # noqa: E402
 from benchmarks.scaling_axes import AXES, BUCKETS, TENSORS, Point  # noqa: E402
 from benchmarks.scaling_tables import Sample, ScalingResults  # noqa: E402
-from benchmarks.step_job import CAP_MB, Run, StepJob, Trained, read_run  # noqa: E402
+from benchmarks.step_job import CAP_MB, Held, Run, StepJob, Trained  # noqa: E402
 from benchmarks.systems import DDP, FLOOR, FSDP2, PLAIN  # noqa: E402
+
+from .pictures import FOLDER, misfits  # noqa: E402
+
+RESULTS = Path(crossing.__file__).parent / "results"
 
 SMALLEST = replace(one_host.QUICK, sizes=[4096], seconds=0.01, least=1, most=2, late=0.05)
 WIRES = [Wire(hosts, on_each, 1e9) for hosts, on_each in ((2, 1), (2, 2), (2, 4), (3, 2), (4, 1), (4, 2))]
@@ -55,20 +64,107 @@ def _run(module, *arguments):
     return CliRunner().invoke(application, [str(argument) for argument in arguments])
 
 
+@pytest.fixture(autouse=True)
+def words_fit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every picture that a test draws has room for its words."""
+    drawn: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, *arguments: Any, **named: Any) -> None:
+        drawn.append(figure)
+        save(figure, *arguments, **named)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    yield
+    assert [line for figure in drawn for line in misfits(figure)] == []
+
+
+def test_words_that_do_not_fit_are_found() -> None:
+    figure = Figure(figsize=(3, 3))
+    panel = figure.add_subplot()
+    panel.set_title("a title of more letters than there are in a panel of three inches")
+    panel.scatter([1, 2], [1, 2])
+    panel.annotate("zero 1", (1, 1), xytext=(-3, -3), textcoords="offset points")
+    panel.text(1.6, 1.6, "DDP")
+    panel.text(1.6, 1.6, "FSDP2")
+    figure.supxlabel("--out /home/me")
+    wrong = misfits(figure)
+    assert wrong[0].endswith("three inches' leaves the picture")
+    assert sorted(wrong[1:]) == ["'--out /home/me' names a folder", "'DDP' covers 'FSDP2'", "'zero 1' covers a dot"]
+
+
+STORED: dict[str, tuple[ModuleType, Sequence[str]]] = {
+    "crossing": (crossing, ()),
+    "memory": (memory, ()),
+    "offload": (offload, ()),
+    "scaling": (scaling, ()),
+    "steps": (steps, ()),
+    "steps-bf16": (steps, ("--precision", "bf16")),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_the_page_shows_what_stored_results_say(name: str, tmp_path: Path) -> None:
+    module, options = STORED[name]
+    done = _run(module, *options, "--show", RESULTS / f"{name}.json", "--markdown", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.strip() in (RESULTS.parent / "README.md").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in RESULTS.glob(f"{name}.png")}
+
+
+def test_stored_results_are_small_are_shown_and_name_no_folder() -> None:
+    stored = {path.stem: path.read_text() for path in RESULTS.iterdir() if path.suffix != ".png"}
+    assert stored.keys() == STORED.keys() | {"sweep"}
+    assert sum(len(text.encode()) for text in stored.values()) <= 400_000
+    assert not [name for name, text in stored.items() if FOLDER.search(text)]
+
+
+def test_a_report_is_read_as_it_was_written_and_names_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--out", "/a folder/b", "--folder=../c", "--model", "deep", "results/here", "--out=zero-bench"]
+    monkeypatch.setattr(sys, "argv", ["steps.py", *words])
+    parts = [{"a": 1, "b": None}, {"a": 0.1, "b": [1.5]}, {"c": "x"}, {"a": 2, "b": 1e-300}]
+    report = Report.of_this_machine("benchmarks.steps", parts)
+    assert report.command == "python -m benchmarks.steps --out DIR --folder=DIR --model deep DIR --out=zero-bench"
+    report.write(tmp_path / "new" / "steps.json")
+    assert Report.read(tmp_path / "new" / "steps.json") == report
+    empty = replace(report, parts=[])
+    empty.write(tmp_path / "empty.json")
+    assert Report.read(tmp_path / "empty.json") == empty
+
+
+def test_a_run_is_as_slow_as_its_slowest_rank_and_as_large_as_its_largest() -> None:
+    ranks = [
+        Trained("zero 2", "deep", 0, [1.0, 4.0, 2.0], 0.5, 10, 20, 31, 40, 50, 3, 0.1),
+        Trained("zero 2", "deep", 1, [3.0, 1.0, 2.5], 0.7, 11, 19, 30, 41, 51, 2, 0.2),
+    ]
+    held = {"parameters": 11, "gradients": 20, "states": 31, "peak": 41, "proportional": 101}
+    assert Held.of(ranks) == Held("zero 2", "deep", 2, **held)
+    assert Run.of(ranks) == Run("zero 2", "deep", 2, **held, seconds=3.0, loss=0.5, bus=0.2)
+    assert Sample.of("tensors", 10, ranks) == Sample("tensors", 10, "zero 2", 2, 3, 3.0, 0.5)
+
+
+def test_quartiles_of_one_round_are_that_round() -> None:
+    assert quartiles([2.0]) == (2.0, 2.0)
+    assert quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == (2.0, 4.0)
+
+
+@pytest.mark.full
 def test_every_algorithm_is_timed_checked_drawn_and_shown_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(one_host, "QUICK", SMALLEST)
     done = _run(one_host, "--ranks", 2, "--quick", "--markdown", "--out", tmp_path)
     assert done.exit_code == 0, done.output
-    parts = json.loads((tmp_path / "collectives.json").read_text())["parts"]
+    parts = Report.read(tmp_path / "collectives.json").parts
     timed = {(part["operation"], part["algorithm"]) for part in parts if "operation" in part}
     everywhere = {"shared", "pairwise", "ring", GLOO, ROOFLINE}
     assert timed == {
         *(("reduce-scatter", name) for name in everywhere),
         *(("all-gather", name) for name in everywhere | {IN_COMMON, RELEASED}),
     }
-    assert all(0 < seconds < 60 for part in parts for seconds in part.get("seconds", []))
+    assert all(0 < part["low"] <= part["median"] <= part["high"] < 60 for part in parts if "operation" in part)
     assert {part["algorithm"] for part in parts if "cpu_seconds" in part} == everywhere - {ROOFLINE}
     assert (tmp_path / "collectives.png").read_bytes().startswith(b"\x89PNG")
     again = _run(one_host, "--show", tmp_path / "collectives.json", "--markdown", "--out", tmp_path / "again")
@@ -76,43 +172,43 @@ def test_every_algorithm_is_timed_checked_drawn_and_shown_again(
     assert again.stdout == done.stdout
 
 
+@pytest.mark.full
 def test_systems_train_side_by_side_are_shown_drawn_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "QUICK", (1, 1, 1))
     chosen = [FLOOR, DDP, "zero 2"]
     options = [word for name in chosen for word in ("--system", name)]
     done = _run(steps, "--quick", "--model", "deep", *options, "--markdown", "--out", tmp_path)
     assert done.exit_code == 0, done.output
-    runs = [read_run(part) for part in json.loads((tmp_path / "steps.json").read_text())["parts"]]
-    assert [run.ranks[0].system for run in runs] == chosen
+    runs = [Run(**part) for part in Report.read(tmp_path / "steps.json").parts]
+    assert [(run.system, run.model, run.ranks) for run in runs] == [(system, "deep", 2) for system in chosen]
     floor, plain, ours = runs
-    assert floor.ranks[0].loss is None
-    assert plain.ranks[0].loss == ours.ranks[0].loss is not None
-    for whole, sharded in zip(plain.ranks, ours.ranks, strict=True):
-        assert sharded.parameters >= whole.parameters
-        assert sharded.states < 0.51 * whole.states + 1e5
-        assert sharded.peak > 0 < sharded.proportional
-        assert len(sharded.seconds) == 1
+    assert floor.loss is None
+    assert plain.loss == ours.loss is not None
+    assert ours.parameters >= plain.parameters
+    assert ours.states < 0.51 * plain.states + 1e5
+    assert ours.peak > 0 < ours.proportional
+    assert 0 < ours.seconds < 60
+    assert ours.bus > 0
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
     again = _run(steps, "--show", tmp_path / "steps.json", "--markdown", "--out", tmp_path / "again")
     assert "| zero 2 ÷ DDP | deep | ≤ 0.85 |" in done.stdout
     assert again.stdout == done.stdout
 
 
+@pytest.mark.full
 def test_what_is_for_a_gpu_runs_without_one_where_it_is_asked_to(tmp_path: Path) -> None:
     chosen = [PLAIN, FSDP2, "zero 3"]
     options = [word for name in chosen for word in ("--system", name)]
     words = ["--device", "cpu", "--quick", "--dtype", "bf16", *options, "--markdown", "--out", tmp_path]
     done = _run(gpu, *words)
     assert done.exit_code == 0, done.output
-    runs = [gpu_job.read_on_device(part) for part in json.loads((tmp_path / "gpu.json").read_text())["parts"]]
+    runs = [gpu_job.read_on_device(part) for part in Report.read(tmp_path / "gpu.json").parts]
     assert [run.job.system for run in runs] == chosen
     plain, _, ours = runs
     assert ours.loss == plain.loss, "one rank's loss is that of the plain loop, to the bit"
     for run in runs:
         assert 0 < run.in_a_row < 60
-        assert len(run.waited) == len(run.host) == len(run.update) == gpu.QUICK.steps
-        for waited, host, update in zip(run.waited, run.host, run.update, strict=True):
-            assert waited >= host >= update > 0
+        assert run.waited >= run.host >= run.update > 0
         assert run.copy > 0 < run.peak
         assert run.numel == gpu_job.numel(gpu_job.TINY)
     assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
@@ -149,7 +245,7 @@ def test_the_largest_model_is_taken_that_fits(monkeypatch: pytest.MonkeyPatch) -
 def test_an_update_at_the_speed_of_a_copy_is_told_as_such() -> None:
     """A copy of n bytes reads and writes 2 n; a fused AdamW passes over seven tensors."""
     job = gpu_job.GpuJob("zero 1", "fp32", "cpu", gpu_job.TINY, 1, 1, 0, 3, 1)
-    run = gpu_job.OnDevice(job, 1000, 1.0, [1.0], [1.0], [0.5, 1.0, 9.0], 28000.0, 0, 0, 0.0)
+    run = gpu_job.OnDevice(job, 1000, 1.0, 1.0, 1.0, 1.0, 28000.0, 0, 0, 0.0)
     assert run.update_bandwidth == 28 * 1000
     assert DeviceResults([run]).share("fp32", "zero 1") == 1.0
     half = replace(run, job=replace(job, dtype="bf16"))
@@ -209,10 +305,7 @@ def test_one_place_has_no_line() -> None:
 
 
 def _played(axis: str, x: float, system: str, seconds: float, buckets: int = 0, ranks: int = 2) -> Sample:
-    ranks = 1 if system == PLAIN else ranks
-    return Sample(
-        axis, x, Run([Trained(system, "played", rank, [seconds], 0.5, 0, 0, 0, 0, 0, buckets) for rank in range(ranks)])
-    )
+    return Sample(axis, x, system, 1 if system == PLAIN else ranks, buckets, seconds, 0.5)
 
 
 def _cells(table: scaling_tables.Table, **wanted: str) -> dict[str, str]:
@@ -257,6 +350,7 @@ def test_costs_and_targets_of_scaling_are_what_its_runs_say(tmp_path: Path) -> N
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_every_axis_is_run_fitted_drawn_and_shown_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = Layers(2, 2, 16)
     least = {
@@ -271,9 +365,9 @@ def test_every_axis_is_run_fitted_drawn_and_shown_again(tmp_path: Path, monkeypa
     options = [word for name in (PLAIN, DDP, "zero 1") for word in ("--system", name)]
     done = _run(scaling, "--quick", *options, "--markdown", "--out", tmp_path)
     assert done.exit_code == 0, done.output
-    samples = [Sample.read(part) for part in json.loads((tmp_path / "scaling.json").read_text())["parts"]]
+    samples = [Sample(**part) for part in Report.read(tmp_path / "scaling.json").parts]
     systems = [PLAIN, DDP, "zero 1"]
-    assert [(s.axis, s.x, s.run.ranks[0].system, len(s.run.ranks)) for s in samples] == [
+    assert [(s.axis, s.x, s.system, s.ranks) for s in samples] == [
         (name, point.x, system, 1 if system == PLAIN else point.ranks)
         for name, axis in least.items()
         for point in axis.points
@@ -282,11 +376,10 @@ def test_every_axis_is_run_fitted_drawn_and_shown_again(tmp_path: Path, monkeypa
     ]
     by_place: dict[tuple[str, float], set[float | None]] = {}
     for sample in samples:
-        for rank in sample.run.ranks:
-            if rank.system != PLAIN and rank.rank == 0:
-                by_place.setdefault((sample.axis, sample.x), set()).add(rank.loss)
+        if sample.system != PLAIN:
+            by_place.setdefault((sample.axis, sample.x), set()).add(sample.loss)
     assert all(len(losses) == 1 for losses in by_place.values())
-    buckets = {(s.x, s.run.ranks[0].system): s.run.ranks[0].buckets for s in samples if s.axis == "bucket size"}
+    buckets = {(s.x, s.system): s.buckets for s in samples if s.axis == "bucket size"}
     assert (buckets[0.0005, "zero 1"], buckets[CAP_MB, "zero 1"]) == (4, 1)
     assert (buckets[0.0005, DDP], buckets[CAP_MB, DDP]) == (4, 1)
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
@@ -295,12 +388,20 @@ def test_every_axis_is_run_fitted_drawn_and_shown_again(tmp_path: Path, monkeypa
     assert again.stdout == done.stdout
 
 
+@pytest.mark.full
 def test_forked_ranks_train_alike_each_time_and_one_that_fails_ends_all() -> None:
     job = StepJob("zero 2", "tensors-20", 1, 1)
     with forked_ranks() as train:
-        losses = [[rank.loss for rank in train(job, ranks).ranks] for ranks in (2, 1, 2)]
+        runs = [train(job, ranks) for ranks in (2, 1, 2)]
+        losses = [[rank.loss for rank in run] for run in runs]
         assert losses[0] == losses[2]
-        assert [len(of_a_run) for of_a_run in losses] == [2, 1, 2]
+        assert [[rank.rank for rank in run] for run in runs] == [[0, 1], [0], [0, 1]]
+        for rank in itertools.chain(*runs):
+            assert len(rank.seconds) == 1
+            assert rank.peak > 0 < rank.proportional
+        whole, (alone,), _ = runs
+        assert all(rank.states < alone.states for rank in whole)
+        assert all(rank.parameters >= alone.parameters for rank in whole)
         with pytest.raises(RankError, match=r"KeyError: 'no such system'"):
             train(StepJob("no such system", "tensors-20", 1, 1), 2)
 
@@ -401,7 +502,7 @@ def test_the_wire_takes_what_readme_says() -> None:
 def test_ratios_compare_with_the_wire_the_counters_and_the_closed_form() -> None:
     n = 4000
     left, came = [3000, 3000, 2000, 2000], [2000, 2000, 3000, 3000]  # by rank: both of a host see one counter
-    measured = Measured("reduce-scatter", 4, n, "hierarchical", [2.0, 4.0, 3.0], left, came, [1500, 1500, 1000, 1000])
+    measured = Measured("reduce-scatter", 4, n, "hierarchical", 3, 3.0, 2.5, 3.5, left, came, [1500] * 2 + [1000] * 2)
     crossing = Crossing(Wire(2, 2, 8000.0), measured)  # 1000 bytes a second
     assert crossing.times_wire == 3.0 / 2.0
     assert crossing.left == [3000, 2000]
@@ -447,7 +548,7 @@ def test_without_root_or_tools_it_says_what_it_needs(
 def test_what_crosses_is_beside_its_closed_form_where_that_is_known() -> None:
     """Two hosts of two ranks; of 1000 elements 4000 bytes leave each host, and counters see 40 more."""
     seen = [
-        Crossed(stage, factor, rank, 1000, 4040, 4040, 6000, 2000, 24000)
+        Crossed(stage, factor, rank, 1000, 4040, 6000, 2000, 24000)
         for stage, factor in ((1, 2), (3, 4))
         for rank in range(4)
     ]

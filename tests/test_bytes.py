@@ -11,6 +11,8 @@ from zero import ZeroOptimizer
 
 from .faces import ALL_STAGES
 
+pytestmark = pytest.mark.contract
+
 
 def wide() -> nn.Module:
     with torch.random.fork_rng():

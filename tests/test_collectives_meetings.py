@@ -31,6 +31,8 @@ from .carried import (
     reduction,
 )
 
+pytestmark = pytest.mark.contract
+
 
 class Rounds:
     """A rank that enters rounds of reductions, as a reducer does; its own contribute 1 + rank, the others' -0.0."""

@@ -26,6 +26,8 @@ from .plain import assert_same_model, assert_same_states, plain_step, share
 from .pool import GlooPool
 from .programs import Program, Round, Step, compare, run_rank
 
+pytestmark = pytest.mark.contract
+
 GPU = "cuda:0"
 HAS_GPU = torch.cuda.is_available()
 DEVICES = ("cpu", pytest.param(GPU, marks=pytest.mark.skipif(not HAS_GPU, reason="there is no GPU")))

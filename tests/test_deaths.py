@@ -40,6 +40,7 @@ CASES = [
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda c: f"{c.algorithm}-{c.collective}-rank {c.victim} of {c.world_size}-{c.end.value}"
 )
+@pytest.mark.by_default("shared-reduce_scatter-rank 1 of 3-killed", "pairwise-all_gather-rank 2 of 3-killed")
 def test_every_other_rank_names_the_rank_that_is_gone_and_the_collective(case: Case) -> None:
     run(case)
 
@@ -65,6 +66,7 @@ def different_calls(rank: int, port: int, pipe: Connection, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.full
 def test_ranks_in_different_calls_learn_of_both_through_shared_memory(stage: int) -> None:
     group = Group(different_calls, 2, stage)
     try:
@@ -125,6 +127,7 @@ def little_address_space(rank: int, port: int, pipe: Connection, collective: str
 @pytest.mark.parametrize(
     ("collective", "answer"), [("auto", "gloo"), ("shared", "rank 1 cannot share memory: OSError")]
 )
+@pytest.mark.full
 def test_a_rank_with_little_address_space_shares_no_memory(collective: str, answer: str) -> None:
     group = Group(little_address_space, 2, collective)
     try:

@@ -40,7 +40,7 @@ from .pool import GlooPool
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # also in the processes that import this file: nothing is downloaded
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # such libraries take long to import
+pytestmark = [pytest.mark.contract, pytest.mark.slow, pytest.mark.timeout(300)]  # such libraries are slow
 STAGES = (0, 1, 2, 3)
 WORLD_SIZE = 2
 PRECISIONS = ("fp32", "bf16")

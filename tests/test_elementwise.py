@@ -16,6 +16,8 @@ from zero import ZeroOptimizer
 from .plain import assert_same_bits
 from .programs import CLASSES, FOR_LOOP
 
+pytestmark = pytest.mark.contract
+
 OPTIONS = {"lr": 0.05, "weight_decay": 0.1, "begin": 0}
 
 

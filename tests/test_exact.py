@@ -14,6 +14,8 @@ from .models import Odd, build, odd_batches, odd_loss
 from .plain import assert_same_model, assert_same_states, plain_step, share
 from .programs import CLASSES, Program, Round, Step, compare, locked_build, run_rank
 
+pytestmark = pytest.mark.contract
+
 CAPS = (1e-6, 0.0005, 25.0)
 STAGES = (0, 1, 2, 3)
 SIZES = tuple(product((1, 2, 3, 4, 5, 6, 8), CAPS))
@@ -107,6 +109,7 @@ def test_every_way_to_clear_a_gradient_works_after_steps_and_skipped_steps(stage
 
 
 @EVERY_STAGE
+@pytest.mark.by_default("2")
 def test_no_sync_changes_when_bytes_travel_never_what_they_sum_to(stage: int) -> None:
     off, on = Round(sync=False), Round()
     steps = (Step((off, off, on)), Step((off, off)), Step((on, off)), Step((on, off, on, off), clips=((0.1, 2.0),)))
@@ -115,6 +118,7 @@ def test_no_sync_changes_when_bytes_travel_never_what_they_sum_to(stage: int) ->
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.by_default("2")
 def test_ranks_that_have_fewer_micro_batches_contribute_nothing(stage: int) -> None:
     """Down to a rank that runs no backward at all, in the middle of the others' waits."""
     steps = (
@@ -128,6 +132,7 @@ def test_ranks_that_have_fewer_micro_batches_contribute_nothing(stage: int) -> N
 
 
 @EVERY_STAGE
+@pytest.mark.by_default("2")
 def test_freezing_and_unfreezing_is_honoured_at_the_next_backward(stage: int) -> None:
     steps = (
         Step(),

@@ -18,6 +18,8 @@ from .models import odd_batches, odd_loss
 from .plain import assert_same_bits, assert_same_model, plain_step, share
 from .programs import locked_build
 
+pytestmark = pytest.mark.contract
+
 
 @ALL_STAGES
 def test_groups_schedulers_hooks_and_closures_work_as_in_torch(stage: int) -> None:

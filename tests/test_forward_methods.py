@@ -193,6 +193,7 @@ def on_a_process(group: dist.ProcessGroup, rank: int) -> None:
         check_rank(case, connect(group), plain_loop(case, dist.get_world_size(group))[1])
 
 
+@pytest.mark.full
 def test_they_do_on_real_processes(gloo: GlooPool) -> None:
     gloo.run(on_a_process)
 

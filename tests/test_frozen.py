@@ -21,6 +21,8 @@ from .plain import assert_same_bits, assert_same_model, assert_same_states, shar
 from .pool import GlooPool
 from .quantised import KINDS, WIDTH, Packed, QLora, Quantised, Tagged, assert_same_qlora, inside, qlora
 
+pytestmark = pytest.mark.contract
+
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 STAGES = pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 2, 3])
 BF16 = MixedPrecision(torch.bfloat16)

@@ -49,6 +49,13 @@ def whole_program(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
 @pytest.mark.parametrize(
     "program", PROGRAMS, ids=lambda p: f"W{p.world_size}-stage{p.stage}-{p.optimizer}-{len(p.steps)}"
 )
+@pytest.mark.by_default(
+    "W2-stage0-adamw fused-2",
+    "W3-stage1-adamw fused-3",
+    "W4-stage2-adamw fused-2",
+    "W2-stage3-adamw-2",
+    "W4-stage3-adamw-2",
+)
 def test_programs_give_the_bits_of_the_plain_loop(gloo: GlooPool, program: Program) -> None:
     results = gloo.run(whole_program, program, ranks=range(program.world_size))
     plain = compare(program, results)
@@ -160,6 +167,7 @@ def test_units_are_gathered_one_ahead_and_buckets_launched_while_earlier_units_r
 
 @pytest.mark.parametrize("collective", ["auto", "pairwise", "all_to_all"])
 @pytest.mark.parametrize("ranks", [(0,), (0, 1), (0, 1, 2, 3)])
+@pytest.mark.full
 def test_a_rank_holds_its_shards_the_root_two_units_and_three_buckets_at_most(
     gloo: GlooPool, ranks: tuple[int, ...], collective: str
 ) -> None:
@@ -178,6 +186,7 @@ def test_a_rank_holds_its_shards_the_root_two_units_and_three_buckets_at_most(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.by_default("2")
 def test_at_no_moment_a_rank_holds_more_than_its_stage_says_and_three_buckets(gloo: GlooPool, stage: int) -> None:
     for found in gloo.run(peaks.measure, 64, stage, 0.13, ranks=range(4), limit=120):
         padding = 64 * (BLOCKS + 2) * 6

@@ -221,6 +221,7 @@ def compiled_training(group: dist.ProcessGroup | None, rank: int, stage: int, pr
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @STAGES
+@pytest.mark.full
 def test_a_compiled_model_is_the_compiled_plain_loops_and_compiled_once(stage: int, precision: str) -> None:
     before, first, *later = compiled_training(None, 0, stage, precision)
     assert before < first

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer, clip_grad_norm_
 
-from .machine.ranks import COLLECTIVES
+from .machine.hosts import HOSTS
 from .narrowed import BF16, Narrowed
 from .plain import assert_same_bits, assert_same_model
 from .programs import _BUILDING
@@ -341,7 +341,7 @@ def test_units_that_travel_are_gathered_for_the_others_whatever_the_algorithm(co
             lr=0.1,
             stage=3,
             process_group=transport,
-            collective=COLLECTIVES.get(collective, collective),
+            collective=HOSTS.get(collective, collective),
             bucket_cap_mb=1e-4,
             divisor=1,
         )

@@ -50,6 +50,8 @@ from .loops import (
 from .plain import assert_same_bits, assert_same_model, assert_same_states
 from .pool import GlooPool
 
+pytestmark = pytest.mark.contract
+
 STAGES = (0, 1, 2, 3)
 WORLD_SIZE = 2
 BACKEND = "aot_eager"  # inductor would compile C++
@@ -154,6 +156,7 @@ def test_every_block_of_the_guide_is_run() -> None:
 
 
 @pytest.mark.parametrize("heading", [name for name in EXAMPLES if name != "Batch norm"])
+@pytest.mark.by_default("fp32", "Gradient accumulation", "Mixed precision", "Uneven data")
 def test_a_block_trains_the_bits_of_the_plain_loop_at_every_stage(gloo: GlooPool, heading: str) -> None:
     expected = EXAMPLES[heading].expected()
     before = EXAMPLES[heading].model()
@@ -252,6 +255,7 @@ def begin(names: dict[str, Any], _: Path) -> list[dict[str, Tensor]]:
     return results
 
 
+@pytest.mark.full
 def test_the_first_block_begins_a_world_of_processes(tmp_path: Path) -> None:
     expected = EXAMPLES["fp32"].expected().state_dict()
     states = launch("tests.test_loops:begin", tmp_path)

@@ -17,6 +17,8 @@ from .plain import assert_same_bits
 from .programs import Program, Round, Step
 from .test_mixed_precision import EVERY_STAGE, check
 
+pytestmark = pytest.mark.contract
+
 NUMBERS = pytest.mark.parametrize("precision", [None, "fp16"])
 OVERFLOWS = (
     Step(clips=((0.1, 2.0),)),
@@ -32,6 +34,7 @@ OVERFLOWS = (
 
 @NUMBERS
 @EVERY_STAGE
+@pytest.mark.by_default("2-None", "3-fp16")
 def test_one_element_that_is_not_finite_on_one_rank_skips_the_step_everywhere(
     stage: int, precision: str | None
 ) -> None:

@@ -279,7 +279,7 @@ def test_states_are_this_ranks_piece_or_say_who_has_them(stage: int, sharding_fa
             assert f"on rank {', '.join(map(str, owners))}: optimizer.consolidate_state_dict" in message
 
 
-# -- limits that README names ------------------------------------------------------------------------------------------
+# -- limits that CONTRACT.md names -------------------------------------------------------------------------------------
 
 
 @ALL

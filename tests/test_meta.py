@@ -255,6 +255,7 @@ def built_within(group: dist.ProcessGroup, rank: int, room: int) -> bool:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
+@pytest.mark.full
 def test_a_model_that_no_rank_may_hold_is_built_within_its_shards_and_two_units(gloo: GlooPool) -> None:
     whole = 4 * UNITS * WIDTH * WIDTH
     unit = whole // UNITS

@@ -12,6 +12,8 @@ from .narrowed import PRECISIONS
 from .plain import assert_same_bits, assert_same_states
 from .programs import Program, Round, Step, compare, run_rank
 
+pytestmark = pytest.mark.contract
+
 EVERY_PRECISION = pytest.mark.parametrize("precision", PRECISIONS)
 EVERY_STAGE = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -43,6 +45,7 @@ def test_training_is_that_of_the_plain_loop(stage: int, precision: str) -> None:
 
 @EVERY_PRECISION
 @EVERY_STAGE
+@pytest.mark.full
 def test_what_no_sync_adds_up_is_wide_and_rounded_once(stage: int, precision: str) -> None:
     off, on = Round(sync=False), Round()
     steps = (Step((off, off, on)), Step((off, off)), Step((on, off)), Step((on, off, on, off), clips=((0.1, 2.0),)))
@@ -59,6 +62,7 @@ def test_every_way_to_clear_a_gradient_works(stage: int, clear: str) -> None:
 
 
 @EVERY_STAGE
+@pytest.mark.full
 def test_what_was_frozen_has_masters_from_its_first_step_on(stage: int) -> None:
     steps = (
         Step(),

@@ -73,6 +73,7 @@ def test_so_do_parameters_on_disk(tmp_path: Path, world_size: int, factor: int |
 
 
 @ALL
+@pytest.mark.full
 def test_states_that_are_copied_to_another_device_for_a_step_and_back(
     tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +240,7 @@ def in_processes(each: Sequence[tuple[Any, ...]]) -> list[dict[str, int]]:
     ("stage", "precision", "parameters"),
     [(1, "", False), pytest.param(1, "bf16", False, marks=pytest.mark.slow), (3, "", True)],
 )
+@pytest.mark.full
 def test_two_buckets_at_most_are_resident_and_private_memory_falls_by_the_states(
     tmp_path: Path, stage: int, precision: str, parameters: bool
 ) -> None:
@@ -378,6 +380,7 @@ def too_small(folder: str) -> str:
     return "nothing"
 
 
+@pytest.mark.full
 def test_space_is_reserved_at_construction(tmp_path: Path) -> None:
     code = f"from tests.test_offload import too_small; print(too_small({str(tmp_path)!r}))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from .machine import program, trees
-from .machine.backends import Sockets, Threads
+from .machine.backends import Threads
+from .machine.hosts import Sockets, ThreadsOnHosts
 from .machine.program import (
     Backward,
     BackwardOfKept,
@@ -31,16 +32,17 @@ from .narrowed import PRECISIONS
 @pytest.mark.hypothesis
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.by_default("2")
 def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(stage: int) -> None:
     """``stage``: the first; a load may change it."""
 
     class OnThreads(RandomPrograms):
-        make_backend = Threads
+        make_backend = ThreadsOnHosts
         collectives = Collectives(("auto", "shared", "one host", "two hosts"), ("ring",))
         begins = (stage,)
 
     thorough = settings.default.max_examples > 100
-    size = settings(max_examples=50 if thorough else 6, stateful_step_count=40 if thorough else 12)
+    size = settings(max_examples=50 if thorough else 8, stateful_step_count=40 if thorough else 12)
     run_state_machine_as_test(OnThreads, settings=size)
     print(f"{OnThreads.followed} commands, {OnThreads.trained} steps with a gradient")
     assert OnThreads.followed >= (1300 if thorough else 120), "too short to say anything"
@@ -50,14 +52,15 @@ def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(stage: int) 
 @pytest.mark.hypothesis
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.full
 def test_random_programs_in_mixed_precision_give_the_bits_of_the_plain_loop(precision: str) -> None:
     class Mixed(RandomPrograms):
-        make_backend = Threads
+        make_backend = ThreadsOnHosts
         collectives = Collectives(("auto", "shared", "one host", "two hosts"), ())
         precisions = (precision,)
 
     thorough = settings.default.max_examples > 100
-    size = settings(max_examples=30 if thorough else 4, stateful_step_count=40 if thorough else 12)
+    size = settings(max_examples=30 if thorough else 6, stateful_step_count=40 if thorough else 12)
     run_state_machine_as_test(Mixed, settings=size)
     print(f"{Mixed.followed} commands, {Mixed.trained} steps with a gradient")
     assert Mixed.followed >= (700 if thorough else 60), "too short to say anything"
@@ -77,7 +80,7 @@ def test_random_programs_in_common_memory_give_the_bits_of_the_plain_loop() -> N
         precisions = ("", "", "bf16")
 
     thorough = settings.default.max_examples > 100
-    size = settings(max_examples=50 if thorough else 6, stateful_step_count=40 if thorough else 12)
+    size = settings(max_examples=50 if thorough else 8, stateful_step_count=40 if thorough else 12)
     run_state_machine_as_test(OnSockets, settings=size)
     print(f"{OnSockets.followed} commands, {OnSockets.trained} steps with a gradient")
     assert OnSockets.followed >= (1300 if thorough else 100), "too short to say anything"

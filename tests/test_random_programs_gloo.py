@@ -10,6 +10,8 @@ from .machine.backends import Processes
 from .machine.state_machine import Collectives, RandomPrograms
 from .pool import SIZE, GlooPool
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.mark.hypothesis
 @pytest.mark.timeout(1500)
@@ -22,7 +24,7 @@ def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: Gloo
 
     thorough = settings.default.max_examples > 100
     once = settings(
-        max_examples=40 if thorough else 6,
+        max_examples=40 if thorough else 8,
         stateful_step_count=30 if thorough else 10,
         phases=[Phase.explicit, Phase.generate],  # a failure costs a new pool: shrink the program on threads
     )

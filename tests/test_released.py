@@ -51,6 +51,8 @@ from .wrong_moments import (
     plain,
 )
 
+pytestmark = pytest.mark.contract
+
 
 def scripted(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     made: Callable[[Tensor], Tensor] = torch.jit.script(function)
@@ -393,6 +395,17 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.mark.parametrize("name", ACTIONS)
+@pytest.mark.by_default(
+    "p + 1",
+    "p.numpy()",
+    "p.mul_()",
+    "p.to(float64)",
+    "p.data_ptr()",
+    "linear(x, p)",
+    "copy.deepcopy(p)",
+    "torch.tensor(p)",
+    "repr(model)",
+)
 def test_a_released_parameter_gives_no_value_and_harms_nothing_at_any_moment(forks: Forks, name: str) -> None:
     expected = {**dict.fromkeys((*OUTSIDE, *OF_A_UNIT), ACTIONS[name][0]), "then": "goes on"}
     assert forks.play(name) == [[expected, expected], [expected]]
@@ -411,6 +424,7 @@ def test_what_changes_nothing_about_a_model_is_nothing(forks: Forks, name: str) 
 
 
 @pytest.mark.parametrize("name", SCENES)
+@pytest.mark.full
 def test_what_is_read_edited_moved_or_kept_is_right_or_told(forks: Forks, name: str) -> None:
     expected = SCENES[name][0]
     assert forks.play(name) == [[expected, expected], [expected]]

@@ -16,6 +16,8 @@ from .loops import even, network, seeded
 from .plain import assert_same_bits, assert_same_model
 from .pool import GlooPool
 
+pytestmark = pytest.mark.contract
+
 Batch = tuple[Tensor, Tensor]
 STAGES = (0, 1, 2, 3)
 MICRO_BATCHES = 12  # a step

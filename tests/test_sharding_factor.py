@@ -89,6 +89,7 @@ def test_without_a_word_the_sum_is_divided_by_all_ranks() -> None:
 
 @STAGES
 @pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.full
 def test_so_it_is_in_mixed_precision(stage: int, precision: str) -> None:
     check(Program(4, stage, sharding_factor=2, steps=STEPS[:3], precision=PRECISIONS[precision]))
 
@@ -285,6 +286,7 @@ def test_what_is_kept_for_the_backward_changes_no_bit(
 
 @pytest.mark.parametrize("name", ["pairwise", "shared", "hierarchical"])
 @pytest.mark.parametrize("reshard", [pytest.param(False, marks=pytest.mark.slow), 2])
+@pytest.mark.full
 def test_nor_does_the_algorithm_that_gathers_it(name: str, reshard: bool | int) -> None:
     check(Program(4, 3, reshard=reshard, collective=name, steps=STEPS[:2]))
     check(Program(4, 3, reshard=reshard, collective=name, steps=STEPS[:2]), on_sockets)
@@ -357,6 +359,7 @@ def test_after_an_evaluation_or_a_step_nothing_is_kept(reshard: bool | int) -> N
 
 @STAGES
 @pytest.mark.parametrize("to", [0, 1, 2, 3])
+@pytest.mark.full
 def test_a_checkpoint_does_not_know_how_many_ranks_shared_a_copy(stage: int, to: int) -> None:
     def run(transport: Transport, factor: int | None, states: Any = None) -> Any:
         _, optimizer = trained(transport, stage, sharding_factor=factor)
@@ -375,6 +378,7 @@ def test_a_checkpoint_does_not_know_how_many_ranks_shared_a_copy(stage: int, to:
 
 
 @STAGES
+@pytest.mark.full
 def test_full_gradients_masters_and_gathered_parameters_are_whole_on_every_rank(stage: int) -> None:
     def program(transport: Transport, factor: int | None) -> list[Any]:
         model, optimizer = trained(transport, stage, sharding_factor=factor)
@@ -396,6 +400,7 @@ def test_full_gradients_masters_and_gathered_parameters_are_whole_on_every_rank(
 
 
 @pytest.mark.parametrize(("stage", "reshard"), [(1, True), (2, True), (3, True), (3, False), (3, 2)])
+@pytest.mark.full
 def test_a_rank_that_runs_out_of_batches_follows_ranks_of_other_replicas(stage: int, reshard: bool | int) -> None:
     def program(transport: Transport, factor: int | None) -> str:
         model = locked_build(0)

@@ -185,6 +185,7 @@ def test_narrow_contributions_are_added_in_the_wide_accumulator(job: Job) -> Non
 
 @given(jobs(SAME))
 @FEWER
+@pytest.mark.full
 def test_the_same_through_sockets_and_memory_that_cannot_be_written(job: Job) -> None:
     """Peers' memory is mapped to be read; and hosts whose ranks share memory, with a network between them."""
     check(job, awkward, lambda transport: Shared(Transport(meet(transport))), assert_same_bits)
@@ -225,6 +226,7 @@ def test_a_contribution_is_read_and_not_written_but_for_one_s_own_slice(algorith
     Loopback[None](3, timeout=20.0, interfere=jitter(1)).run(run)
 
 
+@pytest.mark.full
 def test_a_thousand_collectives_in_flight_keep_their_order_and_their_memory_is_bounded() -> None:
     count, numel = 1000, 30
     bounds = [0, 10, 30]

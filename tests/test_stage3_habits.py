@@ -201,6 +201,7 @@ def of_a_process(group: dist.ProcessGroup, rank: int, stage: int) -> dict[str, t
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.full
 def test_the_same_on_real_processes(gloo: GlooPool, stage: int) -> None:
     results = gloo.run(of_a_process, stage)
     for name in RUNS:
@@ -296,7 +297,7 @@ WORKS: dict[str, Function] = {
     "hessian": lambda model, x: functional.hessian(lambda y: model(y).square().mean(), x),
     "jvp": lambda model, x: functional.jvp(model, x, x),
 }
-"""What the error and README name as working, with the results of the plain model."""
+"""What the error and CONTRACT.md name as working, with the results of the plain model."""
 
 
 def tensors(found: Any) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -122,6 +123,7 @@ def test_a_run_is_as_slow_and_as_large_as_its_slowest_and_largest_rank(
         assert "folder" not in point["job"], "it was there for the run alone"
     assert len(told) == 2 * len(written["points"])
     assert written["failures"] == {}
+    assert str(tmp_path) not in (tmp_path / "sweep.json").read_text()
     output = capsys.readouterr().out
     assert "round 2 of 2: zero 1, F=2, states on disk: 700.0 ms, 2.0 MB a rank\n" in output
     assert "settings of zero that trained the same bits: 5, SHA-256 abc\n" in output
@@ -133,6 +135,23 @@ def test_a_sweep_leaves_its_numbers_and_its_picture(monkeypatch: pytest.MonkeyPa
     assert run(SweepConfig(stage=[1], out=tmp_path)) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"sweep.json", "sweep.png"}, "no folder of a run is left"
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_stored_sweep_is_drawn_with_room_for_its_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    from .pictures import misfits
+
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda figure, path, **_: drawn.append((path, figure)))
+    shutil.copy(Path(sweep.__file__).parents[1] / "benchmarks/results/sweep.json", tmp_path)
+    assert sweep.draw(tmp_path) == ["sweep.png"]
+    ((path, picture),) = drawn
+    assert path == tmp_path / "sweep.png"
+    assert misfits(picture) == []
+    (panel,) = picture.axes
+    best = ["zero 3, F=2, kept", "zero 3, F=2, kept, states on disk", "zero 3, F=2, all on disk"]
+    peers = ["DDP", "ZeroRedundancyOptimizer", "FSDP2", "FSDP2, kept"]
+    assert sorted(text.get_text() for text in panel.texts) == sorted(best + peers)
 
 
 def test_without_matplotlib_the_numbers_are_left(
@@ -285,6 +304,7 @@ def test_a_flag_that_cannot_be_is_told(flags: dict[str, Any], words: str) -> Non
         SweepConfig(**flags)
 
 
+@pytest.mark.full
 def test_real_ranks_train_one_set_of_bits_beside_torch_s_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

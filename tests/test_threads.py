@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 from zero.residency import Residency
-from zero.unit_hooks import _CALLS, _runs
+from zero.unit_hooks import _forward_codes, _runs
 
 from .models import build, odd_batches, odd_loss
 from .plain import assert_same_model, plain_step
@@ -349,12 +349,12 @@ def test_a_thread_whose_generators_come_and_go_is_inside_its_forward_still() -> 
     assert inside.wait(LIMIT)
     assert thread.ident is not None
     try:
-        assert all(_runs(thread.ident, *_CALLS) for _ in range(200_000))
+        assert all(_runs(thread.ident, *_forward_codes()) for _ in range(200_000))
     finally:
         over.set()
         thread.join(LIMIT)
-    assert not _runs(thread.ident, *_CALLS)
-    assert not _runs(threading.get_ident(), *_CALLS)
+    assert not _runs(thread.ident, *_forward_codes())
+    assert not _runs(threading.get_ident(), *_forward_codes())
 
 
 def test_a_forward_begins_when_all_of_another_threads_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +364,7 @@ def test_a_forward_begins_when_all_of_another_threads_is_over(monkeypatch: pytes
     def slowly(residency: Residency, shelf: Any) -> None:
         if threading.current_thread().name == "first" and not releasing.is_set():
             releasing.set()
-            threading.Event().wait(0.3)
+            threading.Event().wait(0.3)  # long enough for another forward to begin, if nothing kept it from that
         release(residency, shelf)
 
     def evaluate(run: Rank) -> None:

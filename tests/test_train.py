@@ -105,6 +105,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("--precision=fp16", "--stage=0", "--clip=0.5"), {"precision": "fp16", "clip": 0.5}),
     ],
 )
+@pytest.mark.by_default("more0-plain0")
 def test_one_rank_gives_the_parameters_of_the_plain_loop(
     text: Path, tmp_path: Path, more: tuple[str, ...], plain: dict[str, Any]
 ) -> None:
@@ -130,6 +131,7 @@ def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
 
 
 @pytest.mark.timeout(3 * LIMIT)
+@pytest.mark.full
 def test_every_way_to_start_two_ranks_gives_the_parameters_and_losses_of_one(
     text: Path, tmp_path: Path, two_ranks: dict[int, dict[str, Any]]
 ) -> None:
@@ -199,6 +201,7 @@ def test_a_run_leaves_its_record_and_its_pictures(
 
 @pytest.mark.timeout(3 * LIMIT)
 @pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.full
 def test_two_ranks_hold_and_send_what_the_formulas_say(two_ranks: dict[int, dict[str, Any]], stage: int) -> None:
     record = two_ranks[stage]
     assert record["traffic_bytes_per_step"] == record["formula_traffic_bytes_per_step"] > 0
@@ -328,6 +331,7 @@ FAILING_RANKS = {
 
 
 @pytest.mark.parametrize("what", FAILING_RANKS)
+@pytest.mark.full
 def test_the_failure_of_a_rank_that_was_launched_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], what: str
 ) -> None:

@@ -126,6 +126,7 @@ def test_compiled_training_equals_the_compiled_plain_loop_and_compiles_once(name
 
 
 @EVERY_CASE
+@pytest.mark.full
 def test_the_same_on_two_ranks(gloo: GlooPool, name: str) -> None:
     for counts in gloo.run(compiled_training, name, ranks=(0, 1), limit=120):
         assert_compiled_in_the_first_step_alone(counts)

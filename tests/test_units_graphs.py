@@ -320,5 +320,6 @@ CASES: dict[str, Case] = {
 
 @WORLD_SIZES
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.full
 def test_training_equals_the_plain_loop_and_leaves_nothing_gathered(name: str, world_size: int) -> None:
     check(CASES[name], world_size)

@@ -359,5 +359,6 @@ CASES: dict[str, Case] = {
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 @WORLD_SIZES
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.full
 def test_training_equals_the_plain_loop_and_leaves_nothing_gathered(name: str, world_size: int) -> None:
     check(CASES[name], world_size)

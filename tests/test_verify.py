@@ -80,6 +80,7 @@ def alone(**changes: Any) -> Verification:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.usefixtures("in_this_process")
+@pytest.mark.full
 def test_mixed_precision_has_a_plain_loop_of_its_own(precision: str) -> None:
     odd = {"build_model": verified.build_odd, "batches": verified.batches, "loss_fn": verified.odd_loss}
     found = alone(**odd, micro_batches=6, max_norm=0.5, mixed_precision=PRECISIONS[precision])

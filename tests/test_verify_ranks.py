@@ -1,4 +1,4 @@
-"""`zero.verify` on processes of its own: what is right, wrong or an error on some rank, and README's example."""
+"""`zero.verify` on processes of its own: what is right, wrong or an error on some rank, and CONTRACT.md's example."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ def first_element_that_differs() -> tuple[int, str, tuple[int, ...], float, floa
 
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.usefixtures("temporary")
+@pytest.mark.full
 def test_on_real_ranks_the_right_runs_are_right_and_the_wrong_ones_wrong_where_they_are() -> None:
     """A model with tied, frozen, unused, scalar, empty and strided parameters; on two ranks, one has another loss."""
     found = verify(
@@ -113,6 +114,7 @@ def test_what_differs_between_processes_is_not_blamed_on_a_stage() -> None:
 
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.usefixtures("temporary")
+@pytest.mark.full
 def test_the_error_of_a_rank_is_one_line_and_nothing_hangs(capsys: pytest.CaptureFixture[str]) -> None:
     assert verification.main(["tests.verified:failing_arguments"]) == 1
     captured = capsys.readouterr()
@@ -125,8 +127,9 @@ def test_the_error_of_a_rank_is_one_line_and_nothing_hangs(capsys: pytest.Captur
 
 
 @pytest.mark.timeout(LIMIT)
-def test_the_example_in_the_readme_runs_as_printed(temporary: Path, tmp_path: Path) -> None:
-    section = (ROOT / "README.md").read_text().partition("## Check it on your own model")[2]
+@pytest.mark.full
+def test_the_example_in_the_contract_runs_as_printed(temporary: Path, tmp_path: Path) -> None:
+    section = (ROOT / "zero" / "CONTRACT.md").read_text().partition("## Check it on your own model")[2]
     code, printed = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)[:2]
     (tmp_path / "my_model.py").write_text(code)
     ended = subprocess.run([sys.executable, "my_model.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)

@@ -50,15 +50,91 @@ def test_the_tests_that_are_named_for_a_mutant_exist(mutant: Mutant) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (Edit("zero/clip.py", "no such text", ""), "occurs 0 times in zero/clip.py"),
-        (Edit("zero/clip.py", "return", "yield"), "occurs 5 times in zero/clip.py"),
-        (Edit("zero/clip.py", "import math\n", "import math  # twice\n"), "changes no code"),
-        (Edit("zero/clip.py", "import math\n", "import math math\n"), r"zero/clip.py, line \d+: invalid syntax"),
+        (Edit("zero.clip", "no such text", ""), r"occurs 0 times in zero\.clip, not once"),
+        (Edit("zero.clip", "return", "yield"), r"occurs 5 times in zero\.clip, not once"),
+        (Edit("zero.clip.clip_factor", "import math", ""), r"occurs 0 times in zero\.clip\.clip_factor, not once"),
+        (Edit("zeros.clip", "import math\n", ""), r"there is no module zeros\.clip"),
+        (
+            Edit("zero.clips", "import math\n", ""),
+            r"there is no zero\.clips, since zero/__init__\.py does not define clips",
+        ),
+        (
+            Edit("zero.clip.Clip.a", "", ""),
+            r"there is no zero\.clip\.Clip\.a, since zero/clip\.py does not define Clip\.a",
+        ),
+        (Edit("zero.clip", "import math\n", "import math  # twice\n"), "changes no code"),
+        (Edit("zero.clip", "import math\n", "import math math\n"), r"zero/clip.py, line \d+: invalid syntax"),
     ],
 )
 def test_a_patch_that_does_not_fit_is_an_error(edit: Edit, message: str) -> None:
     with pytest.raises(PatchError, match=message):
         patched(Mutant("a mutant", (), "", (edit,), ()))
+
+
+PLACES = """\
+class C:
+    a = 1
+    @property
+    def p(self):
+        a = 1
+        def inner():
+            a = 1
+    @p.setter
+    def p(self, value):
+        a = 2
+if C:
+    @decorated(a == 1)
+    def f():
+        a = 1
+else:
+    async def g():
+        a = 1
+"""
+
+
+def write_places(root: Path) -> None:
+    """Write a package with a module and a sub-package with a module, all of the same text."""
+    for file in ("zero/__init__.py", "zero/places.py", "zero/core/__init__.py", "zero/core/places.py"):
+        (root / file).parent.mkdir(exist_ok=True, parents=True)
+        (root / file).write_text(PLACES)
+
+
+@pytest.mark.parametrize(
+    ("place", "old", "line"),
+    [
+        ("C.p", "a = 2", 10),
+        ("C.p.inner", "a = 1", 7),
+        ("C.p.inner", "        def inner():\n            a = 1", 7),
+        ("f", "    @decorated(a == 1)\n    def f():\n        a = 1\n", 14),
+        ("g", "a = 1", 17),
+    ],
+)
+@pytest.mark.parametrize(
+    ("module", "file"),
+    [
+        ("zero", "zero/__init__.py"),
+        ("zero.places", "zero/places.py"),
+        ("zero.core", "zero/core/__init__.py"),
+        ("zero.core.places", "zero/core/places.py"),
+    ],
+)
+def test_a_patch_changes_the_named_definition_alone(
+    module: str, file: str, place: str, old: str, line: int, tmp_path: Path
+) -> None:
+    write_places(tmp_path)
+    edit = Edit(f"{module}.{place}", old, old.replace("a = ", "b = "))
+    ((changed, text),) = patched(Mutant("a mutant", (), "", (edit,), ()), tmp_path).items()
+    assert changed == file
+    pairs = enumerate(zip(PLACES.splitlines(), text.splitlines(), strict=True), 1)
+    assert [number for number, (before, after) in pairs if before != after] == [line]
+
+
+@pytest.mark.parametrize(("place", "times"), [("", 5), (".C", 3), (".C.p", 2)])
+def test_old_text_is_counted_in_the_named_definition_alone(place: str, times: int, tmp_path: Path) -> None:
+    write_places(tmp_path)
+    edit = Edit(f"zero.places{place}", "a = 1", "b = 1")
+    with pytest.raises(PatchError, match=rf"occurs {times} times in zero\.places{place}, not once"):
+        patched(Mutant("a mutant", (), "", (edit,), ()), tmp_path)
 
 
 def test_every_entry_is_covered_or_waits_or_says_why_not_exactly_once() -> None:

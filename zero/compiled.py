@@ -11,15 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch._C._dynamo import eval_frame
+from collectives.torch_internals import (
+    DEFAULT_FRAME,
+    SKIP_FRAME,
+    FrameExecStrategy,
+    get_eval_frame_callback,
+    missing,
+    set_code_exec_strategy,
+)
 
 _Call = Callable[..., Any]
 _Function = TypeVar("_Function", bound=_Call)
-_SKIP, _DEFAULT = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
 
 
-def _untraced(function: _Function, below: eval_frame._FrameAction) -> _Function:
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(_SKIP, below))
+def _untraced(function: _Function, below: Any) -> _Function:
+    absent: _Function | None = missing(set_code_exec_strategy, FrameExecStrategy, SKIP_FRAME, DEFAULT_FRAME)
+    if absent is not None:
+        return absent  # raises when it is called
+    set_code_exec_strategy(function.__code__, FrameExecStrategy(SKIP_FRAME, below))
     vars(function)["_torchdynamo_disable"] = True  # nor inline it
     return function
 
@@ -27,19 +36,19 @@ def _untraced(function: _Function, below: eval_frame._FrameAction) -> _Function:
 def untraced(function: _Function) -> _Function:
     """Let Dynamo trace neither ``function`` nor what it calls, as `torch.compiler.disable` does, but at no cost where
     nothing is compiled. A compiled call inside stays one."""
-    return _untraced(function, _SKIP)
+    return _untraced(function, SKIP_FRAME)
 
 
 def interrupting(function: _Function) -> _Function:
     """Let Dynamo not trace ``function``, which may ask `inside_compiled_call`. Functions that it calls have to be
     `untraced`."""
-    return _untraced(function, _DEFAULT)
+    return _untraced(function, DEFAULT_FRAME)
 
 
 @interrupting
 def inside_compiled_call() -> bool:
     """Return True where the function that asks, an `interrupting` one, has broken a graph."""
-    return eval_frame.get_eval_frame_callback() is not None
+    return get_eval_frame_callback() is not None
 
 
 def wrap_compiled_call(

@@ -18,7 +18,8 @@ from .layout import Dtypes, ParameterSpec
 from .runs import Options, is_elementwise
 from .trial import ClassFailedError, Half, Setting, Whole
 
-STEPS, FEW_STEPS = 12, 3  # more than classes take to warm up by themselves (RAdam 5, SOAP 10); of a shorter trial
+STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
+FEW_STEPS = 3  # with learning rates as they are, before they are raised
 DIMENSIONS = frozenset({0, 1, 2, 4})
 RAISED_RATE = 0.25  # under a lower one, which a scheduler may raise later, rounding could hide an update
 

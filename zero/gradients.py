@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from collectives import Collective, Kind, Tag, Transport, Work
+from collectives.torch_internals import foreach_add_, foreach_copy_
 
 from .events import Event, Waited
 from .layout import Bucket, Layout
@@ -132,11 +133,11 @@ class GradientStore:
             first = {slot: gradient for slot, gradient in arrived.items() if slot in self._fresh}
             later = {slot: gradient for slot, gradient in arrived.items() if slot not in self._fresh}
             if first:
-                torch._foreach_copy_([self._view(slot) for slot in first], list(first.values()))
+                foreach_copy_([self._view(slot) for slot in first], list(first.values()))
             if later:
                 dtype = self._local.dtype  # in which a gradient is added: a wider one is rounded first
                 narrowed = [g.to(dtype) if g.itemsize > dtype.itemsize else g for g in later.values()]
-                torch._foreach_add_([self._view(slot) for slot in later], narrowed)
+                foreach_add_([self._view(slot) for slot in later], narrowed)
         self._fresh.difference_update(arrived)
         self.arrived = {}
 

@@ -23,6 +23,16 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from collectives.torch_internals import (
+    TracingContext,
+    aten_amp_unscale_,
+    aten_foreach_zero_,
+    current_graph_task_id,
+    engine_run_backward,
+    make_wrapper_subclass,
+    queue_callback,
+)
+
 from .layout import ParameterSpec
 
 _NO_TASK = -1
@@ -57,7 +67,7 @@ class ShardedGradient(torch.Tensor):
     with: for fp16 it is fp32, because a `GradScaler` refuses fp16 gradients.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch.nn.Parameter.__torch_function__  # disabled: `__torch_dispatch__` answers
     owner: str
     number: int
     capture: Tensor | None
@@ -66,7 +76,7 @@ class ShardedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, like: ParameterSpec, index: int, listener: weakref.ref[Listener]) -> ShardedGradient:
-        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
+        made: ShardedGradient = make_wrapper_subclass(
             cls,
             like.shape,
             strides=like.stride,
@@ -97,17 +107,17 @@ class ShardedGradient(torch.Tensor):
         if func is aten.detach.default:
             return first
         if func in (aten.add_.Tensor, aten.add.Tensor) and isinstance(first, cls):
-            if torch._C._current_graph_task_id() != _NO_TASK and not kwargs:
+            if current_graph_task_id() != _NO_TASK and not kwargs:
                 first.capture = args[1]
                 return first
         elif func is aten.zero_.default and isinstance(first, cls):
             first._zero()
             return first
-        elif func is aten._foreach_zero_.default:
+        elif func is aten_foreach_zero_:
             for gradient in args[0]:
                 gradient._zero() if isinstance(gradient, cls) else gradient.zero_()
             return None
-        elif func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        elif func is aten_amp_unscale_:
             gradients, found, inverse = args
             real = [gradient for gradient in gradients if not isinstance(gradient, cls)]
             if real:
@@ -125,7 +135,7 @@ class ShardedGradient(torch.Tensor):
 
     def _refuse(self, action: str) -> NoReturn:
         remedy = "use optimizer.clip_grad_norm_(max_norm) to clip and optimizer.full_grad(p) to read"
-        if torch._C._current_graph_task_id() != _NO_TASK:
+        if current_graph_task_id() != _NO_TASK:
             remedy = (
                 "something else asks for it inside the backward: if the model is inside DistributedDataParallel, take "
                 "that away, since two systems would add up the gradients"
@@ -139,7 +149,7 @@ class ShardedGradient(torch.Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Refused, but to a compiler, which looks at the gradients of what it traces and reads nothing."""
-        if torch._guards.TracingContext.try_get() is None:
+        if TracingContext.try_get() is None:
             self._refuse("untyped_storage()")
         return super().untyped_storage()
 
@@ -195,7 +205,7 @@ class _Arrival:
         if type(gradient) is ShardedGradient:
             gradient = gradient.taken()
         assert gradient is not None
-        if torch._C._current_graph_task_id() != owner.task:
+        if current_graph_task_id() != owner.task:
             owner.begin(listener, self._index, parameter)
         listener.gradient_ready(self._index, gradient.detach() if gradient.requires_grad else gradient)
 
@@ -222,7 +232,7 @@ class GradientHooks:
     @property
     def inside_backward(self) -> bool:
         """True inside a backward that this object was told of."""
-        return self.task != _NO_TASK and torch._C._current_graph_task_id() == self.task
+        return self.task != _NO_TASK and current_graph_task_id() == self.task
 
     @property
     def interrupted(self) -> bool:
@@ -281,7 +291,7 @@ class GradientHooks:
                 "a backward inside a backward reached a parameter of this optimizer, as with "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=True): use use_reentrant=False"
             )
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task != self._seen:
             listener.backward_is_near()
         listener.backward_began()
@@ -292,7 +302,7 @@ class GradientHooks:
             self._watch_ahead(parameter, index)
 
     def _about(self, device: torch.device) -> None:
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         listener = self.listener()
         if task != self._seen and listener is not None:
             self._seen = task
@@ -332,10 +342,7 @@ def _untyped(parameter: Tensor) -> Any:
 
 def _at_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the current graph task is over."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+    queue_callback(callback)
 
 
 def _reentrant(device: torch.device) -> bool:
@@ -345,9 +352,9 @@ def _reentrant(device: torch.device) -> bool:
     whose frame is below this one; those of a device in a thread of autograd's own, where only an inner call has frames.
     """
     in_caller = device.type == "cpu" or not torch.autograd.is_multithreading_enabled()
-    depth = 0
+    depth, run_backward = 0, engine_run_backward.__code__
     current: FrameType | None = sys._getframe()
     while current is not None:
-        depth += current.f_code is _RUN_BACKWARD
+        depth += current.f_code is run_backward
         current = current.f_back  # ends as None: a frame that is kept would keep all that its callers hold
     return depth > in_caller

@@ -27,7 +27,7 @@ def live_storages() -> dict[int, int]:
     Storages without memory are left out. A gradient has to be asked for: it has no Python object of its own
     before somebody reads `p.grad`.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch.DisableTorchFunctionSubclass():
         return dict(entry for tensor in _tensors() if (entry := _storage(tensor)) is not None)
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._device import DeviceContext
+
+from collectives.torch_internals import DeviceContext, get_function_modes, make_subclass
 
 from .parameters import has_own_dispatch, is_copied
 from .released import is_released
@@ -205,7 +206,7 @@ def landing(backend_of: Callable[[torch.device], str]) -> torch.device:
     """Where tensors of the meta device get memory: on the default device, where one was set; else on the current
     accelerator, where the group has NCCL for it. ``backend_of``: what moves a device's tensors in the group."""
     default, there = torch.get_default_device(), torch.accelerator.current_accelerator(check_available=True)
-    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = get_function_modes()
     was_set = default.type != "cpu" or any(isinstance(mode, DeviceContext) for mode in modes)
     if was_set or there is None or backend_of(there) != "nccl":
         return default
@@ -303,7 +304,7 @@ def _give_memory(own: _Own, device: torch.device) -> None:
     tensor = own.tensor
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
-        made = type(tensor)._make_subclass(type(tensor), made, tensor.requires_grad)
+        made = make_subclass(type(tensor), made, tensor.requires_grad)
     vars(made).update(vars(tensor))
     try:
         torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]

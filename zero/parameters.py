@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from collectives.torch_internals import is_traceable_wrapper_subclass
 
 from .layout import Dtypes, ParameterSpec
 from .released import as_plain, is_released
@@ -40,7 +41,7 @@ class Binding:
 
 def has_own_dispatch(tensor: Tensor) -> bool:
     """True of a wrapper subclass, and of any other class with a ``__torch_dispatch__``: its memory is its own."""
-    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def is_laid_out(parameter: Tensor) -> bool:

@@ -7,6 +7,7 @@ the only file that imports matplotlib, and only when it draws.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
 __all__ = ["Dot", "can_draw", "draw_loss", "draw_memory", "draw_sweep"]
 
 MEASURED, FORMULA, ACCENT = "#2f6f9f", "#c9d6e0", "#c4552d"
 SIZE, RESOLUTION = (8.0, 4.5), 150
+RADIUS = 4  # points: of a dot and its edge
+AROUND = ((5, 5), (5, -5), (-5, 5), (-5, -5), (5, 12), (5, -12), (-5, 12), (-5, -12))  # points: from a dot to its name
 PEER, SERIES = "#5b6770", ("#8a5fa8", "#2f6f9f", "#2b8a5a", "#c98a1b")
 
 
@@ -98,12 +102,9 @@ def draw_sweep(path: Path, title: str, dots: Sequence[Dot]) -> None:
                 zorder=3,
             )
     line = sorted((dot.step_ms, dot.nbytes / 1e6) for dot in dots if dot.best)
-    axes.plot([x for x, _ in line], [y for _, y in line], color="0.75", linewidth=1.2, drawstyle="steps-post")
-    for dot in dots:
-        if dot.best or not dot.ours:
-            axes.annotate(
-                dot.name, (dot.step_ms, dot.nbytes / 1e6), xytext=(5, 5), textcoords="offset points", fontsize=7.5
-            )
+    steps = (corner for (_, y), after in itertools.pairwise(line) for corner in ((after[0], y), after))
+    corners = [*line[:1], *steps]
+    axes.plot([x for x, _ in corners], [y for _, y in corners], color="0.75", linewidth=1.2)
     axes.set(xlabel="step, ms", ylabel="MB of a rank at its peak, above its start (10⁶ bytes)")
     axes.margins(x=0.15, y=0.08)
     axes.set_xlim(left=0)  # which ends the scaling, so after the margins
@@ -111,7 +112,55 @@ def draw_sweep(path: Path, title: str, dots: Sequence[Dot]) -> None:
     axes.grid(color="0.92")
     axes.set_axisbelow(True)
     axes.legend(frameon=False, fontsize=8)
+    figure.draw_without_rendering()  # settles where everything is
+    _name(axes, [dot for dot in dots if dot.best or not dot.ours], _taken(axes, dots, corners))
     _save(figure, path)
+
+
+def _taken(axes: Axes, dots: Sequence[Dot], corners: Sequence[tuple[float, float]]) -> list[Bbox]:
+    """Return the boxes, in pixels, that names must not cover: dots, the line through these corners, the legend."""
+    from matplotlib.transforms import Bbox
+
+    figure, legend = axes.figure, axes.get_legend()
+    assert legend is not None
+    radius = RADIUS * figure.dpi / 72
+    places = [axes.transData.transform((dot.step_ms, dot.nbytes / 1e6)) for dot in dots]
+    ends = itertools.pairwise(axes.transData.transform(corner) for corner in corners)
+    return [
+        *(Bbox([place - radius, place + radius]) for place in places),
+        *(Bbox([begin, end]) for begin, end in ends),
+        legend.get_window_extent(),
+    ]
+
+
+def _name(axes: Axes, dots: Sequence[Dot], taken: list[Bbox]) -> None:
+    """Write each dot's name at the first offset of `AROUND` where it covers no box of ``taken`` and is inside the axes.
+    If there is none, take the first offset. Adds the boxes of the names to ``taken``."""
+    inside = axes.get_window_extent()
+    for dot in dots:
+        texts = [
+            axes.annotate(
+                dot.name,
+                (dot.step_ms, dot.nbytes / 1e6),
+                xytext=(right, up),
+                textcoords="offset points",
+                fontsize=7.5,
+                ha="left" if right > 0 else "right",
+                va="bottom" if up > 0 else "top",
+            )
+            for right, up in AROUND
+        ]
+        boxes = {text: text.get_window_extent() for text in texts}
+        free = [
+            text
+            for text, box in boxes.items()
+            if inside.contains(*box.min) and inside.contains(*box.max) and not box.count_overlaps(taken)
+        ]
+        chosen = (free or texts)[0]
+        taken.append(boxes[chosen])
+        for text in texts:
+            if text is not chosen:
+                text.remove()
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
@@ -126,7 +175,7 @@ def _figure(title: str, size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=size, dpi=RESOLUTION, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=11, loc="left")

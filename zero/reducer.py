@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from collectives import Chain, Collective, Kind, Tag, Transport
+from collectives.torch_internals import amp_unscale_
 
 from .agreement import Record, check
 from .events import Event
@@ -378,7 +379,7 @@ class Reducer:
         for piece in self._settled(lambda store: store.bucket.pieces(*self._stage.stepped(store.bucket, self._place))):
             by_dtype.setdefault(piece.dtype, []).append(piece)
         for pieces in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(pieces, here, inverse)
+            amp_unscale_(pieces, here, inverse)
         mine = bytes([bool(here.item())])  # host synchronisation: every rank must take or skip the same step
         tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self._rounds.number, self._meeting)
         if any(told[0] for told in self._transport.exchange(mine, tag)):

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from collectives.torch_internals import has_compatible_shallow_copy_type
+
 from .layout import ParameterSpec
 
 SpecOf = Callable[[Tensor], ParameterSpec | None]
@@ -43,13 +45,13 @@ _CASTS = ("to", "type", "double", "float", "half", "bfloat16", "cpu", "cuda", "x
 def _answerable() -> frozenset[Any]:
     tensor: Any = Tensor  # its attributes are descriptors, which torch leaves without annotations
     found = {getattr(tensor, name).__get__ for name in _GETTERS if hasattr(tensor, name)}  # names differ by version
-    found |= {getattr(tensor, name).__set__ for name in _SETTERS}
-    found |= {tensor.grad.__delete__, torch._has_compatible_shallow_copy_type}  # types, which `nn.Module.to` compares
+    found |= {getattr(tensor, name).__set__ for name in _SETTERS if hasattr(tensor, name)}
+    found |= {tensor.grad.__delete__, has_compatible_shallow_copy_type}  # types, which `nn.Module.to` compares
     return frozenset(found | {getattr(tensor, name) for name in _METHODS})
 
 
 ANSWERABLE = _answerable()
-as_plain = torch._C.DisableTorchFunctionSubclass  # a context in which a released parameter is an ordinary tensor
+as_plain = torch.DisableTorchFunctionSubclass  # a context in which a released parameter is an ordinary tensor
 
 
 def released_class(base: type[Tensor], spec_of: SpecOf) -> type[Tensor]:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from collectives import Choice, Collective, Kind, Tag, Transport, Work
 from collectives.memory import Pool
+from collectives.torch_internals import TransformType, get_interpreter_stack
 
 from .edits import Edits
 from .events import Event
@@ -36,7 +37,6 @@ from .released import SpecOf, as_plain, released_class
 from .shelf import Shelf
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-_DERIVING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 
 class State(Enum):
@@ -456,8 +456,11 @@ class Residency:
 def refuse_transforms(name: str) -> None:
     """Raise `RuntimeError` inside a transform of `torch.func` that differentiates: what is put into a parameter there
     would be a wrapper that ends with the transform."""
-    under_way = torch._C._functorch.get_interpreter_stack()
-    if under_way is not None and any(transform.key() in _DERIVING for transform in under_way):
+    under_way = get_interpreter_stack()
+    if under_way is None:
+        return
+    deriving = (TransformType.Grad, TransformType.Jvp)
+    if any(transform.key() in deriving for transform in under_way):
         raise RuntimeError(
             f"unit {name!r} inside a transform of torch.func: at stage 3 grad, vjp, jvp, jacrev, jacfwd and hessian "
             "cannot go through the model; torch.autograd.grad, torch.autograd.functional, torch.autograd.forward_ad "

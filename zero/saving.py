@@ -16,8 +16,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from collectives.torch_internals import top_saved_tensors_hooks
 
 from .compiled import untraced
 from .places import Saved
@@ -33,15 +35,15 @@ class Saver:
     def __init__(self, residency: Residency, needed: Callable[[int], None]) -> None:
         self._home = residency.places.home
         self._residency, self._needed = weakref.ref(residency), weakref.WeakMethod(needed)
-        self._alone = self._hooks(None)  # as almost always
+        self._alone = saved_tensors_hooks(*self._hooks(None))  # as almost always
 
     def push(self) -> bool:
         """From now on this thread's forwards save through these hooks, until `pop`, which is due where this returns
         True; where it returns False they do already."""
-        before = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        before = top_saved_tensors_hooks(False)
         if before is not None and self._are_ours(before[0]):
             return False
-        torch._C._autograd._push_saved_tensors_default_hooks(*(self._alone if before is None else self._hooks(before)))
+        (self._alone if before is None else saved_tensors_hooks(*self._hooks(before))).__enter__()
         return True
 
     def _are_ours(self, pack: Any) -> bool:
@@ -49,7 +51,7 @@ class Saver:
         return defaults is not None and len(defaults) == 1 and defaults[0] is self._home
 
     def pop(self) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._alone.__exit__()  # takes away the hooks that were pushed last, whichever they are
 
     def _hooks(self, before: _Pair | None) -> _Pair:
         known, needed, home = self._residency, self._needed, self._home  # weakly: a graph may outlive the optimizer

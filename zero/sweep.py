@@ -26,7 +26,7 @@ from .stages import STAGES, Placement
 from .sweep_rank import Job, Seen, said
 from .view import INSTALL_HINT, View, make_view, megabytes
 
-__all__ = ["Point", "frontier", "jobs", "run"]
+__all__ = ["Point", "draw", "frontier", "jobs", "run"]
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _report(found: _Found, config: SweepConfig, view: View) -> int:
         best = frontier(points)
         _show(points, best, config, view)
         try:
-            written = _write(points, found.failures, best, config)
+            written = _write(points, found.failures, config)
         except OSError as error:
             code = _cannot_write(config.out, error)
         else:
@@ -203,16 +203,26 @@ def _show(points: list[Point], best: list[Point], config: SweepConfig, view: Vie
     view.table(title, ["setting", "step, ms", "MB of a rank, at its peak", ""], rows)
 
 
-def _write(points: list[Point], failures: dict[str, str], best: list[Point], config: SweepConfig) -> list[str]:
-    """sweep.json, and sweep.png where there is something to draw and to draw it with: the names of what was written.
-    Raises OSError."""
+def _write(points: list[Point], failures: dict[str, str], config: SweepConfig) -> list[str]:
+    """Write sweep.json, and sweep.png if it can be drawn. Return the names of the files written. Raises OSError."""
+    asked = asdict(config)
+    del asked["out"]  # the file names no folder of the machine
     written = {
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform()},
-        "config": {**asdict(config), "out": str(config.out)},
+        "config": asked,
         "points": [asdict(point) for point in points],
         "failures": failures,
     }
-    (config.out / "sweep.json").write_text(json.dumps(written, indent=2) + "\n")
+    (config.out / "sweep.json").write_text(json.dumps(written) + "\n")
+    return ["sweep.json", *draw(config.out)]
+
+
+def draw(folder: Path) -> list[str]:
+    """Draw the sweep.json of a folder as sweep.png. Return the names of the files written: none where no setting was
+    measured or matplotlib is missing."""
+    written = json.loads((folder / "sweep.json").read_text())
+    points = [Point(**point | {"job": Job(**point["job"])}) for point in written["points"]]
+    best = frontier(points)
     dots = [
         Dot(
             point.name,
@@ -227,10 +237,10 @@ def _write(points: list[Point], failures: dict[str, str], best: list[Point], con
         if point.peak is not None
     ]
     if not dots or not can_draw():
-        return ["sweep.json"]
-    what = f"{config.preset} on {config.ranks} ranks, {config.batch} x {config.sequence} bytes a rank and step"
-    draw_sweep(config.out / "sweep.png", what, dots)
-    return ["sweep.json", "sweep.png"]
+        return []
+    what = "{preset} on {ranks} ranks, {batch} x {sequence} bytes a rank and step".format(**written["config"])
+    draw_sweep(folder / "sweep.png", what, dots)
+    return ["sweep.png"]
 
 
 def _cannot_write(out: Path, error: OSError) -> int:

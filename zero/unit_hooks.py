@@ -31,6 +31,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from collectives.torch_internals import (
+    call_impl,
+    current_graph_task_id,
+    engine_run_backward,
+    queue_callback,
+    wrapped_call_impl,
+)
+
 from .compiled import inside_compiled_call, interrupting, untraced, wrap_compiled_call
 from .forward_methods import ForwardMethod, check_method
 from .released import is_released
@@ -40,14 +48,8 @@ from .streams import Streams
 from .units import ROOT, Entry, Units
 
 _NO_TASK = -1
-_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _MOST_LOOKS = 1000
-_CALLS = (
-    nn.Module._call_impl.__code__,
-    nn.Module._wrapped_call_impl.__code__,  # a compiled one hides the first
-    ForwardMethod.__call__.__code__,
-)
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 class Order:
@@ -144,7 +146,7 @@ class UnitHooks:
 
     def _inside_a_forward(self) -> bool:
         """True while a thread is: an interrupt skips the hooks that would end a forward."""
-        return any(_runs(thread, *_CALLS) for _, thread, _ in self._running[-1:])
+        return any(_runs(thread, *_forward_codes()) for _, thread, _ in self._running[-1:])
 
     def _end_interrupted(self) -> None:
         while (last := self._running[-1:]) and not self._inside_a_forward():
@@ -162,7 +164,7 @@ class UnitHooks:
 
     def _check_no_other_backward(self) -> None:
         """Raise `RuntimeError` where another thread is inside the backward that began last."""
-        if self._task_thread != threading.get_ident() and _runs(self._task_thread, _RUN_BACKWARD):
+        if self._task_thread != threading.get_ident() and _runs(self._task_thread, engine_run_backward.__code__):
             self._refuse(self._task_thread, "a backward")
 
     def _refuse(self, thread: int, what: str) -> None:
@@ -200,7 +202,7 @@ class UnitHooks:
         try:
             with self._beginning:
                 self._check_no_other_forward()
-                if self._task not in (_NO_TASK, torch._C._current_graph_task_id()):
+                if self._task not in (_NO_TASK, current_graph_task_id()):
                     self._check_no_other_backward()
                 for each in self._places:
                     each.arrange()
@@ -343,7 +345,7 @@ class UnitHooks:
     def _begin(self) -> None:
         """Take note of a backward that began, or that an exception left."""
         self._streams.wait_for_previous()
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task == self._task:
             return
         self._residency.check_process()
@@ -356,7 +358,7 @@ class UnitHooks:
                 self._task, self._task_thread, self._starting = task, threading.get_ident(), True
         if task != _NO_TASK:
             self._order.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._over)
+            queue_callback(self._over)
 
     def _over(self) -> None:
         self._task = _NO_TASK
@@ -603,23 +605,33 @@ def _ordered(hooks: Any) -> OrderedDict[int, Any]:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != _NO_TASK
+    return current_graph_task_id() != _NO_TASK
 
 
 def _in_a_thread_of_autograd() -> bool:
     """True in a backward on a device, which autograd runs in a thread of its own, while its caller waits."""
-    return _in_backward() and not _runs(threading.get_ident(), _RUN_BACKWARD)
+    return _in_backward() and not _runs(threading.get_ident(), engine_run_backward.__code__)
+
+
+def _forward_codes() -> tuple[CodeType, ...]:
+    """The functions of which one is under way in every forward: a compiled call of the second hides the first."""
+    return call_impl.__code__, wrapped_call_impl.__code__, ForwardMethod.__call__.__code__
 
 
 def _runs(thread: int, *codes: CodeType) -> bool:
-    """True where a thread is inside one of these functions, or moves too fast to be sure."""
+    """Return whether a thread is inside one of these functions.
+
+    Another thread runs on while its frames are read. When a generator yields, its frame has no caller any more, and the
+    walk ends there instead of at the bottom of the thread: then look again. True after `_MOST_LOOKS` such walks.
+    """
+    own = thread == threading.get_ident()
     for _ in range(_MOST_LOOKS):
         last: FrameType | None = None
-        current = sys._getframe() if thread == threading.get_ident() else sys._current_frames().get(thread)
+        current = sys._getframe() if own else sys._current_frames().get(thread)
         while current is not None:
             if current.f_code in codes:
                 return True
             last, current = current, current.f_back
-        if last is None or not last.f_code.co_flags & _SUSPENDED:
-            return False  # at the bottom of the thread; a generator that yielded meanwhile has nothing below it
+        if own or last is None or not last.f_code.co_flags & _GENERATOR:
+            return False
     return True

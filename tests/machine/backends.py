@@ -1,16 +1,14 @@
-"""Where the ranks of a program run: as threads over Loopback or over real sockets, or as gloo processes."""
+"""Where the ranks of a program run: as threads over Loopback, or as gloo processes. `hosts` has more."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from collectives import Transport
-from collectives.loopback import Interference, Loopback
+from collectives import Loopback
 
 from ..pool import GlooPool
-from ..sockets import meet
 from .program import Command, Config, Setting
 from .ranks import Rank, Saved
 
@@ -34,7 +32,7 @@ class Backend(Protocol):
         """Make the models plain again; their parameters."""
 
 
-def delays(seed: int) -> Interference:
+def delays(seed: int) -> Callable[[int, str, int], None]:
     """Sends, receives and waits that come late, other ones on each rank."""
     count = seed
 
@@ -49,10 +47,12 @@ def delays(seed: int) -> Interference:
 class Threads:
     """Ranks as threads. Their messages may be delayed."""
 
+    rank: ClassVar[type[Rank]] = Rank
+
     def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
         interfere = delays(config.seed) if config.delays else None
         self._group: Loopback[Any] = Loopback(setting.world_size, timeout=LIMIT, interfere=interfere)
-        self._ranks = self._group.run(lambda group: Rank(config, setting, group, group.rank, _copy(saved)))
+        self._ranks = self._group.run(lambda group: self.rank(config, setting, group, group.rank, copy_of(saved)))
 
     def do(self, command: Command) -> list[Any]:
         return self._run(lambda rank: rank.do(command))
@@ -67,25 +67,17 @@ class Threads:
         return self._group.run(lambda group: action(self._ranks[group.rank]))
 
 
-class Sockets(Threads):
-    """Ranks as threads that meet as processes of one host do, and so have memory in common. Nothing is delayed."""
-
-    def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
-        self._group = Loopback(setting.world_size, timeout=LIMIT)
-        self._ranks = self._group.run(
-            lambda group: Rank(config, setting, Transport(meet(group)), group.rank, _copy(saved))
-        )
-
-
 class Processes:
     """Ranks as processes of a pool."""
+
+    rank: ClassVar[type[Rank]] = Rank
 
     def __init__(self, pool: GlooPool) -> None:
         self._pool = pool
 
     def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
         self._members = range(setting.world_size)
-        self._run(_start, config, setting, saved)
+        self._run(_start, self.rank, config, setting, saved)
 
     def do(self, command: Command) -> list[Any]:
         return self._run(_do, command)
@@ -105,12 +97,12 @@ class Processes:
         return found
 
 
-def _copy(saved: Saved | None) -> Saved | None:
+def copy_of(saved: Saved | None) -> Saved | None:
     return None if saved is None else (saved[0], dict(saved[1]))
 
 
-def _start(group: Any, rank: int, config: Config, setting: Setting, saved: Saved | None) -> None:
-    _PROCESS["rank"] = Rank(config, setting, group, rank, saved)
+def _start(group: Any, rank: int, cls: type[Rank], config: Config, setting: Setting, saved: Saved | None) -> None:
+    _PROCESS["rank"] = cls(config, setting, group, rank, saved)
 
 
 def _do(group: Any, rank: int, command: Command) -> Any:

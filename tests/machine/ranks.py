@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from collectives import Collective, Hierarchical, Shared, Transport
+from collectives import Algorithm
 from zero import Offload, ZeroOptimizer
 
 from ..programs import CLASSES, clear
-from ..sockets import meet, routed
 from . import program as p
 from .program import Command, Config, Setting
 from .trees import Batch, PlannedError
 
-
-def one_host(transport: Transport) -> Collective:
-    """As among processes of one host: real sockets, and memory in common."""
-    return Shared(Transport(meet(transport)))
-
-
-def two_hosts(transport: Transport) -> Collective:
-    """The same on each of two hosts, and the transport's own messages between them."""
-    middle = (transport.world_size + 1) // 2
-    hosts = [ranks for ranks in (range(middle), range(middle, transport.world_size)) if ranks]
-    return Hierarchical(routed(transport, hosts), hosts)
-
-
-COLLECTIVES = {"one host": one_host, "two hosts": two_hosts}
 Saved = tuple[dict[str, Any], dict[str, Any]]  # of the model and of the optimizer
 
 
 class Rank:
-    """Follows the commands on one rank, over a transport or a process group."""
+    """Follows the commands on one rank, over a transport or a process group. ``algorithms``: what a setting may name
+    beside those of `collectives`."""
+
+    algorithms: ClassVar[Mapping[str, Algorithm]] = {}
 
     def __init__(self, config: Config, setting: Setting, group: Any, rank: int, saved: Saved | None = None) -> None:
         self.setting, self.rank = setting, rank
@@ -54,7 +43,7 @@ class Rank:
             process_group=group,
             stage=setting.stage,
             bucket_cap_mb=setting.bucket_cap_mb,
-            collective=COLLECTIVES.get(setting.collective, setting.collective),
+            collective=self.algorithms.get(setting.collective, setting.collective),
             sharding_factor=setting.sharding_factor,
             reshard_after_forward=setting.reshard,
             offload=Offload(tempfile.gettempdir(), setting.offload == "all") if setting.offload else None,

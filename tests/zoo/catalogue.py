@@ -7,6 +7,7 @@ from . import (
     mutants_compiled,
     mutants_frozen,
     mutants_habits,
+    mutants_late,
     mutants_messages,
     mutants_meta,
     mutants_norms,
@@ -24,6 +25,7 @@ from . import (
 MUTANTS = (
     *mutants_sums.MUTANTS,
     *mutants_ranks.MUTANTS,
+    *mutants_late.MUTANTS,
     *mutants_norms.MUTANTS,
     *mutants_update.MUTANTS,
     *mutants_classes.MUTANTS,

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COPIED = ("zero", "collectives", "tests", "benchmarks")
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class PatchError(Exception):
@@ -21,9 +24,10 @@ class PatchError(Exception):
 
 @dataclass(frozen=True)
 class Edit:
-    """Replace ``old``, which occurs exactly once in ``file``, by ``new``."""
+    """Replace ``old``, which occurs exactly once in the source of ``place``, by ``new``. A place is a module, a
+    class or a function, by its dotted name: "zero.clip" or "zero.clip.clip_factor"."""
 
-    file: str
+    place: str
     old: str
     new: str
 
@@ -44,22 +48,66 @@ def patched(mutant: Mutant, root: Path = ROOT) -> dict[str, str]:
     """The changed files and their new text. Raises `PatchError` where one does not fit or changes no code."""
     texts: dict[str, str] = {}
     for edit in mutant.edits:
-        text = texts.get(edit.file) or (root / edit.file).read_text()
-        found = text.count(edit.old)
+        file, definition = _located(edit.place, root)
+        text = texts.get(file) or (root / file).read_text()
+        spans = _spans(text, file, definition)
+        if not spans:
+            raise PatchError(f"{mutant.name}: there is no {edit.place}, since {file} does not define {definition}")
+        found = sum(text.count(edit.old, *span) for span in spans)
         if found != 1:
-            raise PatchError(f"{mutant.name}: its old text occurs {found} times in {edit.file}, not once")
-        texts[edit.file] = text.replace(edit.old, edit.new)
+            raise PatchError(f"{mutant.name}: its old text occurs {found} times in {edit.place}, not once")
+        begin = max(text.find(edit.old, *span) for span in spans)
+        texts[file] = text[:begin] + edit.new + text[begin + len(edit.old) :]
     for file, text in texts.items():
         if tree(text, file) == tree((root / file).read_text(), file):
             raise PatchError(f"{mutant.name}: its patch of {file} changes no code")
     return texts
 
 
+def _located(place: str, root: Path) -> tuple[str, str]:
+    """Return the file of the module that a place begins with, and the qualified name that follows, or nothing."""
+    parts = place.split(".")
+    for count in range(len(parts), 0, -1):
+        module = Path(*parts[:count])
+        for file in (module.with_suffix(".py"), module / "__init__.py"):
+            if (root / file).is_file():
+                return file.as_posix(), ".".join(parts[count:])
+    raise PatchError(f"there is no module {place}")
+
+
+def _spans(text: str, file: str, definition: str) -> list[tuple[int, int]]:
+    """Return where the lines of a definition begin and end in the text, decorators included. A name that is defined
+    several times, as a property and its setter, has several spans. No name stands for the module."""
+    if not definition:
+        return [(0, len(text))]
+    starts = [0, *(newline.end() for newline in re.finditer("\n|$", text))]
+    return [
+        (starts[min(part.lineno for part in (node, *node.decorator_list)) - 1], starts[node.end_lineno or 0])
+        for name, node in _definitions(_parsed(text, file))
+        if name == definition
+    ]
+
+
+def _definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definition]]:
+    """Yield every class and function below a node with its qualified name, also those under an ``if`` or ``try``."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Definition):
+            yield prefix + child.name, child
+            yield from _definitions(child, f"{prefix}{child.name}.")
+        elif not isinstance(child, ast.expr):
+            yield from _definitions(child, prefix)
+
+
 @functools.cache
 def tree(text: str, file: str) -> str:
     """The syntax tree as text, without positions; `PatchError` where there is none."""
+    return ast.dump(_parsed(text, file))
+
+
+@functools.cache
+def _parsed(text: str, file: str) -> ast.Module:
     try:
-        return ast.dump(ast.parse(text, file))
+        return ast.parse(text, file)
     except SyntaxError as error:
         raise PatchError(f"{file}, line {error.lineno}: {error.msg}") from error
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-PARAMETERS, STORAGE, SHARDED = "zero/parameters.py", "zero/storage.py", "zero/sharded.py"
 TESTS = "test_frozen.py"
 QLORA = f"{TESTS}::test_a_quantised_base_with_adapters_trains_the_plain_loops_bits"
 COMPARED = f"{TESTS}::test_whatever_says_what_it_holds_is_compared"
@@ -17,7 +16,7 @@ MUTANTS = (
         "A frozen subclass with memory of its own gets rank 0's bytes, which its own scales do not fit.",
         (
             Edit(
-                PARAMETERS,
+                "zero.parameters.is_copied",
                 "    return is_laid_out(parameter) or type(parameter) in _PLAIN\n",
                 "    return is_laid_out(parameter) or not has_own_dispatch(parameter)\n",
             ),
@@ -28,7 +27,7 @@ MUTANTS = (
         "quantised-ones-keep-each-ranks-values",
         ("L10",),
         "At stage 3 what is not sharded is not copied from rank 0 either: ranks train over different bases.",
-        (Edit(SHARDED, "        self._copy(self.replicas())\n", ""),),
+        (Edit("zero.sharded.ShardedStorage.end", "        self._copy(self.replicas())\n", ""),),
         (f"{QLORA}[3-fp32]",),
     ),
     Mutant(
@@ -37,7 +36,7 @@ MUTANTS = (
         "Mixed precision casts whatever has a float dtype: packed numbers become others.",
         (
             Edit(
-                "zero/precision.py",
+                "zero.precision.cast",
                 "        if is_laid_out(tensor) and tensor.dtype is not dtype:\n",
                 "        if tensor.dtype in FLOATS and tensor.dtype is not dtype:\n",
             ),
@@ -50,7 +49,7 @@ MUTANTS = (
         "A trained wrapper subclass is taken for a frozen one: it keeps its first values, and nobody is told.",
         (
             Edit(
-                PARAMETERS,
+                "zero.parameters._check",
                 "    if parameter.requires_grad and not is_laid_out(parameter):\n",
                 "    if parameter.requires_grad and not is_laid_out(parameter) and not has_own_dispatch(parameter):\n",
             ),
@@ -63,7 +62,9 @@ MUTANTS = (
         "What was quantised and is trained now gets gradients, and no step uses them.",
         (
             Edit(
-                STORAGE, "            if parameter.requires_grad:\n", "            if parameter.grad_fn is not None:\n"
+                "zero.storage.ParameterStorage.unfrozen_problem",
+                "            if parameter.requires_grad:\n",
+                "            if parameter.grad_fn is not None:\n",
             ),
         ),
         (f"{TESTS}::test_one_that_is_unfrozen_later_is_an_error_on_every_rank_until_it_is_frozen_again[2]",),
@@ -74,7 +75,7 @@ MUTANTS = (
         "A saved dict lists the parameters in buckets alone, so that the plain class over all parameters refuses it.",
         (
             Edit(
-                "zero/optimizer.py",
+                "zero.optimizer.ZeroOptimizer.state_dict",
                 "checkpoint.packed_groups(self.param_groups, self._storage.listed())",
                 "checkpoint.packed_groups(self.param_groups, self._storage.layout.parameters)",
             ),
@@ -87,7 +88,7 @@ MUTANTS = (
         "A further group is numbered after the parameters in buckets: two parameters have one index in a saved dict.",
         (
             Edit(
-                "zero/assembly.py",
+                "zero.assembly.Assembly._take_over",
                 '            known = sum(len(group["params"]) for group in all_groups[:first])\n',
                 "            known = len(self.storage.parameters)\n",
             ),
@@ -100,7 +101,7 @@ MUTANTS = (
         "A group that was added without names is saved under numbers, though the module has names for it.",
         (
             Edit(
-                PARAMETERS,
+                "zero.parameters.with_names",
                 '    return [(names.get(id(entry), f"parameter {index}"), entry) for index, entry in numbered]\n',
                 '    return [(names.get(index, f"parameter {index}"), entry) for index, entry in numbered]\n',
             ),

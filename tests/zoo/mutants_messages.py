@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-ASSEMBLY, OPTIMIZER = "zero/assembly.py", "zero/optimizer.py"
 CLOSE = "test_close.py"
 TAKEN = f"{CLOSE}::test_every_call_of_the_older_names_the_takeover_and_its_close_leaves_the_newer_alone"
 
@@ -17,7 +16,13 @@ MUTANTS = (
         "a-step-does-not-wait-for-another-stream",
         ("S19", "S20"),
         "A step on another stream than its backward's reads gradients that are still on their way.",
-        (Edit("zero/streams.py", "            current.wait_stream(self._last)\n", "            pass\n"),),
+        (
+            Edit(
+                "zero.streams.Streams.wait_for_previous",
+                "            current.wait_stream(self._last)\n",
+                "            pass\n",
+            ),
+        ),
         (f"{DEVICES}::test_each_part_of_a_step_waits_for_the_one_before_on_whatever_stream_it_is[1-1]",),
     ),
     Mutant(
@@ -26,7 +31,7 @@ MUTANTS = (
         "What other streams were told since is not waited for.",
         (
             Edit(
-                "zero/streams.py",
+                "zero.streams.Streams.wait_for_previous",
                 "        self._last = current\n",
                 "        self._last = self._last or current\n",
             ),
@@ -37,7 +42,13 @@ MUTANTS = (
         "a-second-device-is-taken-in-silence",
         ("L5",),
         "Hooks of parameters on two devices run in two threads at once.",
-        (Edit("zero/parameters.py", "        if spec.device != trained[0].device:\n", "        if False:\n"),),
+        (
+            Edit(
+                "zero.parameters.check_one_device",
+                "        if spec.device != trained[0].device:\n",
+                "        if False:\n",
+            ),
+        ),
         (f"{DEVICES}::test_what_is_trained_is_on_one_device",),
     ),
     Mutant(
@@ -46,7 +57,7 @@ MUTANTS = (
         "A model from the meta device lands on a GPU although the user set the CPU.",
         (
             Edit(
-                "zero/meta.py",
+                "zero.meta.landing",
                 " or any(isinstance(mode, DeviceContext) for mode in modes)",
                 "",
             ),
@@ -59,12 +70,12 @@ MUTANTS = (
         "`zero.verify` looks for new gradients alone: from the second micro-batch on a backward adds to old ones.",
         (
             Edit(
-                "zero/verify_ranks.py",
+                "zero.verify_ranks.Work.backward",
                 "        self.several_backwards |= any(",
                 "        self.several_backwards = any(",
             ),
             Edit(
-                "zero/verify_ranks.py",
+                "zero.verify_ranks.Work.backward",
                 "p.grad is not g or _version(p.grad) != version for",
                 "p.grad is not g for",
             ),
@@ -77,7 +88,7 @@ MUTANTS = (
         "Where torch refuses a placeholder, what this rank alone has found stays in p.grad, and the backward goes on.",
         (
             Edit(
-                "zero/faces.py",
+                "zero.faces.Faces._give",
                 "            self._parameters[index].grad = self._held[index] = None\n            return refused\n",
                 "            return None\n",
             ),
@@ -90,7 +101,7 @@ MUTANTS = (
         "The ranks that are named as owners of a state are those of the first replica.",
         (
             Edit(
-                "zero/storage.py",
+                "zero.storage.ParameterStorage.owners",
                 "        first = self._transport.rank - self._shards.rank\n",
                 "        first = 0\n",
             ),
@@ -101,7 +112,7 @@ MUTANTS = (
         "a-close-fails-for-what-it-lost",
         ("L3",),
         "The first close() after a parameter was replaced raises instead of telling what is lost.",
-        (Edit(OPTIMIZER, '            return f"{error}{of}"\n', "            raise\n"),),
+        (Edit("zero.optimizer.ZeroOptimizer._lost", '            return f"{error}{of}"\n', "            raise\n"),),
         (
             f"{CLOSE}::test_close_works_at_the_first_call_says_what_is_lost_and_another_optimizer_trains_on[1-replace-1]",
         ),
@@ -110,14 +121,26 @@ MUTANTS = (
         "a-close-hides-the-error-before-it",
         ("L3",),
         "In the user's `finally`, what close() cannot do takes the place of the error that ended the training.",
-        (Edit(OPTIMIZER, "            if first is None:\n                raise\n", "            raise\n"),),
+        (
+            Edit(
+                "zero.optimizer.ZeroOptimizer.close",
+                "            if first is None:\n                raise\n",
+                "            raise\n",
+            ),
+        ),
         (f"{CLOSE}::test_a_close_that_fails_never_hides_the_error_before_it[in_finally-1]",),
     ),
     Mutant(
         "what-is-not-listed-is-taken-over-in-silence",
         ("L12",),
         "Stage 3 shards parameters that an older optimizer trains, and that one is not told.",
-        (Edit(ASSEMBLY, "            self.reducer.hooks.take_over(parameter)\n", "            pass\n"),),
+        (
+            Edit(
+                "zero.assembly.Assembly._take_over",
+                "            self.reducer.hooks.take_over(parameter)\n",
+                "            pass\n",
+            ),
+        ),
         (f"{TAKEN}[1-3-others, of the same module]",),
     ),
 )

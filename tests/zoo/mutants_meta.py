@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-META, SHARDED = "zero/meta.py", "zero/sharded.py"
 TESTS = "test_meta.py"
 SEED = f"{TESTS}::test_one_seed_gives_the_bits_of_plain_construction"
 SHARDS = f"{TESTS}::test_at_stage_3_what_came_before_is_sharded_when_a_module_gets_memory"
@@ -15,7 +14,13 @@ MUTANTS = (
         "modules-get-values-from-the-last",
         ("L19",),
         "One seed gives other weights than plain construction: modules draw in another order.",
-        (Edit(META, "self._materialize(self._unborn.pop(0))", "self._materialize(self._unborn.pop())"),),
+        (
+            Edit(
+                "zero.meta.Materializer._one_by_one",
+                "self._materialize(self._unborn.pop(0))",
+                "self._materialize(self._unborn.pop())",
+            ),
+        ),
         (f"{SEED}[1-False-1]",),
     ),
     Mutant(
@@ -24,7 +29,7 @@ MUTANTS = (
         "All modules get memory before the first bucket is sharded: a rank holds the whole model.",
         (
             Edit(
-                SHARDED,
+                "zero.sharded.ShardedStorage._as_they_come",
                 "            while any(is_meta(lot.parameters[slot.parameter]) for slot in bucket.slots):\n"
                 "                next(steps)\n",
                 "            for _ in steps:\n                pass\n",
@@ -38,7 +43,7 @@ MUTANTS = (
         "The frozen base of an adapted model is whole until what is trained has been sharded.",
         (
             Edit(
-                SHARDED,
+                "zero.sharded.ShardedStorage.adopt",
                 "        self._shelve([lot, self._rest_lot])\n",
                 "        self._shelve([lot])\n        self._shelve([self._rest_lot])\n",
             ),
@@ -49,7 +54,7 @@ MUTANTS = (
         "what-a-state-dict-misses-is-drawn",
         ("L19",),
         "A state dict with other names than the model's leaves it untrained, and nobody notices (S61 of construction).",
-        (Edit(META, "    if may_miss:\n", "    if may_miss or given is not None:\n"),),
+        (Edit("zero.meta._check_keys", "    if may_miss:\n", "    if may_miss or given is not None:\n"),),
         (f"{TESTS}::test_a_state_dict_has_what_the_model_has_unless_a_function_says_what_is_missing",),
     ),
     Mutant(
@@ -58,7 +63,7 @@ MUTANTS = (
         "A module's own initialisation comes after what was read for it.",
         (
             Edit(
-                META,
+                "zero.meta.Materializer._materialize",
                 "                    self._read(own)\n                    if self._given_as",
                 "                    self._read(own)\n"
                 "                    self._initialize(part, frozenset(id(entry.tensor) for entry in fresh))\n"
@@ -71,7 +76,13 @@ MUTANTS = (
         "what-has-values-is-drawn-again",
         ("S50", "L19"),
         "A tie gets the values of the last module that has it, and what never was on the meta device is overwritten.",
-        (Edit(META, "                own.registry[own.key] = self._stand_in(own)\n", "                pass\n"),),
+        (
+            Edit(
+                "zero.meta.Materializer._initialize",
+                "                own.registry[own.key] = self._stand_in(own)\n",
+                "                pass\n",
+            ),
+        ),
         (f"{TESTS}::test_what_a_module_draws_leaves_alone_what_has_values[25.0-1]",),
     ),
     Mutant(
@@ -80,7 +91,7 @@ MUTANTS = (
         "Where memory comes, the second of two tied parameters is told apart from the first, and read as missing.",
         (
             Edit(
-                META,
+                "zero.meta._named",
                 "    yield from module.named_parameters(remove_duplicate=False)\n",
                 "    yield from module.named_parameters()\n",
             ),

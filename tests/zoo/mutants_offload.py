@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-INNER, OFFLOAD, RUNS = "zero/inner.py", "zero/offload.py", "zero/runs.py"
-SHARDED, STAGING = "zero/sharded.py", "zero/staging.py"
 TESTS = "test_offload.py"
 STATES = f"{TESTS}::test_states_on_disk_change_no_bit[-1]"
 COPIED = f"{TESTS}::test_states_that_are_copied_to_another_device_for_a_step_and_back[1]"
@@ -20,7 +18,7 @@ MUTANTS = (
         "States that were stepped on a device are copied back once; later steps begin with those of the first.",
         (
             Edit(
-                STAGING,
+                "zero.staging.Staging.put_back",
                 "                kept[name].copy_(tensor, non_blocking=True)\n",
                 "                if name not in vars(self).setdefault('home', set()):\n"
                 "                    self.home.add(name)\n"
@@ -33,7 +31,13 @@ MUTANTS = (
         "states-never-come-home",
         ("S25",),
         "What was stepped on a device is not there when its host memory is read next.",
-        (Edit(STAGING, "                kept[name].copy_(tensor, non_blocking=True)\n", "                pass\n"),),
+        (
+            Edit(
+                "zero.staging.Staging.put_back",
+                "                kept[name].copy_(tensor, non_blocking=True)\n",
+                "                pass\n",
+            ),
+        ),
         (COPIED,),
     ),
     Mutant(
@@ -42,7 +46,7 @@ MUTANTS = (
         "What is copied to the host is what the device had before it stepped.",
         (
             Edit(
-                STAGING,
+                "zero.staging.Staging._beside",
                 "        self._stream.wait_stream(torch.accelerator.current_stream(self._device))\n",
                 "",
             ),
@@ -53,21 +57,27 @@ MUTANTS = (
         "a-bucket-is-stepped-before-its-states-have-come",
         ("S19", "S25"),
         "A device steps what was in its memory before, for its states are still on their way.",
-        (Edit(RUNS, "        self._staging.wait()\n", ""),),
+        (Edit("zero.runs.BucketStates.stage", "        self._staging.wait()\n", ""),),
         (LATE,),
     ),
     Mutant(
         "an-interrupted-step-leaves-its-states",
         ("S52",),
         "Copies of states that an interrupted step left take the place of those that were loaded since.",
-        (Edit(INNER, "                states.let_go()\n", "                pass\n"),),
+        (Edit("zero.inner.InnerOptimizer.step", "                states.let_go()\n", "                pass\n"),),
         ("test_staging.py::test_what_an_interrupted_step_left_is_no_state_of_the_next[True]",),
     ),
     Mutant(
         "memory-is-used-again-while-it-is-copied",
         ("S25",),
         "The next bucket's states take the memory of those that are still on their way back.",
-        (Edit(STAGING, "        self.wait()\n        self.tensors = {}\n", "        self.tensors = {}\n"),),
+        (
+            Edit(
+                "zero.staging.Staging.let_go",
+                "        self.wait()\n        self.tensors = {}\n",
+                "        self.tensors = {}\n",
+            ),
+        ),
         (LATE,),
     ),
     Mutant(
@@ -76,7 +86,7 @@ MUTANTS = (
         "Copies keep their memory until the step is over: a device must hold all states.",
         (
             Edit(
-                INNER,
+                "zero.inner.InnerOptimizer.step",
                 "                        before.let_go()\n",
                 "                        pass\n",
             ),
@@ -87,7 +97,13 @@ MUTANTS = (
         "pages-stay",
         ("P27", "L18"),
         "A bucket that was stepped stays in memory: after a step all states are resident.",
-        (Edit(OFFLOAD, "            region.mapping.madvise(mmap.MADV_DONTNEED, begin, nbytes)\n", ""),),
+        (
+            Edit(
+                "zero.offload.Spool.leave",
+                "            region.mapping.madvise(mmap.MADV_DONTNEED, begin, nbytes)\n",
+                "",
+            ),
+        ),
         (f"{RESIDENT}[1--False]",),
     ),
     Mutant(
@@ -96,7 +112,7 @@ MUTANTS = (
         "Slices of parameters that a step has written stay until the next forward.",
         (
             Edit(
-                SHARDED,
+                "zero.sharded.ShardedStorage.leave",
                 "        if self._keeper is not None:\n            self._keeper.leave([self.flats[bucket]])\n",
                 "        return\n",
             ),
@@ -107,7 +123,7 @@ MUTANTS = (
         "states-lie-on-top-of-each-other",
         ("L5", "L18"),
         "Every tensor begins at the same place in the file.",
-        (Edit(OFFLOAD, "region.taken, region.taken + nbytes", "region.taken, 0"),),
+        (Edit("zero.offload.Spool.empty", "region.taken, region.taken + nbytes", "region.taken, 0"),),
         (STATES,),
     ),
     Mutant(
@@ -116,7 +132,7 @@ MUTANTS = (
         "The file is only made longer: a full disk is a signal in the middle of a step.",
         (
             Edit(
-                OFFLOAD,
+                "zero.offload.Spool.reserve",
                 "            os.posix_fallocate(number, self._end, nbytes)\n",
                 "            os.ftruncate(number, self._end + nbytes)\n",
             ),

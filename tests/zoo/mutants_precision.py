@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-PRECISION, GRADIENTS, REDUCER = "zero/precision.py", "zero/gradients.py", "zero/reducer.py"
-ASSEMBLY, CHECKPOINT, INNER = "zero/assembly.py", "zero/checkpoint.py", "zero/inner.py"
-RUNS = "zero/runs.py"
-OPTIMIZER, STORAGE, AGREEMENT, JOIN = "zero/optimizer.py", "zero/storage.py", "zero/agreement.py", "zero/join.py"
 UNITS = "test_join.py::test_units_may_be_there_when_a_block_begins_and_when_a_rank_leaves_it"
 TRAINING = "test_mixed_precision.py::test_training_is_that_of_the_plain_loop"
 NO_SYNC = "test_mixed_precision.py::test_what_no_sync_adds_up_is_wide_and_rounded_once"
@@ -26,7 +22,7 @@ MASTERS = (
         "The model is cast before the masters are made of it: the upcast adds no bit to what was rounded.",
         (
             Edit(
-                STORAGE,
+                "zero.storage.ParameterStorage._values",
                 "            keep(bucket, whole)\n",
                 "            keep(bucket, whole.to(bucket.dtypes.compute).to(bucket.dtypes.master))\n",
             ),
@@ -37,7 +33,13 @@ MASTERS = (
         "a-model-made-in-16-bits-has-no-wide-masters",
         ("S39",),
         "A weight that the user made in 16 bits is its own master: updates smaller than its last bit are lost.",
-        (Edit(PRECISION, "master = dtype if dtype.itemsize >= 4 else torch.float32", "master = dtype"),),
+        (
+            Edit(
+                "zero.precision.MixedPrecision.of",
+                "master = dtype if dtype.itemsize >= 4 else torch.float32",
+                "master = dtype",
+            ),
+        ),
         (f"{MADE_IN}[2-dtype1]",),
     ),
     Mutant(
@@ -45,7 +47,7 @@ MASTERS = (
         ("S54",),
         "A step begins with the master weights as they were: what was loaded into the model is overwritten by their "
         "cast.",
-        (Edit(INNER, "        states.master.follow()\n", "        pass\n"),),
+        (Edit("zero.inner._step", "        states.master.follow()\n", "        pass\n"),),
         (f"{FOLLOW}[2]",),
     ),
     Mutant(
@@ -54,7 +56,7 @@ MASTERS = (
         "Where one element was written, all of them become what the model computes with: masters lose their low bits.",
         (
             Edit(
-                PRECISION,
+                "zero.precision.Master.follow",
                 "wide.copy_(torch.where(written, narrow.to(wide.dtype), wide))",
                 "wide.copy_(narrow if bool(written.any()) else wide)",
             ),
@@ -67,7 +69,7 @@ MASTERS = (
         "What is written behind the first 65,536 elements of a slice is not seen, and lost at the next step.",
         (
             Edit(
-                PRECISION,
+                "zero.precision.Master.follow",
                 "        for begin in range(0, self._narrow.numel(), block):\n            narrow, wide",
                 "        for begin in range(0, min(block, self._narrow.numel()), block):\n            narrow, wide",
             ),
@@ -80,7 +82,7 @@ MASTERS = (
         "Weights are compared by value: -0.0 that was written over 0.0 is not seen.",
         (
             Edit(
-                PRECISION,
+                "zero.precision.Master.follow",
                 "written = rounded.view(as_integers) != narrow.view(as_integers)",
                 "written = (rounded != narrow) & (as_integers is not None)",
             ),
@@ -93,7 +95,7 @@ MASTERS = (
         "Parameters that are added to an optimizer get masters that are made of what they were cast to.",
         (
             Edit(
-                ASSEMBLY,
+                "zero.assembly.Assembly._take_over",
                 "                        wide.pop(bucket.index, None),\n",
                 "                        None if buckets else wide.pop(bucket.index, None),\n",
             ),
@@ -106,7 +108,7 @@ MASTERS = (
         "Of neighbours whose master weights were updated the first one reaches the model.",
         (
             Edit(
-                RUNS,
+                "zero.runs.BucketStates.cast",
                 "self.master.cast(members[0].begin - self.begin, members[-1].end - self.begin)",
                 "self.master.cast(members[0].begin - self.begin, members[0].end - self.begin)",
             ),
@@ -119,7 +121,7 @@ MASTERS = (
         "The loader rounds moments to what the model computes in.",
         (
             Edit(
-                CHECKPOINT,
+                "zero.checkpoint.scatter",
                 "flattened(value.detach().to(bucket.device, bucket.dtypes.master), spec.stride)",
                 "flattened(value.detach().to(bucket.device, bucket.dtypes.compute), spec.stride)",
             ),
@@ -133,7 +135,7 @@ MASTERS = (
         "checkpoint has 16 bits in 32.",
         (
             Edit(
-                ASSEMBLY,
+                "zero.assembly.Assembly._cast_inputs",
                 "                InputCast.put(self.module, self.precision.param_dtype, self)\n",
                 "                InputCast.put(self.module, self.precision.param_dtype, self)\n"
                 "                self.module.register_forward_pre_hook(self._narrowed)\n\n"
@@ -152,7 +154,7 @@ MASTERS = (
         "A forward in evaluation mode casts the buffers to what the model computes in, and leaves them so.",
         (
             Edit(
-                PRECISION,
+                "zero.precision.InputCast.__call__",
                 "        return tuple(_cast(arg, dtype) for arg in args), {",
                 "        for buffer in [] if module.training else list(module.buffers()):\n"
                 "            buffer.copy_(buffer.to(dtype))\n"
@@ -167,7 +169,7 @@ MASTERS = (
         "A saved dict holds the master weights without what was written into the model since.",
         (
             Edit(
-                CHECKPOINT,
+                "zero.checkpoint.gather",
                 "states.followed_weights() if name == _MASTER",
                 "states.weights if name == _MASTER",
             ),
@@ -178,7 +180,7 @@ MASTERS = (
         "reading-masters-changes-them",
         ("L15",),
         "To read master weights makes them what was written into the model, which may be taken back before a step.",
-        (Edit(PRECISION, "self._dtype, self._wide.clone())", "self._dtype, self._wide)"),),
+        (Edit("zero.precision.Master.followed", "self._dtype, self._wide.clone())", "self._dtype, self._wide)"),),
         ("test_mixed_cases.py::test_reading_masters_changes_nothing[2]",),
     ),
     Mutant(
@@ -187,7 +189,7 @@ MASTERS = (
         "The loader takes no master weights: training goes on from rounded ones.",
         (
             Edit(
-                OPTIMIZER,
+                "zero.optimizer.ZeroOptimizer.load_state_dict",
                 'checkpoint.scatter_masters(loaded.get("masters", {}), ',
                 "checkpoint.scatter_masters({}, ",
             ),
@@ -198,7 +200,7 @@ MASTERS = (
         "masters-of-before-outlive-a-load",
         ("S53",),
         "After a dict without master weights those of the training before stay.",
-        (Edit(CHECKPOINT, "        states.master.forget()\n", ""),),
+        (Edit("zero.checkpoint.scatter_masters", "        states.master.forget()\n", ""),),
         (
             "test_mixed_cases.py::"
             "test_a_dict_without_masters_leaves_them_to_the_model_and_a_plain_optimizer_takes_one_with",
@@ -208,7 +210,7 @@ MASTERS = (
         "whatever-is-frozen-has-masters",
         ("L7",),
         "Weights that were never updated get wide ones, too, at the first step.",
-        (Edit(RUNS, "                if is_present:\n", "                if members:\n"),),
+        (Edit("zero.runs.BucketStates.cast", "                if is_present:\n", "                if members:\n"),),
         ("test_mixed_cases.py::test_what_is_never_trained_has_no_master_weights[2]",),
     ),
 )
@@ -220,7 +222,7 @@ SUMS = (
         "Gradients travel in what the model computes in, whatever `reduce_dtype` says.",
         (
             Edit(
-                PRECISION,
+                "zero.precision.MixedPrecision.of",
                 "return Dtypes(self.param_dtype, self.travel,",
                 "return Dtypes(self.param_dtype, self.param_dtype,",
             ),
@@ -233,7 +235,7 @@ SUMS = (
         "With one rank a contribution is put where the sum is, in its dtype, and not rounded to what travels.",
         (
             Edit(
-                GRADIENTS,
+                "zero.gradients.GradientStore._to_travel",
                 "not self.has_sum and not bucket.dtypes.widens:",
                 "not self.has_sum:",
             ),
@@ -247,7 +249,7 @@ SUMS = (
         "declared.",
         (
             Edit(
-                "collectives/fold.py",
+                "collectives.fold.fold",
                 "    running = torch.empty(min(block, size), dtype=out.dtype, device=out.device)\n",
                 "    kept = torch.float32 if out.itemsize == 2 else out.dtype\n"
                 "    running = torch.empty(min(block, size), dtype=kept, device=out.device)\n",
@@ -261,7 +263,7 @@ SUMS = (
         "What `no_sync` keeps is as narrow as what travels: each micro-batch is rounded.",
         (
             Edit(
-                GRADIENTS,
+                "zero.gradients.GradientStore._open",
                 "        if travels or not self.bucket.dtypes.widens:\n            self._local",
                 "        if travels or not self.bucket.dtypes.widens or self.has_sum is not None:\n"
                 "            self._local",
@@ -276,7 +278,7 @@ SUMS = (
         "in a wide one: it is left out.",
         (
             Edit(
-                GRADIENTS,
+                "zero.gradients.GradientStore.absorb",
                 "            if first:\n",
                 "            if first and travels and self._local.dtype is not self.bucket.dtypes.travel:\n"
                 "                torch._foreach_zero_([self._view(slot) for slot in first])\n"
@@ -291,7 +293,7 @@ SUMS = (
         "At stage 0 alone the wide means are gathered into what travels, and so rounded to 16 bits.",
         (
             Edit(
-                GRADIENTS,
+                "zero.gradients.GradientStore.gather_means",
                 "            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.accumulate)\n",
                 "            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.travel)\n",
             ),
@@ -304,7 +306,7 @@ SUMS = (
         "The norm leaves out what lies in a bucket behind a parameter that no rank used.",
         (
             Edit(
-                REDUCER,
+                "zero.reducer.Reducer._settled",
                 "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n",
                 "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n"
                 "                    else:\n                        break\n",
@@ -318,7 +320,7 @@ SUMS = (
         "An fp64 parameter that no rank used makes the norm fp64, and so the clip factor.",
         (
             Edit(
-                REDUCER,
+                "zero.reducer.Reducer.any_is_double",
                 "        return any(self.used[slot.parameter] for bucket in doubles for slot in bucket.slots)\n",
                 "        return bool(doubles)\n",
             ),
@@ -329,7 +331,13 @@ SUMS = (
         "stage-0-steps-with-the-means-of-before",
         ("L2",),
         "At stage 0, where means are not shown and so gathered once, those of the first step count as those of now.",
-        (Edit(REDUCER, "        self._progress.means_divisor = None\n        if self.means", "        if self.means"),),
+        (
+            Edit(
+                "zero.reducer.Reducer._round_is_over",
+                "        self._progress.means_divisor = None\n        if self.means",
+                "        if self.means",
+            ),
+        ),
         (f"{TRAINING}[0-bf16]",),
     ),
     Mutant(
@@ -339,7 +347,7 @@ SUMS = (
         "ranks' slices it is -0.0.",
         (
             Edit(
-                "zero/shown.py",
+                "zero.shown.Shown._used_is_known",
                 "        return (self.means_are_shown and not",
                 "        return (self._stage.means_are_gathered and not",
             ),
@@ -355,7 +363,7 @@ CASTS = (
         "What a module is called with is cast where it is a tensor, and not inside tuples, lists and dicts.",
         (
             Edit(
-                PRECISION,
+                "zero.precision._cast",
                 "        return type(value)(_cast(item, dtype) for item in value)\n",
                 "        return value\n",
             ),
@@ -368,7 +376,7 @@ CASTS = (
         "Parameters of the module that are not updated keep their dtype, and what is computed with them is wide again.",
         (
             Edit(
-                STORAGE,
+                "zero.storage.ParameterStorage._cast_rest",
                 "            cast([parameter for _, parameter in self._others()], self._precision.param_dtype)\n",
                 "            cast([], self._precision.param_dtype)\n",
             ),
@@ -381,7 +389,7 @@ CASTS = (
         "After `close()` the model still casts what it is called with.",
         (
             Edit(
-                ASSEMBLY,
+                "zero.assembly.Assembly.release",
                 "            InputCast.remove(self.module, self)\n        self.reducer.close()\n",
                 "            self.module.zero_grad()\n        self.reducer.close()\n",
             ),
@@ -398,7 +406,7 @@ SCALING = (
         "moments of a step that should be skipped become infinite.",
         (
             Edit(
-                OPTIMIZER,
+                "zero.optimizer.ZeroOptimizer.__init__",
                 '        self._closed = ""  # why nothing can be done any more\n',
                 '        self._closed = ""  # why nothing can be done any more\n'
                 "        self._step_supports_amp_scaling = True\n",
@@ -412,7 +420,7 @@ SCALING = (
         "The rank that owns an element that is not finite skips the step, and the others take it.",
         (
             Edit(
-                REDUCER,
+                "zero.reducer.Reducer._unscale",
                 "        if any(told[0] for told in self._transport.exchange(mine, tag)):\n",
                 "        if self._transport.exchange(mine, tag)[self._transport.rank][0]:\n",
             ),
@@ -423,7 +431,7 @@ SCALING = (
         "unscaled-once-for-each-dtype",
         ("S36",),
         "A scaler asks once for each dtype of gradients, and each time all of them are unscaled.",
-        (Edit(REDUCER, "        if found is self._unscaled:\n            return\n", ""),),
+        (Edit("zero.reducer.Reducer.unscale", "        if found is self._unscaled:\n            return\n", ""),),
         ("test_loss_scaling.py::test_a_scaler_asks_once_for_each_dtype_and_all_are_unscaled_once[2]",),
     ),
     Mutant(
@@ -432,7 +440,7 @@ SCALING = (
         "At stage 0, where every rank steps all elements, each takes the scale out of its own slice.",
         (
             Edit(
-                REDUCER,
+                "zero.reducer.Reducer._unscale",
                 "self._settled(lambda store: store.bucket.pieces(*self._stage.stepped(store.bucket, self._place))):",
                 "self._settled(lambda store: store.bucket.pieces(*store.bucket.owned(self._place))):",
             ),
@@ -446,7 +454,7 @@ SCALING = (
         "half as large.",
         (
             Edit(
-                REDUCER,
+                "zero.reducer.Reducer._unscale",
                 "        here = torch.zeros_like(found)\n",
                 '        inverse, self._kept = getattr(self, "_kept", inverse), inverse.clone()\n'
                 "        here = torch.zeros_like(found)\n",
@@ -458,7 +466,7 @@ SCALING = (
         "scales-are-not-compared",
         ("L16",),
         "Each rank takes out the loss scale of its own scaler, and none notices that they differ.",
-        (Edit(AGREEMENT, "if record.scale != first.scale:", "if first.divisor is None:"),),
+        (Edit("zero.agreement.check", "if record.scale != first.scale:", "if first.divisor is None:"),),
         ("test_loss_scaling.py::test_scales_that_differ_between_ranks_are_an_error_on_every_rank[2]",),
     ),
     Mutant(
@@ -467,7 +475,7 @@ SCALING = (
         "`zero_grad` takes gradients that were unscaled and not stepped with for already cleared: an overflow stays.",
         (
             Edit(
-                "zero/shown.py",
+                "zero.shown.Shown.zero_grad",
                 "            self._faces.clear()  # also what was there before this object\n"
                 "            self._clear()\n",
                 "            self._faces.clear()  # also what was there before this object\n"
@@ -486,7 +494,7 @@ JOINING = (
         "`sum_over_ranks` takes every rank's number for rank 0's: equal on all ranks, and wrong where they differ.",
         (
             Edit(
-                OPTIMIZER,
+                "zero.optimizer.ZeroOptimizer.sum_over_ranks",
                 "        return sum(told) if all(",
                 "        told = told[:1] * len(told)\n        return sum(told) if all(",
             ),
@@ -497,7 +505,7 @@ JOINING = (
         "sums-over-ranks-are-rounded-at-each-rank",
         ("L1",),
         "`sum_over_ranks` adds floats up one after another: a small number is lost between large ones.",
-        (Edit(OPTIMIZER, "else math.fsum(told)", "else float(sum(told))"),),
+        (Edit("zero.optimizer.ZeroOptimizer.sum_over_ranks", "else math.fsum(told)", "else float(sum(told))"),),
         ("test_join.py::test_sums_over_ranks_are_exact_and_equal_everywhere",),
     ),
     Mutant(
@@ -506,7 +514,7 @@ JOINING = (
         "A rank that has run out of batches divides by the tokens of its own last step.",
         (
             Edit(
-                OPTIMIZER,
+                "zero.optimizer.ZeroOptimizer._follow",
                 "        if self.divisor != call.divisor:\n            self.divisor = call.divisor\n",
                 "",
             ),
@@ -517,14 +525,14 @@ JOINING = (
         "who-left-keeps-its-learning-rate",
         ("L14",),
         "A rank that has run out of batches steps its slices with the learning rate of its own last step.",
-        (Edit(OPTIMIZER, "        adopt_options(self.param_groups, call.options)\n", ""),),
+        (Edit("zero.optimizer.ZeroOptimizer._follow", "        adopt_options(self.param_groups, call.options)\n", ""),),
         (f"{LEFT}[2-counts0-None]",),
     ),
     Mutant(
         "units-stay-over-the-end-of-a-turn",
         ("L14",),
         "What a rank's last forward gathered is still there when it has run out of batches: it gathers nothing.",
-        (Edit(OPTIMIZER, "            self._storage.begin_again()\n", ""),),
+        (Edit("zero.optimizer.ZeroOptimizer.join", "            self._storage.begin_again()\n", ""),),
         (f"{UNITS}[False-counts1-True]",),
     ),
     Mutant(
@@ -533,7 +541,7 @@ JOINING = (
         "After the block ranks fetch ahead what their own forwards taught them: not all the same.",
         (
             Edit(
-                "zero/unit_hooks.py",
+                "zero.unit_hooks.UnitHooks.begin_again",
                 "            self.retire()\n        self._order = Order(self._units)\n",
                 "            self.retire()\n",
             ),
@@ -547,7 +555,7 @@ JOINING = (
         "those that are still scaled.",
         (
             Edit(
-                "zero/shown.py",
+                "zero.shown.Shown.means_are_shown",
                 "return self._means_may_be_shown and not self.inside_join",
                 "return self._means_may_be_shown",
             ),
@@ -560,7 +568,7 @@ JOINING = (
         "A rank that takes over a learning rate puts a number where the user has a tensor, which is live no more.",
         (
             Edit(
-                JOIN,
+                "zero.join.adopt_options",
                 "                known.copy_(found)  # the same tensor, which others may hold, too\n",
                 "                group[key] = found.item()\n",
             ),
@@ -571,7 +579,13 @@ JOINING = (
         "betas-become-a-list",
         ("L12",),
         "A rank that takes over options has a list where the user has a tuple.",
-        (Edit(JOIN, "return tuple(_rebuilt(item) for item in items)", "return [_rebuilt(item) for item in items]"),),
+        (
+            Edit(
+                "zero.join._rebuilt",
+                "return tuple(_rebuilt(item) for item in items)",
+                "return [_rebuilt(item) for item in items]",
+            ),
+        ),
         ("test_join.py::test_options_that_a_rank_takes_over_keep_their_type",),
     ),
     Mutant(
@@ -580,7 +594,7 @@ JOINING = (
         "After an exception inside `join()` the optimizer stays inside, and no other block can be entered.",
         (
             Edit(
-                OPTIMIZER,
+                "zero.optimizer.ZeroOptimizer.join",
                 "        finally:\n            while self._followed:\n"
                 "                self._followed.pop().__exit__(None, None, None)\n"
                 "            try:\n                self._storage.tell_gathers(None)\n"
@@ -596,7 +610,7 @@ JOINING = (
         "A rank that has run out of batches does not clear gradients: its slices add up those of all steps.",
         (
             Edit(
-                OPTIMIZER,
+                "zero.optimizer.ZeroOptimizer._follow",
                 '            case "exchange":\n                self.exchange(b"")\n',
                 '            case "exchange":\n                self.exchange(b"")\n'
                 '            case "zero_grad":\n                pass\n',
@@ -608,21 +622,27 @@ JOINING = (
         "who-left-does-not-catch-up",
         ("L14",),
         "A rank that has run out of batches listens without entering the rounds that the others began.",
-        (Edit(JOIN, '        self._meet("join()")\n', ""),),
+        (Edit("zero.join.Turns._exchange", '        self._meet("join()")\n', ""),),
         (f"{LEFT}[2-counts0-None]",),
     ),
     Mutant(
         "other-arguments-inside-join-are-not-noticed",
         ("L14",),
         "Ranks inside `join` that make one call with different arguments clip by different limits.",
-        (Edit(JOIN, "        if call != expected:\n", '        if call["name"] != expected["name"]:\n'),),
+        (Edit("zero.join._check", "        if call != expected:\n", '        if call["name"] != expected["name"]:\n'),),
         ("test_join.py::test_ranks_that_call_different_things_are_told_on_every_rank",),
     ),
     Mutant(
         "options-are-not-compared",
         ("L12",),
         "Ranks whose learning rates differ update their slices with different ones, and none notices.",
-        (Edit(AGREEMENT, "record.options.get(key, ours) != ours:", "record.options.get(key, ours) is None:"),),
+        (
+            Edit(
+                "zero.agreement.check",
+                "record.options.get(key, ours) != ours:",
+                "record.options.get(key, ours) is None:",
+            ),
+        ),
         ("test_join.py::test_options_that_differ_between_ranks_are_an_error_that_names_them",),
     ),
     Mutant(
@@ -631,7 +651,7 @@ JOINING = (
         "`broadcast_buffers` sends nothing: running statistics stay each rank's own.",
         (
             Edit(
-                STORAGE,
+                "zero.storage.ParameterStorage.broadcast_buffers",
                 "        self._copy(self._buffers())\n        self._compare",
                 "        self._copy([])\n        self._compare",
             ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-HOOKS, LINE, HOST = "zero/unit_hooks.py", "collectives/line.py", "collectives/host.py"
 FORKS, THREADS = "test_forks.py", "test_threads.py"
 RAISES = f"{FORKS}::test_what_a_forked_child_does_at_stage_3_raises_at_once_and_the_ranks_go_on"
 COLLECTS = f"{FORKS}::test_to_collect_an_optimizer_in_a_forked_child_takes_nothing_from_the_ranks"
@@ -17,7 +16,7 @@ MUTANTS = (
         "A process that was forked inside `gathered()` runs forwards with values of whatever step the ranks are at.",
         (
             Edit(
-                HOOKS,
+                "zero.unit_hooks.UnitHooks.entered",
                 "        self._residency.check_process()  # before a lock",
                 "        pass  # before a lock",
             ),
@@ -30,7 +29,7 @@ MUTANTS = (
         "A forked process that leaves a collective call by an error tells the others that its rank failed.",
         (
             Edit(
-                LINE,
+                "collectives.line.Line.abort",
                 "        if os.getpid() != self._process:\n            return list(self.peers)\n",
                 "",
             ),
@@ -43,7 +42,7 @@ MUTANTS = (
         "Where a forked process lets go of its copy of an optimizer, the rank's sockets are shut, not only its own.",
         (
             Edit(
-                HOST,
+                "collectives.host.Peer.__del__",
                 "    def __del__(self) -> None:\n        self.socket.close()\n",
                 "    def __del__(self) -> None:\n        self.socket.shutdown(socket.SHUT_RDWR)\n"
                 "        self.socket.close()\n",
@@ -57,7 +56,7 @@ MUTANTS = (
         "A forward begins while another thread is inside one: each drops units that the other is about to use.",
         (
             Edit(
-                HOOKS,
+                "zero.unit_hooks.UnitHooks._check_no_other_forward",
                 '                self._refuse(thread, "a forward")\n',
                 "                continue\n",
             ),
@@ -70,7 +69,7 @@ MUTANTS = (
         "What a thread that was refused leaves behind it releases the unit that the other thread is computing with.",
         (
             Edit(
-                HOOKS,
+                "zero.unit_hooks.UnitHooks.left",
                 "        if not last or last[0][:2] != (place, thread):",
                 "        if not last or last[0][0] is not place:",
             ),
@@ -81,28 +80,50 @@ MUTANTS = (
         "a-forward-that-is-refused-ends-another-thread-s-backward",
         ("L3",),
         "A forward that is refused beside a backward of another thread releases the units that this computes with.",
-        (Edit(HOOKS, "if self._task not in (_NO_TASK, torch._C._current_graph_task_id()):", "if False:"),),
+        (
+            Edit(
+                "zero.unit_hooks.UnitHooks._begin_outermost",
+                "if self._task not in (_NO_TASK, current_graph_task_id()):",
+                "if False:",
+            ),
+        ),
         ("test_threads.py::test_a_forward_that_is_refused_inside_a_backward_releases_nothing[travel]",),
     ),
     Mutant(
         "a-thread-that-is-refused-puts-hooks-into-a-compiled-call",
         ("L3",),
         "Hooks of a unit reappear inside the compiled call of another thread, and become part of its graph.",
-        (Edit(HOOKS, "if module is not None and taken_away:", "if module is not None:"),),
+        (
+            Edit(
+                "zero.unit_hooks._Place._leave_compiled",
+                "if module is not None and taken_away:",
+                "if module is not None:",
+            ),
+        ),
         ("test_threads.py::test_a_thread_that_is_refused_leaves_the_compiled_call_of_another_as_it_is[one-rank]",),
     ),
     Mutant(
         "a-generator-that-yields-ends-a-forward",
         ("L3",),
         "A forward in which generators run looks interrupted to another thread, which ends it and releases its units.",
-        (Edit(HOOKS, "if last is None or not last.f_code.co_flags & _SUSPENDED:", "if True:"),),
+        (
+            Edit(
+                "zero.unit_hooks._runs", "if own or last is None or not last.f_code.co_flags & _GENERATOR:", "if True:"
+            ),
+        ),
         ("test_threads.py::test_a_thread_whose_generators_come_and_go_is_inside_its_forward_still",),
     ),
     Mutant(
         "a-forward-begins-while-another-thread-releases",
         ("L2",),
         "A thread's forward shows units while another thread, whose forward ends, is releasing them.",
-        (Edit(HOOKS, "with self._beginning if len(self._running) == 1 else nullcontext():", "with nullcontext():"),),
+        (
+            Edit(
+                "zero.unit_hooks.UnitHooks.left",
+                "with self._beginning if len(self._running) == 1 else nullcontext():",
+                "with nullcontext():",
+            ),
+        ),
         ("test_threads.py::test_a_forward_begins_when_all_of_another_threads_is_over",),
     ),
 )

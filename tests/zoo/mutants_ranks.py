@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-BUCKETING, MESSAGES, PAIRWISE = "collectives/bucketing.py", "collectives/messages.py", "collectives/pairwise.py"
-MEMORY, TRANSPORT = "collectives/memory.py", "collectives/transport.py"
-CHANNEL, LINE = "collectives/channel.py", "collectives/line.py"
-GRADIENTS, LAYOUT, REDUCER = "zero/gradients.py", "zero/layout.py", "zero/reducer.py"
 EXACT = "test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
 DIFFERENT = "test_errors.py::test_ranks_that_built_different_models_learn_the_first_difference"
 
@@ -16,7 +12,7 @@ WAITS = (
         "a-block-in-use-is-handed-out",
         ("S18",),
         "Scratch memory that a transfer still holds counts as free: two contributions arrive in one buffer.",
-        (Edit(MEMORY, "return _uses(self.storage) == 1", "return _uses(self.storage) >= 1"),),
+        (Edit("collectives.memory._Block.free", "return _uses(self.storage) == 1", "return _uses(self.storage) >= 1"),),
         (f"{EXACT}[2-sgd]",),
     ),
     Mutant(
@@ -25,7 +21,7 @@ WAITS = (
         "The owner waits for the first of the other ranks and folds what the others' buffers hold by then.",
         (
             Edit(
-                PAIRWISE,
+                "collectives.pairwise._ReduceScatter.wait",
                 "            recvs.wait()\n",
                 "            for work in list(recvs._works)[:1]:\n                work.wait()\n",
             ),
@@ -38,7 +34,7 @@ WAITS = (
         "A bucket leaves before its last gradient is there, which is lost.",
         (
             Edit(
-                "zero/rounds.py",
+                "zero.rounds.Rounds.arrived",
                 "        if self._missing[bucket] == 0:\n",
                 "        if self._missing[bucket] <= 1:\n",
             ),
@@ -51,7 +47,7 @@ WAITS = (
         "Stage 0 shows means whose gather nobody waits for: what is read depends on how fast it comes.",
         (
             Edit(
-                REDUCER,
+                "zero.reducer.Reducer._gather_means",
                 "for store in stores).wait()\n        self._progress.means_divisor",
                 "for store in stores)\n        self._progress.means_divisor",
             ),
@@ -62,7 +58,13 @@ WAITS = (
         "one-request-fewer-is-waited-for",
         ("S24",),
         "Of several transfers the last one is not waited for.",
-        (Edit(MESSAGES, "        while self._works:\n", "        while len(self._works) > 1:\n"),),
+        (
+            Edit(
+                "collectives.messages.Chain.wait",
+                "        while self._works:\n",
+                "        while len(self._works) > 1:\n",
+            ),
+        ),
         ("test_collectives.py::test_direct_exchanges_may_be_waited_for_in_any_order", f"{EXACT}[2-sgd]"),
     ),
     Mutant(
@@ -71,7 +73,7 @@ WAITS = (
         "The next forward reads parameters that are still on their way from their owners.",
         (
             Edit(
-                "zero/update.py",
+                "zero.update.Update.step",
                 "        queue.finish()\n",
                 "        for n in range(len(buckets)):\n            queue.ready(n)\n",
             ),
@@ -84,7 +86,7 @@ WAITS = (
         "A bucket does not wait for its predecessors: ranks whose graphs differ launch in different orders.",
         (
             Edit(
-                BUCKETING,
+                "collectives.bucketing.BucketQueue.ready",
                 "        while not self.done and self._order[self._next] in self._ready:\n            self._start()\n",
                 "        if bucket in self._order[self._next :]:\n"
                 "            rest = [other for other in self._order[self._next :] if other != bucket]\n"
@@ -98,14 +100,20 @@ WAITS = (
         "any-number-of-buckets-is-in-flight",
         ("L7",),
         "Nothing bounds the buckets under way: a rank holds all of them at once.",
-        (Edit(BUCKETING, "        while len(self._flying) >= self._limit:\n            self._land()\n", ""),),
+        (
+            Edit(
+                "collectives.bucketing.BucketQueue._start",
+                "        while len(self._flying) >= self._limit:\n            self._land()\n",
+                "",
+            ),
+        ),
         ("test_bytes.py::test_bytes_of_a_rank_are_those_of_the_formulas[0.01-4-2]",),
     ),
     Mutant(
         "stage-2-keeps-whole-gradients",
         ("P27",),
         "The stage table's row of stage 2 is that of stage 1: every rank holds all gradients.",
-        (Edit("zero/stages.py", "Stage(2, _W, _S, _S)", "Stage(2, _W, _W, _S)"),),
+        (Edit("zero.stages", "Stage(2, _W, _S, _S)", "Stage(2, _W, _W, _S)"),),
         ("test_bytes.py::test_at_stage_2_no_rank_holds_all_reduced_gradients_after_backward",),
     ),
 )
@@ -117,12 +125,12 @@ RANKS = (
         "Every rank sends its whole contribution to every other one: the sums are right, the traffic W times as much.",
         (
             Edit(
-                PAIRWISE,
+                "collectives.pairwise.Pairwise.reduce_scatter",
                 "width = -(-(high - low) // GRAIN) * GRAIN",
                 "width = -(-source.numel() // GRAIN) * GRAIN",
             ),
             Edit(
-                PAIRWISE,
+                "collectives.pairwise.Pairwise.reduce_scatter",
                 "arriving = {rank: scratch[n * width : n * width + high - low] for n, rank in enumerate(t.peers())}",
                 "everything = {\n"
                 "            rank: scratch[n * width : n * width + source.numel()]\n"
@@ -131,12 +139,12 @@ RANKS = (
                 "        arriving = {rank: whole[low:high] for rank, whole in everything.items()}",
             ),
             Edit(
-                PAIRWISE,
+                "collectives.pairwise.Pairwise.reduce_scatter",
                 "[t.irecv_chunks(tensor, rank, tag) for rank, tensor in arriving.items()]",
                 "[t.irecv_chunks(whole, rank, tag) for rank, whole in everything.items()]",
             ),
             Edit(
-                PAIRWISE,
+                "collectives.pairwise.Pairwise.reduce_scatter",
                 "[t.isend(source[bounds[to] : bounds[to + 1]], to, tag) for to in t.peers()]",
                 "[t.isend(source, to, tag) for to in t.peers()]",
             ),
@@ -149,7 +157,7 @@ RANKS = (
         "In a sub-group the rank follows from the rank in the world: {1, 3} are 1 and 1, and nobody is 0.",
         (
             Edit(
-                LINE,
+                "collectives.line.Line.__init__",
                 "self.rank, self.timeout = self.ranks.index(carrier.rank)",
                 "self.rank, self.timeout = carrier.rank % len(ranks)",
             ),
@@ -162,7 +170,7 @@ RANKS = (
         "A rank of the group is compared with a rank of the world: the owner drops its own contribution.",
         (
             Edit(
-                PAIRWISE,
+                "collectives.pairwise.Pairwise.reduce_scatter",
                 "                parts.append((source[low:high] if rank == t.rank else arriving[rank])[begin:end])\n",
                 "                own = rank == t.carrier.rank\n"
                 "                if own or rank in arriving:\n"
@@ -177,7 +185,7 @@ RANKS = (
         "The norm of a group's gradients adds up those of every rank in the world.",
         (
             Edit(
-                "zero/update.py",
+                "zero.update.Update.clip",
                 'for data in self._transport.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):',
                 "world = Transport(self._transport.carrier, channel=77)\n"
                 '        for data in world.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):',
@@ -191,7 +199,7 @@ RANKS = (
         "The native gather takes what arrived for slices in a row, although uneven ones come padded to one width.",
         (
             Edit(
-                "collectives/carrier_calls.py",
+                "collectives.carrier_calls.CarrierCalls.all_gather",
                 "(buffer[low:high], padded[rank * width : rank * width + high - low])",
                 "(buffer[low:high], padded[low:high])",
             ),
@@ -204,7 +212,7 @@ RANKS = (
         "A rank with fewer backwards does not catch up: the others' reductions wait for it in vain.",
         (
             Edit(
-                REDUCER,
+                "zero.reducer.Reducer._meet",
                 "        self._transport.meet(Tag(Kind.MEET, purpose, self._rounds.number, self._meeting), "
                 "self._empty_round)\n",
                 "",
@@ -218,7 +226,7 @@ RANKS = (
         "A rank that fails keeps it to itself: the others wait until their time limit and learn no reason.",
         (
             Edit(
-                LINE,
+                "collectives.line.Line._abort",
                 "        for to in self.peers:\n            try:\n                kept.append(",
                 "        for to in ():\n            try:\n                kept.append(",
             ),
@@ -229,7 +237,13 @@ RANKS = (
         "headers-are-not-compared",
         ("L8",),
         "Ranks in different collectives of one size take each other's bytes.",
-        (Edit(CHANNEL, "if not header.startswith(first.packed):", "if Tag.unpack(header)[1] != first.size:"),),
+        (
+            Edit(
+                "collectives.channel.Channel.confirm",
+                "if not header.startswith(first.packed):",
+                "if Tag.unpack(header)[1] != first.size:",
+            ),
+        ),
         ("test_collectives_failures.py::test_ranks_in_different_collectives_both_learn_of_both",),
     ),
     Mutant(
@@ -238,7 +252,7 @@ RANKS = (
         "Messages of two optimizers over one group travel on one channel, and one reads what the other was sent.",
         (
             Edit(
-                TRANSPORT,
+                "collectives.transport.Transport.fork",
                 'return Transport(self.carrier, self._channel.ranks, int.from_bytes(first, "little"))',
                 "return Transport(self.carrier, self._channel.ranks, 1 if first else 0)",
             ),
@@ -251,11 +265,15 @@ RANKS = (
         "The divisor is kept where all instances share it: building or setting one optimizer changes another.",
         (
             Edit(
-                "zero/progress.py",
+                "zero.progress.Progress.__init__",
                 "        self.divisor = divisor  # of the next settling\n",
                 "        type(self).divisor = divisor\n",
             ),
-            Edit(REDUCER, "        self._progress.divisor = value\n", "        type(self._progress).divisor = value\n"),
+            Edit(
+                "zero.reducer.Reducer.set_divisor",
+                "        self._progress.divisor = value\n",
+                "        type(self._progress).divisor = value\n",
+            ),
         ),
         ("test_properties.py::test_a_second_optimizer_changes_nothing_of_the_first",),
     ),
@@ -265,7 +283,7 @@ RANKS = (
         "Construction does not copy rank 0's values: the ranks train different models.",
         (
             Edit(
-                "zero/storage.py",
+                "zero.storage.ParameterStorage._values",
                 "        broadcast(self._direct, self._transport, [whole])\n",
                 "",
             ),
@@ -276,7 +294,13 @@ RANKS = (
         "names-are-not-in-the-digest",
         ("R17",),
         "Ranks that built parameters of the same shapes in another order do not notice.",
-        (Edit(LAYOUT, '        return f"{names} {list(self.shape)}', '        return f"{list(self.shape)}'),),
+        (
+            Edit(
+                "zero.layout.ParameterSpec.line",
+                '        return f"{names} {list(self.shape)}',
+                '        return f"{list(self.shape)}',
+            ),
+        ),
         ("test_properties.py::test_ranks_with_the_same_shapes_in_another_order_are_told",),
     ),
     Mutant(
@@ -284,8 +308,8 @@ RANKS = (
         ("L4",),
         "A parameter that one rank alone has unfrozen is trained on the gradient of that rank.",
         (
-            Edit(GRADIENTS, "zlib.crc32(bytes(trainable))", "0"),
-            Edit("zero/agreement.py", "if record.trainable != first.trainable:", "if first.trainable is None:"),
+            Edit("zero.gradients.GradientStore._launch", "zlib.crc32(bytes(trainable))", "0"),
+            Edit("zero.agreement.check", "if record.trainable != first.trainable:", "if first.trainable is None:"),
         ),
         ("test_properties.py::test_a_parameter_that_one_rank_alone_freezes_is_an_error_on_every_rank",),
     ),
@@ -298,7 +322,7 @@ GEOMETRY = (
         "Offsets wrap at 2^31: a parameter lies on top of another one.",
         (
             Edit(
-                LAYOUT,
+                "zero.layout._bucket",
                 "Slot(position, offset, spec.numel) for",
                 "Slot(position, (offset + 2**31) % 2**32 - 2**31, spec.numel) for",
             ),
@@ -309,7 +333,7 @@ GEOMETRY = (
         "an-exact-fit-is-refused",
         ("R15",),
         "A parameter that fills a bucket to the last byte goes into the next one: more buckets than were asked for.",
-        (Edit(LAYOUT, "used[key] + nbytes > bucket_bytes", "used[key] + nbytes >= bucket_bytes"),),
+        (Edit("zero.layout._buckets", "used[key] + nbytes > bucket_bytes", "used[key] + nbytes >= bucket_bytes"),),
         ("test_layout.py::test_an_exact_fit_is_accepted_and_one_byte_less_is_not",),
     ),
     Mutant(
@@ -317,7 +341,7 @@ GEOMETRY = (
         ("L1",),
         "Slices are cut at any element: vector kernels end elsewhere than in one tensor, and fused steps "
         "differ by bits.",
-        (Edit(LAYOUT, "ALIGNMENT_BYTES = 64  # a", "ALIGNMENT_BYTES = 8  # a"),),
+        (Edit("zero.layout", "ALIGNMENT_BYTES = 64  # a", "ALIGNMENT_BYTES = 8  # a"),),
         (f"{EXACT}[2-adamw fused]", "test_layout.py::test_the_drawing_of_the_module_is_what_is_built"),
     ),
 )

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-REPLICATED, TOPOLOGY, LINE = "collectives/replicated.py", "collectives/topology.py", "collectives/line.py"
-RESIDENCY, UNIT_HOOKS, UPDATE = "zero/residency.py", "zero/unit_hooks.py", "zero/update.py"
-CHECKPOINT = "zero/checkpoint.py"
 TESTS = "test_sharding_factor.py"
 FOLD = f"{TESTS}::test_a_sum_over_replicas_is_the_fold_in_rank_order"
 TRAINING = f"{TESTS}::test_training_is_that_of_the_plain_loop"
@@ -19,7 +16,7 @@ REPLICAS = (
         "Where every rank holds everything, as under DDP, a rank's own gradient counts as the sum of all.",
         (
             Edit(
-                REPLICATED,
+                "collectives.replicated.Replicated.__init__",
                 "        self._announced = 0  #",
                 "        if self.shards.world_size == 1:\n            self.before = self.after = None\n"
                 "        self._announced = 0  #",
@@ -33,7 +30,7 @@ REPLICAS = (
         "The last replica alone has the sum of all; the others step with the sum so far.",
         (
             Edit(
-                REPLICATED,
+                "collectives.replicated._ReduceScatter.__init__.exchange",
                 "            return Chain([onward.isend(out, after, tag), total])\n",
                 "            kept = out.clone()\n            works = Chain([onward.isend(out, after, tag), total])\n"
                 "            works.wait()\n            out.copy_(kept)\n            return works\n",
@@ -47,7 +44,7 @@ REPLICAS = (
         "The sum is divided by the number of ranks to a copy, which it is over all ranks.",
         (
             Edit(
-                "zero/optimizer.py",
+                "zero.optimizer.ZeroOptimizer.__init__",
                 "self._transport.world_size if divisor is None",
                 "self._assembly.shards.world_size if divisor is None",
             ),
@@ -60,13 +57,13 @@ REPLICAS = (
         "The sum of earlier backwards is added once for each replica.",
         (
             Edit(
-                REPLICATED,
+                "collectives.replicated._ReduceScatter.__init__",
                 "            if start is None:\n                start = algorithm.shards.scratch",
                 "            before_all = start\n            if start is not None or start is None:\n"
                 "                start = algorithm.shards.scratch",
             ),
             Edit(
-                REPLICATED,
+                "collectives.replicated._ReduceScatter.__init__",
                 "        works.append(algorithm.inner.reduce_scatter(source, bounds, out, start=start, tag=tag))\n",
                 "        works.append(algorithm.inner.reduce_scatter(source, bounds, out, start=start, tag=tag))\n"
                 "        if before is not None and before_all is not None:\n"
@@ -81,12 +78,12 @@ REPLICAS = (
         "A replica adds onto the memory in which the sum of those before it is still to arrive.",
         (
             Edit(
-                REPLICATED,
+                "collectives.replicated._ReduceScatter.__init__",
                 "            works.append(onward.irecv(start, before, tag))\n        works.append(",
                 "            late = onward.irecv(start, before, tag)\n        works.append(",
             ),
             Edit(
-                REPLICATED,
+                "collectives.replicated._ReduceScatter.__init__",
                 "        onward.ask_rest()\n",
                 "        if before is not None:\n            works.append(late)\n        onward.ask_rest()\n",
             ),
@@ -97,14 +94,20 @@ REPLICAS = (
         "the-norm-counts-every-copy",
         ("S28",),
         "Each replica's slices are added to the norm, which is larger by the root of their number.",
-        (Edit(UPDATE, "self._reducer.owned() if self._is_first_copy else []", "self._reducer.owned()"),),
+        (
+            Edit(
+                "zero.update.Update.clip",
+                "self._reducer.owned() if self._is_first_copy else []",
+                "self._reducer.owned()",
+            ),
+        ),
         (f"{TRAINING}[4-2-2]",),
     ),
     Mutant(
         "a-checkpoint-is-asked-of-the-first-replica",
         ("R8",),
         "States are gathered by the number in the group, not by the place in the copy.",
-        (Edit(CHECKPOINT, "divmod(to, shards.world_size)", "(0, to % shards.world_size)"),),
+        (Edit("zero.checkpoint.gather", "divmod(to, shards.world_size)", "(0, to % shards.world_size)"),),
         (f"{TESTS}::test_a_checkpoint_does_not_know_how_many_ranks_shared_a_copy[3-1]",),
     ),
     Mutant(
@@ -113,7 +116,7 @@ REPLICAS = (
         "A rank that fails tells its own replica; the others wait for their time limit.",
         (
             Edit(
-                REPLICATED,
+                "collectives.replicated.Replicated.__init__",
                 "        transport.adopt(self.shards, range(first, first + self.shards.world_size))\n",
                 "        self.first = first\n",
             ),
@@ -124,7 +127,7 @@ REPLICAS = (
         "replicas-cut-their-buckets-differently",
         ("L17",),
         "A replica on one host lays units side by side in common memory, another, across hosts, does not.",
-        (Edit(TOPOLOGY, "may_have_common=within)", "may_have_common=True)"),),
+        (Edit("collectives.topology.replicate.choice", "may_have_common=within)", "may_have_common=True)"),),
         (f"{TESTS}::test_what_is_chosen_follows_from_where_the_ranks_of_a_replica_are[hosts3-2-hierarchical]",),
     ),
 )
@@ -136,13 +139,13 @@ BACKWARD = (
         "A unit that ranks nearby share is used in the backward before their parts have arrived.",
         (
             Edit(
-                RESIDENCY,
+                "zero.residency.Residency._gather",
                 "                return self._nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))\n",
                 "                self._nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))\n"
                 "                return Chain(())\n",
             ),
             Edit(
-                RESIDENCY,
+                "zero.residency",
                 "from collectives import Choice, Collective, Kind",
                 "from collectives import Chain, Choice, Collective, Kind",
             ),
@@ -154,8 +157,12 @@ BACKWARD = (
         ("S23",),
         "What ranks nearby kept for a backward that never came is gathered after the step as if it were new.",
         (
-            Edit(RESIDENCY, "        shelf.kept = None\n        for slot in slots:\n", "        for slot in slots:\n"),
-            Edit(UNIT_HOOKS, "        self._residency.forget_kept()\n", ""),
+            Edit(
+                "zero.residency.Residency.changed",
+                "        shelf.kept = None\n        for slot in slots:\n",
+                "        for slot in slots:\n",
+            ),
+            Edit("zero.unit_hooks.UnitHooks._over", "        self._residency.forget_kept()\n", ""),
         ),
         (f"{TESTS}::test_after_an_evaluation_or_a_step_nothing_is_kept[2]",),
     ),
@@ -163,14 +170,26 @@ BACKWARD = (
         "everything-is-kept-for-the-backward",
         ("L7",),
         "Units are released after their backward alone: a rank holds the whole model.",
-        (Edit(UNIT_HOOKS, "        elif self._keeps_whole:\n", "        elif self._keeps_whole or True:\n"),),
+        (
+            Edit(
+                "zero.unit_hooks.UnitHooks._has_run",
+                "        elif self._keeps_whole:\n",
+                "        elif self._keeps_whole or True:\n",
+            ),
+        ),
         ("test_units_memory.py::test_at_most_the_root_the_running_unit_and_the_next_one_are_here[2]",),
     ),
     Mutant(
         "nothing-is-kept-for-the-backward",
         ("L17",),
         "Parameters travel twice for each micro-batch, whatever was asked for.",
-        (Edit(UNIT_HOOKS, "        elif self._keeps_whole:\n", "        elif self._keeps_whole and False:\n"),),
+        (
+            Edit(
+                "zero.unit_hooks.UnitHooks._has_run",
+                "        elif self._keeps_whole:\n",
+                "        elif self._keeps_whole and False:\n",
+            ),
+        ),
         (f"{TESTS}::test_what_is_kept_need_not_travel_again[2-None-False]",),
     ),
 )

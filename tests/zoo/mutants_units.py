@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-HOOKS, RESIDENCY, SHARDED = "zero/unit_hooks.py", "zero/residency.py", "zero/sharded.py"
-SAVING, PLACES, SHELF = "zero/saving.py", "zero/places.py", "zero/shelf.py"
 EXACT = "test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
 MEMORY, EDITS = "test_units_memory.py", "test_stage3_edits.py"
 
@@ -16,7 +14,7 @@ MUTANTS = (
         "A rank does not put its own slice into the gathered buffer: that part of every weight is what lay there.",
         (
             Edit(
-                RESIDENCY,
+                "zero.residency.Residency._gather",
                 "            target[low:high].copy_(shelf.shard)\n            self._at_rest",
                 "            assert high - low == shelf.shard.numel()\n            self._at_rest",
             ),
@@ -29,13 +27,13 @@ MUTANTS = (
         "A unit's forward begins while its weights are on their way.",
         (
             Edit(
-                RESIDENCY,
+                "zero.residency.Residency._arrive",
                 "            with unit.waiting():\n                while unit.work:\n"
                 "                    unit.work[0].wait()\n                    unit.work.pop(0)\n",
                 "            unit.under_way, unit.work = list(unit.work), []\n",
             ),
             Edit(
-                RESIDENCY,
+                "zero.residency._Unit",
                 "    work: list[Work] = field(default_factory=list)\n",
                 "    work: list[Work] = field(default_factory=list)\n"
                 "    under_way: list[Work] = field(default_factory=list)\n",
@@ -49,13 +47,13 @@ MUTANTS = (
         "What the last backward had gathered of the root is used again after the step: stale weights.",
         (
             Edit(
-                RESIDENCY,
+                "zero.residency.Residency.drop_all",
                 '''"""Drop every unit that nobody holds."""\n        for number in range(len(self.units)):\n''',
                 '''"""Drop every unit that nobody holds."""\n        self.hide(0)\n'''
                 """        for number in range(1, len(self.units)):\n""",
             ),
             Edit(
-                SHARDED,
+                "zero.sharded.ShardedStorage.retire",
                 "all(unit.state is State.SHARDED for unit in self.residency.units)",
                 "not any(unit.held for unit in self.residency.units)",
             ),
@@ -66,21 +64,33 @@ MUTANTS = (
         "a-backward-inside-a-backward-is-let-through",
         ("S26",),
         "Re-entrant checkpointing is not refused: what the inner backward brings is taken for the whole.",
-        (Edit("zero/hooks.py", "    return depth > in_caller\n", "    return depth > 9\n"),),
+        (Edit("zero.hooks._reentrant", "    return depth > in_caller\n", "    return depth > 9\n"),),
         ("test_errors.py::test_reentrant_checkpointing_is_refused_with_the_reason[2]",),
     ),
     Mutant(
         "old-graphs-take-new-weights",
         ("L5",),
         "A step does not change what graphs know of a weight: a backward after it uses the new values in silence.",
-        (Edit(RESIDENCY, "            shelf.versions[slot] += 1\n", "            shelf.versions[slot] += 0\n"),),
+        (
+            Edit(
+                "zero.residency.Residency.changed",
+                "            shelf.versions[slot] += 1\n",
+                "            shelf.versions[slot] += 0\n",
+            ),
+        ),
         ("test_units.py::test_a_step_between_forward_and_backward_is_an_error_as_in_torch",),
     ),
     Mutant(
         "an-old-view-keeps-its-old-values",
         ("L5",),
         "A view that a module kept over a step shows the values before it instead of NaN.",
-        (Edit(RESIDENCY, '            shelf.lent.fill_(float("nan"))\n', "            assert shelf.lent.numel()\n"),),
+        (
+            Edit(
+                "zero.residency.Residency.changed",
+                '            shelf.lent.fill_(float("nan"))\n',
+                "            assert shelf.lent.numel()\n",
+            ),
+        ),
         ("test_stage3_properties.py::test_a_view_that_is_kept_over_a_step_shows_no_old_value",),
     ),
     Mutant(
@@ -89,11 +99,13 @@ MUTANTS = (
         "A buffer of which somebody holds a view is taken for free: the view shows a neighbouring unit's weights.",
         (
             Edit(
-                RESIDENCY,
+                "zero.residency.Residency._sweep",
                 "if shelf.lent is not None and shelf.strangers(shelf.lent) == 0:",
                 "if shelf.lent is not None:",
             ),
-            Edit("collectives/memory.py", "return _uses(self.storage) == 1", "return _uses(self.storage) <= 2"),
+            Edit(
+                "collectives.memory._Block.free", "return _uses(self.storage) == 1", "return _uses(self.storage) <= 2"
+            ),
         ),
         ("test_stage3_properties.py::test_a_view_that_is_kept_within_a_step_follows_its_own_parameter",),
     ),
@@ -103,7 +115,7 @@ MUTANTS = (
         "A tensor that a graph saved is restored from the beginning of its bucket, where another parameter lies.",
         (
             Edit(
-                PLACES,
+                "zero.places.Places.restore",
                 "return shelf.view(place.size, place.stride, place.offset)",
                 "return shelf.view(place.size, place.stride, shelf.offsets[0])",
             ),
@@ -116,7 +128,7 @@ MUTANTS = (
         "What a unit's buffer held is remembered when another unit has it: a graph takes that weight for this one.",
         (
             Edit(
-                PLACES,
+                "zero.places.Places.forget",
                 "        if self._shelves.pop(shelf.address, None) is not None:\n            self._known.clear()\n",
                 "        self._shelves.pop(shelf.address, None)\n",
             ),
@@ -132,7 +144,7 @@ MUTANTS = (
         "What a backward had gathered is kept after it: a rank holds more than the bound says.",
         (
             Edit(
-                HOOKS,
+                "zero.unit_hooks.UnitHooks._over",
                 "        self._task = _NO_TASK\n        self._drop_all()\n        self._residency.forget",
                 "        self._task = _NO_TASK\n        self._residency.forget",
             ),
@@ -143,7 +155,13 @@ MUTANTS = (
         "a-wrong-guess-is-kept",
         ("L7",),
         "A unit that was fetched in advance and then not used stays beside those that are.",
-        (Edit(HOOKS, "            for number in (before, expected):\n", "            for number in (before,):\n"),),
+        (
+            Edit(
+                "zero.unit_hooks.UnitHooks._demand",
+                "            for number in (before, expected):\n",
+                "            for number in (before,):\n",
+            ),
+        ),
         ("test_stage3_properties.py::test_a_unit_that_was_fetched_in_vain_is_given_back",),
     ),
     Mutant(
@@ -152,7 +170,7 @@ MUTANTS = (
         "The guess which unit follows is not corrected when a model uses them in another order: no gather overlaps.",
         (
             Edit(
-                HOOKS,
+                "zero.unit_hooks.Order.forward",
                 "        self._forward[position:] = [unit]\n",
                 "        self._forward[position:] = self._forward[position:]\n",
             ),
@@ -165,7 +183,7 @@ MUTANTS = (
         "Graphs hold the gathered tensors themselves: after a forward all weights are here.",
         (
             Edit(
-                SAVING,
+                "zero.saving.Saver._hooks.pack",
                 "if residency is not None and (saved := residency.places.find(tensor)) is not None:",
                 "if residency is None and (saved := None) is not None:",
             ),
@@ -176,7 +194,13 @@ MUTANTS = (
         "edits-of-saved-tensors-go-unseen",
         ("L13",),
         "An activation that was edited in place after the forward is used for the gradient without an error.",
-        (Edit(SAVING, "            if tensor._version != version:\n", "            if tensor._version < version:\n"),),
+        (
+            Edit(
+                "zero.saving.Saver._hooks.unpack",
+                "            if tensor._version != version:\n",
+                "            if tensor._version < version:\n",
+            ),
+        ),
         (
             "test_units.py::test_what_cannot_be_is_one_error_on_every_rank_and_the_step_goes_on[an edit "
             "without gradient of what a unit saved-2]",
@@ -188,7 +212,7 @@ MUTANTS = (
         "A weight that one rank edits through `.data` in a forward is used there and lost, and nobody is told.",
         (
             Edit(
-                "zero/edits.py",
+                "zero.edits.Edits.compare",
                 "        if same_bits(shelf.whole[low:high], shelf.shard):\n",
                 "        if shelf.whole[low:high].numel() == shelf.shard.numel():\n",
             ),
@@ -201,7 +225,7 @@ MUTANTS = (
         "Pages of common memory that a rank has written are not compared: an edit is used there and lost in silence.",
         (
             Edit(
-                SHELF,
+                "zero.shelf.Common.edited",
                 "found += [(shelf, piece.slot) for piece in self._differing(shelf, begin, end)]",
                 "self._differing(shelf, begin, end)",
             ),
@@ -215,7 +239,7 @@ MUTANTS = (
         "rank that does not own it.",
         (
             Edit(
-                "zero/layout.py",
+                "zero.layout.Bucket.part",
                 "min(max(bound - begin, 0), end - begin) for bound in self.bounds)",
                 "min(max(bound - begin + self.dtypes.alignment * (0 < bound < self.numel), 0), end - begin)\n"
                 "            for bound in self.bounds)",
@@ -229,7 +253,9 @@ MUTANTS = (
         "After an exception in a forward its unit counts as running: it is never dropped again.",
         (
             Edit(
-                HOOKS, "register_forward_hook(self._leaving, always_call=True)", "register_forward_hook(self._leaving)"
+                "zero.unit_hooks._Place.__init__",
+                "register_forward_hook(self._leaving, always_call=True)",
+                "register_forward_hook(self._leaving)",
             ),
         ),
         ("test_units.py::test_an_exception_in_a_forward_leaves_nothing_gathered",),
@@ -240,7 +266,7 @@ MUTANTS = (
         "A parameter outside its unit's forward can be read, and what is read is the NaN behind it.",
         (
             Edit(
-                "zero/released.py",
+                "zero.released.released_class.answer",
                 "        if func in ANSWERABLE:\n",
                 "        if func in ANSWERABLE or func is not None:\n",
             ),
@@ -253,7 +279,7 @@ MUTANTS = (
         "Weights of the module that are not listed keep each rank's own values.",
         (
             Edit(
-                "zero/storage.py",
+                "zero.storage.ParameterStorage._values",
                 "        broadcast(self._direct, self._transport, [whole])\n",
                 "        if layout is self.layout:\n            broadcast(self._direct, self._transport, [whole])\n",
             ),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-ELEMENTWISE, INNER, OPTIMIZER = "zero/elementwise.py", "zero/inner.py", "zero/optimizer.py"
-RUNS, STORAGE = "zero/runs.py", "zero/storage.py"
 EXACT = "test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
 
 MUTANTS = (
@@ -15,7 +13,7 @@ MUTANTS = (
         "From the second step on a run reads its gradient from the beginning of the bucket's slice.",
         (
             Edit(
-                INNER,
+                "zero.inner._step",
                 "        run.parameter.grad = wide[run.begin : run.end].view(run.parameter.shape)\n",
                 "        begin = 0 if run.views else run.begin\n"
                 "        run.parameter.grad = wide[begin : begin + run.end - run.begin].view(run.parameter.shape)\n",
@@ -28,9 +26,9 @@ MUTANTS = (
         ("S40",),
         "Construction takes a step with zero gradients and no learning rate: Adam's count is 1 too high ever after.",
         (
-            Edit(INNER, "        if not self._begins_with_state:\n            return\n", ""),
+            Edit("zero.inner.InnerOptimizer.add", "        if not self._begins_with_state:\n            return\n", ""),
             Edit(
-                INNER,
+                "zero.inner.InnerOptimizer.add",
                 "            built = self._class(_param_groups(states, groups), **self._arguments)\n",
                 "            still = [{**group, 'lr': 0.0} for group in _param_groups(states, groups)]\n"
                 "            built = self._class(still, **self._arguments)\n"
@@ -47,7 +45,7 @@ MUTANTS = (
         "Each rank steps the values of rank 0's slice with the gradients of its own: only a fraction is trained.",
         (
             Edit(
-                STORAGE,
+                "zero.storage.ParameterStorage.interval",
                 "        return self.flats[bucket.index][begin:end]\n",
                 "        return self.flats[bucket.index][: end - begin]\n",
             ),
@@ -60,13 +58,13 @@ MUTANTS = (
         "The last piece of a bucket is left out of every step.",
         (
             Edit(
-                RUNS,
+                "zero.runs.BucketStates.plan",
                 "            if present[index]:\n",
                 "            if present[index] and self.pieces[index] != self.bucket.pieces(0, "
                 "self.bucket.numel)[-1]:\n",
             ),
             Edit(
-                RUNS,
+                "zero.runs.BucketStates.plan",
                 "while last < len(self.pieces) and present[last] and self._joins(last):",
                 "while last < len(self.pieces) - (self.end == self.bucket.numel) and present[last] and "
                 "self._joins(last):",
@@ -80,7 +78,7 @@ MUTANTS = (
         "The first step only warms up.",
         (
             Edit(
-                "zero/update.py",
+                "zero.update.Update.step",
                 "        used = self._reducer.used\n        buckets",
                 "        if not hasattr(self, '_warm'):\n            self._warm = True\n            return {}\n"
                 "        used = self._reducer.used\n        buckets",
@@ -94,7 +92,7 @@ MUTANTS = (
         "A class that looks at whole matrices, such as Muon, is run on flat pieces of them.",
         (
             Edit(
-                ELEMENTWISE,
+                "zero.elementwise._compare",
                 "                if not _same_bits(piece.of(parameter), piece.values):\n",
                 "                if piece.values.dtype is not parameter.dtype:\n",
             ),
@@ -107,7 +105,7 @@ MUTANTS = (
         "`fused=True` is dropped in silence, and the loop's other roundings are taken.",
         (
             Edit(
-                INNER,
+                "zero.inner._param_groups",
                 '        result.append({**options, "params": runs})\n',
                 '        result.append({**options, "params": runs, **({"fused": False} if "fused" in '
                 "options else {})})\n",
@@ -121,7 +119,7 @@ MUTANTS = (
         "Where a subset was given with its module, the whole module is trained.",
         (
             Edit(
-                OPTIMIZER,
+                "zero.optimizer.ZeroOptimizer.__init__",
                 "        groups = as_groups(params)\n",
                 "        groups = as_groups(params if module is None else module)\n",
             ),
@@ -134,7 +132,7 @@ MUTANTS = (
         "The second place of a tied parameter gets a copy of its own, which nobody updates.",
         (
             Edit(
-                STORAGE,
+                "zero.storage.ParameterStorage.end",
                 "        self._bindings = bindings(self._module)\n        self._cast_rest()",
                 "        first: set[int] = set()\n"
                 "        for bound in bindings(self._module):\n"
@@ -152,7 +150,7 @@ MUTANTS = (
         "A parameter that nobody used is stepped with a gradient of zero: it decays, and its steps are counted.",
         (
             Edit(
-                "zero/update.py",
+                "zero.update.Update.step",
                 "            tuple(used[bucket.slots[piece.slot].parameter] for piece in states.pieces)\n",
                 "            tuple(gradients[bucket.index] is not None for piece in states.pieces)\n",
             ),
@@ -165,7 +163,7 @@ MUTANTS = (
         "Pieces are stepped as one although one of them was left out before: it gets its neighbour's count.",
         (
             Edit(
-                RUNS,
+                "zero.runs.BucketStates._joins",
                 "        equal = state is None if before is None else before.same(state)\n",
                 "        equal = (state is None) == (before is None)\n",
             ),
@@ -176,7 +174,7 @@ MUTANTS = (
         "neighbours-share-a-group",
         ("L12",),
         "Pieces of two param groups are stepped as one, with the options of the first.",
-        (Edit(RUNS, "self.groups[index - 1] == self.groups[index] and equal", "equal"),),
+        (Edit("zero.runs.BucketStates._joins", "self.groups[index - 1] == self.groups[index] and equal", "equal"),),
         ("test_face.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),
     ),
     Mutant(
@@ -185,7 +183,7 @@ MUTANTS = (
         "The learning rate of construction is used for good: schedulers and edits of groups are not honoured.",
         (
             Edit(
-                INNER,
+                "zero.inner.InnerOptimizer.step",
                 "        ahead = (states for states,",
                 "        self._kept = getattr(self, '_kept', None) or copy.deepcopy([{**g, 'params': []} for g "
                 "in groups])\n"
@@ -200,7 +198,7 @@ MUTANTS = (
         "A class that keeps a number in its group finds the old one at each step.",
         (
             Edit(
-                OPTIMIZER,
+                "zero.optimizer.ZeroOptimizer._agree_and_update",
                 "        for number, options in changed.items():\n"
                 "            self.param_groups[number].update(options)\n",
                 "        for options in changed.values():\n",
@@ -212,7 +210,7 @@ MUTANTS = (
         "a-scalar-is-a-vector",
         ("L12",),
         "A parameter without dimensions is stepped as a vector of one element, which torch promotes in another way.",
-        (Edit(RUNS, "return self.scalars[self.pieces[index].slot]", "return False"),),
+        (Edit("zero.runs.BucketStates._is_scalar", "return self.scalars[self.pieces[index].slot]", "return False"),),
         ("test_face.py::test_parameters_without_dimensions_are_promoted_as_torch_promotes_them",),
     ),
 )

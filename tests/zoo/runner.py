@@ -24,7 +24,12 @@ from .mutant import Mutant, PatchError, copy_tree
 PRELOADED = Path(__file__).with_name("preloaded.py")
 TEST_LIMIT = 60  # seconds for a named test; on an idle machine each takes a few
 SESSION_LIMIT = 1200  # seconds for a run of tests, should a time limit of a test not end it
-SOURCE_READERS = ("test_zoo.py", "test_structure.py")  # they read the source: a patch is not a wrong number
+SOURCE_READERS = (
+    "test_zoo.py",
+    "test_structure.py",
+    "test_contract.py",
+    "test_tiers.py",
+)  # of them a patch is no wrong number
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,180 @@
+"""Every private name of torch that `collectives` and `zero` use, and where a public one would not do.
+
+Knows: where torch keeps each name, and what it is needed for. Does not know: what is done with it.
+
+Each name is torch's own object, resolved when this module is imported: to call it costs what it costs in torch. Where
+the installed torch does not have it, the import works all the same, and the first use raises a `RuntimeError` that says
+which name is missing.
+
+Attributes of objects cannot be resolved ahead. They are read where they are used, in these modules:
+
+    attribute                       of               modules
+    _cdata                          UntypedStorage   collectives.memory
+    _get_backend                    ProcessGroup     collectives.native (without it: the default time limit)
+    _timeout                        its options      collectives.native (as above)
+    _version                        Tensor           zero.gradients, zero.places, zero.saving, zero.shelf,
+                                                     zero.verify_ranks
+    _backward_hooks                 Tensor           zero.meta, zero.released
+    _post_accumulate_grad_hooks     Tensor           zero.hooks, zero.meta, zero.released
+    _parameters                     Module           zero.meta, zero.parameters
+    _buffers                        Module           zero.meta
+    _forward_pre_hooks              Module           zero.precision, zero.unit_hooks
+    _forward_pre_hooks_with_kwargs  Module           zero.precision
+    _forward_hooks                  Module           zero.unit_hooks
+    _backward_pre_hooks             Module           zero.unit_hooks
+    _compiled_call_impl             Module           zero.unit_hooks
+    _forward_unimplemented          Module           zero.units (the name of a forward that was never written)
+    _optimizer_...                  Optimizer        zero.inner (keys that begin so are hooks, which are not copied)
+    hooked, __wrapped__             Optimizer.step   zero.inner
+    _torchdynamo_disable            a function       zero.compiled (Dynamo reads it)
+    _is_profiler_enabled            autograd.profiler  zero.events (without it: as if a profiler ran)
+
+The library also relies on what torch does under public names: autograd adds to ``p.grad`` by ``add_`` or ``add``
+(`zero.hooks`), and calls hooks in the order of these dictionaries (`zero.unit_hooks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pkgutil import resolve_name
+from types import FunctionType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+TESTED_VERSION = "2.13"
+
+
+class _Missing:
+    """Stands for a name that the installed torch does not have: it raises whenever it is used."""
+
+    def __init__(self, path: str, purpose: str) -> None:
+        self.__path, self.__purpose = path, purpose
+
+    def __raise(self) -> NoReturn:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {self.__path}, which {self.__purpose}: use torch {TESTED_VERSION}, with "
+            "which this library is tested"
+        )
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        self.__raise()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self.__raise()
+
+    def __instancecheck__(self, instance: object) -> NoReturn:
+        self.__raise()
+
+
+def _find(path: str, purpose: str) -> Any:
+    """Return what ``path`` names, as ``"module:attribute.attribute"``, or what raises when it is used.
+
+    ``purpose``: what the library needs it for; it completes a sentence that begins with "which".
+    """
+    try:
+        return resolve_name(path)
+    except (ImportError, AttributeError):
+        return _Missing(path.replace(":", "."), purpose)
+
+
+def missing(*names: object) -> Any:
+    """Return the first of ``names`` that the installed torch does not have, or None. What is returned raises when it is
+    used: a decorator that needs the names returns it, so that the import of a module does not raise."""
+    return next((name for name in names if isinstance(name, _Missing)), None)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+storage_use_count: Callable[[int], int] = _find(
+    "torch:_C._storage_Use_Count", "tells whether a block of scratch memory is still in use"
+)
+
+# -- the autograd engine -----------------------------------------------------------------------------------------------
+
+current_graph_task_id: Callable[[], int] = _find("torch:_C._current_graph_task_id", "tells one backward from another")
+queue_callback: Callable[[Callable[[], None]], None] = _find(
+    "torch.autograd:Variable._execution_engine.queue_callback", "tells when a backward is over"
+)
+# The frames of `torch.autograd.backward` and `grad` are no equals: where an argument has a `__torch_function__`, as a
+# released parameter has, there are two of them in one backward.
+engine_run_backward: FunctionType = _find(
+    "torch.autograd.graph:_engine_run_backward", "tells which threads are inside a backward"
+)
+# `saved_tensors_hooks` pushes and pops; nothing public returns the hooks that are there.
+top_saved_tensors_hooks: Callable[[bool], Any] = _find(
+    "torch:_C._autograd._top_saved_tensors_default_hooks", "returns the hooks through which tensors are being saved"
+)
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+call_impl: FunctionType = _find("torch.nn:Module._call_impl", "tells which threads are inside a forward")
+# `Module.__call__` is the same function, until a tracer such as that of `torch.fx` puts another in its place.
+wrapped_call_impl: FunctionType = _find(
+    "torch.nn:Module._wrapped_call_impl", "tells which threads are inside a forward"
+)
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+make_wrapper_subclass: Callable[..., Any] = _find(
+    "torch:Tensor._make_wrapper_subclass", "makes the placeholder of a gradient that this rank does not hold"
+)
+make_subclass: Callable[[type, Tensor, bool], Any] = _find(
+    "torch:Tensor._make_subclass", "makes a parameter of its own class from one on the meta device"
+)
+is_traceable_wrapper_subclass: Callable[[object], bool] = _find(
+    "torch.utils._python_dispatch:is_traceable_wrapper_subclass", "tells whether a tensor wraps others"
+)
+# Only compared with what `nn.Module.to` calls; a torch without it never does.
+has_compatible_shallow_copy_type: object = _find(
+    "torch:_has_compatible_shallow_copy_type", "compares the types of a tensor before and after a conversion"
+)
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+foreach_copy_: Callable[[list[Tensor], list[Tensor]], None] = _find(
+    "torch:_foreach_copy_", "copies gradients into a bucket"
+)
+foreach_add_: Callable[[list[Tensor], list[Tensor]], None] = _find("torch:_foreach_add_", "adds gradients to a bucket")
+amp_unscale_: Callable[[list[Tensor], Tensor, Tensor], None] = _find(
+    "torch:_amp_foreach_non_finite_check_and_unscale_", "unscales gradients with the bits of `GradScaler`"
+)
+# Only compared with what a placeholder is asked for; a torch without them never asks.
+aten_foreach_zero_: object = _find("torch:ops.aten._foreach_zero_.default", "zeroes gradients")
+aten_amp_unscale_: Any = _find(
+    "torch:ops.aten._amp_foreach_non_finite_check_and_unscale_.default", "unscales gradients"
+)
+
+# -- what is under way -------------------------------------------------------------------------------------------------
+
+get_interpreter_stack: Callable[[], Any] = _find(
+    "torch:_C._functorch.get_interpreter_stack", "tells which transforms of torch.func are under way"
+)
+TransformType: Any = _find("torch:_C._functorch.TransformType", "tells which transforms of torch.func differentiate")
+# `torch.get_default_device()` returns the CPU both where it was set and where nothing was.
+get_function_modes: Callable[[], list[Any]] = _find(
+    "torch.overrides:_get_current_function_mode_stack", "tells whether a default device was set"
+)
+DeviceContext: type = _find("torch.utils._device:DeviceContext", "tells whether a default device was set")
+
+# -- Dynamo ------------------------------------------------------------------------------------------------------------
+
+# `torch.compiler.is_compiling()` is also True in the user's own code while that is traced.
+TracingContext: Any = _find("torch._guards:TracingContext", "tells whether a compiler looks at a gradient")
+# `torch.compiler.disable` would import Dynamo with this library, and wrap every call.
+set_code_exec_strategy: Callable[..., None] = _find(
+    "torch._C._dynamo.eval_frame:set_code_exec_strategy", "keeps hooks of modules out of compiled graphs"
+)
+FrameExecStrategy: Callable[[Any, Any], Any] = _find(
+    "torch._C._dynamo.eval_frame:_FrameExecStrategy", "keeps hooks of modules out of compiled graphs"
+)
+SKIP_FRAME: Any = _find(
+    "torch._C._dynamo.eval_frame:_FrameAction.SKIP", "keeps hooks of modules out of compiled graphs"
+)
+DEFAULT_FRAME: Any = _find(
+    "torch._C._dynamo.eval_frame:_FrameAction.DEFAULT", "keeps hooks of modules out of compiled graphs"
+)
+get_eval_frame_callback: Callable[[], Any] = _find(
+    "torch._C._dynamo.eval_frame:get_eval_frame_callback", "tells whether a hook has broken a compiled graph"
+)

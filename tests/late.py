@@ -1,0 +1,172 @@
+"""Ranks as threads whose transfers finish at the wait, and which report every access to their memory before it.
+
+    launch    the bytes of the input are copied; every byte of the output becomes 255, which is NaN in any float dtype
+    wait      the input must have the same bytes, the output must still be 255: then the output gets what was sent
+
+If an output is read too early, its NaN reaches the result. If an input or an output is written too early, the wait
+raises an `AssertionError` with the rank, the operation and the tag. NCCL may read and write at any moment between the
+two. On one stream there are no other races.
+
+Knows: a carrier's tensors, and the tag in its callers' frames. Does not know: algorithms or optimizers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from collectives import Loopback, Tag, Transport
+from collectives.carriers import Pending
+from collectives.loopback import LoopbackCarrier, _World
+from collectives.messages import describe
+from collectives.native import _Collective
+
+from .carried import plain_sum
+
+T = TypeVar("T")
+POISON = 255
+SLOT = -1  # of collectives; those of transports are not negative
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class LateTransfer:
+    """A transfer from its launch to its wait. It keeps no memory alive but ``held``: the caller must, and memory that
+    is used again before the wait counts as written."""
+
+    def __init__(
+        self,
+        carrier: LateCarrier,
+        name: str,
+        source: Tensor,
+        out: Tensor,
+        sides: Sequence[Pending],
+        arrived: Callable[[], Tensor],
+        held: Tensor | None = None,
+    ) -> None:
+        """``sides``: the messages of the transfer; ``arrived``: the bytes for ``out``, after all of these messages."""
+        self.what = f"rank {carrier.rank}: {name} in {_tag_of_the_caller()}"
+        self._carrier, self._sides, self._arrived, self._held = carrier, sides, arrived, held
+        self._source, self._out = carrier.bytes_of(source), carrier.bytes_of(out)
+        self._copy, self._poisoned = self._source.clone(), _apart(self._out, self._source)
+        for part in self._poisoned:
+            part.fill_(POISON)
+        self._done = False
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self._done:
+            return
+        self.check()
+        for side in self._sides:
+            side.wait(self._carrier.timeout if timeout is None else timeout)
+        self._out.copy_(self._arrived().view(torch.uint8))
+        self._done, self._held = True, None
+        self._carrier.launched.discard(self)
+
+    def check(self) -> None:
+        """Raise `AssertionError` where the memory was written since the launch."""
+        if not torch.equal(self._source, self._copy):
+            raise AssertionError(f"{self.what}: its input was written before the wait")
+        if any(bool((part != POISON).any()) for part in self._poisoned):
+            raise AssertionError(f"{self.what}: its output was written before the wait")
+
+
+class LateCarrier(LoopbackCarrier):
+    """Messages between threads, and the collectives that `ProcessGroupCarrier` has."""
+
+    name = "late"
+
+    def __init__(self, world: _World, rank: int, world_size: int, timeout: float) -> None:
+        super().__init__(world, rank, world_size, timeout)
+        self.launched = set[LateTransfer]()  # collectives before their wait
+        self.most_launched = 0
+
+    def bytes_of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's memory as bytes, without keeping it alive."""
+        return self.look(self.rank, tensor.data_ptr(), tensor.nbytes, torch.uint8) if tensor.nbytes else NOTHING
+
+    def send(self, tensor: Tensor, to: int, slot: int) -> Pending:  # type: ignore[override]
+        side = super().send(tensor.clone(), to, slot)
+        return LateTransfer(self, f"send to rank {to}", tensor, NOTHING, [side], lambda: NOTHING, tensor)
+
+    def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:  # type: ignore[override]
+        there = torch.empty_like(tensor)
+        side = super().recv(there, source, slot)
+        return LateTransfer(self, f"receive from rank {source}", NOTHING, tensor, [side], lambda: there, tensor)
+
+    def backend(self, device: torch.device) -> str:
+        return self.name
+
+    def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> Pending:
+        return self._collective("all_to_all", out, source, torch.split(source, splits), out_splits, torch.cat)
+
+    def all_gather(self, out: Tensor, source: Tensor) -> Pending:
+        sizes = [source.numel()] * self.world_size
+        return self._collective("all_gather", out, source, [source] * self.world_size, sizes, torch.cat)
+
+    def reduce_scatter(self, out: Tensor, source: Tensor) -> Pending:
+        sizes, parts = [out.numel()] * self.world_size, source.chunk(self.world_size)
+        return self._collective("reduce_scatter", out, source, parts, sizes, _sum_in_rank_order)
+
+    def _collective(
+        self,
+        name: str,
+        out: Tensor,
+        source: Tensor,
+        parts: Sequence[Tensor],
+        sizes: Sequence[int],
+        combined: Callable[[list[Tensor]], Tensor],
+    ) -> Pending:
+        """``parts``: for each rank, to send; ``sizes``: of the parts to receive; ``combined``: these as the output."""
+        there = [part.clone() if n == self.rank else part.new_empty(sizes[n]) for n, part in enumerate(parts)]
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        sides = [LoopbackCarrier.send(self, parts[to].clone(), to, SLOT) for to in peers]
+        sides += [LoopbackCarrier.recv(self, there[rank], rank, SLOT) for rank in peers]
+        transfer = LateTransfer(self, name, source, out, sides, lambda: combined(there))
+        self.launched.add(transfer)
+        self.most_launched = max(self.most_launched, len(self.launched))
+        return _Collective(transfer, True, out, source)
+
+
+class LateLoopback(Loopback[T]):
+    """A group of threads with `LateCarrier`."""
+
+    def __init__(self, world_size: int, *, timeout: float = 30.0) -> None:
+        super().__init__(world_size)
+        self._world = _World(None)  # in the other one the transports of `Loopback` expect messages already
+        self.carriers = [LateCarrier(self._world, rank, world_size, timeout) for rank in range(world_size)]
+        self.transports = [Transport(carrier) for carrier in self.carriers]
+
+
+def on_late_threads(world_size: int, program: Callable[[Transport], T]) -> list[T]:
+    """Run ``program`` as `collectives.on_threads` does, with `LateCarrier`. A collective without a wait is an error."""
+    group = LateLoopback[T](world_size)
+    results = group.run(program)
+    forgotten = [transfer.what for carrier in group.carriers for transfer in carrier.launched]
+    assert not forgotten, f"{forgotten[0]}: it was never waited for"
+    return results
+
+
+def _sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
+    return plain_sum(None, parts, parts[0].dtype)
+
+
+def _apart(out: Tensor, source: Tensor) -> list[Tensor]:
+    """The bytes of ``out`` without those of ``source``, which may lie inside it."""
+    begin = source.data_ptr() - out.data_ptr()
+    if source.numel() and 0 <= begin < out.numel():
+        return [out[:begin], out[begin + source.numel() :]]
+    return [out]
+
+
+def _tag_of_the_caller() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        tag = frame.f_locals.get("tag")
+        if isinstance(tag, Tag):
+            return describe(tag)
+    return "no tag"

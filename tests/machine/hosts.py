@@ -1,0 +1,53 @@
+"""Ranks of a program that are threads and share a host's memory, as processes of one host do.
+
+Knows: the insides of `collectives`, through `tests.sockets`; nothing else of this package does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from collectives import Algorithm, Collective, Hierarchical, Loopback, Shared, Transport
+
+from ..sockets import meet, routed
+from .backends import LIMIT, Threads, copy_of
+from .program import Config, Setting
+from .ranks import Rank, Saved
+
+
+def one_host(transport: Transport) -> Collective:
+    """As among processes of one host: real sockets, and memory in common."""
+    return Shared(Transport(meet(transport)))
+
+
+def two_hosts(transport: Transport) -> Collective:
+    """The same on each of two hosts, and the transport's own messages between them."""
+    middle = (transport.world_size + 1) // 2
+    hosts = [ranks for ranks in (range(middle), range(middle, transport.world_size)) if ranks]
+    return Hierarchical(routed(transport, hosts), hosts)
+
+
+HOSTS: dict[str, Algorithm] = {"one host": one_host, "two hosts": two_hosts}
+
+
+class RankOnHosts(Rank):
+    """A rank whose setting may name one of `HOSTS`."""
+
+    algorithms: ClassVar[Mapping[str, Algorithm]] = HOSTS
+
+
+class ThreadsOnHosts(Threads):
+    """Ranks as threads. Their setting may name one of `HOSTS`."""
+
+    rank: ClassVar[type[Rank]] = RankOnHosts
+
+
+class Sockets(Threads):
+    """Ranks as threads that meet as processes of one host do, and so have memory in common. Nothing is delayed."""
+
+    def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
+        self._group = Loopback(setting.world_size, timeout=LIMIT)
+        self._ranks = self._group.run(
+            lambda group: self.rank(config, setting, Transport(meet(group)), group.rank, copy_of(saved))
+        )

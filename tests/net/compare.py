@@ -1,0 +1,53 @@
+"""Compares what two sides recorded.
+
+Knows: nested dictionaries. Does not know: what is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+Record = Mapping[str, Any]  # of a check: nested dictionaries with texts and numbers at their ends
+MISSING = "nothing"
+ERROR = "error"  # the key under which a side records that it could not go on
+
+
+def differences(old: Mapping[str, Record], new: Mapping[str, Record]) -> list[str]:
+    """A line for each check that differs or failed, in the order of the checks."""
+    lines = []
+    for check in dict.fromkeys([*old, *new]):
+        line = difference(old.get(check, {}), new.get(check, {}))
+        if line:
+            lines.append(f"{check}: {line}")
+    return lines
+
+
+def difference(old: Record, new: Record) -> str:
+    """Where the records of a check differ first, and how often; empty where they are equal and no side failed."""
+    before, after = dict(_leaves(old)), dict(_leaves(new))
+    found = [path for path in dict.fromkeys([*before, *after]) if before.get(path) != after.get(path)]
+    if found:
+        first = found[0]
+        values = " -> ".join(_shortened(side.get(first, MISSING)) for side in (before, after))
+        return f"{', '.join(first)}: {values} ({len(found)} of {len(before)} values differ)"
+    if (ERROR,) in before:
+        return f"both sides fail: {before[ERROR,]}"
+    return "" if before else "nothing was recorded"
+
+
+def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, Mapping):
+        for key, inside in value.items():
+            yield from _leaves(inside, (*path, str(key)))
+    elif isinstance(value, list):
+        yield from _leaves(dict(enumerate(value)), path)
+    else:
+        yield path, value
+
+
+def _shortened(value: Any) -> str:
+    """The beginning of a hash is enough."""
+    text = str(value)
+    is_hash = len(text) == 64 and set(text) <= set("0123456789abcdef")
+    return text[:12] if is_hash else text

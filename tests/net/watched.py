@@ -1,0 +1,149 @@
+"""Ranks that record what they see after every command of a program.
+
+Knows: the public names of `zero` and `collectives` alone. Does not know: who compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from collectives import Algorithm, Collective, Hierarchical, Transport
+
+from ..machine import program as p
+from ..machine.backends import Backend, Processes, Threads
+from ..machine.program import Command
+from ..machine.ranks import Rank
+from ..plain import bits
+from ..pool import GlooPool
+from .compare import ERROR
+from .programs import Program
+
+
+def in_halves(transport: Transport) -> Collective:
+    """`Hierarchical`, as if each half of the ranks had a host."""
+    middle = (transport.world_size + 1) // 2
+    hosts = [ranks for ranks in (range(middle), range(middle, transport.world_size)) if ranks]
+    return Hierarchical(transport, hosts)
+
+
+class Watched(Rank):
+    """Hashes every parameter, gradient and optimizer state after every command. This gathers them, at every stage."""
+
+    algorithms: ClassVar[Mapping[str, Algorithm]] = {"two hosts": in_halves}
+
+    def do(self, command: Command) -> Any:
+        found = super().do(command)
+        return {"what it returns": sha256(found), **self.seen()}
+
+    def seen(self) -> dict[str, str]:
+        """By names that a reader finds again."""
+        return {**self._parameters(), **self._gradients(), **self._states()}
+
+    def _parameters(self) -> dict[str, str]:
+        with self.optimizer.gathered():
+            return {f"parameter {name}": sha256(parameter) for name, parameter in self.model.named_parameters()}
+
+    def _gradients(self) -> dict[str, str]:
+        named = self.model.named_parameters()
+        return {f"gradient {name}": self._gradient(q) for name, q in named if id(q) in self.listed}
+
+    def _gradient(self, parameter: torch.nn.Parameter) -> str:
+        try:
+            return sha256(self.optimizer.full_grad(parameter))
+        except RuntimeError:  # on every rank: a part of it is still in a block of `no_sync`
+            return "not reduced"
+
+    def _states(self) -> dict[str, str]:
+        self.optimizer.consolidate_state_dict(None)
+        found = self.optimizer.state_dict()
+        states = {f"state {index}.{n}": sha256(v) for index, state in found["state"].items() for n, v in state.items()}
+        masters = {f"master {index}": sha256(value) for index, value in found.get("masters", {}).items()}
+        return states | masters | {"param groups": sha256(found["param_groups"])}
+
+
+class Undisturbed(Watched):
+    """Records what costs no message: what calls return, traffic, and `describe()`."""
+
+    def seen(self) -> dict[str, str]:
+        traffic = {f"traffic {name}": str(count) for name, count in asdict(self.optimizer.traffic).items()}
+        lines = enumerate(str(self.optimizer.describe()).splitlines(), 1)
+        return traffic | {f"describe line {number}": line for number, line in lines}
+
+
+class WatchedThreads(Threads):
+    rank: ClassVar[type[Rank]] = Watched
+
+
+class UndisturbedThreads(Threads):
+    rank: ClassVar[type[Rank]] = Undisturbed
+
+
+class WatchedProcesses(Processes):
+    rank: ClassVar[type[Rank]] = Watched
+
+
+class UndisturbedProcesses(Processes):
+    rank: ClassVar[type[Rank]] = Undisturbed
+
+
+def record(program: Program, pool: GlooPool) -> dict[str, Any]:
+    """Everything that is seen in a program, which is followed twice where everything is hashed."""
+    backends: dict[str, Backend] = {}
+    if program.hashed:
+        backends["hashed"] = WatchedProcesses(pool) if program.processes else WatchedThreads()
+    backends["undisturbed"] = UndisturbedProcesses(pool) if program.processes else UndisturbedThreads()
+    found: dict[str, Any] = {name: {} for name in backends}
+    try:
+        for name, backend in backends.items():
+            for label, seen in _follow(program, backend):
+                found[name][label] = {f"rank {rank}": of_rank for rank, of_rank in enumerate(seen)}
+    except Exception as error:
+        found[ERROR] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _follow(program: Program, backend: Backend) -> Iterator[tuple[str, list[Any]]]:
+    """What every rank sees after each command."""
+    backend.start(program.config, program.config.setting)
+    yield "at the start", backend.do(p.Describe())
+    for number, command in enumerate(program.commands, 1):
+        label = f"after command {number}, {command}"
+        if isinstance(command, p.Load):
+            backend.start(program.config, command.setting, backend.save())
+            yield label, backend.do(p.Describe())
+        else:
+            yield label, backend.do(command)
+    yield "at the end", backend.do(p.Read())
+    yield "after close()", [{"parameters": sha256(values)} for values in backend.close()]
+
+
+def sha256(value: Any) -> str:
+    """Of a value that may hold tensors, by their bits."""
+    found = hashlib.sha256()
+    _add(found, value)
+    return found.hexdigest()
+
+
+def _add(found: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        found.update(f"{value.dtype} {tuple(value.shape)} ".encode())
+        found.update(bits(_with_one_nan(value)).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        _add(found, [[str(key), value[key]] for key in sorted(value, key=str)])
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        found.update(f"{len(value)} of ".encode())
+        for inside in value:
+            _add(found, inside)
+    else:
+        found.update(f"{value!r} ".encode())
+
+
+def _with_one_nan(value: Tensor) -> Tensor:
+    """Which NaN a cast to 16 bits makes depends on its place in a tensor, in torch itself."""
+    return torch.where(value.isnan(), float("nan"), value) if value.is_floating_point() else value

@@ -1,0 +1,132 @@
+"""Tests that carry the marker `contract` use public names alone, so they hold whatever becomes of the insides.
+
+Read from the syntax trees: nothing is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("zero", "collectives")
+INSIDES = ("benchmarks",)  # they measure the insides
+MARKED = re.compile(r"^pytestmark = .*\bpytest\.mark\.contract\b", re.MULTILINE)
+
+
+@cache
+def public_names(package: str) -> frozenset[str]:
+    """`__all__` of a package."""
+    for node in ast.parse((ROOT / package / "__init__.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return frozenset(ast.literal_eval(node.value))
+    raise AssertionError(f"{package} has no __all__")
+
+
+@cache
+def private_attributes() -> frozenset[str]:
+    """Those that some object of the packages has."""
+    files = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return frozenset(name for path in files for name in re.findall(r"\bself\.(_[a-z]\w*)", path.read_text()))
+
+
+def absolute(node: ast.ImportFrom, folder: tuple[str, ...]) -> str:
+    """The module that is imported from, in a file of a folder."""
+    parents = folder[: len(folder) - node.level + 1] if node.level else ()
+    return ".".join((*parents, *([node.module] if node.module else [])))
+
+
+def inside_names(source: str, folder: tuple[str, ...] = ("tests",)) -> Iterator[str]:
+    """What a module uses of the packages that is not public."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    imported = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    bound = {n.asname or n.name for node in nodes if isinstance(node, ast.ImportFrom) for n in node.names} | imported
+    yield from (name for name in imported if name.startswith((*(f"{p}." for p in PACKAGES), *INSIDES)))
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            module = absolute(node, folder)
+            if module in PACKAGES:
+                yield from (f"{module}.{n.name}" for n in node.names if n.name not in public_names(module))
+            elif module.partition(".")[0] in (*PACKAGES, *INSIDES):
+                yield module
+        elif isinstance(node, ast.Attribute):
+            of = ast.unparse(node.value)
+            if of in imported and of in PACKAGES and node.attr not in {*public_names(of), "__file__"}:
+                yield f"{of}.{node.attr}"
+            if of not in ("self", "cls") and of.partition(".")[0] not in bound and node.attr in private_attributes():
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Constant) and re.match(r"(zero|collectives)\.\w", str(node.value)):
+            yield str(node.value)  # the name of a module, to be patched or run
+
+
+def helpers(source: str, folder: tuple[str, ...] = ("tests",)) -> Iterator[Path]:
+    """The tests' modules that a module imports."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (module := absolute(node, folder)).partition(".")[0] == "tests":
+            for name in (module, *(f"{module}.{n.name}" for n in node.names)):
+                path = ROOT.joinpath(*name.split("."))
+                yield from (p for p in (path.with_suffix(".py"), path / "__init__.py") if p.exists())
+
+
+@cache
+def read(path: Path) -> tuple[frozenset[str], frozenset[Path]]:
+    """What a module of the tests uses that is not public, and the tests' modules that it imports."""
+    source, folder = path.read_text(), path.relative_to(ROOT).parent.parts
+    names = frozenset(f"{path.stem}: {name}" for name in inside_names(source, folder))
+    return names, frozenset(helpers(source, folder))
+
+
+def all_inside_names(path: Path) -> set[str]:
+    """What a module of the tests, or one that it imports, uses that is not public."""
+    seen, todo, found = set[Path](), {path}, set[str]()
+    while todo:
+        seen |= todo
+        found |= {name for file in todo for name in read(file)[0]}
+        todo = {helper for file in todo for helper in read(file)[1]} - seen
+    return found
+
+
+TESTS = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__))
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
+def test_what_uses_public_names_alone_is_marked_contract_and_nothing_else_is(path: Path) -> None:
+    text, insides = path.read_text(), sorted(all_inside_names(path))
+    assert bool(MARKED.search(text)) == (any(package in text for package in PACKAGES) and not insides), insides
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from zero import ZeroOptimizer\nfrom collectives import Transport", []),
+        ("from zero.stages import Stage", ["zero.stages"]),
+        ("def f():\n from collectives.host import Peer", ["collectives.host"]),
+        ("from zero import stages", ["zero.stages"]),
+        ("import collectives.host", ["collectives.host"]),
+        ("import zero\nzero.ZeroOptimizer(zero.stages)", ["zero.stages"]),
+        ("patch.setattr('zero.reducer.fold', None)", ["zero.reducer.fold"]),
+        ("optimizer._reducer.stores", ["optimizer._reducer"]),
+        ("self.optimizer._reducer", ["self.optimizer._reducer"]),
+        ("self._reducer", []),
+        ("from multiprocessing import forkserver\nforkserver._stop()", []),
+        ("from benchmarks import steps", ["benchmarks"]),
+    ],
+)
+def test_the_reader_sees_every_use_of_the_insides(source: str, expected: list[str]) -> None:
+    assert list(inside_names(source)) == expected
+
+
+def test_the_reader_follows_the_helpers_of_a_test() -> None:
+    assert any(name.startswith("sockets: collectives.") for name in all_inside_names(ROOT / "tests/test_join.py"))
+
+
+def test_the_net_runs_against_other_insides() -> None:
+    """`python -m tests.net` follows this tree's programs on the packages of another commit."""
+    for file in ("side.py", "__main__.py"):
+        assert not all_inside_names(ROOT / "tests/net" / file)

@@ -1,0 +1,65 @@
+"""The default run holds every row of the contract and every law."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from .tiers import COLLECTED
+
+ROOT = Path(__file__).resolve().parent.parent
+ELSEWHERE = {"matrix"}  # commands, in no tier
+
+
+def rows(page: str, heading: str) -> list[list[str]]:
+    """The rows of the table that begins with a heading, as lists of cells."""
+    after = (ROOT / page).read_text().partition(f"\n| {heading} |")[2].splitlines()[2:]
+    table = itertools.takewhile(lambda line: line.startswith("|"), after)
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
+
+
+@pytest.fixture
+def collected(pytestconfig: pytest.Config) -> dict[str, str]:
+    """The tier of each test of the files that this run looks at, by ``file::function``; the first of its cases'."""
+    tiers: dict[str, str] = {}
+    for name, tier in sorted(pytestconfig.stash[COLLECTED].items(), key=lambda pair: pair[1] != "default"):
+        file, _, function = name.removesuffix("]").partition("::")
+        tiers.setdefault(f"{file.removesuffix('.py')}::{function.partition('[')[0]}", tier)
+    return tiers
+
+
+def by_default(collected: dict[str, str], names: list[str]) -> bool:
+    """Return whether the default run takes a test that one of these names means: a file or ``file::function``, with *.
+    Also true where this run looks at none of the files."""
+    for name in names:
+        assert list((ROOT / "tests").glob(f"{name.partition('::')[0]}.py")), f"there is no {name}"
+    files = {name.partition("::")[0] for name in collected}
+    patterns = [name if "::" in name else f"{name}::*" for name in names]
+    if not any(fnmatch.filter(files, pattern.partition("::")[0]) for pattern in patterns):
+        return True
+    return any(collected[name] == "default" for pattern in patterns for name in fnmatch.filter(collected, pattern))
+
+
+def test_the_default_run_asserts_every_row_of_the_contract(collected: dict[str, str]) -> None:
+    table = rows("README.md", "what varies")
+    assert len(table) > 10
+    for _, _, where in table:
+        names = [name for name in re.findall(r"`([^`]+)`", where) if name not in ELSEWHERE]
+        assert by_default(collected, names), where
+        assert names or not where, "the default run asserts nothing of it"
+
+
+def test_the_default_run_asserts_every_law(collected: dict[str, str]) -> None:
+    table = rows("tests/README.md", "law")
+    assert len(table) > 20
+    for law, where in table:
+        names = re.findall(r"`([^`]+)`", where)
+        file = ""
+        for number, name in enumerate(names):
+            file = name.partition("::")[0] or file
+            names[number] = file + name if name.startswith("::") else name
+        assert by_default(collected, names), law

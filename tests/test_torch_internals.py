@@ -1,0 +1,169 @@
+"""Private names of torch: all in one module, which lists who reads what; one that is missing is named at its use."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from collectives import memory, torch_internals
+from collectives.memory import Pool
+
+from .hidden import COMPARED, NEEDED_BY
+from .test_structure import TREES
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULE = "collectives.torch_internals"
+NAMES = [
+    node.args[0].value
+    for node in ast.walk(TREES[MODULE])
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "_find" and isinstance(node.args[0], ast.Constant)
+]
+
+
+def errors(mode: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.hidden", mode, *map(str, NAMES)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+def complaint(path: object) -> str:
+    return f"RuntimeError: torch {torch.__version__} has no {str(path).replace(':', '.')}, which "
+
+
+# -- a name that is missing --------------------------------------------------------------------------------------------
+
+
+def test_without_every_name_the_library_is_imported_and_each_is_named_where_it_is_used() -> None:
+    found = errors("all")
+    assert found.keys() == set(NAMES)
+    for path, told in found.items():
+        assert len(told) == 3, "a call, an attribute and isinstance"
+        for error in told:
+            assert error.startswith(complaint(path)), error
+            assert f"use torch {torch_internals.TESTED_VERSION}" in error
+
+
+@pytest.mark.slow
+def test_without_one_name_training_that_needs_it_names_it() -> None:
+    found = errors("each")
+    assert found.keys() == set(NAMES) == NEEDED_BY.keys() | COMPARED.keys()
+    for path, error in found.items():
+        assert error.startswith(complaint(path)) if path in NEEDED_BY else not error, (path, error)
+
+
+def test_every_name_is_there_in_the_version_that_is_tested() -> None:
+    values = vars(torch_internals).values()
+    assert torch.__version__.startswith(torch_internals.TESTED_VERSION)
+    assert torch_internals.missing(*values) is None
+
+
+# -- one module --------------------------------------------------------------------------------------------------------
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_paths(tree: ast.Module) -> Iterator[str]:
+    """Private names that are reached from torch, or imported from it."""
+    aliases = {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            aliases |= {a.asname or a.name.partition(".")[0]: a.name for a in node.names if a.name.startswith("torch")}
+            yield from (a.name for a in node.names if a.name.startswith("torch.") and "._" in a.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            aliases |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+            yield from (f"{node.module}.{a.name}" for a in node.names if "._" in f"{node.module}.{a.name}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root, _, rest = ast.unparse(node).partition(".")
+            if root in aliases:
+                yield f"{aliases[root]}.{rest}"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch\ntorch._C.f()", ["torch._C"]),
+        ("import torch._guards", ["torch._guards"]),
+        ("from torch._C import f", ["torch._C.f"]),
+        ("from torch.utils._device import D", ["torch.utils._device.D"]),
+        ("from torch import nn\nnn.Module._call_impl", ["torch.nn.Module._call_impl"]),
+        ("import torch.distributed as dist\ndist._f()", ["torch.distributed._f"]),
+        ("from torch import Tensor\nTensor.__repr__, torch.ones(1).add_(1), self._x", []),
+    ],
+)
+def test_the_reader_sees_every_private_name(source: str, found: list[str]) -> None:
+    assert list(private_paths(ast.parse(source))) == found
+
+
+def test_private_names_are_in_one_module() -> None:
+    found = {module: list(private_paths(tree)) for module, tree in TREES.items()}
+    assert not any(found.values()), {module: paths for module, paths in found.items() if paths}
+
+
+def attributes_of_torch() -> set[str]:
+    """Private attributes of the objects that this library is given, or of their classes."""
+    weight = torch.ones(1)
+    objects = (weight, weight.untyped_storage(), nn.Linear(1, 1), torch.optim.SGD([weight]), dist.ProcessGroup)
+    return {name for each in objects for name in dir(each) if is_private(name)} | {"_timeout"}
+
+
+def test_private_attributes_are_listed_with_their_readers() -> None:
+    """`getattr` with a text is not seen."""
+    described = ast.get_docstring(TREES[MODULE]) or ""
+    rows = re.findall(r"^    (_\w+)[\w, ]*?  .*?((?:(?:zero|collectives)\.\w+(?:,\s+|))+)", described, re.MULTILINE)
+    listed = {name: set(re.findall(r"(?:zero|collectives)\.\w+", modules)) for name, modules in rows}
+    known, found = attributes_of_torch(), dict[str, set[str]]()
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in known
+                and ast.unparse(node.value) not in ("self", "cls")
+            ):
+                found.setdefault(node.attr, set()).add(module)
+    assert len(found) > 8, "if there are few, this reader is blind"
+    for name, modules in found.items():
+        assert modules <= listed.get(name, set()), f"{name} is read by {modules}, but listed for {listed.get(name)}"
+
+
+# -- the use count of a storage ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda count: count - 1, lambda count: count + 1, lambda count: 1, lambda count: min(count, 2)],
+    ids=["one less", "one more", "always one", "views are not counted"],
+)
+def test_a_use_count_that_means_something_else_is_an_error_before_memory_is_used_again(
+    wrong: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = torch_internals.storage_use_count
+    monkeypatch.setattr(memory, "storage_use_count", lambda address: wrong(right(address)))
+    with pytest.raises(RuntimeError, match=r"counts the holders of a storage as .* memory in use could be handed out"):
+        Pool()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")])
+def test_the_use_count_is_right_in_every_mode(mode: Callable[[], Any]) -> None:
+    with mode():
+        pool = Pool()
+    taken = pool.take(3, torch.float32, torch.device("cpu"))
+    address, view = taken.data_ptr(), taken[1:]
+    del taken
+    other: Tensor = pool.take(3, torch.float32, torch.device("cpu"))
+    assert view.untyped_storage().data_ptr() == address != other.data_ptr()
