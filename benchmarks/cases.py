@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives import Collective, Kind, Region, Tag, Transport
-from collectives.fold import fold
+from collectives.algorithms.ordered_sum import fold
 
 GLOO, ROOFLINE = "gloo", "roofline"
 IN_COMMON, RELEASED = "in common", "in common, released"

@@ -19,7 +19,7 @@ try:
 except ModuleNotFoundError as absent:
     sys.exit(f"error: this benchmark needs {absent.name}: python -m pip install -e '.[cli]'")
 
-from zero.model import Shape
+from zero.commands.train.model import Shape
 
 from . import gpu_tables, tables
 from .gpu_job import DTYPES, SHAPES, TINY, GpuJob, OnDevice, largest, needed_bytes, read_on_device

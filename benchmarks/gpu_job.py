@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zero.model import GPT, Shape
+from zero.commands.train.model import GPT, Shape
 
 VOCABULARY = 50304
 SHAPES = (Shape(24, 14, 1792, VOCABULARY), Shape(36, 20, 1280, VOCABULARY), Shape(24, 16, 1024, VOCABULARY))

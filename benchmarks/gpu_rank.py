@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero.model import GPT, INIT_STD, loss_fn
+from zero.commands.train.model import GPT, INIT_STD, loss_fn
 
 from .gpu_job import DTYPES, GpuJob, OnDevice
 from .rank import end_with

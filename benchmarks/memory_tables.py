@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from zero.model import GPT
+from zero.commands.train.model import GPT
 
 from .step_job import MODELS, Held
 from .systems import SYSTEMS, smallest_peer

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from zero.model import build, loss_fn
+from zero.commands.train.model import build, loss_fn
 
 from .step_job import MODELS, Model
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import Collective, Kind, Tag, Transport, build
-from collectives.native import connect
+from collectives.backends.gloo import connect
 
 from .cases import Case, Operation, Shape, cases, check
 from .job import Job, Measured, Waited, quartiles

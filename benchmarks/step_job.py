@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from zero.model import Shape
+from zero.commands.train.model import Shape
 
 CAP_MB = 25.0  # MiB of a bucket, as DistributedDataParallel has it
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero.peers import fully_sharded
+from zero.commands.sweep.baselines import fully_sharded
 
 LEARNING_RATE = 1e-3
 

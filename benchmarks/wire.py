@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from collectives.plans import Hosts, plans
+from collectives.algorithms.plans import Hosts, plans
 
 from .cases import Operation
 

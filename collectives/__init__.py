@@ -10,11 +10,14 @@ from collections.abc import Callable
 
 import torch
 
-from .all_to_all import AllToAll
-from .bucketing import BucketQueue
-from .carriers import Region
-from .hierarchical import Hierarchical
-from .loopback import Loopback, on_threads, solo
+from .algorithms.all_to_all import AllToAll
+from .algorithms.hierarchical import Hierarchical
+from .algorithms.hybrid_sharding import Replicated
+from .algorithms.pairwise import Pairwise
+from .algorithms.ring import Ring
+from .algorithms.shared import Shared
+from .backend import Region
+from .backends.threads import Loopback, on_threads, solo
 from .messages import (
     Chain,
     Collective,
@@ -26,10 +29,7 @@ from .messages import (
     Traffic,
     Work,
 )
-from .pairwise import Pairwise
-from .replicated import Replicated
-from .ring import Ring
-from .shared import Shared
+from .queue import BucketQueue
 from .topology import CPU, Choice, choose, hierarchical, replicate, shared
 from .transport import Transport
 
@@ -38,7 +38,7 @@ Algorithm = Callable[[Transport], Collective]
 
 
 def _native(transport: Transport) -> Collective:
-    from .native import Native  # the one module that needs torch.distributed
+    from .backends.gloo import Native  # the one module that needs torch.distributed
 
     return Native(transport)
 

@@ -22,17 +22,17 @@ from dataclasses import dataclass
 
 import torch
 
-from .all_to_all import AllToAll
-from .carriers import OwnCollectives
-from .hierarchical import Hierarchical
-from .host import HostCarrier
-from .loopback import LoopbackCarrier
+from .algorithms.all_to_all import AllToAll
+from .algorithms.hierarchical import Hierarchical
+from .algorithms.hybrid_sharding import Replicated
+from .algorithms.pairwise import Pairwise
+from .algorithms.shared import Shared
+from .backend import OwnCollectives
+from .backends.hybrid import RoutedCarrier
+from .backends.rendezvous import Card, Door, exchange_cards, join
+from .backends.shared_memory import HostCarrier
+from .backends.threads import LoopbackCarrier
 from .messages import Collective, CollectiveError, Kind, Tag
-from .pairwise import Pairwise
-from .rendezvous import Card, Door, exchange_cards, join
-from .replicated import Replicated
-from .routed import RoutedCarrier
-from .shared import Shared
 from .transport import Transport
 
 CPU = torch.device("cpu")
@@ -220,7 +220,7 @@ def _by_nccl(transport: Transport) -> Choice:
         door.close()
     if len(hosts) == 1:
         return Choice(AllToAll(transport), f"all {transport.world_size} ranks are on one host, with NCCL")
-    from .native import Native  # the one module that needs torch.distributed
+    from .backends.gloo import Native  # the one module that needs torch.distributed
 
     return Choice(
         Native(transport),

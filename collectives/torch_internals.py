@@ -9,28 +9,31 @@ which name is missing.
 Attributes of objects cannot be resolved ahead. They are read where they are used, in these modules:
 
     attribute                       of               modules
-    _cdata                          UntypedStorage   collectives.memory
-    _get_backend                    ProcessGroup     collectives.native (without it: the default time limit)
-    _timeout                        its options      collectives.native (as above)
-    _version                        Tensor           zero.gradients, zero.places, zero.saving, zero.shelf,
-                                                     zero.verify_ranks
-    _backward_hooks                 Tensor           zero.meta, zero.released
-    _post_accumulate_grad_hooks     Tensor           zero.hooks, zero.meta, zero.released
-    _parameters                     Module           zero.meta, zero.parameters
-    _buffers                        Module           zero.meta
-    _forward_pre_hooks              Module           zero.precision, zero.unit_hooks
-    _forward_pre_hooks_with_kwargs  Module           zero.precision
-    _forward_hooks                  Module           zero.unit_hooks
-    _backward_pre_hooks             Module           zero.unit_hooks
-    _compiled_call_impl             Module           zero.unit_hooks
-    _forward_unimplemented          Module           zero.units (the name of a forward that was never written)
-    _optimizer_...                  Optimizer        zero.inner (keys that begin so are hooks, which are not copied)
-    hooked, __wrapped__             Optimizer.step   zero.inner
-    _torchdynamo_disable            a function       zero.compiled (Dynamo reads it)
-    _is_profiler_enabled            autograd.profiler  zero.events (without it: as if a profiler ran)
+    _cdata                          UntypedStorage   collectives.pool
+    _get_backend                    ProcessGroup     collectives.backends.gloo (without it: the default time limit)
+    _timeout                        its options      collectives.backends.gloo (as above)
+    _version                        Tensor           zero.gradients.accumulator, zero.parameters.saved_tensor_index,
+                                                     zero.parameters.saved_tensor_hooks, zero.parameters.unit_buffer,
+                                                     zero.commands.verify.ranks
+    _backward_hooks                 Tensor           zero.parameters.materialize, zero.parameters.released
+    _post_accumulate_grad_hooks     Tensor           zero.gradients.hooks, zero.parameters.materialize,
+                                                     zero.parameters.released
+    _parameters                     Module           zero.parameters.materialize, zero.core.parameter_specs
+    _buffers                        Module           zero.parameters.materialize
+    _forward_pre_hooks              Module           zero.step.master_weights, zero.parameters.unit_hooks
+    _forward_pre_hooks_with_kwargs  Module           zero.step.master_weights
+    _forward_hooks                  Module           zero.parameters.unit_hooks
+    _backward_pre_hooks             Module           zero.parameters.unit_hooks
+    _compiled_call_impl             Module           zero.parameters.unit_hooks
+    _forward_unimplemented          Module           zero.core.units (the name of a forward that was never written)
+    _optimizer_...                  Optimizer        zero.step.inner (keys that begin so are hooks, which are not
+                                                     copied)
+    hooked, __wrapped__             Optimizer.step   zero.step.inner
+    _torchdynamo_disable            a function       zero.parameters.compiled_calls (Dynamo reads it)
+    _is_profiler_enabled            its profiler     zero.events (without it: as if a profiler ran)
 
 The library also relies on what torch does under public names: autograd adds to ``p.grad`` by ``add_`` or ``add``
-(`zero.hooks`), and calls hooks in the order of these dictionaries (`zero.unit_hooks`).
+(`zero.gradients.hooks`), and calls hooks in the order of these dictionaries (`zero.parameters.unit_hooks`).
 """
 
 from __future__ import annotations

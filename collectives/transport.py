@@ -16,12 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor, UntypedStorage
 
-from .carriers import Carrier, CommonMemory, Memory, Region
-from .channel import Channel
-from .inflight import Send, Settled
-from .lending import Borrowed, Lent
-from .memory import Pool
+from .backend import Carrier, CommonMemory, Memory, Region
+from .exposed_buffers import Borrowed, Lent
 from .messages import Chain, Kind, Tag, Traffic, Work, as_bytes, describe
+from .messenger import Channel
+from .pool import Pool
+from .sends import Send, Settled
 
 LOG = logging.getLogger("collectives")
 CHUNK, LEAST = 1 << 20, 1 << 17  # elements of a chunk at most, and at least

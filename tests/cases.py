@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
-from zero.parameters import FLOATS
-from zero.released import is_released
-from zero.residency import Residency, State
-from zero.sharded import ShardedStorage
+from zero.core.parameter_specs import FLOATS
+from zero.parameters.released import is_released
+from zero.parameters.sharded import ShardedStorage
+from zero.parameters.unit_manager import Residency, State
 
 from .plain import assert_same_bits, share
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from zero import ZeroOptimizer
+from zero.core.stages import STAGES
 from zero.events import LOG, Event
-from zero.stages import STAGES
 
 DEPTH, WIDTHS, BATCH, ROUNDS = 16, (32, 128, 512), 32, 15
 

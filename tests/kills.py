@@ -40,7 +40,7 @@ from collectives import (
     Transport,
     shared,
 )
-from collectives.native import connect
+from collectives.backends.gloo import connect
 
 from .sockets import routed
 

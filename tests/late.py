@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from collectives import Loopback, Tag, Transport
-from collectives.carriers import Pending
-from collectives.loopback import LoopbackCarrier, _World
+from collectives.backend import Pending
+from collectives.backends.gloo import _Collective
+from collectives.backends.threads import LoopbackCarrier, _World
 from collectives.messages import describe
-from collectives.native import _Collective
 
 from .carried import plain_sum
 

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from zero import MixedPrecision, clip_grad_norm_
-from zero.data import Corpus, load_corpus
-from zero.model import build_model, loss_fn
+from zero.commands.train.data import Corpus, load_corpus
+from zero.commands.train.model import build_model, loss_fn
 
 from .narrowed import Narrowed
 from .processor import spare_matrix_unit
@@ -121,7 +121,7 @@ class Run:
         if self.torchrun:
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
             return train([*launcher, "-m", "zero.train"], flags)
-        return train(["-m", "zero.cli", "train"], [f"--ranks={self.ranks}", *flags])
+        return train(["-m", "zero.commands.cli", "train"], [f"--ranks={self.ranks}", *flags])
 
     def __str__(self) -> str:
         how = " ".join(("torchrun" if self.torchrun else "zero", *self.sharing))

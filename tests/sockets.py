@@ -12,11 +12,11 @@ from typing import TypeVar
 from torch import Tensor
 
 from collectives import Loopback, Transport
-from collectives.arena import Arena, Window
-from collectives.carriers import Carrier, Pending
-from collectives.host import HostCarrier, Peer
-from collectives.rendezvous import Door, exchange_cards, join
-from collectives.routed import RoutedCarrier
+from collectives.backend import Carrier, Pending
+from collectives.backends.arena import Arena, Window
+from collectives.backends.hybrid import RoutedCarrier
+from collectives.backends.rendezvous import Door, exchange_cards, join
+from collectives.backends.shared_memory import HostCarrier, Peer
 
 T = TypeVar("T")
 ARENA = 1 << 26

@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from collectives import ALGORITHMS, AllToAll, CollectiveError, Kind, Loopback, MismatchError, PeerError, Tag
-from collectives.native import Native, ProcessGroupCarrier, connect
+from collectives.backends.gloo import Native, ProcessGroupCarrier, connect
 from collectives.topology import choose
 from zero import ZeroOptimizer
-from zero.parameters import device_of
+from zero.core.parameter_specs import device_of
 
 from .carried import MIXED, SAME, assert_same_bits, awkward, reduction, whole_numbers
 from .plain import assert_same_states
@@ -204,7 +204,7 @@ def test_what_is_chosen_is_told_where_the_parameters_are() -> None:
     model = nn.Linear(2, 2, device="meta")
     for params in (model, model.parameters(), model.named_parameters(), [{"params": model.weight}]):
         there = mock.patch("torch.get_default_device", return_value=torch.device("cuda"))  # where meta tensors go
-        told = mock.patch("zero.assembly.build_collective", side_effect=ToldError)
+        told = mock.patch("zero.setup.build_collective", side_effect=ToldError)
         with there, told as build, pytest.raises(ToldError):
             ZeroOptimizer(params, torch.optim.SGD, lr=0.1)
         assert build.call_args.args[2] == torch.device("cuda")
@@ -278,7 +278,7 @@ def while_adding_up(group: dist.ProcessGroup, rank: int) -> str:
     work = AllToAll(transport).reduce_scatter(whole, [0, 2, 4], torch.empty(2), start=None, tag=reduction())
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr("collectives.all_to_all.fold", mock.Mock(side_effect=MemoryError("in the middle")))
+            patch.setattr("collectives.algorithms.all_to_all.fold", mock.Mock(side_effect=MemoryError("in the middle")))
         caught = pytest.raises(MemoryError) if rank == 1 else nullcontext()
         with caught:
             work.wait()

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import Transport, arena, on_threads
-from collectives.arena import PAGE, Arena, Spans, Window
-from collectives.memory import Pool
+from collectives import Transport, on_threads
+from collectives.backends import arena
+from collectives.backends.arena import PAGE, Arena, Spans, Window
+from collectives.pool import Pool
 
 from .descriptors import opened
 from .sockets import mesh

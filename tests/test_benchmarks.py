@@ -25,8 +25,8 @@ from benchmarks.report import Report
 from benchmarks.tables import Crossing
 from benchmarks.wire import Wire
 from collectives import Hierarchical, Kind, Loopback, Pairwise, Ring, Tag, Transport
+from collectives.algorithms.plans import plans
 from collectives.messages import HEADER_BYTES
-from collectives.plans import plans
 
 typer = pytest.importorskip("typer")
 pytest.importorskip("matplotlib")

@@ -29,7 +29,7 @@ from collectives import (
     on_threads,
     solo,
 )
-from collectives.fold import BLOCK
+from collectives.algorithms.ordered_sum import BLOCK
 from collectives.messages import HEADER_BYTES
 from collectives.transport import CHUNK, LEAST, chunks
 

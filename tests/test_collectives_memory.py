@@ -22,9 +22,9 @@ from collectives import (
     on_threads,
     solo,
 )
-from collectives.channel import MOST_SETTLED
-from collectives.inflight import SMALL
-from collectives.memory import Pool
+from collectives.messenger import MOST_SETTLED
+from collectives.pool import Pool
+from collectives.sends import SMALL
 
 from .carried import (
     BF16,

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import CollectiveError, Kind, Region, Shared, Tag, Transport, on_threads
-from collectives.arena import PAGE
+from collectives.backends.arena import PAGE
 from zero import ZeroOptimizer
 
 from .descriptors import opened
@@ -25,7 +25,7 @@ from .models import build, odd_batches, odd_loss
 from .sockets import meet, on_sockets
 from .test_arena import pages_of
 
-host_module = sys.modules["collectives.host"]
+host_module = sys.modules["collectives.backends.shared_memory"]
 SOON = 10.0
 NOW = Tag(Kind.EXCHANGE, "now")
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives import CollectiveError, Kind, Loopback, Pairwise, PeerError, Tag, Transport, on_threads
-from collectives.native import DEFAULT_TIMEOUT, Native, _timeout, connect
+from collectives.backends.gloo import DEFAULT_TIMEOUT, Native, _timeout, connect
 from zero import ZeroOptimizer
-from zero.released import as_plain
+from zero.parameters.released import as_plain
 
 from .cases import Block, Case, Net, assert_plain, batches_of, check, net_of, one_backward, residency_of, sharded
 from .plain import assert_same_model, assert_same_states, plain_step
@@ -48,7 +48,7 @@ def test_half_a_sum_is_no_sum_on_any_rank(error: type[BaseException], monkeypatc
             transport.check()
         return str(caught.value)
 
-    monkeypatch.setattr("collectives.pairwise.fold", fail)
+    monkeypatch.setattr("collectives.algorithms.pairwise.fold", fail)
     for rank, message in enumerate(on_threads(2, program, timeout=5)):
         assert f"rank {rank}, while adding up: {error.__name__}: in the middle" in message
 

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from collectives import Transport
-from zero import ZeroOptimizer, cli, data, measure, plots, train
+from zero import ZeroOptimizer
+from zero.commands import cli
+from zero.commands.train import command as train
+from zero.commands.train import data, plots
+from zero.commands.train import memory_stats as measure
 
 from .test_errors import linear, on_ranks
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.data import Corpus, load_corpus
+from zero.commands.train.data import Corpus, load_corpus
 
 SEQUENCE = 16
 

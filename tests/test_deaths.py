@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from collectives import CollectiveError, Kind, Pairwise, Tag
-from collectives.native import connect
+from collectives.backends.gloo import connect
 from zero import ZeroOptimizer
 
 from .kills import ALGORITHMS, Case, End, Group, drawn, enter, run

@@ -20,8 +20,8 @@ from torch import nn
 
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer, streams
-from zero.layout import Dtypes, ParameterSpec
-from zero.parameters import check_one_device
+from zero.core.layout import Dtypes, ParameterSpec
+from zero.core.parameter_specs import check_one_device
 from zero.streams import Streams
 
 from .plain import assert_same_model
@@ -75,7 +75,7 @@ def test_so_is_a_group_on_another_device() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = zero(list(model[0].parameters()), solo(), 1, module=model)
     added = [spec("1.weight", "cuda:1")], list(model[1].parameters())[:1]
-    with mock.patch("zero.assembly.specs", return_value=added[::-1]):
+    with mock.patch("zero.setup.specs", return_value=added[::-1]):
         message = error_of(optimizer.add_param_group, {"params": added[1]})
     assert "'0.weight' is on cpu and '1.weight' on cuda:1" in message
     assert len(optimizer.param_groups) == 1
@@ -282,8 +282,8 @@ def lands(group: dist.ProcessGroup | None, backend: str, context: Any) -> torch.
     with (
         mock.patch("torch.accelerator.current_accelerator", return_value=torch.device("cuda")),
         mock.patch("torch.accelerator.current_device_index", return_value=1),
-        mock.patch("collectives.native._backend", lambda _, device: {"cpu": "gloo"}.get(device.type, backend)),
-        mock.patch("zero.assembly.build_collective", side_effect=ToldError) as told_of,
+        mock.patch("collectives.backends.gloo._backend", lambda _, device: {"cpu": "gloo"}.get(device.type, backend)),
+        mock.patch("zero.setup.build_collective", side_effect=ToldError) as told_of,
         context,
     ):
         with pytest.raises(ToldError):

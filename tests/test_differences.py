@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero.differences import Difference, first_difference, ulps_between
-from zero.program import Run
+from zero.commands.verify.bit_diff import Difference, first_difference, ulps_between
+from zero.commands.verify.spec import Run
 
 
 def from_bits(pattern: int, dtype: torch.dtype) -> Tensor:

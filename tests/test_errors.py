@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from collectives import Transport, on_threads
-from collectives.native import connect
+from collectives.backends.gloo import connect
 from zero import ZeroOptimizer
 
 from .models import odd_batches, odd_loss

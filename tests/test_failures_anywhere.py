@@ -131,7 +131,7 @@ class Interrupting:
         self.line, self.reached = line, False
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename.endswith(("channel.py", "inflight.py")) and frame.f_code.co_name in self.functions:
+        if frame.f_code.co_filename.endswith(("messenger.py", "sends.py")) and frame.f_code.co_name in self.functions:
             self.line -= event == "line"
             if self.line < 0 and not self.reached:
                 self.reached = True

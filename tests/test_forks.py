@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives import CollectiveError
-from collectives.host import Peer
+from collectives.backends.shared_memory import Peer
 from zero import ZeroOptimizer
 
 from .forks import Child, said_by_a_child

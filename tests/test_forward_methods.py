@@ -186,7 +186,7 @@ def test_registered_methods_train_as_in_the_plain_loop(world_size: int, run: Any
 
 
 def on_a_process(group: dist.ProcessGroup, rank: int) -> None:
-    from collectives.native import connect
+    from collectives.backends.gloo import connect
 
     for run in (of_a_unit_and_its_forward, of_the_model_nested, generated_without_graph, after_an_error):
         case = case_of(run)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from collectives import CollectiveError, Kind, PeerError, Tag, Transport
-from collectives.arena import Arena, Window
-from collectives.host import INLINE, HostCarrier, Peer
+from collectives.backends.arena import Arena, Window
+from collectives.backends.shared_memory import INLINE, HostCarrier, Peer
 
 from .sockets import ARENA, leave, mesh, on_sockets
 

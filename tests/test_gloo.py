@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives import Collective, Kind, Pairwise, Tag, Transport, Work
+from collectives.backends.gloo import Native, connect
 from collectives.messages import WORDS_BYTES
-from collectives.native import Native, connect
 from zero import ZeroOptimizer
-from zero.layout import JOINED_BYTES
+from zero.core.layout import JOINED_BYTES
 
 from . import peaks
 from .models import build, odd_batches, odd_loss

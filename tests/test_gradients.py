@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer, clip_grad_norm_
-from zero.gradients import GradientStore
-from zero.hooks import ShardedGradient
+from zero.gradients.accumulator import GradientStore
+from zero.gradients.hooks import ShardedGradient
 
 from .faces import ALL_STAGES, SGD, SHARDED, Two, solo_transport, trained
 from .models import odd_batches, odd_loss

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from collectives import Transport, on_threads, solo
-from collectives.native import connect
+from collectives.backends.gloo import connect
 from zero import MixedPrecision, ZeroOptimizer
 
 from .cases import _BUILDING, INPUTS, ROWS, Net

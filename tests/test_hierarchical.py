@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from collectives import Hierarchical, Kind, Loopback, Tag, Transport
+from collectives.algorithms.plans import Hosts, Plan, plans
+from collectives.backends.hybrid import RoutedCarrier
 from collectives.messages import HEADER_BYTES
-from collectives.plans import Hosts, Plan, plans
-from collectives.routed import RoutedCarrier
 
 from .carried import splits
 from .sockets import Wire, routed

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer
-from zero.hooks import _reentrant
-from zero.stages import all_zero, first_difference, read_scalars
+from zero.core.stages import all_zero, first_difference, read_scalars
+from zero.gradients.hooks import _reentrant
 
 from . import test_gradients as gradients
 from . import test_stage3_edits as edits
@@ -84,7 +84,7 @@ def methods_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values cannot be seen at once."""
-    for module in ("stages", "edits", "shown", "precision"):
+    for module in ("core.stages", "parameters.edit_detector", "gradients.grad_access", "step.master_weights"):
         monkeypatch.setattr(f"zero.{module}.seen_at_once", lambda device: False)
 
 
@@ -114,7 +114,7 @@ STEPS: dict[str, tuple[Act, ...]] = {
     "one backward": (backward,),
     "no_sync": (pending, backward),
     "two backwards": (backward, backward),
-    "clip": (backward, clip),
+    "step.clip": (backward, clip),
 }
 
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Loopback, Transport, on_threads
-from collectives.memory import Pool
+from collectives.pool import Pool
 from zero import ZeroOptimizer, clip_grad_norm_
-from zero.layout import Bucket
-from zero.sharded import ShardedStorage
-from zero.stages import STAGES
+from zero.core.layout import Bucket
+from zero.core.stages import STAGES
+from zero.parameters.sharded import ShardedStorage
 
 from .models import Odd, build, odd_batches, odd_loss
 from .plain import assert_same_bits, assert_same_states

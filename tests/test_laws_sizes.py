@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from collectives import Kind, Pairwise, Ring, Tag, Traffic, Transport, on_threads
 from collectives.messages import HEADER_BYTES, at
 from zero import ZeroOptimizer
-from zero.gradients import GradientStore
-from zero.inner import InnerOptimizer, _param_groups
-from zero.layout import Dtypes, Layout, ParameterSpec, build
-from zero.runs import BucketStates
-from zero.shelf import Shelf
-from zero.stages import STAGES, dense_stride, formula_bytes, formula_traffic
+from zero.core.layout import Dtypes, Layout, ParameterSpec, build
+from zero.core.stages import STAGES, dense_stride, formula_bytes, formula_traffic
+from zero.gradients.accumulator import GradientStore
+from zero.parameters.unit_buffer import Shelf
+from zero.step.flat_states import BucketStates
+from zero.step.inner import InnerOptimizer, _param_groups
 
 from .plain import bits
 from .test_laws import ALL_STAGES
@@ -99,7 +99,7 @@ def test_gradients_beyond_two_to_the_31_are_taken_reduced_and_gathered(
     stage: int, algorithm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shapes that travel, and the bytes that are counted."""
-    monkeypatch.setattr("collectives.fold.BLOCK", LIMIT)
+    monkeypatch.setattr("collectives.algorithms.ordered_sum.BLOCK", LIMIT)
     monkeypatch.setattr("collectives.transport.CHUNK", LIMIT)
     layout = large_layout(3)
     (bucket,) = layout.buckets
@@ -130,7 +130,7 @@ def test_states_beyond_two_to_the_31_have_a_run_for_every_piece(
     arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the last of three ranks, whose pieces all lie beyond; the class steps them."""
-    monkeypatch.setattr("zero.runs.CUT", LIMIT)
+    monkeypatch.setattr("zero.step.flat_states.CUT", LIMIT)
     layout = large_layout(3)
     (bucket,) = layout.buckets
     begin, end = bucket.owned(2)

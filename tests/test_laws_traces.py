@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from collectives import CollectiveError, Transport, on_threads
 from zero import ZeroOptimizer
-from zero.progress import Phase, Progress
-from zero.released import is_released
-from zero.residency import State, _Unit
-from zero.stages import STAGES
+from zero.core.stages import STAGES
+from zero.gradients.grad_phase import Phase, Progress
+from zero.parameters.released import is_released
+from zero.parameters.unit_manager import State, _Unit
 
 from .models import Odd, build, odd_batches, odd_loss
 from .plain import assert_same_model, assert_same_states, plain_step

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Kind, Loopback, Pairwise, Tag, Transport, Work, on_threads
-from collectives.carriers import Carrier, Pending
-from collectives.loopback import Interference
+from collectives.backend import Carrier, Pending
+from collectives.backends.threads import Interference
 from collectives.messages import HEADER_BYTES
 from zero import ZeroOptimizer
-from zero.stages import STAGES
+from zero.core.stages import STAGES
 
 from .models import Odd, build
 from .test_laws import (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from collectives import CollectiveError, Loopback, Transport, on_threads
 from zero import ZeroOptimizer
-from zero.hooks import ShardedGradient
+from zero.gradients.hooks import ShardedGradient
 
 from .faces import ALL_STAGES, SGD, Two, trained
 from .generator import CALLS

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero.model import PRESETS, _rotary_table, _rotate, build_model, generate, loss_fn
+from zero.commands.train.model import PRESETS, _rotary_table, _rotate, build_model, generate, loss_fn
 
 
 def tokens(batch: int, sequence: int, seed: int = 0) -> Tensor:

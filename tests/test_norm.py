@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero.clip import check_norm_arguments, clip_factor, clip_grad_norm_, in_memory_order
-from zero.norm import PowerSum
+from zero.core.norm import PowerSum
+from zero.step.clip import check_norm_arguments, clip_factor, clip_grad_norm_, in_memory_order
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NORM_TYPES = (1.0, 2.0, 3.0, math.inf, 2.5)

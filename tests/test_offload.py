@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
 from zero import Offload, ZeroOptimizer
-from zero.offload import Spool
-from zero.runs import BucketStates
+from zero.step.flat_states import BucketStates
+from zero.step.offload import Spool
 
 from .descriptors import opened
 from .models import odd_batches, odd_loss

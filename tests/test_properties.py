@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer, clip_grad_norm_
-from zero.clip import clip_factor
+from zero.step.clip import clip_factor
 
 from .plain import assert_same_bits, assert_same_model, assert_same_states, plain_step
 

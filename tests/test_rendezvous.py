@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-from collectives import Collective, CollectiveError, Kind, Tag, Transport, rendezvous, topology
-from collectives.arena import Arena, Window
-from collectives.host import HostCarrier
-from collectives.rendezvous import Card, Door, exchange_cards, join
+from collectives import Collective, CollectiveError, Kind, Tag, Transport, topology
+from collectives.backends import rendezvous
+from collectives.backends.arena import Arena, Window
+from collectives.backends.rendezvous import Card, Door, exchange_cards, join
+from collectives.backends.shared_memory import HostCarrier
 from collectives.topology import choose, hierarchical, shared
 
 from .descriptors import opened
@@ -326,7 +327,7 @@ for module, names in (
     for name in names.split():
         delattr(module, name)
 import zero
-from collectives.rendezvous import Door
+from collectives.backends.rendezvous import Door
 print(Door(2).card.problem)
 """
 

@@ -30,7 +30,7 @@ from collectives import (
     Tag,
     Transport,
 )
-from collectives.fold import fold
+from collectives.algorithms.ordered_sum import fold
 
 from .carried import (
     MIXED,
@@ -48,7 +48,7 @@ from .test_collectives import WAYS
 CPU = torch.device("cpu")
 FEWER = settings(max_examples=settings().max_examples // 2)
 transport_module = sys.modules["collectives.transport"]
-shared_module = sys.modules["collectives.shared"]  # `collectives.shared` is a function
+shared_module = sys.modules["collectives.algorithms.shared"]  # `collectives.shared` is a function
 SMALL = 64  # elements of a chunk here at most, so that few elements are many chunks
 
 

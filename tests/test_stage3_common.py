@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
-from zero.shelf import Common
+from zero.parameters.unit_buffer import Common
 
 from .plain import assert_same_bits, assert_same_model, plain_step
 from .sockets import on_sockets
@@ -381,7 +381,7 @@ class Windows(torch.autograd.Function):
 def test_views_that_a_backward_needs_are_right_and_few_stay_and_one_that_is_kept_over_a_step_shows_no_old_value(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zero.shelf._MOST_RESTORED", 7)
+    monkeypatch.setattr("zero.parameters.unit_buffer._MOST_RESTORED", 7)
 
     def program(transport: Transport) -> tuple[list[Tensor], bool, int, list[int]]:
         model = Blocks(4)

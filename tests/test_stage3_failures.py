@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from collectives import Transport, on_threads
-from collectives.loopback import Loopback
+from collectives.backends.threads import Loopback
 from zero import ZeroOptimizer
 
 from .plain import assert_same_bits, assert_same_model

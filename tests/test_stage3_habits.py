@@ -15,7 +15,7 @@ from torch.autograd import forward_ad, functional
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from collectives import Transport, on_threads, solo
-from collectives.native import connect
+from collectives.backends.gloo import connect
 from zero import ZeroOptimizer
 
 from .cases import ROWS, WIDTH, Net, assert_nothing_is_here

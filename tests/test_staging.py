@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from collectives import solo
-from zero import Offload, ZeroOptimizer, assembly, staging
-from zero.offload import Keeper, Pinned, Spool
-from zero.runs import BucketStates
-from zero.staging import Staging
+from zero import Offload, ZeroOptimizer
+from zero import setup as assembly
+from zero.step import staging
+from zero.step.flat_states import BucketStates
+from zero.step.offload import Keeper, Pinned, Spool
+from zero.step.staging import Staging
 
 from .models import odd_batches, odd_loss
 from .narrowed import PRECISIONS

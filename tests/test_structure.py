@@ -12,31 +12,44 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("collectives", "zero")
-ALGORITHMS = {"pairwise", "ring"}
+ALGORITHMS = {"algorithms.pairwise", "algorithms.ring"}
 """Those that every installation has; whatever else `collectives` names an algorithm is found by `_algorithms`."""
 
 ORDER = (
-    ("layout",),
-    ("stages",),
-    ("runs",),
-    ("inner",),
-    ("trial",),
-    ("elementwise",),
-    ("gradients", "hooks", "storage", "shelf"),
-    ("faces", "residency", "rounds"),
-    ("saving",),
-    ("shown",),
-    ("reducer", "unit_hooks"),
-    ("sharded", "update"),
-    ("assembly",),
+    ("core.layout",),
+    ("core.stages",),
+    ("step.flat_states",),
+    ("step.inner",),
+    ("step.trial",),
+    ("step.elementwise",),
+    ("gradients.accumulator", "gradients.hooks", "parameters.storage", "parameters.unit_buffer"),
+    ("gradients.grad_slots", "parameters.unit_manager", "gradients.backward_schedule"),
+    ("parameters.saved_tensor_hooks",),
+    ("gradients.grad_access",),
+    ("gradients.reducer", "parameters.unit_hooks"),
+    ("parameters.sharded", "step.update"),
+    ("setup",),
     ("optimizer",),
 )
 """The spine of `zero`, from what knows least: each imports from the ones before, siblings never from each other."""
 
-MAY_IMPORT_DISTRIBUTED = {"collectives.native", "zero.launch", "zero.peers"}
+MAY_IMPORT_DISTRIBUTED = {"collectives.backends.gloo", "zero.commands.runner", "zero.commands.sweep.baselines"}
 COMMAND = {
-    *("cli", "config", "data", "launch", "loop", "measure", "model", "peers", "plots", "report", "sweep", "sweep_rank"),
-    *("train", "verify", "view"),
+    *(
+        "commands.cli",
+        "commands.train.settings",
+        "commands.train.data",
+        "commands.runner",
+        "commands.train.loop",
+        "commands.train.memory_stats",
+        "commands.train.model",
+        "commands.sweep.baselines",
+        "commands.train.plots",
+        "commands.train.report",
+        "commands.sweep.command",
+        "commands.sweep.rank",
+    ),
+    *("commands.train.command", "verify", "commands.console"),
 }
 MUTATORS = {
     *("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop", "popitem"),
@@ -138,7 +151,7 @@ def _algorithms() -> set[str]:
             ):
                 defined = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
                 if methods <= defined:
-                    found.add(name.rpartition(".")[2])
+                    found.add(name.partition(".")[2])
     return found
 
 
@@ -151,26 +164,28 @@ def _algorithms() -> set[str]:
         ("import torch.distributed as dist", Import("torch.distributed", 1)),
         ("from torch import distributed", Import("torch.distributed", 1)),
         ("from torch.distributed import isend", Import("torch.distributed", 1)),
-        ("from . import stages", Import("zero.stages", 1)),
+        ("from .core import stages", Import("zero.core.stages", 1)),
         ("from . import ZeroOptimizer", Import("zero", 1)),
-        ("from .stages import Stage", Import("zero.stages", 1)),
+        ("from .core.stages import Stage", Import("zero.core.stages", 1)),
         ("from collectives import Tag", Import("collectives", 1)),
-        ("from collectives.ring import Ring", Import("collectives.ring", 1)),
-        ("def f():\n import zero.layout", Import("zero.layout", 2, lazy=True)),
-        ("class C:\n def f(self):\n  if x:\n   import zero.layout", Import("zero.layout", 4, lazy=True)),
-        ("try:\n import zero.layout\nexcept ImportError:\n pass", Import("zero.layout", 2)),
+        ("from collectives.algorithms.ring import Ring", Import("collectives.algorithms.ring", 1)),
+        ("def f():\n import zero.core.layout", Import("zero.core.layout", 2, lazy=True)),
+        ("class C:\n def f(self):\n  if x:\n   import zero.core.layout", Import("zero.core.layout", 4, lazy=True)),
+        ("try:\n import zero.core.layout\nexcept ImportError:\n pass", Import("zero.core.layout", 2)),
         ("if TYPE_CHECKING:\n from torch.distributed import P", Import("torch.distributed", 2, typing_only=True)),
-        ("if typing.TYPE_CHECKING:\n pass\nelse:\n import zero.layout", Import("zero.layout", 4)),
+        ("if typing.TYPE_CHECKING:\n pass\nelse:\n import zero.core.layout", Import("zero.core.layout", 4)),
     ],
 )
 def test_the_reader_sees_every_form_of_import(source: str, expected: Import) -> None:
-    known = {"zero", "zero.layout", "zero.stages", "collectives", "collectives.ring"}
+    known = {"zero", "zero.core.layout", "zero.core.stages", "collectives", "collectives.algorithms.ring"}
     assert _imports("zero.example", ast.parse(source), known) == [expected]
 
 
 def test_the_reader_found_both_packages() -> None:
-    assert {"collectives", "collectives.transport", "zero", "zero.layout", "zero.stages"} <= set(TREES)
-    assert _own("zero.stages") == {"zero.layout"}, "if this is empty, every other test here would pass on nothing"
+    assert {"collectives", "collectives.transport", "zero", "zero.core.layout", "zero.core.stages"} <= set(TREES)
+    assert _own("zero.core.stages") == {"zero.core.layout"}, (
+        "if this is empty, every other test here would pass on nothing"
+    )
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
@@ -186,31 +201,58 @@ def test_collectives_have_never_heard_of_an_optimizer() -> None:
 def test_inside_collectives_imports_run_from_messages_to_transport_to_algorithms() -> None:
     allowed = {
         "torch_internals": set[str](),
-        "memory": {"torch_internals"},
+        "pool": {"torch_internals"},
         "messages": set[str](),
-        "carriers": set[str](),
-        "inflight": {"carriers", "messages"},
-        "line": {"carriers", "inflight", "messages"},
-        "channel": {"carriers", "inflight", "line", "messages"},
-        "lending": {"channel", "inflight", "line", "messages"},
-        "transport": {"carriers", "channel", "inflight", "lending", "memory", "messages"},
-        "fold": set[str](),
-        "loopback": {"transport", "messages"},
-        "bucketing": {"messages"},
-        "carrier_calls": {"carriers", "messages", "transport"},
-        "all_to_all": {"carrier_calls", "fold", "messages", "transport"},
-        "native": {"carrier_calls", "fold", "messages", "transport", "loopback"},
-        "arena": set[str](),
-        "plans": set[str](),
-        "shared": {"transport", "messages", "fold", "lending"},
-        "hierarchical": {"transport", "messages", "fold", "lending", "plans"},
-        "host": {"arena", "messages"},
-        "routed": {"carriers", "host"},
-        "rendezvous": {"arena", "host", "messages", "transport"},
-        "topology": {"all_to_all", "hierarchical", "native", "pairwise", "replicated", "shared"}
-        | {"carriers", "host", "loopback", "messages", "rendezvous", "routed", "transport"},
+        "backend": set[str](),
+        "sends": {"backend", "messages"},
+        "peer_links": {"backend", "sends", "messages"},
+        "messenger": {"backend", "sends", "peer_links", "messages"},
+        "exposed_buffers": {"messenger", "sends", "peer_links", "messages"},
+        "transport": {"backend", "messenger", "sends", "exposed_buffers", "pool", "messages"},
+        "algorithms.ordered_sum": set[str](),
+        "backends.threads": {"transport", "messages"},
+        "queue": {"messages"},
+        "algorithms.process_group": {"backend", "messages", "transport"},
+        "algorithms.all_to_all": {"algorithms.process_group", "algorithms.ordered_sum", "messages", "transport"},
+        "backends.gloo": {
+            "algorithms.process_group",
+            "algorithms.ordered_sum",
+            "messages",
+            "transport",
+            "backends.threads",
+        },
+        "backends.arena": set[str](),
+        "algorithms.plans": set[str](),
+        "algorithms.shared": {"transport", "messages", "algorithms.ordered_sum", "exposed_buffers"},
+        "algorithms.hierarchical": {
+            "transport",
+            "messages",
+            "algorithms.ordered_sum",
+            "exposed_buffers",
+            "algorithms.plans",
+        },
+        "backends.shared_memory": {"backends.arena", "messages"},
+        "backends.hybrid": {"backend", "backends.shared_memory"},
+        "backends.rendezvous": {"backends.arena", "backends.shared_memory", "messages", "transport"},
+        "topology": {
+            "algorithms.all_to_all",
+            "algorithms.hierarchical",
+            "backends.gloo",
+            "algorithms.pairwise",
+            "algorithms.hybrid_sharding",
+            "algorithms.shared",
+        }
+        | {
+            "backend",
+            "backends.shared_memory",
+            "backends.threads",
+            "messages",
+            "backends.rendezvous",
+            "backends.hybrid",
+            "transport",
+        },
     }
-    common = {"transport", "messages", "memory", "fold"}
+    common = {"transport", "messages", "pool", "algorithms.ordered_sum"}
     for module in TREES:
         package, _, name = module.partition(".")
         if package == "collectives" and name:
@@ -220,15 +262,15 @@ def test_inside_collectives_imports_run_from_messages_to_transport_to_algorithms
 
 def test_algorithms_never_import_each_other() -> None:
     algorithms = _algorithms()
-    assert algorithms >= ALGORITHMS | {"all_to_all", "native"}
+    assert algorithms >= ALGORITHMS | {"algorithms.all_to_all", "backends.gloo"}
     for name in algorithms:
         others = _own(f"collectives.{name}") & {f"collectives.{other}" for other in algorithms - {name}}
         assert not others, f"{name} imports {others}"
 
 
 def test_importing_collectives_imports_no_torch_distributed() -> None:
-    assert "collectives.native" not in _reachable("collectives", lazy=False)
-    assert "collectives.native" in _own("collectives"), "the seam is reached by name, when it is asked for"
+    assert "collectives.backends.gloo" not in _reachable("collectives", lazy=False)
+    assert "collectives.backends.gloo" in _own("collectives"), "the seam is reached by name, when it is asked for"
 
 
 # -- zero --------------------------------------------------------------------------------------------------------------
@@ -242,13 +284,13 @@ def test_zero_is_a_spine_from_layout_to_optimizer() -> None:
             assert height[target] < own, f"{module} imports {target}"
 
 
-@pytest.mark.parametrize("name", ["layout", "stages", "planner"])
+@pytest.mark.parametrize("name", ["core.layout", "core.stages", "planner"])
 def test_geometry_and_the_stage_table_need_no_ranks(name: str) -> None:
     module = f"zero.{name}"
     if module not in TREES:
         assert name == "planner", "only the planner may be missing"
         return
-    pure = {"zero.layout", "zero.stages", "zero.planner"}
+    pure = {"zero.core.layout", "zero.core.stages", "zero.planner"}
     assert _own(module) <= pure - {module}, f"{module} imports {_own(module)}"
     for found in IMPORTS[module]:
         assert not found.target.startswith(("collectives", "torch.distributed")), f"{module}:{found.line}"
@@ -259,12 +301,14 @@ def test_the_library_knows_nothing_of_the_command_line() -> None:
     commands = {f"zero.{name}" for name in COMMAND}
     assert not _reachable("zero", lazy=False) & commands
     reached = _reachable("zero", lazy=True)
-    assert reached & commands == {"zero.launch"}, "`import zero` or a function of it leads to these"
-    assert {module for module in reached if "zero.launch" in _own(module)} == {"zero.verification"}
+    assert reached & commands == {"zero.commands.runner"}, "`import zero` or a function of it leads to these"
+    assert {module for module in reached if "zero.commands.runner" in _own(module)} == {
+        "zero.commands.verify.verification"
+    }
 
 
 def test_the_loops_of_a_proof_run_in_processes_of_their_own() -> None:
-    assert not [module for module in TREES if "zero.verify_ranks" in _own(module)]
+    assert not [module for module in TREES if "zero.commands.verify.ranks" in _own(module)]
 
 
 def test_importing_the_library_needs_nothing_but_torch() -> None:
@@ -292,9 +336,11 @@ def test_torch_distributed_is_touched_in_two_modules_only() -> None:
 
 def test_from_zero_the_seam_is_reached_only_when_it_is_needed() -> None:
     """A module-level import of it would make `import zero` need torch.distributed."""
-    assert "collectives.native" not in _reachable("zero", lazy=False)
-    lazily = [m for m in TREES if any(f.target == "collectives.native" for f in _at_run_time(m)) and m != "collectives"]
-    assert lazily == ["collectives.topology", "zero.assembly"]
+    assert "collectives.backends.gloo" not in _reachable("zero", lazy=False)
+    lazily = [
+        m for m in TREES if any(f.target == "collectives.backends.gloo" for f in _at_run_time(m)) and m != "collectives"
+    ]
+    assert lazily == ["collectives.topology", "zero.setup"]
 
 
 def test_there_is_no_cycle_among_module_level_imports() -> None:

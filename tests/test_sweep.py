@@ -19,11 +19,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero import measure, sweep, sweep_rank, view
-from zero.config import SweepConfig
-from zero.launch import RankError
-from zero.sweep import Point, frontier, jobs, name_of, run
-from zero.sweep_rank import Job, Seen, _sampled, said
+from zero.commands import console as view
+from zero.commands.runner import RankError
+from zero.commands.sweep import command as sweep
+from zero.commands.sweep import rank as sweep_rank
+from zero.commands.sweep.command import Point, frontier, jobs, name_of, run
+from zero.commands.sweep.rank import Job, Seen, _sampled, said
+from zero.commands.train import memory_stats as measure
+from zero.commands.train.settings import SweepConfig
 
 JOB = Job("tiny", 1, 16, 1, 0, 1, 25.0)
 

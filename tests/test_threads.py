@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
-from zero.residency import Residency
-from zero.unit_hooks import _forward_codes, _runs
+from zero.parameters.unit_hooks import _forward_codes, _runs
+from zero.parameters.unit_manager import Residency
 
 from .models import build, odd_batches, odd_loss
 from .plain import assert_same_model, plain_step

@@ -18,11 +18,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-from zero import MixedPrecision, cli, launch, measure, plots, train, view
-from zero.config import SweepConfig, TrainConfig, parse_arguments, typer_signature
-from zero.data import load_corpus
-from zero.loop import Loop
-from zero.model import build_model
+from zero import MixedPrecision
+from zero.commands import cli
+from zero.commands import console as view
+from zero.commands import runner as launch
+from zero.commands.train import command as train
+from zero.commands.train import memory_stats as measure
+from zero.commands.train import plots
+from zero.commands.train.data import load_corpus
+from zero.commands.train.loop import Loop
+from zero.commands.train.model import build_model
+from zero.commands.train.settings import SweepConfig, TrainConfig, parse_arguments, typer_signature
 
 from .matrix import Variant, trained_sha256
 
@@ -119,7 +125,7 @@ def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     """The record of a run on two ranks at each stage: through `zero train`, torchrun and what `python -m zero.train`
     calls."""
     outs = [tmp_path_factory.mktemp(f"stage{stage}") for stage in range(3)]
-    ended = command("-m", "zero.cli", "train", "--ranks=2", *flags(text, outs[0], "--stage=0"))
+    ended = command("-m", "zero.commands.cli", "train", "--ranks=2", *flags(text, outs[0], "--stage=0"))
     assert (ended.returncode, ended.stderr) == (0, "")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")  # talks about OMP_NUM_THREADS
     ended = command(*torchrun, "-m", "zero.train", *flags(text, outs[1], "--stage=1"))
@@ -153,7 +159,7 @@ def test_two_ranks_have_the_hash_of_the_plain_loop_in_sixteen_bits_too(
 ) -> None:
     for stage in (1, 3):
         ended = command(
-            *("-m", "zero.cli", "train", "--ranks=2", f"--precision={precision}"),
+            *("-m", "zero.commands.cli", "train", "--ranks=2", f"--precision={precision}"),
             *flags(text, tmp_path, f"--stage={stage}", "--bucket-cap-mb=0.05"),
         )
         assert (ended.returncode, ended.stderr) == (0, "")
@@ -338,7 +344,7 @@ def test_the_failure_of_a_rank_that_was_launched_is_told_once(
     program, told = FAILING_RANKS[what]
     (tmp_path / "a_rank_fails.py").write_text(
         "import os, time\n"
-        "from zero.launch import record_error, started_by_us\n"
+        "from zero.commands.runner import record_error, started_by_us\n"
         "assert started_by_us()\n"
         "rank = os.environ['RANK']\n" + program
     )

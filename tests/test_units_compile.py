@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from collectives import solo
-from collectives.native import connect
+from collectives.backends.gloo import connect
 from zero import ZeroOptimizer
-from zero.units import find_units
+from zero.core.units import find_units
 
 from .cases import (
     INPUTS,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Pairwise, Tag, Transport, Work, on_threads
-from zero.residency import Residency, State
+from zero.parameters.unit_manager import Residency, State
 
 from .cases import (
     TURNS,

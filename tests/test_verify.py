@@ -25,8 +25,12 @@ from torch import nn
 
 import zero
 from collectives import Kind, Tag, on_threads
-from zero import Verification, cli, launch, verification, verify, verify_ranks
-from zero.program import reference, resolve
+from zero import Verification, verify
+from zero.commands import cli
+from zero.commands import runner as launch
+from zero.commands.verify import ranks as verify_ranks
+from zero.commands.verify import verification
+from zero.commands.verify.spec import reference, resolve
 
 from . import verified
 from .narrowed import PRECISIONS
@@ -49,7 +53,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a single launched process does, done here; its error comes back as from a launcher."""
 
     def run(module: str, arguments: list[str], ranks: int) -> None:
-        assert (module, ranks) == ("zero.verify_ranks", 1)
+        assert (module, ranks) == ("zero.commands.verify.ranks", 1)
         error_file = tmp_path / f"error-{arguments[0]}.json"
         with pytest.MonkeyPatch.context() as patch:
             for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):

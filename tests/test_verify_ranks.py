@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zero import verification, verify
-from zero.differences import Difference, ulps_between
-from zero.program import Run
+from zero import verify
+from zero.commands.verify import verification
+from zero.commands.verify.bit_diff import Difference, ulps_between
+from zero.commands.verify.spec import Run
 
 from . import verified
 from .models import odd_loss

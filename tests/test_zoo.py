@@ -50,20 +50,23 @@ def test_the_tests_that_are_named_for_a_mutant_exist(mutant: Mutant) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (Edit("zero.clip", "no such text", ""), r"occurs 0 times in zero\.clip, not once"),
-        (Edit("zero.clip", "return", "yield"), r"occurs 5 times in zero\.clip, not once"),
-        (Edit("zero.clip.clip_factor", "import math", ""), r"occurs 0 times in zero\.clip\.clip_factor, not once"),
+        (Edit("zero.step.clip", "no such text", ""), r"occurs 0 times in zero\.step\.clip, not once"),
+        (Edit("zero.step.clip", "return", "yield"), r"occurs 5 times in zero\.step\.clip, not once"),
+        (
+            Edit("zero.step.clip.clip_factor", "import math", ""),
+            r"occurs 0 times in zero\.step\.clip\.clip_factor, not once",
+        ),
         (Edit("zeros.clip", "import math\n", ""), r"there is no module zeros\.clip"),
         (
             Edit("zero.clips", "import math\n", ""),
             r"there is no zero\.clips, since zero/__init__\.py does not define clips",
         ),
         (
-            Edit("zero.clip.Clip.a", "", ""),
-            r"there is no zero\.clip\.Clip\.a, since zero/clip\.py does not define Clip\.a",
+            Edit("zero.step.clip.Clip.a", "", ""),
+            r"there is no zero\.step\.clip\.Clip\.a, since zero/step/clip\.py does not define Clip\.a",
         ),
-        (Edit("zero.clip", "import math\n", "import math  # twice\n"), "changes no code"),
-        (Edit("zero.clip", "import math\n", "import math math\n"), r"zero/clip.py, line \d+: invalid syntax"),
+        (Edit("zero.step.clip", "import math\n", "import math  # twice\n"), "changes no code"),
+        (Edit("zero.step.clip", "import math\n", "import math math\n"), r"zero/step/clip.py, line \d+: invalid syntax"),
     ],
 )
 def test_a_patch_that_does_not_fit_is_an_error(edit: Edit, message: str) -> None:
@@ -94,7 +97,12 @@ else:
 
 def write_places(root: Path) -> None:
     """Write a package with a module and a sub-package with a module, all of the same text."""
-    for file in ("zero/__init__.py", "zero/places.py", "zero/core/__init__.py", "zero/core/places.py"):
+    for file in (
+        "zero/__init__.py",
+        "zero/parameters/saved_tensor_index.py",
+        "zero/core/__init__.py",
+        "zero/core/places.py",
+    ):
         (root / file).parent.mkdir(exist_ok=True, parents=True)
         (root / file).write_text(PLACES)
 
@@ -113,7 +121,7 @@ def write_places(root: Path) -> None:
     ("module", "file"),
     [
         ("zero", "zero/__init__.py"),
-        ("zero.places", "zero/places.py"),
+        ("zero.parameters.saved_tensor_index", "zero/parameters/saved_tensor_index.py"),
         ("zero.core", "zero/core/__init__.py"),
         ("zero.core.places", "zero/core/places.py"),
     ],
@@ -132,8 +140,9 @@ def test_a_patch_changes_the_named_definition_alone(
 @pytest.mark.parametrize(("place", "times"), [("", 5), (".C", 3), (".C.p", 2)])
 def test_old_text_is_counted_in_the_named_definition_alone(place: str, times: int, tmp_path: Path) -> None:
     write_places(tmp_path)
-    edit = Edit(f"zero.places{place}", "a = 1", "b = 1")
-    with pytest.raises(PatchError, match=rf"occurs {times} times in zero\.places{place}, not once"):
+    edit = Edit(f"zero.parameters.saved_tensor_index{place}", "a = 1", "b = 1")
+    where = rf"zero\.parameters\.saved_tensor_index{place}"
+    with pytest.raises(PatchError, match=rf"occurs {times} times in {where}, not once"):
         patched(Mutant("a mutant", (), "", (edit,), ()), tmp_path)
 
 

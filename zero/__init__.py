@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .clip import clip_grad_norm_
-from .offload import Offload
+from .commands.verify.verification import Verification, verify
 from .optimizer import ZeroOptimizer
-from .precision import MixedPrecision
-from .unit_hooks import register_forward_method
-from .verification import Verification, verify
+from .parameters.unit_hooks import register_forward_method
+from .step.clip import clip_grad_norm_
+from .step.master_weights import MixedPrecision
+from .step.offload import Offload
 
 __all__ = [
     "MixedPrecision",

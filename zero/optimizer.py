@@ -23,21 +23,21 @@ from torch import Tensor, nn
 
 from collectives import Algorithm, CollectiveError, Kind, Tag, Traffic, Transport
 
-from . import checkpoint
-from .assembly import Assembly, backend_of
-from .clip import check_norm_arguments
-from .describe import Description, describe
-from .elementwise import check_elementwise
+from .consistency import compare, gather_slot
+from .core.parameter_specs import as_groups, check_listed_once, device_of, members_of, with_names
+from .core.stages import Placement, stage_of
+from .core.units import Predicate
 from .events import LOG, Event
-from .inner import InnerOptimizer
-from .join import Call, adopt_options, digests_of
-from .meta import InitFunction, StateDict, landing, materializer_of
-from .offload import Offload
-from .parameters import as_groups, check_listed_once, device_of, members_of, with_names
-from .precision import MixedPrecision
-from .replicas import compare, gather_slot
-from .stages import Placement, stage_of
-from .units import Predicate
+from .gradients.join import Call, adopt_options, digests_of
+from .parameters.materialize import InitFunction, StateDict, landing, materializer_of
+from .setup import Assembly, backend_of
+from .state import plain_dicts as checkpoint
+from .state.describe import Description, describe
+from .step.clip import check_norm_arguments
+from .step.elementwise import check_elementwise
+from .step.inner import InnerOptimizer
+from .step.master_weights import MixedPrecision
+from .step.offload import Offload
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

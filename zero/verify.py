@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from .verification import main, verify
+from .commands.verify.verification import main, verify
 
 if __name__ == "__main__":
     sys.exit(main())

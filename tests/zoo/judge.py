@@ -158,7 +158,7 @@ class Plugin:
 
     def pytest_sessionstart(self) -> None:
         import zero
-        from collectives import loopback
+        from collectives.backends import threads as loopback
 
         if not Path(zero.__file__).is_relative_to(self._root):
             raise pytest.UsageError(f"these tests would run on {zero.__file__}, not on the mutant in {self._root}")

@@ -25,7 +25,7 @@ class PatchError(Exception):
 @dataclass(frozen=True)
 class Edit:
     """Replace ``old``, which occurs exactly once in the source of ``place``, by ``new``. A place is a module, a
-    class or a function, by its dotted name: "zero.clip" or "zero.clip.clip_factor"."""
+    class or a function, by its dotted name: "zero.step.clip" or "zero.step.clip.clip_factor"."""
 
     place: str
     old: str

@@ -14,7 +14,7 @@ MUTANTS = (
         "A class that decays matrices and not vectors is taken, and no matrix decays.",
         (
             Edit(
-                "zero.elementwise._try",
+                "zero.step.elementwise._try",
                 "    dimensions = sorted(DIMENSIONS | names.keys())\n",
                 "    dimensions = [1]\n",
             ),
@@ -27,7 +27,7 @@ MUTANTS = (
         "A class that treats the weights of convolutions over time differently, of three dimensions, is taken.",
         (
             Edit(
-                "zero.elementwise._try",
+                "zero.step.elementwise._try",
                 "    dimensions = sorted(DIMENSIONS | names.keys())\n",
                 "    dimensions = sorted(DIMENSIONS)\n",
             ),
@@ -38,28 +38,28 @@ MUTANTS = (
         "a-trial-of-few-steps",
         ("L12",),
         "A class that warms up as an element-wise one is taken.",
-        (Edit("zero.elementwise", "STEPS = 12  # more", "STEPS = 3  # more"),),
+        (Edit("zero.step.elementwise", "STEPS = 12  # more", "STEPS = 3  # more"),),
         (f"{TEST}test_so_is_one_that_begins_to_after_some_steps[9-DecayMatricesOnly]",),
     ),
     Mutant(
         "no-gradient-is-orthogonal",
         ("L12",),
         "A branch that only gradients orthogonal to their parameter reach, as in AdamP, is never tried.",
-        (Edit("zero.trial.Whole.gradients", "        if step % 3 == 1:\n", "        if step < 0:\n"),),
+        (Edit("zero.step.trial.Whole.gradients", "        if step % 3 == 1:\n", "        if step < 0:\n"),),
         (f"{REFUSED}[Projected]",),
     ),
     Mutant(
         "a-class-is-tried-with-its-defaults",
         ("L12",),
         "What the user's param groups say is not tried: a weight decay that is off by default is never seen.",
-        (Edit("zero.elementwise._distinct", "given = {**defaults, **given}", "given = {**given, **defaults}"),),
+        (Edit("zero.step.elementwise._distinct", "given = {**defaults, **given}", "given = {**given, **defaults}"),),
         (f"{TEST}test_the_options_of_every_group_count",),
     ),
     Mutant(
         "rounding-hides-what-a-class-does",
         ("L12",),
         "A rate that begins at zero, for a scheduler to raise, makes every class pass.",
-        (Edit("zero.elementwise", "RAISED_RATE = 0.25  #", "RAISED_RATE = 0.0  #"),),
+        (Edit("zero.step.elementwise", "RAISED_RATE = 0.25  #", "RAISED_RATE = 0.0  #"),),
         (f"{TEST}test_a_rate_so_low_that_nothing_shows_hides_nothing[dtype0]",),
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = (
         "A class that does something else at low rates is taken.",
         (
             Edit(
-                "zero.elementwise.check_elementwise",
+                "zero.step.elementwise.check_elementwise",
                 "        _, dimensions = _try(inner, options, settings, names, FEW_STEPS)\n",
                 "        dimensions = sorted(DIMENSIONS | names.keys())\n",
             ),
@@ -79,21 +79,27 @@ MUTANTS = (
         "single-elements-are-not-tried",
         ("L12",),
         "A class that spares vectors of one element is taken, and steps them with their neighbours.",
-        (Edit("zero.trial._shapes", "[(96,), (1,)] if setting.single_elements else [(96,)]", "[(96,)]"),),
+        (Edit("zero.step.trial._shapes", "[(96,), (1,)] if setting.single_elements else [(96,)]", "[(96,)]"),),
         (f"{TEST}test_a_vector_of_one_element_is_tried_where_there_is_one",),
     ),
     Mutant(
         "small-matrices-stand-for-large-ones",
         ("L12",),
         "A class that treats large matrices alone as matrices is taken.",
-        (Edit("zero.trial._shapes", "(131, 137) if setting.matrices else (13, 17)", "(13, 17)"),),
+        (Edit("zero.step.trial._shapes", "(131, 137) if setting.matrices else (13, 17)", "(13, 17)"),),
         (f"{REFUSED}[LargeMatricesApart]",),
     ),
     Mutant(
         "what-a-class-counts-is-not-compared",
         ("L12",),
         "A class that adds up over all parameters, to use the sum later, is taken.",
-        (Edit("zero.elementwise._compare", "        _compare_scalars(inner, whole, half, names)\n", "        pass\n"),),
+        (
+            Edit(
+                "zero.step.elementwise._compare",
+                "        _compare_scalars(inner, whole, half, names)\n",
+                "        pass\n",
+            ),
+        ),
         (f"{REFUSED}[EstimatesTogether]",),
     ),
 )

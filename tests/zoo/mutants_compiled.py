@@ -14,7 +14,7 @@ MUTANTS = (
         "The hooks of a unit break the graph that `module.compile()` made: it is another one than in the plain loop.",
         (
             Edit(
-                "zero.unit_hooks._Place.arrange",
+                "zero.parameters.unit_hooks._Place.arrange",
                 "if module._compiled_call_impl is not self._surrounded:\n            self._surround(module)",
                 "if module._compiled_call_impl is self._compiled is not None:\n            self._surround(module)",
             ),
@@ -25,14 +25,20 @@ MUTANTS = (
         "a-unit-lies-inside-what-compiles-it",
         ("L1",),
         "The unit is what lies inside `torch.compile(module)`: its hooks break the graph.",
-        (Edit("zero.units._has_forward", "getattr(module.forward,", "getattr(type(module).forward,"),),
+        (Edit("zero.core.units._has_forward", "getattr(module.forward,", "getattr(type(module).forward,"),),
         (f"{GRAPHS}[Linear-torch.compile(module)]",),
     ),
     Mutant(
         "what-a-graph-keeps-is-compiled",
         ("L1",),
         "Dynamo traces the hooks for saved tensors where it passes over a forward: other graphs, of our own code.",
-        (Edit("zero.saving.Saver._hooks.pack", "        @untraced\n        def pack", "        def pack"),),
+        (
+            Edit(
+                "zero.parameters.saved_tensor_hooks.Saver._hooks.pack",
+                "        @untraced\n        def pack",
+                "        def pack",
+            ),
+        ),
         (f"{GRAPHS}[Sequential-module.compile()]",),
     ),
     Mutant(
@@ -41,7 +47,7 @@ MUTANTS = (
         "Torch's composable checkpoint saves parameters in the forward that are ours when it recomputes: an error.",
         (
             Edit(
-                "zero.unit_hooks._Place.arrange",
+                "zero.parameters.unit_hooks._Place.arrange",
                 "        if len(module._forward_pre_hooks) > 1 and self._surrounded is None:\n",
                 "        if len(module._forward_pre_hooks) > 1 and self._surrounded is not None:\n",
             ),
@@ -52,7 +58,13 @@ MUTANTS = (
         "a-broken-graph-is-not-said",
         ("L2",),
         "A whole compiled model trains other bits than the same compiled plain loop, and nothing says so.",
-        (Edit("zero.unit_hooks._run", "hook.act(inside_compiled_call(), arguments)", "hook.act(False, arguments)"),),
+        (
+            Edit(
+                "zero.parameters.unit_hooks._run",
+                "hook.act(inside_compiled_call(), arguments)",
+                "hook.act(False, arguments)",
+            ),
+        ),
         (f"{TESTS}::test_a_graph_that_is_broken_at_units_is_said_once[after-model.compile()]",),
     ),
 )

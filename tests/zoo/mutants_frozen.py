@@ -16,7 +16,7 @@ MUTANTS = (
         "A frozen subclass with memory of its own gets rank 0's bytes, which its own scales do not fit.",
         (
             Edit(
-                "zero.parameters.is_copied",
+                "zero.core.parameter_specs.is_copied",
                 "    return is_laid_out(parameter) or type(parameter) in _PLAIN\n",
                 "    return is_laid_out(parameter) or not has_own_dispatch(parameter)\n",
             ),
@@ -27,7 +27,7 @@ MUTANTS = (
         "quantised-ones-keep-each-ranks-values",
         ("L10",),
         "At stage 3 what is not sharded is not copied from rank 0 either: ranks train over different bases.",
-        (Edit("zero.sharded.ShardedStorage.end", "        self._copy(self.replicas())\n", ""),),
+        (Edit("zero.parameters.sharded.ShardedStorage.end", "        self._copy(self.replicas())\n", ""),),
         (f"{QLORA}[3-fp32]",),
     ),
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = (
         "Mixed precision casts whatever has a float dtype: packed numbers become others.",
         (
             Edit(
-                "zero.precision.cast",
+                "zero.step.master_weights.cast",
                 "        if is_laid_out(tensor) and tensor.dtype is not dtype:\n",
                 "        if tensor.dtype in FLOATS and tensor.dtype is not dtype:\n",
             ),
@@ -49,7 +49,7 @@ MUTANTS = (
         "A trained wrapper subclass is taken for a frozen one: it keeps its first values, and nobody is told.",
         (
             Edit(
-                "zero.parameters._check",
+                "zero.core.parameter_specs._check",
                 "    if parameter.requires_grad and not is_laid_out(parameter):\n",
                 "    if parameter.requires_grad and not is_laid_out(parameter) and not has_own_dispatch(parameter):\n",
             ),
@@ -62,7 +62,7 @@ MUTANTS = (
         "What was quantised and is trained now gets gradients, and no step uses them.",
         (
             Edit(
-                "zero.storage.ParameterStorage.unfrozen_problem",
+                "zero.parameters.storage.ParameterStorage.unfrozen_problem",
                 "            if parameter.requires_grad:\n",
                 "            if parameter.grad_fn is not None:\n",
             ),
@@ -88,7 +88,7 @@ MUTANTS = (
         "A further group is numbered after the parameters in buckets: two parameters have one index in a saved dict.",
         (
             Edit(
-                "zero.assembly.Assembly._take_over",
+                "zero.setup.Assembly._take_over",
                 '            known = sum(len(group["params"]) for group in all_groups[:first])\n',
                 "            known = len(self.storage.parameters)\n",
             ),
@@ -101,7 +101,7 @@ MUTANTS = (
         "A group that was added without names is saved under numbers, though the module has names for it.",
         (
             Edit(
-                "zero.parameters.with_names",
+                "zero.core.parameter_specs.with_names",
                 '    return [(names.get(id(entry), f"parameter {index}"), entry) for index, entry in numbered]\n',
                 '    return [(names.get(index, f"parameter {index}"), entry) for index, entry in numbered]\n',
             ),

@@ -13,7 +13,7 @@ MUTANTS = (
         "In `backward(inputs=parameters)` released parameters are ordinary tensors: hooks of the user's read NaN.",
         (
             Edit(
-                "zero.released._accumulated",
+                "zero.parameters.released._accumulated",
                 "    return func(tensors, inputs=_edges(inputs), **options)\n",
                 "    with as_plain():\n        return func(tensors, inputs=inputs, **options)\n",
             ),
@@ -26,7 +26,7 @@ MUTANTS = (
         "Any `to()` of a released parameter gives the parameter itself, also one that would change it or copy it.",
         (
             Edit(
-                "zero.released._converted",
+                "zero.parameters.released._converted",
                 "    return parameter if same else NotImplemented\n",
                 "    return parameter if same or spec.shape else NotImplemented\n",
             ),
@@ -37,7 +37,7 @@ MUTANTS = (
         "what-was-refused-ends-the-forward-around-it",
         ("L3",),
         "A forward that was refused before it began ends another one of the same module, inside which it was called.",
-        (Edit("zero.unit_hooks.UnitHooks.entered", "        place.refused.add(thread)\n", ""),),
+        (Edit("zero.parameters.unit_hooks.UnitHooks.entered", "        place.refused.add(thread)\n", ""),),
         (f"{HABITS}::test_a_transform_that_was_refused_inside_a_forward_ends_no_other",),
     ),
     Mutant(
@@ -46,7 +46,7 @@ MUTANTS = (
         "An exception in a registered method leaves its unit gathered, and saved-tensor hooks in place.",
         (
             Edit(
-                "zero.forward_methods.ForwardMethod.__call__",
+                "zero.parameters.forward_methods.ForwardMethod.__call__",
                 "        try:\n            self._before(module)\n"
                 "            output = self._plain(module)(*args, **kwargs)\n        finally:\n"
                 "            self._after(module, None, output)\n",
@@ -62,7 +62,7 @@ MUTANTS = (
         "A registered method of the model that its forward calls forgets which units come next: none is fetched ahead.",
         (
             Edit(
-                "zero.unit_hooks.UnitHooks.entered",
+                "zero.parameters.unit_hooks.UnitHooks.entered",
                 "if place.is_root and all(place is not other for other, _, _ in self._running[:-1]) and",
                 "if place.is_root and",
             ),

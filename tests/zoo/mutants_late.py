@@ -13,7 +13,7 @@ MUTANTS = (
         "Scratch memory of a collective of the process group is used again while the group still reads and writes it.",
         (
             Edit(
-                "collectives.native._Collective.__init__",
+                "collectives.backends.gloo._Collective.__init__",
                 "        self._held: tuple[Tensor, ...] = held\n",
                 "        self._held: tuple[Tensor, ...] = held[:0]\n",
             ),

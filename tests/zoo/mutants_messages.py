@@ -44,7 +44,7 @@ MUTANTS = (
         "Hooks of parameters on two devices run in two threads at once.",
         (
             Edit(
-                "zero.parameters.check_one_device",
+                "zero.core.parameter_specs.check_one_device",
                 "        if spec.device != trained[0].device:\n",
                 "        if False:\n",
             ),
@@ -57,7 +57,7 @@ MUTANTS = (
         "A model from the meta device lands on a GPU although the user set the CPU.",
         (
             Edit(
-                "zero.meta.landing",
+                "zero.parameters.materialize.landing",
                 " or any(isinstance(mode, DeviceContext) for mode in modes)",
                 "",
             ),
@@ -70,12 +70,12 @@ MUTANTS = (
         "`zero.verify` looks for new gradients alone: from the second micro-batch on a backward adds to old ones.",
         (
             Edit(
-                "zero.verify_ranks.Work.backward",
+                "zero.commands.verify.ranks.Work.backward",
                 "        self.several_backwards |= any(",
                 "        self.several_backwards = any(",
             ),
             Edit(
-                "zero.verify_ranks.Work.backward",
+                "zero.commands.verify.ranks.Work.backward",
                 "p.grad is not g or _version(p.grad) != version for",
                 "p.grad is not g for",
             ),
@@ -88,7 +88,7 @@ MUTANTS = (
         "Where torch refuses a placeholder, what this rank alone has found stays in p.grad, and the backward goes on.",
         (
             Edit(
-                "zero.faces.Faces._give",
+                "zero.gradients.grad_slots.Faces._give",
                 "            self._parameters[index].grad = self._held[index] = None\n            return refused\n",
                 "            return None\n",
             ),
@@ -101,7 +101,7 @@ MUTANTS = (
         "The ranks that are named as owners of a state are those of the first replica.",
         (
             Edit(
-                "zero.storage.ParameterStorage.owners",
+                "zero.parameters.storage.ParameterStorage.owners",
                 "        first = self._transport.rank - self._shards.rank\n",
                 "        first = 0\n",
             ),
@@ -136,7 +136,7 @@ MUTANTS = (
         "Stage 3 shards parameters that an older optimizer trains, and that one is not told.",
         (
             Edit(
-                "zero.assembly.Assembly._take_over",
+                "zero.setup.Assembly._take_over",
                 "            self.reducer.hooks.take_over(parameter)\n",
                 "            pass\n",
             ),

@@ -16,7 +16,7 @@ MUTANTS = (
         "One seed gives other weights than plain construction: modules draw in another order.",
         (
             Edit(
-                "zero.meta.Materializer._one_by_one",
+                "zero.parameters.materialize.Materializer._one_by_one",
                 "self._materialize(self._unborn.pop(0))",
                 "self._materialize(self._unborn.pop())",
             ),
@@ -29,7 +29,7 @@ MUTANTS = (
         "All modules get memory before the first bucket is sharded: a rank holds the whole model.",
         (
             Edit(
-                "zero.sharded.ShardedStorage._as_they_come",
+                "zero.parameters.sharded.ShardedStorage._as_they_come",
                 "            while any(is_meta(lot.parameters[slot.parameter]) for slot in bucket.slots):\n"
                 "                next(steps)\n",
                 "            for _ in steps:\n                pass\n",
@@ -43,7 +43,7 @@ MUTANTS = (
         "The frozen base of an adapted model is whole until what is trained has been sharded.",
         (
             Edit(
-                "zero.sharded.ShardedStorage.adopt",
+                "zero.parameters.sharded.ShardedStorage.adopt",
                 "        self._shelve([lot, self._rest_lot])\n",
                 "        self._shelve([lot])\n        self._shelve([self._rest_lot])\n",
             ),
@@ -54,7 +54,13 @@ MUTANTS = (
         "what-a-state-dict-misses-is-drawn",
         ("L19",),
         "A state dict with other names than the model's leaves it untrained, and nobody notices (S61 of construction).",
-        (Edit("zero.meta._check_keys", "    if may_miss:\n", "    if may_miss or given is not None:\n"),),
+        (
+            Edit(
+                "zero.parameters.materialize._check_keys",
+                "    if may_miss:\n",
+                "    if may_miss or given is not None:\n",
+            ),
+        ),
         (f"{TESTS}::test_a_state_dict_has_what_the_model_has_unless_a_function_says_what_is_missing",),
     ),
     Mutant(
@@ -63,7 +69,7 @@ MUTANTS = (
         "A module's own initialisation comes after what was read for it.",
         (
             Edit(
-                "zero.meta.Materializer._materialize",
+                "zero.parameters.materialize.Materializer._materialize",
                 "                    self._read(own)\n                    if self._given_as",
                 "                    self._read(own)\n"
                 "                    self._initialize(part, frozenset(id(entry.tensor) for entry in fresh))\n"
@@ -78,7 +84,7 @@ MUTANTS = (
         "A tie gets the values of the last module that has it, and what never was on the meta device is overwritten.",
         (
             Edit(
-                "zero.meta.Materializer._initialize",
+                "zero.parameters.materialize.Materializer._initialize",
                 "                own.registry[own.key] = self._stand_in(own)\n",
                 "                pass\n",
             ),
@@ -91,7 +97,7 @@ MUTANTS = (
         "Where memory comes, the second of two tied parameters is told apart from the first, and read as missing.",
         (
             Edit(
-                "zero.meta._named",
+                "zero.parameters.materialize._named",
                 "    yield from module.named_parameters(remove_duplicate=False)\n",
                 "    yield from module.named_parameters()\n",
             ),

@@ -13,7 +13,7 @@ MUTANTS = (
         "Where every rank holds whole gradients, the factor is computed and not applied.",
         (
             Edit(
-                "zero.update.Update.clip",
+                "zero.step.update.Update.clip",
                 "        if not bool(factor == 1.0):\n",
                 "        if not bool(factor == 1.0) and not self._stage.means_are_gathered:\n",
             ),
@@ -24,7 +24,13 @@ MUTANTS = (
         "small-gradients-are-scaled-up",
         ("S28",),
         "The clip factor is not bounded by 1: gradients below the limit grow to it.",
-        (Edit("zero.clip.clip_factor", "torch.clamp(max_norm / (norm + 1e-6), max=1.0)", "max_norm / (norm + 1e-6)"),),
+        (
+            Edit(
+                "zero.step.clip.clip_factor",
+                "torch.clamp(max_norm / (norm + 1e-6), max=1.0)",
+                "max_norm / (norm + 1e-6)",
+            ),
+        ),
         ("test_norm.py::test_the_clip_factor_is_torchs",),
     ),
     Mutant(
@@ -33,7 +39,7 @@ MUTANTS = (
         "The norm covers the first bucket that has a gradient, so that it depends on the bucket size.",
         (
             Edit(
-                "zero.reducer.Reducer._settled",
+                "zero.gradients.reducer.Reducer._settled",
                 "            if gradient is not None:\n                begin, _",
                 "            if gradient is not None and not found:\n                begin, _",
             ),
@@ -46,7 +52,7 @@ MUTANTS = (
         "The largest magnitude is raised to 1/inf, which is 1.",
         (
             Edit(
-                "zero.norm.PowerSum._root",
+                "zero.core.norm.PowerSum._root",
                 "if self.norm_type in (1.0, math.inf):\n                return",
                 "if self.norm_type == 1.0:\n                return",
             ),
@@ -57,7 +63,7 @@ MUTANTS = (
         "the-norm-of-this-rank",
         ("S31",),
         "Each rank clips by the norm of its own slices.",
-        (Edit("zero.update.Update.clip", "        norm = total.norm(", "        norm = mine.norm("),),
+        (Edit("zero.step.update.Update.clip", "        norm = total.norm(", "        norm = mine.norm("),),
         (f"{CLIPPING}[2-2.0]",),
     ),
     Mutant(
@@ -66,7 +72,7 @@ MUTANTS = (
         "A parameter with two names is added to the norm once for each.",
         (
             Edit(
-                "zero.reducer.Reducer._settled",
+                "zero.gradients.reducer.Reducer._settled",
                 "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n",
                 "                        names = "
                 "self._rounds.layout.parameters[store.bucket.slots[piece.slot].parameter].names\n"
@@ -81,7 +87,7 @@ MUTANTS = (
         "At stage 0 every rank adds the whole gradient to the norm, which grows by sqrt(W).",
         (
             Edit(
-                "zero.reducer.Reducer.owned",
+                "zero.gradients.reducer.Reducer.owned",
                 "        return self._settled(lambda store: store.pieces)\n",
                 "        rank = self._transport.rank\n"
                 "        return self._settled(lambda store: "
@@ -96,7 +102,7 @@ MUTANTS = (
         "A rank that owns no used piece returns a norm of 0 before the exchange, in which the others wait for it.",
         (
             Edit(
-                "zero.update.Update.clip",
+                "zero.step.update.Update.clip",
                 "        mine = PowerSum.of(pieces, norm_type)",
                 "        if not pieces:\n            return torch.zeros(())\n"
                 "        mine = PowerSum.of(pieces, norm_type)",
@@ -110,7 +116,7 @@ MUTANTS = (
         "The ranks' norms are added up, not their sums of squares.",
         (
             Edit(
-                "zero.update.Update.clip",
+                "zero.step.update.Update.clip",
                 "        norm = total.norm(torch.float64 if self._reducer.any_is_double() else torch.float32)\n",
                 "        dtype = torch.float64 if self._reducer.any_is_double() else torch.float32\n"
                 "        roots = [PowerSum.from_bytes(data).norm(dtype) for data in self._transport.exchange("
@@ -125,7 +131,7 @@ MUTANTS = (
         "The norm runs over whole slices, with the uninitialised memory between the parameters.",
         (
             Edit(
-                "zero.reducer.Reducer._settled",
+                "zero.gradients.reducer.Reducer._settled",
                 "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n",
                 "                        found[-1:] = [*(p for p in found[-1:] if p is not gradient), gradient]\n",
             ),
@@ -138,7 +144,7 @@ MUTANTS = (
         "Squares are added in fp64 as they come: the norm depends on where the slices are cut.",
         (
             Edit(
-                "zero.norm._Reader._drain",
+                "zero.core.norm._Reader._drain",
                 "        self._units += _exact_sum(sums)\n",
                 "        self._units += _in_units(sums.sum().item())\n",
             ),

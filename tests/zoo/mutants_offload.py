@@ -18,7 +18,7 @@ MUTANTS = (
         "States that were stepped on a device are copied back once; later steps begin with those of the first.",
         (
             Edit(
-                "zero.staging.Staging.put_back",
+                "zero.step.staging.Staging.put_back",
                 "                kept[name].copy_(tensor, non_blocking=True)\n",
                 "                if name not in vars(self).setdefault('home', set()):\n"
                 "                    self.home.add(name)\n"
@@ -33,7 +33,7 @@ MUTANTS = (
         "What was stepped on a device is not there when its host memory is read next.",
         (
             Edit(
-                "zero.staging.Staging.put_back",
+                "zero.step.staging.Staging.put_back",
                 "                kept[name].copy_(tensor, non_blocking=True)\n",
                 "                pass\n",
             ),
@@ -46,7 +46,7 @@ MUTANTS = (
         "What is copied to the host is what the device had before it stepped.",
         (
             Edit(
-                "zero.staging.Staging._beside",
+                "zero.step.staging.Staging._beside",
                 "        self._stream.wait_stream(torch.accelerator.current_stream(self._device))\n",
                 "",
             ),
@@ -57,14 +57,14 @@ MUTANTS = (
         "a-bucket-is-stepped-before-its-states-have-come",
         ("S19", "S25"),
         "A device steps what was in its memory before, for its states are still on their way.",
-        (Edit("zero.runs.BucketStates.stage", "        self._staging.wait()\n", ""),),
+        (Edit("zero.step.flat_states.BucketStates.stage", "        self._staging.wait()\n", ""),),
         (LATE,),
     ),
     Mutant(
         "an-interrupted-step-leaves-its-states",
         ("S52",),
         "Copies of states that an interrupted step left take the place of those that were loaded since.",
-        (Edit("zero.inner.InnerOptimizer.step", "                states.let_go()\n", "                pass\n"),),
+        (Edit("zero.step.inner.InnerOptimizer.step", "                states.let_go()\n", "                pass\n"),),
         ("test_staging.py::test_what_an_interrupted_step_left_is_no_state_of_the_next[True]",),
     ),
     Mutant(
@@ -73,7 +73,7 @@ MUTANTS = (
         "The next bucket's states take the memory of those that are still on their way back.",
         (
             Edit(
-                "zero.staging.Staging.let_go",
+                "zero.step.staging.Staging.let_go",
                 "        self.wait()\n        self.tensors = {}\n",
                 "        self.tensors = {}\n",
             ),
@@ -86,7 +86,7 @@ MUTANTS = (
         "Copies keep their memory until the step is over: a device must hold all states.",
         (
             Edit(
-                "zero.inner.InnerOptimizer.step",
+                "zero.step.inner.InnerOptimizer.step",
                 "                        before.let_go()\n",
                 "                        pass\n",
             ),
@@ -99,7 +99,7 @@ MUTANTS = (
         "A bucket that was stepped stays in memory: after a step all states are resident.",
         (
             Edit(
-                "zero.offload.Spool.leave",
+                "zero.step.offload.Spool.leave",
                 "            region.mapping.madvise(mmap.MADV_DONTNEED, begin, nbytes)\n",
                 "",
             ),
@@ -112,7 +112,7 @@ MUTANTS = (
         "Slices of parameters that a step has written stay until the next forward.",
         (
             Edit(
-                "zero.sharded.ShardedStorage.leave",
+                "zero.parameters.sharded.ShardedStorage.leave",
                 "        if self._keeper is not None:\n            self._keeper.leave([self.flats[bucket]])\n",
                 "        return\n",
             ),
@@ -123,7 +123,7 @@ MUTANTS = (
         "states-lie-on-top-of-each-other",
         ("L5", "L18"),
         "Every tensor begins at the same place in the file.",
-        (Edit("zero.offload.Spool.empty", "region.taken, region.taken + nbytes", "region.taken, 0"),),
+        (Edit("zero.step.offload.Spool.empty", "region.taken, region.taken + nbytes", "region.taken, 0"),),
         (STATES,),
     ),
     Mutant(
@@ -132,7 +132,7 @@ MUTANTS = (
         "The file is only made longer: a full disk is a signal in the middle of a step.",
         (
             Edit(
-                "zero.offload.Spool.reserve",
+                "zero.step.offload.Spool.reserve",
                 "            os.posix_fallocate(number, self._end, nbytes)\n",
                 "            os.ftruncate(number, self._end + nbytes)\n",
             ),

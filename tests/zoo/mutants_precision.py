@@ -22,7 +22,7 @@ MASTERS = (
         "The model is cast before the masters are made of it: the upcast adds no bit to what was rounded.",
         (
             Edit(
-                "zero.storage.ParameterStorage._values",
+                "zero.parameters.storage.ParameterStorage._values",
                 "            keep(bucket, whole)\n",
                 "            keep(bucket, whole.to(bucket.dtypes.compute).to(bucket.dtypes.master))\n",
             ),
@@ -35,7 +35,7 @@ MASTERS = (
         "A weight that the user made in 16 bits is its own master: updates smaller than its last bit are lost.",
         (
             Edit(
-                "zero.precision.MixedPrecision.of",
+                "zero.step.master_weights.MixedPrecision.of",
                 "master = dtype if dtype.itemsize >= 4 else torch.float32",
                 "master = dtype",
             ),
@@ -47,7 +47,7 @@ MASTERS = (
         ("S54",),
         "A step begins with the master weights as they were: what was loaded into the model is overwritten by their "
         "cast.",
-        (Edit("zero.inner._step", "        states.master.follow()\n", "        pass\n"),),
+        (Edit("zero.step.inner._step", "        states.master.follow()\n", "        pass\n"),),
         (f"{FOLLOW}[2]",),
     ),
     Mutant(
@@ -56,7 +56,7 @@ MASTERS = (
         "Where one element was written, all of them become what the model computes with: masters lose their low bits.",
         (
             Edit(
-                "zero.precision.Master.follow",
+                "zero.step.master_weights.Master.follow",
                 "wide.copy_(torch.where(written, narrow.to(wide.dtype), wide))",
                 "wide.copy_(narrow if bool(written.any()) else wide)",
             ),
@@ -69,7 +69,7 @@ MASTERS = (
         "What is written behind the first 65,536 elements of a slice is not seen, and lost at the next step.",
         (
             Edit(
-                "zero.precision.Master.follow",
+                "zero.step.master_weights.Master.follow",
                 "        for begin in range(0, self._narrow.numel(), block):\n            narrow, wide",
                 "        for begin in range(0, min(block, self._narrow.numel()), block):\n            narrow, wide",
             ),
@@ -82,7 +82,7 @@ MASTERS = (
         "Weights are compared by value: -0.0 that was written over 0.0 is not seen.",
         (
             Edit(
-                "zero.precision.Master.follow",
+                "zero.step.master_weights.Master.follow",
                 "written = rounded.view(as_integers) != narrow.view(as_integers)",
                 "written = (rounded != narrow) & (as_integers is not None)",
             ),
@@ -95,7 +95,7 @@ MASTERS = (
         "Parameters that are added to an optimizer get masters that are made of what they were cast to.",
         (
             Edit(
-                "zero.assembly.Assembly._take_over",
+                "zero.setup.Assembly._take_over",
                 "                        wide.pop(bucket.index, None),\n",
                 "                        None if buckets else wide.pop(bucket.index, None),\n",
             ),
@@ -108,7 +108,7 @@ MASTERS = (
         "Of neighbours whose master weights were updated the first one reaches the model.",
         (
             Edit(
-                "zero.runs.BucketStates.cast",
+                "zero.step.flat_states.BucketStates.cast",
                 "self.master.cast(members[0].begin - self.begin, members[-1].end - self.begin)",
                 "self.master.cast(members[0].begin - self.begin, members[0].end - self.begin)",
             ),
@@ -121,7 +121,7 @@ MASTERS = (
         "The loader rounds moments to what the model computes in.",
         (
             Edit(
-                "zero.checkpoint.scatter",
+                "zero.state.plain_dicts.scatter",
                 "flattened(value.detach().to(bucket.device, bucket.dtypes.master), spec.stride)",
                 "flattened(value.detach().to(bucket.device, bucket.dtypes.compute), spec.stride)",
             ),
@@ -135,7 +135,7 @@ MASTERS = (
         "checkpoint has 16 bits in 32.",
         (
             Edit(
-                "zero.assembly.Assembly._cast_inputs",
+                "zero.setup.Assembly._cast_inputs",
                 "                InputCast.put(self.module, self.precision.param_dtype, self)\n",
                 "                InputCast.put(self.module, self.precision.param_dtype, self)\n"
                 "                self.module.register_forward_pre_hook(self._narrowed)\n\n"
@@ -154,7 +154,7 @@ MASTERS = (
         "A forward in evaluation mode casts the buffers to what the model computes in, and leaves them so.",
         (
             Edit(
-                "zero.precision.InputCast.__call__",
+                "zero.step.master_weights.InputCast.__call__",
                 "        return tuple(_cast(arg, dtype) for arg in args), {",
                 "        for buffer in [] if module.training else list(module.buffers()):\n"
                 "            buffer.copy_(buffer.to(dtype))\n"
@@ -169,7 +169,7 @@ MASTERS = (
         "A saved dict holds the master weights without what was written into the model since.",
         (
             Edit(
-                "zero.checkpoint.gather",
+                "zero.state.plain_dicts.gather",
                 "states.followed_weights() if name == _MASTER",
                 "states.weights if name == _MASTER",
             ),
@@ -180,7 +180,13 @@ MASTERS = (
         "reading-masters-changes-them",
         ("L15",),
         "To read master weights makes them what was written into the model, which may be taken back before a step.",
-        (Edit("zero.precision.Master.followed", "self._dtype, self._wide.clone())", "self._dtype, self._wide)"),),
+        (
+            Edit(
+                "zero.step.master_weights.Master.followed",
+                "self._dtype, self._wide.clone())",
+                "self._dtype, self._wide)",
+            ),
+        ),
         ("test_mixed_cases.py::test_reading_masters_changes_nothing[2]",),
     ),
     Mutant(
@@ -200,7 +206,7 @@ MASTERS = (
         "masters-of-before-outlive-a-load",
         ("S53",),
         "After a dict without master weights those of the training before stay.",
-        (Edit("zero.checkpoint.scatter_masters", "        states.master.forget()\n", ""),),
+        (Edit("zero.state.plain_dicts.scatter_masters", "        states.master.forget()\n", ""),),
         (
             "test_mixed_cases.py::"
             "test_a_dict_without_masters_leaves_them_to_the_model_and_a_plain_optimizer_takes_one_with",
@@ -210,7 +216,13 @@ MASTERS = (
         "whatever-is-frozen-has-masters",
         ("L7",),
         "Weights that were never updated get wide ones, too, at the first step.",
-        (Edit("zero.runs.BucketStates.cast", "                if is_present:\n", "                if members:\n"),),
+        (
+            Edit(
+                "zero.step.flat_states.BucketStates.cast",
+                "                if is_present:\n",
+                "                if members:\n",
+            ),
+        ),
         ("test_mixed_cases.py::test_what_is_never_trained_has_no_master_weights[2]",),
     ),
 )
@@ -222,7 +234,7 @@ SUMS = (
         "Gradients travel in what the model computes in, whatever `reduce_dtype` says.",
         (
             Edit(
-                "zero.precision.MixedPrecision.of",
+                "zero.step.master_weights.MixedPrecision.of",
                 "return Dtypes(self.param_dtype, self.travel,",
                 "return Dtypes(self.param_dtype, self.param_dtype,",
             ),
@@ -235,7 +247,7 @@ SUMS = (
         "With one rank a contribution is put where the sum is, in its dtype, and not rounded to what travels.",
         (
             Edit(
-                "zero.gradients.GradientStore._to_travel",
+                "zero.gradients.accumulator.GradientStore._to_travel",
                 "not self.has_sum and not bucket.dtypes.widens:",
                 "not self.has_sum:",
             ),
@@ -249,7 +261,7 @@ SUMS = (
         "declared.",
         (
             Edit(
-                "collectives.fold.fold",
+                "collectives.algorithms.ordered_sum.fold",
                 "    running = torch.empty(min(block, size), dtype=out.dtype, device=out.device)\n",
                 "    kept = torch.float32 if out.itemsize == 2 else out.dtype\n"
                 "    running = torch.empty(min(block, size), dtype=kept, device=out.device)\n",
@@ -263,7 +275,7 @@ SUMS = (
         "What `no_sync` keeps is as narrow as what travels: each micro-batch is rounded.",
         (
             Edit(
-                "zero.gradients.GradientStore._open",
+                "zero.gradients.accumulator.GradientStore._open",
                 "        if travels or not self.bucket.dtypes.widens:\n            self._local",
                 "        if travels or not self.bucket.dtypes.widens or self.has_sum is not None:\n"
                 "            self._local",
@@ -278,7 +290,7 @@ SUMS = (
         "in a wide one: it is left out.",
         (
             Edit(
-                "zero.gradients.GradientStore.absorb",
+                "zero.gradients.accumulator.GradientStore.absorb",
                 "            if first:\n",
                 "            if first and travels and self._local.dtype is not self.bucket.dtypes.travel:\n"
                 "                torch._foreach_zero_([self._view(slot) for slot in first])\n"
@@ -293,7 +305,7 @@ SUMS = (
         "At stage 0 alone the wide means are gathered into what travels, and so rounded to 16 bits.",
         (
             Edit(
-                "zero.gradients.GradientStore.gather_means",
+                "zero.gradients.accumulator.GradientStore.gather_means",
                 "            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.accumulate)\n",
                 "            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.travel)\n",
             ),
@@ -306,7 +318,7 @@ SUMS = (
         "The norm leaves out what lies in a bucket behind a parameter that no rank used.",
         (
             Edit(
-                "zero.reducer.Reducer._settled",
+                "zero.gradients.reducer.Reducer._settled",
                 "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n",
                 "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n"
                 "                    else:\n                        break\n",
@@ -320,7 +332,7 @@ SUMS = (
         "An fp64 parameter that no rank used makes the norm fp64, and so the clip factor.",
         (
             Edit(
-                "zero.reducer.Reducer.any_is_double",
+                "zero.gradients.reducer.Reducer.any_is_double",
                 "        return any(self.used[slot.parameter] for bucket in doubles for slot in bucket.slots)\n",
                 "        return bool(doubles)\n",
             ),
@@ -333,7 +345,7 @@ SUMS = (
         "At stage 0, where means are not shown and so gathered once, those of the first step count as those of now.",
         (
             Edit(
-                "zero.reducer.Reducer._round_is_over",
+                "zero.gradients.reducer.Reducer._round_is_over",
                 "        self._progress.means_divisor = None\n        if self.means",
                 "        if self.means",
             ),
@@ -347,7 +359,7 @@ SUMS = (
         "ranks' slices it is -0.0.",
         (
             Edit(
-                "zero.shown.Shown._used_is_known",
+                "zero.gradients.grad_access.Shown._used_is_known",
                 "        return (self.means_are_shown and not",
                 "        return (self._stage.means_are_gathered and not",
             ),
@@ -363,7 +375,7 @@ CASTS = (
         "What a module is called with is cast where it is a tensor, and not inside tuples, lists and dicts.",
         (
             Edit(
-                "zero.precision._cast",
+                "zero.step.master_weights._cast",
                 "        return type(value)(_cast(item, dtype) for item in value)\n",
                 "        return value\n",
             ),
@@ -376,7 +388,7 @@ CASTS = (
         "Parameters of the module that are not updated keep their dtype, and what is computed with them is wide again.",
         (
             Edit(
-                "zero.storage.ParameterStorage._cast_rest",
+                "zero.parameters.storage.ParameterStorage._cast_rest",
                 "            cast([parameter for _, parameter in self._others()], self._precision.param_dtype)\n",
                 "            cast([], self._precision.param_dtype)\n",
             ),
@@ -389,7 +401,7 @@ CASTS = (
         "After `close()` the model still casts what it is called with.",
         (
             Edit(
-                "zero.assembly.Assembly.release",
+                "zero.setup.Assembly.release",
                 "            InputCast.remove(self.module, self)\n        self.reducer.close()\n",
                 "            self.module.zero_grad()\n        self.reducer.close()\n",
             ),
@@ -420,7 +432,7 @@ SCALING = (
         "The rank that owns an element that is not finite skips the step, and the others take it.",
         (
             Edit(
-                "zero.reducer.Reducer._unscale",
+                "zero.gradients.reducer.Reducer._unscale",
                 "        if any(told[0] for told in self._transport.exchange(mine, tag)):\n",
                 "        if self._transport.exchange(mine, tag)[self._transport.rank][0]:\n",
             ),
@@ -431,7 +443,13 @@ SCALING = (
         "unscaled-once-for-each-dtype",
         ("S36",),
         "A scaler asks once for each dtype of gradients, and each time all of them are unscaled.",
-        (Edit("zero.reducer.Reducer.unscale", "        if found is self._unscaled:\n            return\n", ""),),
+        (
+            Edit(
+                "zero.gradients.reducer.Reducer.unscale",
+                "        if found is self._unscaled:\n            return\n",
+                "",
+            ),
+        ),
         ("test_loss_scaling.py::test_a_scaler_asks_once_for_each_dtype_and_all_are_unscaled_once[2]",),
     ),
     Mutant(
@@ -440,7 +458,7 @@ SCALING = (
         "At stage 0, where every rank steps all elements, each takes the scale out of its own slice.",
         (
             Edit(
-                "zero.reducer.Reducer._unscale",
+                "zero.gradients.reducer.Reducer._unscale",
                 "self._settled(lambda store: store.bucket.pieces(*self._stage.stepped(store.bucket, self._place))):",
                 "self._settled(lambda store: store.bucket.pieces(*store.bucket.owned(self._place))):",
             ),
@@ -454,7 +472,7 @@ SCALING = (
         "half as large.",
         (
             Edit(
-                "zero.reducer.Reducer._unscale",
+                "zero.gradients.reducer.Reducer._unscale",
                 "        here = torch.zeros_like(found)\n",
                 '        inverse, self._kept = getattr(self, "_kept", inverse), inverse.clone()\n'
                 "        here = torch.zeros_like(found)\n",
@@ -466,7 +484,7 @@ SCALING = (
         "scales-are-not-compared",
         ("L16",),
         "Each rank takes out the loss scale of its own scaler, and none notices that they differ.",
-        (Edit("zero.agreement.check", "if record.scale != first.scale:", "if first.divisor is None:"),),
+        (Edit("zero.gradients.agreement.check", "if record.scale != first.scale:", "if first.divisor is None:"),),
         ("test_loss_scaling.py::test_scales_that_differ_between_ranks_are_an_error_on_every_rank[2]",),
     ),
     Mutant(
@@ -475,7 +493,7 @@ SCALING = (
         "`zero_grad` takes gradients that were unscaled and not stepped with for already cleared: an overflow stays.",
         (
             Edit(
-                "zero.shown.Shown.zero_grad",
+                "zero.gradients.grad_access.Shown.zero_grad",
                 "            self._faces.clear()  # also what was there before this object\n"
                 "            self._clear()\n",
                 "            self._faces.clear()  # also what was there before this object\n"
@@ -541,7 +559,7 @@ JOINING = (
         "After the block ranks fetch ahead what their own forwards taught them: not all the same.",
         (
             Edit(
-                "zero.unit_hooks.UnitHooks.begin_again",
+                "zero.parameters.unit_hooks.UnitHooks.begin_again",
                 "            self.retire()\n        self._order = Order(self._units)\n",
                 "            self.retire()\n",
             ),
@@ -555,7 +573,7 @@ JOINING = (
         "those that are still scaled.",
         (
             Edit(
-                "zero.shown.Shown.means_are_shown",
+                "zero.gradients.grad_access.Shown.means_are_shown",
                 "return self._means_may_be_shown and not self.inside_join",
                 "return self._means_may_be_shown",
             ),
@@ -568,7 +586,7 @@ JOINING = (
         "A rank that takes over a learning rate puts a number where the user has a tensor, which is live no more.",
         (
             Edit(
-                "zero.join.adopt_options",
+                "zero.gradients.join.adopt_options",
                 "                known.copy_(found)  # the same tensor, which others may hold, too\n",
                 "                group[key] = found.item()\n",
             ),
@@ -581,7 +599,7 @@ JOINING = (
         "A rank that takes over options has a list where the user has a tuple.",
         (
             Edit(
-                "zero.join._rebuilt",
+                "zero.gradients.join._rebuilt",
                 "return tuple(_rebuilt(item) for item in items)",
                 "return [_rebuilt(item) for item in items]",
             ),
@@ -622,14 +640,20 @@ JOINING = (
         "who-left-does-not-catch-up",
         ("L14",),
         "A rank that has run out of batches listens without entering the rounds that the others began.",
-        (Edit("zero.join.Turns._exchange", '        self._meet("join()")\n', ""),),
+        (Edit("zero.gradients.join.Turns._exchange", '        self._meet("join()")\n', ""),),
         (f"{LEFT}[2-counts0-None]",),
     ),
     Mutant(
         "other-arguments-inside-join-are-not-noticed",
         ("L14",),
         "Ranks inside `join` that make one call with different arguments clip by different limits.",
-        (Edit("zero.join._check", "        if call != expected:\n", '        if call["name"] != expected["name"]:\n'),),
+        (
+            Edit(
+                "zero.gradients.join._check",
+                "        if call != expected:\n",
+                '        if call["name"] != expected["name"]:\n',
+            ),
+        ),
         ("test_join.py::test_ranks_that_call_different_things_are_told_on_every_rank",),
     ),
     Mutant(
@@ -638,7 +662,7 @@ JOINING = (
         "Ranks whose learning rates differ update their slices with different ones, and none notices.",
         (
             Edit(
-                "zero.agreement.check",
+                "zero.gradients.agreement.check",
                 "record.options.get(key, ours) != ours:",
                 "record.options.get(key, ours) is None:",
             ),
@@ -651,7 +675,7 @@ JOINING = (
         "`broadcast_buffers` sends nothing: running statistics stay each rank's own.",
         (
             Edit(
-                "zero.storage.ParameterStorage.broadcast_buffers",
+                "zero.parameters.storage.ParameterStorage.broadcast_buffers",
                 "        self._copy(self._buffers())\n        self._compare",
                 "        self._copy([])\n        self._compare",
             ),

@@ -16,7 +16,7 @@ MUTANTS = (
         "A process that was forked inside `gathered()` runs forwards with values of whatever step the ranks are at.",
         (
             Edit(
-                "zero.unit_hooks.UnitHooks.entered",
+                "zero.parameters.unit_hooks.UnitHooks.entered",
                 "        self._residency.check_process()  # before a lock",
                 "        pass  # before a lock",
             ),
@@ -29,7 +29,7 @@ MUTANTS = (
         "A forked process that leaves a collective call by an error tells the others that its rank failed.",
         (
             Edit(
-                "collectives.line.Line.abort",
+                "collectives.peer_links.Line.abort",
                 "        if os.getpid() != self._process:\n            return list(self.peers)\n",
                 "",
             ),
@@ -42,7 +42,7 @@ MUTANTS = (
         "Where a forked process lets go of its copy of an optimizer, the rank's sockets are shut, not only its own.",
         (
             Edit(
-                "collectives.host.Peer.__del__",
+                "collectives.backends.shared_memory.Peer.__del__",
                 "    def __del__(self) -> None:\n        self.socket.close()\n",
                 "    def __del__(self) -> None:\n        self.socket.shutdown(socket.SHUT_RDWR)\n"
                 "        self.socket.close()\n",
@@ -56,7 +56,7 @@ MUTANTS = (
         "A forward begins while another thread is inside one: each drops units that the other is about to use.",
         (
             Edit(
-                "zero.unit_hooks.UnitHooks._check_no_other_forward",
+                "zero.parameters.unit_hooks.UnitHooks._check_no_other_forward",
                 '                self._refuse(thread, "a forward")\n',
                 "                continue\n",
             ),
@@ -69,7 +69,7 @@ MUTANTS = (
         "What a thread that was refused leaves behind it releases the unit that the other thread is computing with.",
         (
             Edit(
-                "zero.unit_hooks.UnitHooks.left",
+                "zero.parameters.unit_hooks.UnitHooks.left",
                 "        if not last or last[0][:2] != (place, thread):",
                 "        if not last or last[0][0] is not place:",
             ),
@@ -82,7 +82,7 @@ MUTANTS = (
         "A forward that is refused beside a backward of another thread releases the units that this computes with.",
         (
             Edit(
-                "zero.unit_hooks.UnitHooks._begin_outermost",
+                "zero.parameters.unit_hooks.UnitHooks._begin_outermost",
                 "if self._task not in (_NO_TASK, current_graph_task_id()):",
                 "if False:",
             ),
@@ -95,7 +95,7 @@ MUTANTS = (
         "Hooks of a unit reappear inside the compiled call of another thread, and become part of its graph.",
         (
             Edit(
-                "zero.unit_hooks._Place._leave_compiled",
+                "zero.parameters.unit_hooks._Place._leave_compiled",
                 "if module is not None and taken_away:",
                 "if module is not None:",
             ),
@@ -108,7 +108,9 @@ MUTANTS = (
         "A forward in which generators run looks interrupted to another thread, which ends it and releases its units.",
         (
             Edit(
-                "zero.unit_hooks._runs", "if own or last is None or not last.f_code.co_flags & _GENERATOR:", "if True:"
+                "zero.parameters.unit_hooks._runs",
+                "if own or last is None or not last.f_code.co_flags & _GENERATOR:",
+                "if True:",
             ),
         ),
         ("test_threads.py::test_a_thread_whose_generators_come_and_go_is_inside_its_forward_still",),
@@ -119,7 +121,7 @@ MUTANTS = (
         "A thread's forward shows units while another thread, whose forward ends, is releasing them.",
         (
             Edit(
-                "zero.unit_hooks.UnitHooks.left",
+                "zero.parameters.unit_hooks.UnitHooks.left",
                 "with self._beginning if len(self._running) == 1 else nullcontext():",
                 "with nullcontext():",
             ),

@@ -12,7 +12,7 @@ WAITS = (
         "a-block-in-use-is-handed-out",
         ("S18",),
         "Scratch memory that a transfer still holds counts as free: two contributions arrive in one buffer.",
-        (Edit("collectives.memory._Block.free", "return _uses(self.storage) == 1", "return _uses(self.storage) >= 1"),),
+        (Edit("collectives.pool._Block.free", "return _uses(self.storage) == 1", "return _uses(self.storage) >= 1"),),
         (f"{EXACT}[2-sgd]",),
     ),
     Mutant(
@@ -21,7 +21,7 @@ WAITS = (
         "The owner waits for the first of the other ranks and folds what the others' buffers hold by then.",
         (
             Edit(
-                "collectives.pairwise._ReduceScatter.wait",
+                "collectives.algorithms.pairwise._ReduceScatter.wait",
                 "            recvs.wait()\n",
                 "            for work in list(recvs._works)[:1]:\n                work.wait()\n",
             ),
@@ -34,7 +34,7 @@ WAITS = (
         "A bucket leaves before its last gradient is there, which is lost.",
         (
             Edit(
-                "zero.rounds.Rounds.arrived",
+                "zero.gradients.backward_schedule.Rounds.arrived",
                 "        if self._missing[bucket] == 0:\n",
                 "        if self._missing[bucket] <= 1:\n",
             ),
@@ -47,7 +47,7 @@ WAITS = (
         "Stage 0 shows means whose gather nobody waits for: what is read depends on how fast it comes.",
         (
             Edit(
-                "zero.reducer.Reducer._gather_means",
+                "zero.gradients.reducer.Reducer._gather_means",
                 "for store in stores).wait()\n        self._progress.means_divisor",
                 "for store in stores)\n        self._progress.means_divisor",
             ),
@@ -73,7 +73,7 @@ WAITS = (
         "The next forward reads parameters that are still on their way from their owners.",
         (
             Edit(
-                "zero.update.Update.step",
+                "zero.step.update.Update.step",
                 "        queue.finish()\n",
                 "        for n in range(len(buckets)):\n            queue.ready(n)\n",
             ),
@@ -86,7 +86,7 @@ WAITS = (
         "A bucket does not wait for its predecessors: ranks whose graphs differ launch in different orders.",
         (
             Edit(
-                "collectives.bucketing.BucketQueue.ready",
+                "collectives.queue.BucketQueue.ready",
                 "        while not self.done and self._order[self._next] in self._ready:\n            self._start()\n",
                 "        if bucket in self._order[self._next :]:\n"
                 "            rest = [other for other in self._order[self._next :] if other != bucket]\n"
@@ -102,7 +102,7 @@ WAITS = (
         "Nothing bounds the buckets under way: a rank holds all of them at once.",
         (
             Edit(
-                "collectives.bucketing.BucketQueue._start",
+                "collectives.queue.BucketQueue._start",
                 "        while len(self._flying) >= self._limit:\n            self._land()\n",
                 "",
             ),
@@ -113,7 +113,7 @@ WAITS = (
         "stage-2-keeps-whole-gradients",
         ("P27",),
         "The stage table's row of stage 2 is that of stage 1: every rank holds all gradients.",
-        (Edit("zero.stages", "Stage(2, _W, _S, _S)", "Stage(2, _W, _W, _S)"),),
+        (Edit("zero.core.stages", "Stage(2, _W, _S, _S)", "Stage(2, _W, _W, _S)"),),
         ("test_bytes.py::test_at_stage_2_no_rank_holds_all_reduced_gradients_after_backward",),
     ),
 )
@@ -125,12 +125,12 @@ RANKS = (
         "Every rank sends its whole contribution to every other one: the sums are right, the traffic W times as much.",
         (
             Edit(
-                "collectives.pairwise.Pairwise.reduce_scatter",
+                "collectives.algorithms.pairwise.Pairwise.reduce_scatter",
                 "width = -(-(high - low) // GRAIN) * GRAIN",
                 "width = -(-source.numel() // GRAIN) * GRAIN",
             ),
             Edit(
-                "collectives.pairwise.Pairwise.reduce_scatter",
+                "collectives.algorithms.pairwise.Pairwise.reduce_scatter",
                 "arriving = {rank: scratch[n * width : n * width + high - low] for n, rank in enumerate(t.peers())}",
                 "everything = {\n"
                 "            rank: scratch[n * width : n * width + source.numel()]\n"
@@ -139,12 +139,12 @@ RANKS = (
                 "        arriving = {rank: whole[low:high] for rank, whole in everything.items()}",
             ),
             Edit(
-                "collectives.pairwise.Pairwise.reduce_scatter",
+                "collectives.algorithms.pairwise.Pairwise.reduce_scatter",
                 "[t.irecv_chunks(tensor, rank, tag) for rank, tensor in arriving.items()]",
                 "[t.irecv_chunks(whole, rank, tag) for rank, whole in everything.items()]",
             ),
             Edit(
-                "collectives.pairwise.Pairwise.reduce_scatter",
+                "collectives.algorithms.pairwise.Pairwise.reduce_scatter",
                 "[t.isend(source[bounds[to] : bounds[to + 1]], to, tag) for to in t.peers()]",
                 "[t.isend(source, to, tag) for to in t.peers()]",
             ),
@@ -157,7 +157,7 @@ RANKS = (
         "In a sub-group the rank follows from the rank in the world: {1, 3} are 1 and 1, and nobody is 0.",
         (
             Edit(
-                "collectives.line.Line.__init__",
+                "collectives.peer_links.Line.__init__",
                 "self.rank, self.timeout = self.ranks.index(carrier.rank)",
                 "self.rank, self.timeout = carrier.rank % len(ranks)",
             ),
@@ -170,7 +170,7 @@ RANKS = (
         "A rank of the group is compared with a rank of the world: the owner drops its own contribution.",
         (
             Edit(
-                "collectives.pairwise.Pairwise.reduce_scatter",
+                "collectives.algorithms.pairwise.Pairwise.reduce_scatter",
                 "                parts.append((source[low:high] if rank == t.rank else arriving[rank])[begin:end])\n",
                 "                own = rank == t.carrier.rank\n"
                 "                if own or rank in arriving:\n"
@@ -185,7 +185,7 @@ RANKS = (
         "The norm of a group's gradients adds up those of every rank in the world.",
         (
             Edit(
-                "zero.update.Update.clip",
+                "zero.step.update.Update.clip",
                 'for data in self._transport.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):',
                 "world = Transport(self._transport.carrier, channel=77)\n"
                 '        for data in world.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):',
@@ -199,7 +199,7 @@ RANKS = (
         "The native gather takes what arrived for slices in a row, although uneven ones come padded to one width.",
         (
             Edit(
-                "collectives.carrier_calls.CarrierCalls.all_gather",
+                "collectives.algorithms.process_group.CarrierCalls.all_gather",
                 "(buffer[low:high], padded[rank * width : rank * width + high - low])",
                 "(buffer[low:high], padded[low:high])",
             ),
@@ -212,7 +212,7 @@ RANKS = (
         "A rank with fewer backwards does not catch up: the others' reductions wait for it in vain.",
         (
             Edit(
-                "zero.reducer.Reducer._meet",
+                "zero.gradients.reducer.Reducer._meet",
                 "        self._transport.meet(Tag(Kind.MEET, purpose, self._rounds.number, self._meeting), "
                 "self._empty_round)\n",
                 "",
@@ -226,7 +226,7 @@ RANKS = (
         "A rank that fails keeps it to itself: the others wait until their time limit and learn no reason.",
         (
             Edit(
-                "collectives.line.Line._abort",
+                "collectives.peer_links.Line._abort",
                 "        for to in self.peers:\n            try:\n                kept.append(",
                 "        for to in ():\n            try:\n                kept.append(",
             ),
@@ -239,7 +239,7 @@ RANKS = (
         "Ranks in different collectives of one size take each other's bytes.",
         (
             Edit(
-                "collectives.channel.Channel.confirm",
+                "collectives.messenger.Channel.confirm",
                 "if not header.startswith(first.packed):",
                 "if Tag.unpack(header)[1] != first.size:",
             ),
@@ -265,12 +265,12 @@ RANKS = (
         "The divisor is kept where all instances share it: building or setting one optimizer changes another.",
         (
             Edit(
-                "zero.progress.Progress.__init__",
+                "zero.gradients.grad_phase.Progress.__init__",
                 "        self.divisor = divisor  # of the next settling\n",
                 "        type(self).divisor = divisor\n",
             ),
             Edit(
-                "zero.reducer.Reducer.set_divisor",
+                "zero.gradients.reducer.Reducer.set_divisor",
                 "        self._progress.divisor = value\n",
                 "        type(self._progress).divisor = value\n",
             ),
@@ -283,7 +283,7 @@ RANKS = (
         "Construction does not copy rank 0's values: the ranks train different models.",
         (
             Edit(
-                "zero.storage.ParameterStorage._values",
+                "zero.parameters.storage.ParameterStorage._values",
                 "        broadcast(self._direct, self._transport, [whole])\n",
                 "",
             ),
@@ -296,7 +296,7 @@ RANKS = (
         "Ranks that built parameters of the same shapes in another order do not notice.",
         (
             Edit(
-                "zero.layout.ParameterSpec.line",
+                "zero.core.layout.ParameterSpec.line",
                 '        return f"{names} {list(self.shape)}',
                 '        return f"{list(self.shape)}',
             ),
@@ -308,8 +308,12 @@ RANKS = (
         ("L4",),
         "A parameter that one rank alone has unfrozen is trained on the gradient of that rank.",
         (
-            Edit("zero.gradients.GradientStore._launch", "zlib.crc32(bytes(trainable))", "0"),
-            Edit("zero.agreement.check", "if record.trainable != first.trainable:", "if first.trainable is None:"),
+            Edit("zero.gradients.accumulator.GradientStore._launch", "zlib.crc32(bytes(trainable))", "0"),
+            Edit(
+                "zero.gradients.agreement.check",
+                "if record.trainable != first.trainable:",
+                "if first.trainable is None:",
+            ),
         ),
         ("test_properties.py::test_a_parameter_that_one_rank_alone_freezes_is_an_error_on_every_rank",),
     ),
@@ -322,7 +326,7 @@ GEOMETRY = (
         "Offsets wrap at 2^31: a parameter lies on top of another one.",
         (
             Edit(
-                "zero.layout._bucket",
+                "zero.core.layout._bucket",
                 "Slot(position, offset, spec.numel) for",
                 "Slot(position, (offset + 2**31) % 2**32 - 2**31, spec.numel) for",
             ),
@@ -333,7 +337,7 @@ GEOMETRY = (
         "an-exact-fit-is-refused",
         ("R15",),
         "A parameter that fills a bucket to the last byte goes into the next one: more buckets than were asked for.",
-        (Edit("zero.layout._buckets", "used[key] + nbytes > bucket_bytes", "used[key] + nbytes >= bucket_bytes"),),
+        (Edit("zero.core.layout._buckets", "used[key] + nbytes > bucket_bytes", "used[key] + nbytes >= bucket_bytes"),),
         ("test_layout.py::test_an_exact_fit_is_accepted_and_one_byte_less_is_not",),
     ),
     Mutant(
@@ -341,7 +345,7 @@ GEOMETRY = (
         ("L1",),
         "Slices are cut at any element: vector kernels end elsewhere than in one tensor, and fused steps "
         "differ by bits.",
-        (Edit("zero.layout", "ALIGNMENT_BYTES = 64  # a", "ALIGNMENT_BYTES = 8  # a"),),
+        (Edit("zero.core.layout", "ALIGNMENT_BYTES = 64  # a", "ALIGNMENT_BYTES = 8  # a"),),
         (f"{EXACT}[2-adamw fused]", "test_layout.py::test_the_drawing_of_the_module_is_what_is_built"),
     ),
 )

@@ -16,7 +16,7 @@ REPLICAS = (
         "Where every rank holds everything, as under DDP, a rank's own gradient counts as the sum of all.",
         (
             Edit(
-                "collectives.replicated.Replicated.__init__",
+                "collectives.algorithms.hybrid_sharding.Replicated.__init__",
                 "        self._announced = 0  #",
                 "        if self.shards.world_size == 1:\n            self.before = self.after = None\n"
                 "        self._announced = 0  #",
@@ -30,7 +30,7 @@ REPLICAS = (
         "The last replica alone has the sum of all; the others step with the sum so far.",
         (
             Edit(
-                "collectives.replicated._ReduceScatter.__init__.exchange",
+                "collectives.algorithms.hybrid_sharding._ReduceScatter.__init__.exchange",
                 "            return Chain([onward.isend(out, after, tag), total])\n",
                 "            kept = out.clone()\n            works = Chain([onward.isend(out, after, tag), total])\n"
                 "            works.wait()\n            out.copy_(kept)\n            return works\n",
@@ -57,13 +57,13 @@ REPLICAS = (
         "The sum of earlier backwards is added once for each replica.",
         (
             Edit(
-                "collectives.replicated._ReduceScatter.__init__",
+                "collectives.algorithms.hybrid_sharding._ReduceScatter.__init__",
                 "            if start is None:\n                start = algorithm.shards.scratch",
                 "            before_all = start\n            if start is not None or start is None:\n"
                 "                start = algorithm.shards.scratch",
             ),
             Edit(
-                "collectives.replicated._ReduceScatter.__init__",
+                "collectives.algorithms.hybrid_sharding._ReduceScatter.__init__",
                 "        works.append(algorithm.inner.reduce_scatter(source, bounds, out, start=start, tag=tag))\n",
                 "        works.append(algorithm.inner.reduce_scatter(source, bounds, out, start=start, tag=tag))\n"
                 "        if before is not None and before_all is not None:\n"
@@ -78,12 +78,12 @@ REPLICAS = (
         "A replica adds onto the memory in which the sum of those before it is still to arrive.",
         (
             Edit(
-                "collectives.replicated._ReduceScatter.__init__",
+                "collectives.algorithms.hybrid_sharding._ReduceScatter.__init__",
                 "            works.append(onward.irecv(start, before, tag))\n        works.append(",
                 "            late = onward.irecv(start, before, tag)\n        works.append(",
             ),
             Edit(
-                "collectives.replicated._ReduceScatter.__init__",
+                "collectives.algorithms.hybrid_sharding._ReduceScatter.__init__",
                 "        onward.ask_rest()\n",
                 "        if before is not None:\n            works.append(late)\n        onward.ask_rest()\n",
             ),
@@ -96,7 +96,7 @@ REPLICAS = (
         "Each replica's slices are added to the norm, which is larger by the root of their number.",
         (
             Edit(
-                "zero.update.Update.clip",
+                "zero.step.update.Update.clip",
                 "self._reducer.owned() if self._is_first_copy else []",
                 "self._reducer.owned()",
             ),
@@ -107,7 +107,7 @@ REPLICAS = (
         "a-checkpoint-is-asked-of-the-first-replica",
         ("R8",),
         "States are gathered by the number in the group, not by the place in the copy.",
-        (Edit("zero.checkpoint.gather", "divmod(to, shards.world_size)", "(0, to % shards.world_size)"),),
+        (Edit("zero.state.plain_dicts.gather", "divmod(to, shards.world_size)", "(0, to % shards.world_size)"),),
         (f"{TESTS}::test_a_checkpoint_does_not_know_how_many_ranks_shared_a_copy[3-1]",),
     ),
     Mutant(
@@ -116,7 +116,7 @@ REPLICAS = (
         "A rank that fails tells its own replica; the others wait for their time limit.",
         (
             Edit(
-                "collectives.replicated.Replicated.__init__",
+                "collectives.algorithms.hybrid_sharding.Replicated.__init__",
                 "        transport.adopt(self.shards, range(first, first + self.shards.world_size))\n",
                 "        self.first = first\n",
             ),
@@ -139,13 +139,13 @@ BACKWARD = (
         "A unit that ranks nearby share is used in the backward before their parts have arrived.",
         (
             Edit(
-                "zero.residency.Residency._gather",
+                "zero.parameters.unit_manager.Residency._gather",
                 "                return self._nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))\n",
                 "                self._nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))\n"
                 "                return Chain(())\n",
             ),
             Edit(
-                "zero.residency",
+                "zero.parameters.unit_manager",
                 "from collectives import Choice, Collective, Kind",
                 "from collectives import Chain, Choice, Collective, Kind",
             ),
@@ -158,11 +158,11 @@ BACKWARD = (
         "What ranks nearby kept for a backward that never came is gathered after the step as if it were new.",
         (
             Edit(
-                "zero.residency.Residency.changed",
+                "zero.parameters.unit_manager.Residency.changed",
                 "        shelf.kept = None\n        for slot in slots:\n",
                 "        for slot in slots:\n",
             ),
-            Edit("zero.unit_hooks.UnitHooks._over", "        self._residency.forget_kept()\n", ""),
+            Edit("zero.parameters.unit_hooks.UnitHooks._over", "        self._residency.forget_kept()\n", ""),
         ),
         (f"{TESTS}::test_after_an_evaluation_or_a_step_nothing_is_kept[2]",),
     ),
@@ -172,7 +172,7 @@ BACKWARD = (
         "Units are released after their backward alone: a rank holds the whole model.",
         (
             Edit(
-                "zero.unit_hooks.UnitHooks._has_run",
+                "zero.parameters.unit_hooks.UnitHooks._has_run",
                 "        elif self._keeps_whole:\n",
                 "        elif self._keeps_whole or True:\n",
             ),
@@ -185,7 +185,7 @@ BACKWARD = (
         "Parameters travel twice for each micro-batch, whatever was asked for.",
         (
             Edit(
-                "zero.unit_hooks.UnitHooks._has_run",
+                "zero.parameters.unit_hooks.UnitHooks._has_run",
                 "        elif self._keeps_whole:\n",
                 "        elif self._keeps_whole and False:\n",
             ),

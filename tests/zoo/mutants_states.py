@@ -13,7 +13,7 @@ MUTANTS = (
         "Loading visits no piece: training goes on from an empty optimizer.",
         (
             Edit(
-                "zero.checkpoint.scatter",
+                "zero.state.plain_dicts.scatter",
                 "        for number, piece in enumerate(states.pieces):\n            slot = bucket.slots[piece.slot]\n",
                 "        for number, piece in enumerate(states.pieces[:0]):\n"
                 "            slot = bucket.slots[piece.slot]\n",
@@ -27,7 +27,7 @@ MUTANTS = (
         "The step count starts at 0 after a load: Adam's bias correction is that of a first step.",
         (
             Edit(
-                "zero.checkpoint._scalar",
+                "zero.state.plain_dicts._scalar",
                 "        return copy.deepcopy(value)\n",
                 "        return copy.deepcopy(value)\n    value = torch.zeros_like(value)\n",
             ),
@@ -52,7 +52,7 @@ MUTANTS = (
         "the values before.",
         (
             Edit(
-                "zero.residency.Residency.accept",
+                "zero.parameters.unit_manager.Residency.accept",
                 "                if piece.slot in slots:\n                    shelf.shard",
                 "                if piece.slot in slots and not shelf.updated:\n                    shelf.shard",
             ),
@@ -65,7 +65,7 @@ MUTANTS = (
         "Only what is trained is given back when the model is made plain: frozen weights are gone.",
         (
             Edit(
-                "zero.sharded.ShardedStorage.release",
+                "zero.parameters.sharded.ShardedStorage.release",
                 "        self._take_out(list(self.residency.shelves()))\n",
                 "        trained = [s for s in self.residency.shelves() if any(p.requires_grad for p in "
                 "s.parameters)]\n"
@@ -80,14 +80,14 @@ MUTANTS = (
         "Parameters are told apart by their address, which is 0 for all that have no elements.",
         (
             Edit(
-                "zero.parameters.specs",
+                "zero.core.parameter_specs.specs",
                 "        names.setdefault(id(binding.parameter), []).append(binding.name)\n"
                 "        order.setdefault(id(binding.parameter), len(order))\n",
                 "        names.setdefault(binding.parameter.data_ptr(), []).append(binding.name)\n"
                 "        order.setdefault(id(binding.parameter), len(order))\n",
             ),
             Edit(
-                "zero.parameters.specs",
+                "zero.core.parameter_specs.specs",
                 "names.get(id(parameter)) or ([name]",
                 "names.get(parameter.data_ptr()) or ([name]",
             ),
@@ -100,7 +100,7 @@ MUTANTS = (
         "The loader makes room for the moments and leaves them zero.",
         (
             Edit(
-                "zero.checkpoint.scatter",
+                "zero.state.plain_dicts.scatter",
                 "                target[piece.begin - states.begin : piece.end - states.begin].copy_(source)\n",
                 "                assert target.numel() >= source.numel()\n",
             ),
@@ -113,7 +113,7 @@ MUTANTS = (
         "The loader rounds a piece's offset to a multiple of the number of ranks: right on two ranks, wrong on three.",
         (
             Edit(
-                "zero.checkpoint.scatter",
+                "zero.state.plain_dicts.scatter",
                 "                source = flat_values[key][piece.begin - slot.offset : piece.end - slot.offset]\n",
                 "                begin = (piece.begin - slot.offset) // layout.world_size * layout.world_size\n"
                 "                source = flat_values[key][begin : begin + piece.numel]\n",
@@ -127,7 +127,7 @@ MUTANTS = (
         "A saved state runs to the end of its padding instead of the end of its parameter.",
         (
             Edit(
-                "zero.checkpoint.gather",
+                "zero.state.plain_dicts.gather",
                 "                    values[name] = strided(flats[name], slot.offset, spec.shape, "
                 "spec.stride).clone()\n",
                 "                    end = next((s.offset for s in bucket.slots if s.offset > slot.offset), "
@@ -143,7 +143,7 @@ MUTANTS = (
         "A saved dict whose parameters have other names is loaded by position, into other layers.",
         (
             Edit(
-                "zero.checkpoint.check",
+                "zero.state.plain_dicts.check",
                 "if known and saved and known[position] != saved[position]:",
                 "if known and saved and len(known) != len(saved):",
             ),
@@ -169,7 +169,7 @@ MUTANTS = (
         "Only the last tensor of a state is made whole for the saved dict.",
         (
             Edit(
-                "zero.checkpoint.gather",
+                "zero.state.plain_dicts.gather",
                 "                    for name in slots[number].elementwise:\n",
                 "                    for name in slots[number].elementwise[-1:]:\n",
             ),
@@ -182,7 +182,7 @@ MUTANTS = (
         "Saved states are keyed by the address of an object, which no other process shares.",
         (
             Edit(
-                "zero.checkpoint.gather",
+                "zero.state.plain_dicts.gather",
                 "                result[spec.index] = values\n",
                 "                result[id(spec)] = values\n",
             ),
@@ -195,7 +195,7 @@ MUTANTS = (
         "A parameter of the module that was replaced is trained no more, and nobody says so.",
         (
             Edit(
-                "zero.parameters.replaced",
+                "zero.core.parameter_specs.replaced",
                 "if binding.registry.get(binding.key) is not binding.parameter)",
                 "if binding.key not in binding.registry)",
             ),

@@ -15,7 +15,7 @@ MUTANTS = (
         "Each reduction begins anew, so that of several backwards only the last one counts.",
         (
             Edit(
-                "zero.gradients.GradientStore._launch",
+                "zero.gradients.accumulator.GradientStore._launch",
                 "start = (self._aside if self._aside is not None else self._sum()) if self.has_sum else None",
                 "start = None",
             ),
@@ -28,13 +28,13 @@ MUTANTS = (
         "A parameter without a gradient in this micro-batch contributes what the buffer held before.",
         (
             Edit(
-                "zero.gradients.GradientStore._launch",
+                "zero.gradients.accumulator.GradientStore._launch",
                 "        if not self._blank:\n            for slot in self._fresh:\n"
                 "                self._view(slot).fill_(-0.0)\n        if self._local.dtype",
                 "        if self._local.dtype",
             ),
             Edit(
-                "zero.gradients.GradientStore._row",
+                "zero.gradients.accumulator.GradientStore._row",
                 "        return row if self._contiguous else None\n",
                 "        return row if self._contiguous and len(arrived) == len(self.bucket.slots) else None\n",
             ),
@@ -47,7 +47,7 @@ MUTANTS = (
         "The micro-batches after the last synchronised backward never leave their rank.",
         (
             Edit(
-                "zero.reducer.Reducer.settle",
+                "zero.gradients.reducer.Reducer.settle",
                 "        if pending:\n",
                 "        if pending and not any(store.has_sum for store in self.stores):\n",
             ),
@@ -60,7 +60,7 @@ MUTANTS = (
         "`zero_grad()` clears what is shown, not the running sum: gradients of all steps add up.",
         (
             Edit(
-                "zero.gradients.GradientStore.clear",
+                "zero.gradients.accumulator.GradientStore.clear",
                 '''is a zero gradient's opposite."""\n        self.has_sum = False\n''',
                 '''is a zero gradient's opposite."""\n''',
             ),
@@ -73,7 +73,7 @@ MUTANTS = (
         "Stage 0 alone adds a second backward to the divided mean instead of to the sum.",
         (
             Edit(
-                "zero.stages.Stage.sum_lies_apart",
+                "zero.core.stages.Stage.sum_lies_apart",
                 "return not self.contributions_stay or self.means_are_gathered or dtypes.widens",
                 "return not self.contributions_stay or dtypes.widens",
             ),
@@ -86,7 +86,7 @@ MUTANTS = (
         "What was accumulated is divided by the ranks at every backward: 1/W compounds.",
         (
             Edit(
-                "zero.gradients.GradientStore.reduced",
+                "zero.gradients.accumulator.GradientStore.reduced",
                 '''contribution has arrived everywhere."""\n        self.has_sum = True\n''',
                 '''contribution has arrived everywhere."""\n        self.has_sum = True\n'''
                 "        self._sum().div_(self.bucket.world_size)\n",
@@ -100,7 +100,7 @@ MUTANTS = (
         "With one rank the running sum is the buffer that the next gradient fills: each one counts twice.",
         (
             Edit(
-                "zero.gradients.GradientStore._to_travel",
+                "zero.gradients.accumulator.GradientStore._to_travel",
                 "if self._shards.world_size == 1 and not self.has_sum and not",
                 "if self._shards.world_size == 1 and not",
             ),
@@ -111,21 +111,33 @@ MUTANTS = (
         "no-sync-overwrites",
         ("S9",),
         "Under `no_sync` a new gradient replaces the one before it instead of being added.",
-        (Edit("zero.gradients.GradientStore.absorb", "foreach_add_(", "foreach_copy_("),),
+        (Edit("zero.gradients.accumulator.GradientStore.absorb", "foreach_add_(", "foreach_copy_("),),
         (f"{NO_SYNC}[2]",),
     ),
     Mutant(
         "a-mean-that-is-a-sum",
         ("S11",),
         "Gradients are summed over the ranks and not divided: W times too large.",
-        (Edit("zero.gradients.GradientStore.divide", "            self._sum().div_(divisor)\n", "            pass\n"),),
+        (
+            Edit(
+                "zero.gradients.accumulator.GradientStore.divide",
+                "            self._sum().div_(divisor)\n",
+                "            pass\n",
+            ),
+        ),
         ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
     ),
     Mutant(
         "division-by-a-reciprocal",
         ("L1",),
         "The sum is multiplied by 1/D, which rounds twice: some elements are a bit off.",
-        (Edit("zero.gradients.GradientStore.divide", "self._sum().div_(divisor)", "self._sum().mul_(1 / divisor)"),),
+        (
+            Edit(
+                "zero.gradients.accumulator.GradientStore.divide",
+                "self._sum().div_(divisor)",
+                "self._sum().mul_(1 / divisor)",
+            ),
+        ),
         ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
     ),
     Mutant(
@@ -134,7 +146,7 @@ MUTANTS = (
         "The owner folds its own contribution alone: gradients of the other ranks never arrive.",
         (
             Edit(
-                "collectives.pairwise.Pairwise.reduce_scatter",
+                "collectives.algorithms.pairwise.Pairwise.reduce_scatter",
                 "                parts.append((source[low:high] if rank == t.rank else arriving[rank])[begin:end])\n",
                 "                if rank == t.rank:\n"
                 "                    parts.append(source[low + begin : low + end])\n",
@@ -150,7 +162,7 @@ MUTANTS = (
         "from the bucket size.",
         (
             Edit(
-                "collectives.pairwise.Pairwise.reduce_scatter",
+                "collectives.algorithms.pairwise.Pairwise.reduce_scatter",
                 "                parts.append((source[low:high] if rank == t.rank else arriving[rank])[begin:end])\n",
                 "                part = (source[low:high] if rank == t.rank else arriving[rank])[begin:end]\n"
                 "                parts.insert((start is not None) if rank == t.rank else len(parts), part)\n",
@@ -165,12 +177,12 @@ MUTANTS = (
         "plain loop's.",
         (
             Edit(
-                "collectives.pairwise.Pairwise.reduce_scatter",
+                "collectives.algorithms.pairwise.Pairwise.reduce_scatter",
                 "parts = [] if start is None else [start[begin:end]]",
                 "parts = []",
             ),
             Edit(
-                "collectives.pairwise.Pairwise.reduce_scatter",
+                "collectives.algorithms.pairwise.Pairwise.reduce_scatter",
                 "            pieces.append(",
                 "            parts += [] if start is None else [start[begin:end]]\n            pieces.append(",
             ),
@@ -183,7 +195,7 @@ MUTANTS = (
         "A missing gradient contributes +0.0, which turns a sum of -0.0 into 0.0.",
         (
             Edit(
-                "zero.gradients.GradientStore._launch",
+                "zero.gradients.accumulator.GradientStore._launch",
                 "for slot in self._fresh:\n                self._view(slot).fill_(-0.0)",
                 "for slot in self._fresh:\n                self._view(slot).fill_(0.0)",
             ),
@@ -197,7 +209,7 @@ MUTANTS = (
         "reach it.",
         (
             Edit(
-                "zero.gradients.GradientStore.clear_slot",
+                "zero.gradients.accumulator.GradientStore.clear_slot",
                 "            self._view(slot).fill_(-0.0)\n            self._fresh.add(slot)\n",
                 "            self._fresh.add(slot)\n",
             ),
@@ -210,7 +222,7 @@ MUTANTS = (
         "A missing gradient is +0.0 where those of its bucket that came are put together in one call.",
         (
             Edit(
-                "zero.gradients.GradientStore._nothing",
+                "zero.gradients.accumulator.GradientStore._nothing",
                 "nothing = torch.full((1,), -0.0,",
                 "nothing = torch.full((1,), 0.0,",
             ),
@@ -223,7 +235,7 @@ MUTANTS = (
         "Of a contribution that is put together in one call, a slot's padding lies before it: gradients are shifted.",
         (
             Edit(
-                "zero.gradients.GradientStore._nothing",
+                "zero.gradients.accumulator.GradientStore._nothing",
                 "            places.append(len(row))\n            row.append(nothing.expand(slot.numel))\n"
                 "            if end > slot.end:\n"
                 "                row.append(torch.zeros(end - slot.end, dtype=dtype, device=device))\n",
@@ -240,7 +252,7 @@ MUTANTS = (
         "Contributions that travel in bf16 are summed in bf16, not in the accumulator's dtype.",
         (
             Edit(
-                "collectives.fold.fold",
+                "collectives.algorithms.ordered_sum.fold",
                 "    running = torch.empty(",
                 "    if parts[-1].dtype != out.dtype:\n"
                 "        out.copy_(sum(part.to(parts[-1].dtype) for part in parts))\n        return\n"
@@ -256,7 +268,7 @@ MUTANTS = (
         "ranks only.",
         (
             Edit(
-                "zero.reducer.Reducer.settle",
+                "zero.gradients.reducer.Reducer.settle",
                 "        used = [record.used for record in records]\n",
                 "        used = [records[self._transport.rank].used]\n",
             ),
@@ -267,7 +279,7 @@ MUTANTS = (
         "each-rank-divides-by-its-own-count",
         ("S16",),
         "Ranks with different token counts divide by their own: the mean is that of no objective.",
-        (Edit("zero.agreement.check", "if record.divisor != first.divisor:", "if first.divisor is None:"),),
+        (Edit("zero.gradients.agreement.check", "if record.divisor != first.divisor:", "if first.divisor is None:"),),
         ("test_errors.py::test_a_divisor_that_differs_between_ranks[2]",),
     ),
     Mutant(
@@ -276,7 +288,7 @@ MUTANTS = (
         "Clip and step both prepare the gradients: after a clip they are divided by the divisor a second time.",
         (
             Edit(
-                "zero.reducer.Reducer.settle",
+                "zero.gradients.reducer.Reducer.settle",
                 "            self._progress.agree_used(used)\n            return\n",
                 "            self._progress.agree_used(used)\n            for store in self.stores:\n"
                 "                if not self._stage.means_are_gathered and purpose == 'step()':\n"
@@ -291,7 +303,7 @@ MUTANTS = (
         "The hook takes what it is called with, the parameter, for the gradient: weights are averaged.",
         (
             Edit(
-                "zero.hooks._Arrival.__call__",
+                "zero.gradients.hooks._Arrival.__call__",
                 "listener.gradient_ready(self._index, gradient.detach() if gradient.requires_grad else gradient)",
                 "listener.gradient_ready(self._index, parameter.detach())",
             ),
@@ -304,7 +316,7 @@ MUTANTS = (
         "After an exception inside `no_sync()` no backward is reduced any more.",
         (
             Edit(
-                "zero.reducer.Reducer.no_sync",
+                "zero.gradients.reducer.Reducer.no_sync",
                 "        try:\n            yield\n        finally:\n            self._sync = before\n",
                 "        yield\n        self._sync = before\n",
             ),
@@ -317,7 +329,7 @@ MUTANTS = (
         "At stage 0 the mean stays in `p.grad` during a backward: autograd adds to it, and the sum counts it again.",
         (
             Edit(
-                "zero.reducer.Reducer.backward_is_near",
+                "zero.gradients.reducer.Reducer.backward_is_near",
                 "        if self.means_are_shown:\n            self._shown.hide()\n",
                 "",
             ),
@@ -330,7 +342,7 @@ MUTANTS = (
         "The buckets of a backward that raised on one rank are not launched: the other ranks wait for them in vain.",
         (
             Edit(
-                "zero.reducer.Reducer.finish_interrupted",
+                "zero.gradients.reducer.Reducer.finish_interrupted",
                 "        self._complete()\n        self._shown.forget(cleared)\n",
                 "        self._rounds.abandon()\n        self._shown.forget(cleared)\n",
             ),
@@ -343,7 +355,7 @@ MUTANTS = (
         "`full_grad` before a clip shows the undivided sum.",
         (
             Edit(
-                "zero.reducer.Reducer.full_gradient",
+                "zero.gradients.reducer.Reducer.full_gradient",
                 "            if self._progress.is_open:\n                whole.div_(self.divisor)\n",
                 "",
             ),
@@ -356,7 +368,7 @@ MUTANTS = (
         "A parameter that is unfrozen later is not counted, and its bucket leaves before its gradient comes.",
         (
             Edit(
-                "zero.rounds.Rounds._activate",
+                "zero.gradients.backward_schedule.Rounds._activate",
                 "can_train = [parameter.requires_grad for parameter in self.parameters]",
                 "can_train = [spec.trainable for spec in self.layout.parameters]",
             ),

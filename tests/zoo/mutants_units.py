@@ -14,7 +14,7 @@ MUTANTS = (
         "A rank does not put its own slice into the gathered buffer: that part of every weight is what lay there.",
         (
             Edit(
-                "zero.residency.Residency._gather",
+                "zero.parameters.unit_manager.Residency._gather",
                 "            target[low:high].copy_(shelf.shard)\n            self._at_rest",
                 "            assert high - low == shelf.shard.numel()\n            self._at_rest",
             ),
@@ -27,13 +27,13 @@ MUTANTS = (
         "A unit's forward begins while its weights are on their way.",
         (
             Edit(
-                "zero.residency.Residency._arrive",
+                "zero.parameters.unit_manager.Residency._arrive",
                 "            with unit.waiting():\n                while unit.work:\n"
                 "                    unit.work[0].wait()\n                    unit.work.pop(0)\n",
                 "            unit.under_way, unit.work = list(unit.work), []\n",
             ),
             Edit(
-                "zero.residency._Unit",
+                "zero.parameters.unit_manager._Unit",
                 "    work: list[Work] = field(default_factory=list)\n",
                 "    work: list[Work] = field(default_factory=list)\n"
                 "    under_way: list[Work] = field(default_factory=list)\n",
@@ -47,13 +47,13 @@ MUTANTS = (
         "What the last backward had gathered of the root is used again after the step: stale weights.",
         (
             Edit(
-                "zero.residency.Residency.drop_all",
+                "zero.parameters.unit_manager.Residency.drop_all",
                 '''"""Drop every unit that nobody holds."""\n        for number in range(len(self.units)):\n''',
                 '''"""Drop every unit that nobody holds."""\n        self.hide(0)\n'''
                 """        for number in range(1, len(self.units)):\n""",
             ),
             Edit(
-                "zero.sharded.ShardedStorage.retire",
+                "zero.parameters.sharded.ShardedStorage.retire",
                 "all(unit.state is State.SHARDED for unit in self.residency.units)",
                 "not any(unit.held for unit in self.residency.units)",
             ),
@@ -64,7 +64,7 @@ MUTANTS = (
         "a-backward-inside-a-backward-is-let-through",
         ("S26",),
         "Re-entrant checkpointing is not refused: what the inner backward brings is taken for the whole.",
-        (Edit("zero.hooks._reentrant", "    return depth > in_caller\n", "    return depth > 9\n"),),
+        (Edit("zero.gradients.hooks._reentrant", "    return depth > in_caller\n", "    return depth > 9\n"),),
         ("test_errors.py::test_reentrant_checkpointing_is_refused_with_the_reason[2]",),
     ),
     Mutant(
@@ -73,7 +73,7 @@ MUTANTS = (
         "A step does not change what graphs know of a weight: a backward after it uses the new values in silence.",
         (
             Edit(
-                "zero.residency.Residency.changed",
+                "zero.parameters.unit_manager.Residency.changed",
                 "            shelf.versions[slot] += 1\n",
                 "            shelf.versions[slot] += 0\n",
             ),
@@ -86,7 +86,7 @@ MUTANTS = (
         "A view that a module kept over a step shows the values before it instead of NaN.",
         (
             Edit(
-                "zero.residency.Residency.changed",
+                "zero.parameters.unit_manager.Residency.changed",
                 '            shelf.lent.fill_(float("nan"))\n',
                 "            assert shelf.lent.numel()\n",
             ),
@@ -99,13 +99,11 @@ MUTANTS = (
         "A buffer of which somebody holds a view is taken for free: the view shows a neighbouring unit's weights.",
         (
             Edit(
-                "zero.residency.Residency._sweep",
+                "zero.parameters.unit_manager.Residency._sweep",
                 "if shelf.lent is not None and shelf.strangers(shelf.lent) == 0:",
                 "if shelf.lent is not None:",
             ),
-            Edit(
-                "collectives.memory._Block.free", "return _uses(self.storage) == 1", "return _uses(self.storage) <= 2"
-            ),
+            Edit("collectives.pool._Block.free", "return _uses(self.storage) == 1", "return _uses(self.storage) <= 2"),
         ),
         ("test_stage3_properties.py::test_a_view_that_is_kept_within_a_step_follows_its_own_parameter",),
     ),
@@ -115,7 +113,7 @@ MUTANTS = (
         "A tensor that a graph saved is restored from the beginning of its bucket, where another parameter lies.",
         (
             Edit(
-                "zero.places.Places.restore",
+                "zero.parameters.saved_tensor_index.Places.restore",
                 "return shelf.view(place.size, place.stride, place.offset)",
                 "return shelf.view(place.size, place.stride, shelf.offsets[0])",
             ),
@@ -128,7 +126,7 @@ MUTANTS = (
         "What a unit's buffer held is remembered when another unit has it: a graph takes that weight for this one.",
         (
             Edit(
-                "zero.places.Places.forget",
+                "zero.parameters.saved_tensor_index.Places.forget",
                 "        if self._shelves.pop(shelf.address, None) is not None:\n            self._known.clear()\n",
                 "        self._shelves.pop(shelf.address, None)\n",
             ),
@@ -144,7 +142,7 @@ MUTANTS = (
         "What a backward had gathered is kept after it: a rank holds more than the bound says.",
         (
             Edit(
-                "zero.unit_hooks.UnitHooks._over",
+                "zero.parameters.unit_hooks.UnitHooks._over",
                 "        self._task = _NO_TASK\n        self._drop_all()\n        self._residency.forget",
                 "        self._task = _NO_TASK\n        self._residency.forget",
             ),
@@ -157,7 +155,7 @@ MUTANTS = (
         "A unit that was fetched in advance and then not used stays beside those that are.",
         (
             Edit(
-                "zero.unit_hooks.UnitHooks._demand",
+                "zero.parameters.unit_hooks.UnitHooks._demand",
                 "            for number in (before, expected):\n",
                 "            for number in (before,):\n",
             ),
@@ -170,7 +168,7 @@ MUTANTS = (
         "The guess which unit follows is not corrected when a model uses them in another order: no gather overlaps.",
         (
             Edit(
-                "zero.unit_hooks.Order.forward",
+                "zero.parameters.unit_hooks.Order.forward",
                 "        self._forward[position:] = [unit]\n",
                 "        self._forward[position:] = self._forward[position:]\n",
             ),
@@ -183,7 +181,7 @@ MUTANTS = (
         "Graphs hold the gathered tensors themselves: after a forward all weights are here.",
         (
             Edit(
-                "zero.saving.Saver._hooks.pack",
+                "zero.parameters.saved_tensor_hooks.Saver._hooks.pack",
                 "if residency is not None and (saved := residency.places.find(tensor)) is not None:",
                 "if residency is None and (saved := None) is not None:",
             ),
@@ -196,7 +194,7 @@ MUTANTS = (
         "An activation that was edited in place after the forward is used for the gradient without an error.",
         (
             Edit(
-                "zero.saving.Saver._hooks.unpack",
+                "zero.parameters.saved_tensor_hooks.Saver._hooks.unpack",
                 "            if tensor._version != version:\n",
                 "            if tensor._version < version:\n",
             ),
@@ -212,7 +210,7 @@ MUTANTS = (
         "A weight that one rank edits through `.data` in a forward is used there and lost, and nobody is told.",
         (
             Edit(
-                "zero.edits.Edits.compare",
+                "zero.parameters.edit_detector.Edits.compare",
                 "        if same_bits(shelf.whole[low:high], shelf.shard):\n",
                 "        if shelf.whole[low:high].numel() == shelf.shard.numel():\n",
             ),
@@ -225,7 +223,7 @@ MUTANTS = (
         "Pages of common memory that a rank has written are not compared: an edit is used there and lost in silence.",
         (
             Edit(
-                "zero.shelf.Common.edited",
+                "zero.parameters.unit_buffer.Common.edited",
                 "found += [(shelf, piece.slot) for piece in self._differing(shelf, begin, end)]",
                 "self._differing(shelf, begin, end)",
             ),
@@ -239,7 +237,7 @@ MUTANTS = (
         "rank that does not own it.",
         (
             Edit(
-                "zero.layout.Bucket.part",
+                "zero.core.layout.Bucket.part",
                 "min(max(bound - begin, 0), end - begin) for bound in self.bounds)",
                 "min(max(bound - begin + self.dtypes.alignment * (0 < bound < self.numel), 0), end - begin)\n"
                 "            for bound in self.bounds)",
@@ -253,7 +251,7 @@ MUTANTS = (
         "After an exception in a forward its unit counts as running: it is never dropped again.",
         (
             Edit(
-                "zero.unit_hooks._Place.__init__",
+                "zero.parameters.unit_hooks._Place.__init__",
                 "register_forward_hook(self._leaving, always_call=True)",
                 "register_forward_hook(self._leaving)",
             ),
@@ -266,7 +264,7 @@ MUTANTS = (
         "A parameter outside its unit's forward can be read, and what is read is the NaN behind it.",
         (
             Edit(
-                "zero.released.released_class.answer",
+                "zero.parameters.released.released_class.answer",
                 "        if func in ANSWERABLE:\n",
                 "        if func in ANSWERABLE or func is not None:\n",
             ),
@@ -279,7 +277,7 @@ MUTANTS = (
         "Weights of the module that are not listed keep each rank's own values.",
         (
             Edit(
-                "zero.storage.ParameterStorage._values",
+                "zero.parameters.storage.ParameterStorage._values",
                 "        broadcast(self._direct, self._transport, [whole])\n",
                 "        if layout is self.layout:\n            broadcast(self._direct, self._transport, [whole])\n",
             ),

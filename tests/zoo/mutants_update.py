@@ -13,7 +13,7 @@ MUTANTS = (
         "From the second step on a run reads its gradient from the beginning of the bucket's slice.",
         (
             Edit(
-                "zero.inner._step",
+                "zero.step.inner._step",
                 "        run.parameter.grad = wide[run.begin : run.end].view(run.parameter.shape)\n",
                 "        begin = 0 if run.views else run.begin\n"
                 "        run.parameter.grad = wide[begin : begin + run.end - run.begin].view(run.parameter.shape)\n",
@@ -26,9 +26,13 @@ MUTANTS = (
         ("S40",),
         "Construction takes a step with zero gradients and no learning rate: Adam's count is 1 too high ever after.",
         (
-            Edit("zero.inner.InnerOptimizer.add", "        if not self._begins_with_state:\n            return\n", ""),
             Edit(
-                "zero.inner.InnerOptimizer.add",
+                "zero.step.inner.InnerOptimizer.add",
+                "        if not self._begins_with_state:\n            return\n",
+                "",
+            ),
+            Edit(
+                "zero.step.inner.InnerOptimizer.add",
                 "            built = self._class(_param_groups(states, groups), **self._arguments)\n",
                 "            still = [{**group, 'lr': 0.0} for group in _param_groups(states, groups)]\n"
                 "            built = self._class(still, **self._arguments)\n"
@@ -45,7 +49,7 @@ MUTANTS = (
         "Each rank steps the values of rank 0's slice with the gradients of its own: only a fraction is trained.",
         (
             Edit(
-                "zero.storage.ParameterStorage.interval",
+                "zero.parameters.storage.ParameterStorage.interval",
                 "        return self.flats[bucket.index][begin:end]\n",
                 "        return self.flats[bucket.index][: end - begin]\n",
             ),
@@ -58,13 +62,13 @@ MUTANTS = (
         "The last piece of a bucket is left out of every step.",
         (
             Edit(
-                "zero.runs.BucketStates.plan",
+                "zero.step.flat_states.BucketStates.plan",
                 "            if present[index]:\n",
                 "            if present[index] and self.pieces[index] != self.bucket.pieces(0, "
                 "self.bucket.numel)[-1]:\n",
             ),
             Edit(
-                "zero.runs.BucketStates.plan",
+                "zero.step.flat_states.BucketStates.plan",
                 "while last < len(self.pieces) and present[last] and self._joins(last):",
                 "while last < len(self.pieces) - (self.end == self.bucket.numel) and present[last] and "
                 "self._joins(last):",
@@ -78,7 +82,7 @@ MUTANTS = (
         "The first step only warms up.",
         (
             Edit(
-                "zero.update.Update.step",
+                "zero.step.update.Update.step",
                 "        used = self._reducer.used\n        buckets",
                 "        if not hasattr(self, '_warm'):\n            self._warm = True\n            return {}\n"
                 "        used = self._reducer.used\n        buckets",
@@ -92,7 +96,7 @@ MUTANTS = (
         "A class that looks at whole matrices, such as Muon, is run on flat pieces of them.",
         (
             Edit(
-                "zero.elementwise._compare",
+                "zero.step.elementwise._compare",
                 "                if not _same_bits(piece.of(parameter), piece.values):\n",
                 "                if piece.values.dtype is not parameter.dtype:\n",
             ),
@@ -105,7 +109,7 @@ MUTANTS = (
         "`fused=True` is dropped in silence, and the loop's other roundings are taken.",
         (
             Edit(
-                "zero.inner._param_groups",
+                "zero.step.inner._param_groups",
                 '        result.append({**options, "params": runs})\n',
                 '        result.append({**options, "params": runs, **({"fused": False} if "fused" in '
                 "options else {})})\n",
@@ -132,7 +136,7 @@ MUTANTS = (
         "The second place of a tied parameter gets a copy of its own, which nobody updates.",
         (
             Edit(
-                "zero.storage.ParameterStorage.end",
+                "zero.parameters.storage.ParameterStorage.end",
                 "        self._bindings = bindings(self._module)\n        self._cast_rest()",
                 "        first: set[int] = set()\n"
                 "        for bound in bindings(self._module):\n"
@@ -150,7 +154,7 @@ MUTANTS = (
         "A parameter that nobody used is stepped with a gradient of zero: it decays, and its steps are counted.",
         (
             Edit(
-                "zero.update.Update.step",
+                "zero.step.update.Update.step",
                 "            tuple(used[bucket.slots[piece.slot].parameter] for piece in states.pieces)\n",
                 "            tuple(gradients[bucket.index] is not None for piece in states.pieces)\n",
             ),
@@ -163,7 +167,7 @@ MUTANTS = (
         "Pieces are stepped as one although one of them was left out before: it gets its neighbour's count.",
         (
             Edit(
-                "zero.runs.BucketStates._joins",
+                "zero.step.flat_states.BucketStates._joins",
                 "        equal = state is None if before is None else before.same(state)\n",
                 "        equal = (state is None) == (before is None)\n",
             ),
@@ -174,7 +178,13 @@ MUTANTS = (
         "neighbours-share-a-group",
         ("L12",),
         "Pieces of two param groups are stepped as one, with the options of the first.",
-        (Edit("zero.runs.BucketStates._joins", "self.groups[index - 1] == self.groups[index] and equal", "equal"),),
+        (
+            Edit(
+                "zero.step.flat_states.BucketStates._joins",
+                "self.groups[index - 1] == self.groups[index] and equal",
+                "equal",
+            ),
+        ),
         ("test_face.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),
     ),
     Mutant(
@@ -183,7 +193,7 @@ MUTANTS = (
         "The learning rate of construction is used for good: schedulers and edits of groups are not honoured.",
         (
             Edit(
-                "zero.inner.InnerOptimizer.step",
+                "zero.step.inner.InnerOptimizer.step",
                 "        ahead = (states for states,",
                 "        self._kept = getattr(self, '_kept', None) or copy.deepcopy([{**g, 'params': []} for g "
                 "in groups])\n"
@@ -210,7 +220,13 @@ MUTANTS = (
         "a-scalar-is-a-vector",
         ("L12",),
         "A parameter without dimensions is stepped as a vector of one element, which torch promotes in another way.",
-        (Edit("zero.runs.BucketStates._is_scalar", "return self.scalars[self.pieces[index].slot]", "return False"),),
+        (
+            Edit(
+                "zero.step.flat_states.BucketStates._is_scalar",
+                "return self.scalars[self.pieces[index].slot]",
+                "return False",
+            ),
+        ),
         ("test_face.py::test_parameters_without_dimensions_are_promoted_as_torch_promotes_them",),
     ),
 )

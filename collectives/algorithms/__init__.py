@@ -1,0 +1,1 @@
+"""Reduce-scatter and all-gather, one module each."""

@@ -1,0 +1,78 @@
+"""Direct exchange: every owner receives each rank's contribution to its slice and folds them in rank order.
+
+    rank 0 | x00 | x01 | x02 |        owner 0:  start + x00 + x10 + x20
+    rank 1 | x10 | x11 | x12 |        owner 1:  start + x01 + x11 + x21
+    rank 2 | x20 | x21 | x22 |        owner 2:  start + x02 + x12 + x22
+
+A rank sends all of its contribution but its own slice, as in a ring, and the sum is that of a single process.
+Receives are posted before sends, which on a real wire halves the time (all but a first chunk's, which are posted while
+the first send is on its way), and everything in chunks, of which all but the last are folded while later ones arrive.
+An empty slice is a header without bytes, so that every rank hears from every other that it is there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..messages import Chain, Tag, Work
+from ..transport import GRAIN, Transport, chunks
+from .ordered_sum import fold
+
+
+class _ReduceScatter:
+    """``pieces``: of each chunk of the owner's slice, what must arrive for it, its parts in rank order, and its sum."""
+
+    def __init__(
+        self, transport: Transport, pieces: Sequence[tuple[Chain, list[Tensor], Tensor]], sends: Sequence[Work]
+    ) -> None:
+        self._transport, self._pieces, self._sends = transport, deque(pieces), Chain(sends)
+
+    def wait(self) -> None:
+        while self._pieces:
+            recvs, parts, out = self._pieces[0]
+            recvs.wait()
+            self._pieces.popleft()
+            try:
+                fold(parts, out)
+            except BaseException as error:  # half a sum is no sum
+                self._transport.abort(f"{self._transport.called}, while adding up: {type(error).__name__}: {error}")
+                raise
+        self._sends.wait()
+
+
+class Pairwise:
+    """Reduce-scatter and all-gather by direct exchange; the default between hosts."""
+
+    name = "pairwise"
+    exact = True
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    def reduce_scatter(
+        self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
+    ) -> Work:
+        """See `collectives.Collective.reduce_scatter`. Receives (W - 1) slices into scratch memory."""
+        t = self.transport
+        low, high = bounds[t.rank], bounds[t.rank + 1]
+        width = -(-(high - low) // GRAIN) * GRAIN  # each begins on a boundary
+        scratch = t.scratch((t.world_size - 1) * width, source.dtype, source.device)
+        arriving = {rank: scratch[n * width : n * width + high - low] for n, rank in enumerate(t.peers())}
+        works = [t.irecv_chunks(tensor, rank, tag) for rank, tensor in arriving.items()]
+        pieces = []
+        for number, (begin, end) in enumerate(chunks(high - low)):
+            parts = [] if start is None else [start[begin:end]]
+            for rank in range(t.world_size):
+                parts.append((source[low:high] if rank == t.rank else arriving[rank])[begin:end])
+            pieces.append((Chain(chunk[number] for chunk in works), parts, out[begin:end]))
+        return _ReduceScatter(t, pieces, [t.isend(source[bounds[to] : bounds[to + 1]], to, tag) for to in t.peers()])
+
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
+        """See `collectives.Collective.all_gather`. Each slice arrives in its place; no scratch memory."""
+        t = self.transport
+        recvs = [t.irecv(buffer[bounds[source] : bounds[source + 1]], source, tag) for source in t.peers()]
+        own = buffer[bounds[t.rank] : bounds[t.rank + 1]]
+        return Chain([*recvs, *(t.isend(own, to, tag) for to in t.peers())])

@@ -1,0 +1,124 @@
+"""Algorithms that are made of the carrier's own collectives: how one is entered, waited for, and ended by a failure.
+
+Such a collective has no headers: ranks that entered different ones would mix their bytes, or wait for each other until
+the time limit. So each rank first says to all others what it enters, cut where, in which dtype, by headers of the
+transport, and begins when it has read the same of all. That also keeps the order in which the carrier wants them.
+
+Knows: tags, and collectives of a carrier. Does not know: what an algorithm makes of them, or what the carrier is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..backend import OwnCollectives, Pending
+from ..messages import Chain, CollectiveError, PeerError, Tag, Work, as_bytes
+from ..transport import Transport
+
+
+class _Running:
+    """A collective of the carrier, and what is left to do when its bytes are here."""
+
+    def __init__(self, transport: Transport, tag: Tag, pending: Pending | None, finish: Callable[[], None]) -> None:
+        self._transport, self._tag, self._pending = transport, tag, pending
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        if self._finish is None:
+            return
+        t = self._transport
+        t.check()
+        if self._pending is not None:
+            try:
+                self._pending.wait(t.timeout)
+            except PeerError as error:
+                raise _lost(t, self._tag, error) from error
+        finish, self._finish, self._pending = self._finish, None, None
+        try:
+            finish()
+        except BaseException as error:  # half a sum is no sum
+            t.abort(f"{t.called}, while adding up: {type(error).__name__}: {error}")
+            raise
+
+
+class CarrierCalls:
+    """A carrier's own collectives, for the algorithm ``name``; a single rank needs none."""
+
+    def __init__(self, transport: Transport, name: str) -> None:
+        self._transport, carrier = transport, transport.carrier
+        self._carrier: OwnCollectives | None = carrier if isinstance(carrier, OwnCollectives) else None
+        if transport.world_size == 1:
+            return
+        if self._carrier is None:
+            raise CollectiveError(f"collective {name!r} needs a torch.distributed process group")
+        if transport.carried(range(transport.world_size)) != list(range(carrier.world_size)):
+            raise CollectiveError(f"collective {name!r} needs a process group of exactly these ranks, in their order")
+
+    def start(
+        self,
+        tag: Tag,
+        bounds: Sequence[int],
+        dtype: torch.dtype,
+        call: Callable[[OwnCollectives], Pending],
+        finish: Callable[[], None],
+    ) -> Work:
+        """Begin ``call`` when all ranks are here; ``finish`` runs when it is done. Nothing to move needs no call."""
+        t, carrier = self._transport, self._carrier
+        if t.world_size == 1 or carrier is None:
+            return _Running(t, tag, None, finish)
+        agreed = zlib.crc32(repr((tag.digest, list(bounds), dtype)).encode())
+        t.announce(replace(tag, digest=agreed)).wait()
+        try:
+            pending = call(carrier) if bounds[-1] else None
+        except PeerError as error:
+            raise _lost(t, tag, error) from error
+        except BaseException as error:  # the others have begun
+            t.abort(f"{t.called}, in {tag.label}: {type(error).__name__}: {error}")
+            raise
+        return _Running(t, tag, pending, finish)
+
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int], tag: Tag) -> Work:
+        """See `collectives.Collective.all_gather`. Equal slices arrive in their place; uneven ones are padded to the
+        longest, in scratch memory as long as all of them, and counted so."""
+        t = self._transport
+        if t.world_size == 1:
+            return Chain(())
+        width = max(high - low for low, high in itertools.pairwise(bounds))
+        own = buffer[bounds[t.rank] : bounds[t.rank + 1]]
+        sent, padded, copies = own, buffer, list[tuple[Tensor, Tensor]]()
+        if width * t.world_size != bounds[-1]:
+            sent = t.scratch(width, buffer.dtype, buffer.device).zero_()
+            sent[: own.numel()].copy_(own)
+            padded = t.scratch(width * t.world_size, buffer.dtype, buffer.device)
+            copies = [
+                (buffer[low:high], padded[rank * width : rank * width + high - low])
+                for rank, (low, high) in enumerate(itertools.pairwise(bounds))
+                if rank != t.rank
+            ]
+
+        def finish() -> None:
+            for target, arrived in copies:
+                target.copy_(arrived)
+
+        work = self.start(
+            tag, bounds, buffer.dtype, lambda carrier: carrier.all_gather(as_bytes(padded), as_bytes(sent)), finish
+        )
+        moved = (t.world_size - 1) * width * buffer.itemsize
+        t.count_payload(moved, moved)
+        return work
+
+
+def _lost(transport: Transport, tag: Tag, error: PeerError) -> PeerError:
+    """What to raise where a collective of the carrier failed, which does not say because of whom: whoever cannot be
+    told so may be the one. Where a time limit passed in its midst nobody is named: gloo then closes connections as it
+    likes, so that silence is no proof, and all the others wait as this rank does."""
+    reason = f"{transport.called}, in {tag.label}: the process group's own collective failed ({error})"
+    untold = transport.abort(reason)
+    who = f"; no answer from rank {' or '.join(map(str, untold))}" if untold else ""
+    return PeerError(reason + who)

@@ -1,0 +1,1 @@
+"""What carries bytes between ranks: threads, torch.distributed, memory that a host's processes share."""

@@ -1,0 +1,227 @@
+"""The library's one seam to torch.distributed: a carrier, and its own collectives as a baseline.
+
+Knows: process groups, and that torch numbers ranks globally; only here do global ranks exist at all, and even here
+every call is made with ranks of the group. Does not know: buckets, optimizers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+import zlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..algorithms.ordered_sum import fold
+from ..algorithms.process_group import CarrierCalls
+from ..messages import PeerError, Tag, Work
+from ..transport import Transport
+from .threads import solo
+
+DEFAULT_TIMEOUT = 1800.0  # seconds; that of torch.distributed's gloo groups
+
+
+class _TorchPending:
+    """A message. ``staged``: where it arrives, where that is not ``tensor``; ``others``: all that are under way."""
+
+    def __init__(
+        self, work: Any, tensor: Tensor, staged: Tensor | None = None, others: set[_TorchPending] | None = None
+    ) -> None:
+        self._work, self._tensor, self._staged, self._others = work, tensor, staged, others
+
+    def wait(self, timeout: float) -> None:
+        try:
+            self._work.wait(timedelta(seconds=timeout))
+        except RuntimeError as error:  # gloo: a time limit, a closed connection
+            raise PeerError(" ".join(str(error).split())) from error
+        if self._others is not None:
+            self._others.discard(self)
+        if self._staged is not None:  # pragma: no cover - device memory, which most machines of these tests have not
+            self._tensor.copy_(self._staged)  # host synchronisation: what came through the host goes to a device
+            self._staged = None
+
+
+class _Collective:
+    """A collective of the group's own. It holds what it reads and writes until it was waited for: scratch memory is
+    used again when nobody holds it.
+
+    NCCL begins when the current stream has come as far as this launch, runs beside it on a stream of its own, and
+    ``wait`` orders the current stream behind it. So gradients travel while the backward goes on, the host waits for
+    nothing, and what is enqueued after the wait, on the same stream, may use the memory. There is no time limit then
+    but the group's own, with which torch ends the process; of a peer that died the next header tells before that.
+    """
+
+    def __init__(self, work: Any, in_streams: bool, *held: Tensor) -> None:
+        self._work, self._in_streams = work, in_streams
+        self._held: tuple[Tensor, ...] = held
+
+    def wait(self, timeout: float) -> None:
+        try:
+            self._work.wait() if self._in_streams else self._work.wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise PeerError(" ".join(str(error).split())) from error
+        self._held = ()
+
+
+class ProcessGroupCarrier:
+    """torch.distributed's isend and irecv over a gloo group, and its own collectives, which the backend of the tensor's
+    device moves. Messages of device memory are staged through the host. See `carriers.OwnCollectives`.
+    """
+
+    name = "gloo"
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.timeout = timeout
+        # What nobody has waited for, for as long as the group is there: gloo moves nothing more between two ranks once
+        # it finds that a message's memory is gone, also where whoever began it has failed and is forgotten.
+        self._under_way = set[_TorchPending]()
+        weakref.finalize(group, self._under_way.clear).atexit = False
+
+    def send(self, tensor: Tensor, to: int, slot: int) -> _TorchPending:
+        data = tensor.cpu()  # host synchronisation: device memory goes through the host
+        work = _started(self.group.send, [data], to, _tag(slot, data))  # dist.isend takes twice as long to get there
+        return self._kept(_TorchPending(work, data, None, self._under_way))
+
+    def recv(self, tensor: Tensor, source: int, slot: int) -> _TorchPending:
+        staged = None if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
+        target = tensor if staged is None else staged
+        work = _started(self.group.recv, [target], source, _tag(slot, target))
+        return self._kept(_TorchPending(work, tensor, staged, self._under_way))
+
+    def _kept(self, pending: _TorchPending) -> _TorchPending:
+        self._under_way.add(pending)
+        return pending
+
+    def backend(self, device: torch.device) -> str:
+        return _backend(self.group, device)
+
+    def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> _Collective:
+        return self._collective(dist.all_to_all_single, out, source, out_splits, splits)
+
+    def all_gather(self, out: Tensor, source: Tensor) -> _Collective:
+        return self._collective(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, out, source)
+
+    def reduce_scatter(self, out: Tensor, source: Tensor) -> _Collective:
+        call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return self._collective(call, out, source)
+
+    def _collective(self, call: Any, out: Tensor, source: Tensor, *splits: list[int]) -> _Collective:
+        work = _started(call, out, source, *splits, group=self.group, async_op=True)
+        return _Collective(work, self.backend(out.device) == "nccl", out, source)
+
+
+def _tag(slot: int, data: Tensor) -> int:
+    """gloo ends the process where more bytes come than are expected: so it is not to find them together at all."""
+    return zlib.crc32(b"%d %d" % (slot, data.numel())) >> 1
+
+
+def _started(call: Any, *given: Any, **named: Any) -> Any:
+    try:
+        return call(*given, **named)
+    except RuntimeError as error:  # a pair that an earlier time limit closed
+        raise PeerError(" ".join(str(error).split())) from error
+
+
+def connect(process_group: dist.ProcessGroup | None = None) -> Transport:
+    """The transport of a process group; the default group where None; a single rank where there is none at all.
+
+    Raises `RuntimeError` where the environment says that there are several ranks but no group was initialised: each
+    process would train a model of its own in silence.
+    """
+    if process_group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            world = os.environ.get("WORLD_SIZE", "1")
+            if world.isdecimal() and int(world) > 1:
+                raise RuntimeError(
+                    f"WORLD_SIZE is {world}, but no process group is initialised: call "
+                    "torch.distributed.init_process_group() before the optimizer is built"
+                )
+            return solo()
+        process_group = dist.group.WORLD
+    if process_group is None or dist.get_rank(process_group) < 0:
+        raise ValueError("this process is not a rank of the process group that it was given")
+    size = dist.get_world_size(process_group)
+    if size == 1:
+        return solo()
+    if _backend(process_group, torch.device("cpu")) != "gloo":
+        backend = dist.get_backend_config(process_group)
+        raise NotImplementedError(
+            f"the process group's backend is {backend!r}: more than one rank needs gloo, alone or beside another "
+            "backend, as in init_process_group('cpu:gloo,cuda:nccl')"
+        )
+    return Transport(ProcessGroupCarrier(process_group, _timeout(process_group)))
+
+
+def backend_of(process_group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """The name of what moves a device's tensors in a process group, or in the world; empty where nothing does."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ""
+    group = dist.group.WORLD if process_group is None else process_group
+    return "" if group is None else _backend(group, device)
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of what moves a device's tensors in a group; empty where nothing does."""
+    pairs = (part.partition(":") for part in dist.get_backend_config(group).split(","))
+    return {kind: name for kind, _, name in pairs}.get(device.type, "")
+
+
+def _timeout(group: dist.ProcessGroup) -> float:
+    """The group's own time limit, which torch shows on the options of its backend."""
+    try:
+        limit = group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        return DEFAULT_TIMEOUT
+    return float(limit.total_seconds())
+
+
+class Native:
+    """torch.distributed's own reduce-scatter and all-gather, padded to equal slices: the baseline, and what sends least
+    between hosts over NCCL.
+
+    The order of its sums is the backend's own. Payload is counted as a ring would send it, padding included.
+    """
+
+    name = "native"
+    exact = False
+
+    def __init__(self, transport: Transport) -> None:
+        """``transport``: over a process group of exactly its ranks."""
+        self.transport, self._calls = transport, CarrierCalls(transport, self.name)
+
+    def reduce_scatter(
+        self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
+    ) -> Work:
+        """See `collectives.Collective.reduce_scatter`; sums in ``source``'s dtype, in the backend's order."""
+        t = self.transport
+        width = max(high - low for low, high in itertools.pairwise(bounds))
+        padded = received = source
+        if t.world_size > 1:
+            padded = t.scratch(width * t.world_size, source.dtype, source.device).zero_()
+            for rank, (low, high) in enumerate(itertools.pairwise(bounds)):
+                padded[rank * width : rank * width + high - low].copy_(source[low:high])
+            received = t.scratch(width, source.dtype, source.device)
+
+        def add() -> None:
+            summed = received[: out.numel()]
+            fold([summed] if start is None else [start, summed], out)
+
+        work = self._calls.start(
+            tag, bounds, source.dtype, lambda carrier: carrier.reduce_scatter(received, padded), add
+        )
+        moved = (t.world_size - 1) * width * source.itemsize
+        t.count_payload(moved, moved)
+        return work
+
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
+        """See `collectives.Collective.all_gather`."""
+        return self._calls.all_gather(buffer, bounds, tag)

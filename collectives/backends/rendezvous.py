@@ -1,0 +1,210 @@
+"""How the ranks of one host find each other, and become a `HostCarrier`.
+
+Each rank listens at an abstract address that it drew by chance, tells it to the others through the transport that they
+have, and hands every peer that knows its token, and belongs to the same user, the descriptor of its arena. No name in a
+file system is used, and the listener is closed when all are connected.
+
+Knows: kernels, users, addresses. Does not know: frames, collectives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+
+from ..messages import Kind, Tag
+from ..transport import Transport
+from .arena import Arena, Window, arena_bytes
+from .shared_memory import SPIN, HostCarrier, Peer
+
+PATIENCE = 60.0  # seconds for which a rank waits for another to connect
+_PEER_CREDENTIALS = struct.Struct("iII")  # process, user, group
+_TOKEN_BYTES = 16
+_HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a rank tells the others of itself."""
+
+    host: str  # equal for processes that can reach each other through the kernel
+    user: int
+    address: str
+    token: str
+    problem: str  # why it cannot share memory; empty where it can
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Card:
+        return cls(**json.loads(data))
+
+
+class Door:
+    """This rank's listener and arena, until its peers are connected."""
+
+    def __init__(self, ranks: int) -> None:
+        """``ranks``: how many there are in all, of which each maps the others' arenas."""
+        self.listener: socket.socket | None = None
+        self.arena: Arena | None = None
+        problem, address, host = "", secrets.token_hex(16), ""
+        try:
+            host = host_key()
+            self.arena = Arena(arena_bytes(ranks))
+            self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.listener.bind(b"\0zero-" + address.encode())
+            self.listener.listen(4096)
+        except (OSError, AttributeError, ValueError) as error:  # forbidden, or not Linux
+            problem = f"{type(error).__name__}: {error}"
+            self.close()
+        self.card = Card(host, _user(), address, secrets.token_hex(_TOKEN_BYTES), problem)
+
+    def close(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
+
+
+def host_key() -> str:
+    """Equal for processes that see one another's abstract sockets: one boot of a kernel, one network namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        namespace = os.stat("/proc/self/ns/net").st_ino
+    except (FileNotFoundError, PermissionError):
+        return secrets.token_hex(16)  # nobody else's
+    return f"{boot} {namespace}"
+
+
+def _user() -> int:
+    """As the kernel tells it to a peer."""
+    return os.geteuid() if hasattr(os, "geteuid") else 0
+
+
+def exchange_cards(transport: Transport, door: Door) -> list[Card]:
+    """Every rank's card. Collective."""
+    tag = Tag(Kind.EXCHANGE, "looking for ranks of the same host")
+    return [Card.unpack(data) for data in transport.exchange(json.dumps(asdict(door.card)).encode(), tag)]
+
+
+def join(transport: Transport, door: Door, cards: Sequence[Card]) -> HostCarrier | str:
+    """Connect the ranks of ``transport``, which are on one host; the reason where one of them could not, on every rank.
+    Collective. ``cards``: of these ranks."""
+    problem, carrier = _first_problem(cards), None
+    if not problem:
+        try:
+            carrier = _connect(transport, door, cards)
+        except (OSError, MemoryError) as error:
+            problem = f"rank {transport.rank} could not connect: {type(error).__name__}: {error}"
+    told = transport.exchange(problem.encode(), Tag(Kind.EXCHANGE, "connecting the ranks of a host"))
+    problem = next((text.decode(errors="replace") for text in told if text), "")
+    return problem if carrier is None or problem else carrier
+
+
+def _first_problem(cards: Sequence[Card]) -> str:
+    for rank, card in enumerate(cards):
+        if card.problem:
+            return f"rank {rank} cannot share memory: {card.problem}"
+        if card.user != cards[0].user:
+            return f"rank {rank} is another user's process (user {card.user}, and {cards[0].user} on rank 0)"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Link:
+    """What connects two ranks: ``files`` is for descriptors, ``arena`` the descriptor of the other's."""
+
+    connection: socket.socket
+    files: socket.socket
+    arena: int
+    process: int  # of the other; 0 where it has none that this one can see
+
+
+def _connect(transport: Transport, door: Door, cards: Sequence[Card]) -> HostCarrier:
+    """Nothing that depends on how much memory is left happens before all ranks are connected: where it fails on one
+    of them, nobody waits for it here."""
+    assert door.listener is not None
+    assert door.arena is not None
+    rank, spin = transport.rank, _spin(transport.world_size)
+    patience = min(PATIENCE, transport.timeout / 2)  # so that the others, who wait to be told, still wait
+    with ExitStack() as opened, closing(door.listener):
+        outgoing = {}
+        for to in range(rank + 1, transport.world_size):
+            connection = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            connection.settimeout(patience)
+            connection.connect(b"\0zero-" + cards[to].address.encode())
+            process = _check_user(connection)  # before it is given anything
+            files, theirs = socket.socketpair()
+            hello = _HELLO.pack(rank, bytes.fromhex(cards[to].token))
+            with theirs:
+                socket.send_fds(connection, [hello], [door.arena.fd, theirs.fileno()])
+            outgoing[to] = (connection, opened.enter_context(files), process)
+        door.listener.settimeout(patience)
+        with ExitStack() as arenas:
+            links = {}
+            for _ in range(rank):
+                source, link = _accept(door, rank)
+                for end in (link.connection, link.files):
+                    opened.enter_context(end)
+                arenas.callback(os.close, link.arena)
+                links[source] = link
+            for to, (connection, files, process) in outgoing.items():
+                _, (arena,) = _receive(connection, 1)
+                arenas.callback(os.close, arena)
+                links[to] = _Link(connection, files, arena, process)
+            peers = list[Peer | None]([None] * transport.world_size)
+            for other, link in links.items():
+                peers[other] = Peer(link.connection, link.files, Window(link.arena), link.process, spin)
+        opened.pop_all()
+    return HostCarrier(rank, peers, door.arena, transport.timeout)
+
+
+def _spin(ranks: int) -> float:
+    """A rank may look again before it sleeps where each has a core; else it takes the core of whom it waits for."""
+    return SPIN if ranks <= len(os.sched_getaffinity(0)) else 0.0
+
+
+def _accept(door: Door, rank: int) -> tuple[int, _Link]:
+    """The next lower rank that connects; whoever does not know the token is sent away."""
+    assert door.listener is not None
+    assert door.arena is not None
+    while True:
+        connection, _ = door.listener.accept()
+        connection.settimeout(door.listener.gettimeout())
+        try:
+            process = _check_user(connection)
+            hello, (arena, files) = _receive(connection, 2)
+        except OSError:
+            connection.close()
+            continue
+        source, token = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (rank, b"")
+        if secrets.compare_digest(token, bytes.fromhex(door.card.token)) and source < rank:
+            socket.send_fds(connection, [b"welcome"], [door.arena.fd])
+            return source, _Link(connection, socket.socket(fileno=files), arena, process)
+        for stranger in (arena, files):
+            os.close(stranger)
+        connection.close()
+
+
+def _check_user(connection: socket.socket) -> int:
+    """The peer's process id, as seen from here; `PermissionError` where it is another user's."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    process, user, _ = _PEER_CREDENTIALS.unpack(data)
+    if user != _user():
+        raise PermissionError(f"a process of user {user} answered")
+    return int(process)
+
+
+def _receive(connection: socket.socket, descriptors: int) -> tuple[bytes, list[int]]:
+    data, found, _, _ = socket.recv_fds(connection, _HELLO.size, descriptors)
+    for fd in found:  # `recv_fds` takes flags, but does not pass them on
+        os.set_inheritable(fd, False)
+    if len(found) != descriptors:
+        for fd in found:
+            os.close(fd)
+        raise PermissionError(f"{len(found)} descriptors came where {descriptors} were due")
+    return data, found

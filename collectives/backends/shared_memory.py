@@ -1,0 +1,338 @@
+"""The carrier among processes of one host: frames over Unix sockets, bytes through memory that both sides map.
+
+    frame   slot | kind | body
+    bytes   a few bytes, in the body
+    place   where many bytes lie in the sender's arena, and how many; the receiver reads them there and answers
+    read    "I have read the first of those that you gave me a place of"
+    end     "I failed: nothing of this slot is sent or read any more"
+
+A frame is one system call on each side, which orders memory on every CPU; a peer that ended shows as the end of its
+socket, or, where a child that it forked still holds that, by its process descriptor. A rank that waits sleeps.
+
+Knows: sockets, arenas, processes of this host. Does not know: headers, collectives, torch.distributed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from ..messages import GoneError, PeerError
+from .arena import Arena, Region, Window, file_of, regions_of
+
+_FRAME = struct.Struct("<IB")
+_PLACE = struct.Struct("<qq")
+_BYTES, _AT, _READ, _END = 0, 1, 2, 3
+INLINE = 4096  # bytes up to which a message travels in a frame
+_FRAME_BYTES = _FRAME.size + INLINE
+_NOW = int(getattr(socket, "MSG_DONTWAIT", 0))  # where it is missing there is no such carrier, but a file to import
+_SEND = _NOW | int(getattr(socket, "MSG_NOSIGNAL", 0))
+SPIN = (
+    50e-6  # seconds for which a rank that has a core of its own looks again before it sleeps: waking up costs as much
+)
+
+
+class _Sent:
+    """A message that has left, or whose reader has said so."""
+
+    def wait(self, timeout: float) -> None:
+        return
+
+
+SENT = _Sent()
+
+
+class _Lent:
+    def __init__(self, carrier: HostCarrier, tensor: Tensor, to: int, slot: int) -> None:
+        self._carrier, self._tensor, self._to, self._slot = carrier, tensor, to, slot
+        carrier.lent[to, slot] += 1
+        self._number = carrier.lent[to, slot]
+
+    def wait(self, timeout: float) -> None:
+        carrier, key = self._carrier, (self._to, self._slot)
+        while carrier.returned[key] < self._number:
+            carrier.next_frame(self._to, self._slot, timeout, answer=True)
+            carrier.returned[key] += 1
+
+
+class _Expected:
+    def __init__(self, carrier: HostCarrier, tensor: Tensor, source: int, slot: int) -> None:
+        self._carrier, self._tensor, self._source, self._slot = carrier, tensor, source, slot
+
+    def wait(self, timeout: float) -> None:
+        kind, body = self._carrier.next_frame(self._source, self._slot, timeout)
+        if kind == _BYTES:
+            arrived, size = torch.frombuffer(bytearray(body), dtype=torch.uint8), len(body)
+        else:
+            place, size = _PLACE.unpack(body)
+            arrived = self._carrier.look(self._source, place, size, torch.uint8)
+        if size != self._tensor.numel():
+            raise _wrong_size(size, self._tensor.numel())
+        self._tensor.copy_(arrived)  # host synchronisation: the sender waits until a device has read it, too
+        if kind == _AT:
+            self._carrier.put(self._source, self._slot, _READ)
+
+
+class _ExpectedBytes:
+    __slots__ = ("_carrier", "_size", "_slot", "_source")
+
+    def __init__(self, carrier: HostCarrier, size: int, source: int, slot: int) -> None:
+        self._carrier, self._size, self._source, self._slot = carrier, size, source, slot
+
+    def wait(self, timeout: float) -> bytes:
+        kind, body = self._carrier.next_frame(self._source, self._slot, timeout)
+        place, size = (0, len(body)) if kind == _BYTES else _PLACE.unpack(body)
+        if size != self._size:
+            raise _wrong_size(size, self._size)
+        if kind == _BYTES:
+            return body
+        data = self._carrier.look(self._source, place, size, torch.uint8).numpy().tobytes()
+        self._carrier.put(self._source, self._slot, _READ)
+        return data
+
+
+class HostCarrier:
+    """One rank's end of the sockets to its peers, and its arena. See `carriers`."""
+
+    name = "shared memory"
+
+    def __init__(self, rank: int, peers: Sequence[Peer | None], arena: Arena, timeout: float) -> None:
+        """``peers``: of each rank of the group; None for this one."""
+        self.rank, self.world_size, self.timeout = rank, len(peers), timeout
+        self._peers, self._arena = list(peers), arena
+        self._frames: defaultdict[tuple[int, int, bool], deque[tuple[int, bytes]]] = defaultdict(deque)
+        self.lent: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self.returned: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._ended: set[tuple[int, int]] = set()  # rank and slot
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, to: int, slot: int) -> _Sent | _Lent:
+        if tensor.numel() <= INLINE:
+            return self.send_bytes(tensor.cpu().numpy().tobytes(), to, slot)  # host synchronisation: device memory
+        place = self._arena.place(tensor)
+        if place is None:
+            staged = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.allocate(tensor.numel()))
+            tensor = staged.copy_(tensor)  # host synchronisation: device memory
+            place = self._arena.place(tensor)
+        lent = _Lent(self, tensor, to, slot)
+        assert place is not None
+        self.put(to, slot, _AT, _PLACE.pack(place, tensor.numel()))
+        return lent
+
+    def recv(self, tensor: Tensor, source: int, slot: int) -> _Expected:
+        return _Expected(self, tensor, source, slot)
+
+    def posts(self, source: int) -> bool:
+        return False
+
+    def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> _Sent | _Lent:
+        if len(data) > INLINE:
+            return self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, slot)
+        self.put(to, slot, _BYTES, data, patience)
+        return SENT
+
+    def recv_bytes(self, size: int, source: int, slot: int) -> _ExpectedBytes:
+        return _ExpectedBytes(self, size, source, slot)
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> UntypedStorage:
+        return self._arena.allocate(nbytes)
+
+    def place(self, tensor: Tensor) -> int | None:
+        return self._arena.place(tensor)
+
+    def look(self, source: int, place: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        return self._peer(source).window.look(place, nbytes, dtype)
+
+    def are_here(self, ranks: Sequence[int]) -> bool:
+        return True
+
+    def common(self, sizes: Sequence[int], ranks: Sequence[int]) -> list[Region] | None:
+        first, *others = ranks
+        if self.rank != first:
+            fd = self._peer(first).receive_descriptor(self.timeout)
+        else:
+            try:
+                fd = file_of(sizes)
+            except OSError:
+                fd = None
+            for rank in others:
+                self._peer(rank).send_descriptor(fd)
+        try:
+            return None if fd is None else regions_of(fd, sizes)
+        except OSError:  # no address space is left
+            return None
+
+    def give_up(self, to: int, slot: int) -> None:
+        self.put(to, slot, _END)
+
+    # -- frames ---------------------------------------------------------------------------------------------------
+
+    def put(self, to: int, slot: int, kind: int, body: bytes = b"", patience: float | None = None) -> None:
+        """Send a frame. Where the peer's socket is full, what came here is read meanwhile: the peer may do the same.
+        ``patience``: seconds for that; the time limit where None."""
+        frame = _FRAME.pack(slot, kind) + body
+        peer = self._peers[to]
+        assert peer is not None, "a rank sends itself nothing"
+        limit: float | None = None
+        while True:
+            try:
+                peer.socket.send(frame, _SEND)
+                return
+            except BlockingIOError:
+                patience = self.timeout if patience is None else patience
+                limit = time.monotonic() + patience if limit is None else limit
+                self._make_room(peer, limit, patience)
+            except OSError as error:
+                raise GoneError(_GONE) from error
+
+    def next_frame(self, source: int, slot: int, timeout: float, answer: bool = False) -> tuple[int, bytes]:
+        """Kind and body of the next message of a rank in a slot, or its next answer there."""
+        key = source, slot, answer
+        frames = self._frames.get(key)
+        while not frames:
+            if self._ended and (source, slot) in self._ended:
+                raise GoneError("it gave up")
+            read = self._read(source, timeout)
+            if read is not None:
+                if read[0] == key:
+                    return read[1]
+                self._frames[read[0]].append(read[1])
+        return frames.popleft()
+
+    def _read(self, source: int, timeout: float) -> tuple[tuple[int, int, bool], tuple[int, bytes]] | None:
+        """One frame of a rank: where it belongs, and what it is; None where it was the last of a slot."""
+        frame = self._peer(source).receive(timeout)
+        if frame is None:
+            raise PeerError(f"time limit of {timeout} s passed")
+        if not frame:
+            raise GoneError(_GONE)
+        slot, kind = _FRAME.unpack_from(frame)
+        if kind == _END:
+            self._ended.add((source, slot))
+            return None
+        return (source, slot, kind == _READ), (kind, frame[_FRAME.size :])
+
+    def _make_room(self, peer: Peer, limit: float, patience: float) -> None:
+        poll = select.poll()
+        ranks: dict[int, int] = {}
+        for rank, other in enumerate(self._peers):
+            if other is not None and not other.gone:
+                ranks[other.socket.fileno()] = rank
+                poll.register(other.socket, select.POLLIN | (select.POLLOUT if other is peer else 0))
+        if peer.life is not None:
+            poll.register(peer.life, select.POLLIN)
+        ready = poll.poll(max(0.0, limit - time.monotonic()) * 1000)
+        if not ready:
+            raise PeerError(f"time limit of {patience} s passed")
+        for descriptor, event in ready:
+            if descriptor == peer.life:
+                raise GoneError(_GONE)
+            if event & ~select.POLLOUT:
+                try:
+                    read = self._read(ranks[descriptor], 0)
+                    if read is not None:
+                        self._frames[read[0]].append(read[1])
+                except GoneError:
+                    if self._peers[ranks[descriptor]] is peer:
+                        raise  # another one may have done its part, and left
+
+    def _peer(self, rank: int) -> Peer:
+        peer = self._peers[rank]
+        assert peer is not None, "a rank sends itself nothing"
+        return peer
+
+
+_GONE = "its process ended, or closed its optimizer"
+
+
+def _wrong_size(came: int, expected: int) -> PeerError:
+    return PeerError(f"{came} bytes came where {expected} were expected")
+
+
+class Peer:
+    """A socket to another process of this host, and its memory."""
+
+    def __init__(
+        self, connection: socket.socket, files: socket.socket, window: Window, process: int, spin: float
+    ) -> None:
+        """``files``: a connection of its own for descriptors; ``process``: the peer's process id as the kernel tells it
+        here, 0 where it has none that this one can see; ``spin``: seconds for which `receive` looks again and again
+        before it sleeps."""
+        self.socket, self.window, self.spin, self._files = connection, window, spin, files
+        connection.setblocking(False)
+        self.gone = False  # nothing more will come
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self.life: int | None = None  # readable when the peer's process has ended
+        if process > 0 and hasattr(os, "pidfd_open"):
+            try:
+                self.life = os.pidfd_open(process)
+            except OSError:  # a kernel without it; the socket's end tells of most deaths
+                return
+            self._poll.register(self.life, select.POLLIN)
+
+    def __del__(self) -> None:
+        self.socket.close()
+        self._files.close()
+        if self.life is not None:
+            os.close(self.life)
+
+    def send_descriptor(self, fd: int | None) -> None:
+        try:
+            socket.send_fds(self._files, [b"no" if fd is None else b"fd"], [] if fd is None else [fd])
+        except OSError as error:
+            raise PeerError(f"it is gone ({error})") from error
+
+    def receive_descriptor(self, timeout: float) -> int | None:
+        self._files.settimeout(timeout)
+        try:
+            data, fds, _, _ = socket.recv_fds(self._files, 2, 1)
+        except OSError as error:
+            raise PeerError(f"it did not answer ({error})") from error
+        if not data:
+            raise PeerError("it is gone")
+        return fds[0] if fds else None
+
+    def receive(self, timeout: float) -> bytes | None:
+        """The next frame; empty where the peer is gone, None where ``timeout`` seconds passed."""
+        begin = time.monotonic()
+        while True:
+            frame = self._arrived()
+            if frame is not None:
+                return frame
+            waited = time.monotonic() - begin
+            if waited < self.spin:
+                continue
+            if waited >= timeout:
+                return None
+            events = self._poll.poll((timeout - waited) * 1000)
+            if events and all(descriptor == self.life for descriptor, _ in events):
+                # What the process sent before it ended is still there; a child of it may keep the socket open.
+                return self._arrived() or self._end()
+
+    def _arrived(self) -> bytes | None:
+        """The next frame that is here; empty where the peer is gone, None where none is here yet."""
+        while True:
+            try:
+                return self.socket.recv(_FRAME_BYTES, _NOW) or self._end()
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:  # told once: it left some of ours unread; what it sent is still here
+                continue
+            except OSError:
+                return self._end()
+
+    def _end(self) -> bytes:
+        self.gone = True
+        return b""

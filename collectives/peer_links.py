@@ -1,0 +1,255 @@
+"""The lanes between this rank and each of the others, who is waited for there, and what a failure is blamed on.
+
+    lane 0   headers
+    lane 1   the bytes that headers tell of
+    lane 2   why a rank failed
+    lane 3   "I have read what you lent me", where bytes stay in memory that both sides see (`lending`)
+    lane 4   "I have read what you sent me", where it is much, and came over a network
+    lane 5   "a part of it has left", behind each part
+
+Each is first-in-first-out for a pair of ranks. A rank that fails says so on all of them, so whoever waits for it learns
+at once why nothing will come, and the carrier itself stays whole for its user. Over a network nothing leaves before its
+receiver has asked for it: so why a rank failed is asked for from the start, and is heard when that rank is gone.
+
+A process that is forked from a rank inherits its sockets, and memory that peers read: what it sent, read or wrote would
+be taken for the rank's. So a line works in the process that made it, and nowhere else.
+
+Knows: one carrier, the ranks of one group, and what a header says of a failure. Does not know: which message follows
+which (`channel`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+
+from .backend import ByteCarrier, ByTensors, Carrier, Memory, Pending, PendingBytes
+from .messages import (
+    HEADER_BYTES,
+    WORDS_BYTES,
+    CollectiveError,
+    Failure,
+    GoneError,
+    Kind,
+    MismatchError,
+    PeerError,
+    Tag,
+    at,
+    describe,
+    is_abort,
+)
+from .sends import Counters, Send, Stream
+
+HEADER_LANE, PAYLOAD_LANE, TEXT_LANE, RETURN_LANE, ANSWER_LANE, HERE_LANE, LANES = 0, 1, 2, 3, 4, 5, 6
+GAVE_UP = b"g"
+LAST_WORDS = 60.0  # seconds for which a failed rank's messages are kept for their receivers
+GRACE = 1.0  # seconds that ranks of a host are waited for longer than those of others, for whom they may wait
+LISTEN = 0.5  # seconds in which the words of a rank that is gone are here, if it said any; and for which they are said
+
+
+class Line:
+    """What connects the ranks of one transport. Ranks are those of the group; ``ranks`` says what the carrier calls
+    them."""
+
+    def __init__(self, carrier: Carrier, ranks: Sequence[int], number: int, like: Line | None = None) -> None:
+        """``number``: keeps lines of one carrier apart. ``like``: the line of the same ranks with which this one is
+        counted, and fails."""
+        self.carrier, self.ranks, self.number = carrier, tuple(ranks), number
+        self.bytes: ByteCarrier = carrier if isinstance(carrier, ByteCarrier) else ByTensors(carrier)
+        self.memory: Memory | None = carrier if isinstance(carrier, Memory) else None
+        self.rank, self.timeout = self.ranks.index(carrier.rank), carrier.timeout
+        self.called: tuple[int, ...] = tuple(range(len(self.ranks))) if like is None else like.called
+        self._header_slot = self.slot(HEADER_LANE)
+        self.peers = [(self.rank + i) % len(ranks) for i in range(1, len(ranks))]
+        self.counted: Counters = Counters() if like is None else like.counted
+        self._family: list[weakref.ref[Line]] = [] if like is None else like._family
+        self._family.append(weakref.ref(self))
+        self.broken: str | None = None
+        self._process = os.getpid()
+        self.unsent: dict[int, Send] = {}  # sends that nobody has waited for yet
+        # A rank of this host may itself wait for one of another, and is to say so before it is given up.
+        distant = [self.bytes.posts(carried) for carried in self.ranks]
+        near = self.timeout + GRACE if any(distant) else self.timeout
+        self.streams = [Stream(far, self.timeout if far else near) for far in distant]
+        for peer in self.peers:
+            if self.streams[peer].distant:
+                with suppress(PeerError):  # who is gone already is told of when something is expected of it
+                    self.listen(peer)
+
+    @property
+    def name(self) -> str:
+        """What errors call this rank."""
+        return f"rank {self.called[self.rank]}"
+
+    def adopt(self, other: Line, ranks: Sequence[int]) -> None:
+        """From now on a line of some of these ranks is counted here, fails with this one, and calls ranks what they are
+        called here. ``ranks``: what it has, in its order."""
+        if other._family is self._family:
+            return
+        for reference in other._family:
+            member = reference()
+            if member is not None:
+                member.counted, member._family = self.counted, self._family
+                member.called = tuple(self.called[ranks[called]] for called in member.called)
+                self._family.append(reference)
+
+    def slot(self, lane: int) -> int:
+        return self.number * LANES + lane
+
+    def check(self) -> None:
+        """Raise `CollectiveError`, naming the failure, where there was one, or in a process that was forked."""
+        if self.broken is None and os.getpid() == self._process:
+            return
+        self.check_process()
+        raise CollectiveError(
+            f"{self.name}: this communicator is closed since an earlier failure ({self.broken}); build a new optimizer"
+        )
+
+    def check_process(self) -> None:
+        """Raise `CollectiveError` in a process that was forked from the rank's."""
+        if os.getpid() != self._process:
+            raise CollectiveError(
+                f"{self.name}: process {os.getpid()} was forked from the rank's own, {self._process}, which alone may "
+                "communicate with the other ranks: evaluate or save a copy of the model that was made before the fork, "
+                "at stage 3 inside 'with optimizer.gathered():'"
+            )
+
+    # -- the small messages ---------------------------------------------------------------------------------------
+
+    def send_header(self, packed: bytes, to: int, place: int = 0) -> Pending:
+        self.counted.control_sent += HEADER_BYTES
+        self.counted.messages += 1
+        return self.bytes.send_bytes(at(packed, place), self.ranks[to], self._header_slot)
+
+    def post_header(self, source: int) -> None:
+        pending = self.bytes.recv_bytes(HEADER_BYTES, self.ranks[source], self._header_slot)
+        self.streams[source].posted.append(pending)
+        self.counted.control_received += HEADER_BYTES
+
+    def recv_bytes(self, size: int, source: int, lane: int, tag: Tag) -> PendingBytes:
+        try:
+            return self.bytes.recv_bytes(size, self.ranks[source], self.slot(lane))
+        except BaseException as error:
+            raise self.cut_off(error, source, tag) from error
+
+    # -- waiting and failing --------------------------------------------------------------------------------------
+
+    def wait(self, pending: Pending, peer: int, tag: Tag) -> None:
+        self.check()
+        begin = time.monotonic()
+        try:
+            pending.wait(self.streams[peer].limit)
+        except PeerError as error:
+            raise self._no_answer(peer, tag, begin, error) from error
+
+    def wait_bytes(self, pending: PendingBytes, peer: int, tag: Tag) -> bytes:
+        if self.broken is not None or os.getpid() != self._process:  # as `check`, without a call
+            self.check()
+        begin = time.monotonic()
+        try:
+            return pending.wait(self.streams[peer].limit)
+        except PeerError as error:
+            raise self._no_answer(peer, tag, begin, error) from error
+
+    def cut_off(self, error: BaseException, peer: int, tag: Tag) -> BaseException:
+        """What to raise where a message was begun: after an interrupt or a strange error between a header and its bytes
+        nobody knows what the next bytes are. What has been blamed on somebody is raised as it is."""
+        if self.broken is not None:
+            return error
+        if isinstance(error, PeerError):
+            return self._no_answer(peer, tag, time.monotonic(), error)
+        self.abort(f"{self.name}, in {tag.label}: {type(error).__name__}: {error}")
+        return error
+
+    def _no_answer(self, peer: int, tag: Tag, begin: float, error: PeerError) -> CollectiveError:
+        failure = self._last_words(peer, error)
+        if failure is not None:
+            return self._told(tag, failure)
+        waited = time.monotonic() - begin
+        text = f"{self.name}, in {tag.label}: no answer from rank {self.called[peer]} after {waited:.1f} s ({error})"
+        return self.fail(PeerError(text), Failure(self.called[peer], text))
+
+    def aborted(self, source: int, tag: Tag) -> CollectiveError:
+        return self._told(tag, Failure.unpack(self.wait_bytes(self.listen(source), source, tag)))
+
+    def _told(self, tag: Tag, failure: Failure) -> CollectiveError:
+        text = f"{self.name}, in {tag.label}: rank {failure.culprit} failed: {failure.reason}"
+        return self.fail(PeerError(text), failure)
+
+    def listen(self, peer: int) -> PendingBytes:
+        """Expect to hear, once, why a rank failed."""
+        stream = self.streams[peer]
+        if stream.words is None:
+            stream.words = self.bytes.recv_bytes(WORDS_BYTES, self.ranks[peer], self.slot(TEXT_LANE))
+        return stream.words
+
+    def _last_words(self, peer: int, error: PeerError) -> Failure | None:
+        """Why a peer failed that will say nothing more; None where it has not said so."""
+        try:
+            if self.streams[peer].distant:
+                return Failure.unpack(self.listen(peer).wait(LISTEN))
+            while isinstance(error, GoneError):
+                if is_abort(self._read_now(peer)):
+                    return Failure.unpack(self.listen(peer).wait(0.0))
+        except PeerError:
+            pass
+        return None
+
+    def _read_now(self, peer: int) -> bytes:
+        """The next header of a peer that will say nothing more."""
+        posted = self.streams[peer].posted
+        if not posted:
+            self.post_header(peer)
+        return posted.popleft().wait(0.0)
+
+    def mismatch(self, source: int, mine: Tag, theirs: Tag, size: int = 0, their_size: int = 0) -> CollectiveError:
+        sizes = f" ({size} and {their_size} bytes)" if size != their_size and mine.same(theirs) else ""
+        return self.fail(
+            MismatchError(
+                f"{self.name} is in {describe(mine)}, but rank {self.called[source]} is in {describe(theirs)}{sizes}: "
+                "all ranks of a group must make the same calls in the same order, with the same parameters trainable"
+            )
+        )
+
+    def fail(self, error: CollectiveError, failure: Failure | None = None) -> CollectiveError:
+        self.abort(str(error), failure)
+        return error
+
+    def abort(self, reason: str, failure: Failure | None = None) -> list[int]:
+        """Tell every other rank that this one failed, because of ``failure`` or else by itself, and return those that
+        could not be told. The line and its family are of no use afterwards."""
+        if os.getpid() != self._process:
+            return list(self.peers)
+        untold: list[int] = []
+        for reference in self._family:
+            member = reference()
+            if member is not None and member.broken is None:
+                found = member._abort(reason, failure or Failure(self.called[self.rank], reason))
+                untold = found if member is self else untold
+        return untold
+
+    def _abort(self, reason: str, failure: Failure) -> list[int]:
+        self.broken, untold = reason, list[int]()
+        words, header = failure.pack(), Tag(Kind.ABORT, "abort").pack(0)
+        # What was sent must outlive this object until its receivers ask for it.
+        kept = [*self.unsent.values(), *(lent for stream in self.streams for lent in stream.lent.values())]
+        for to in self.peers:
+            try:
+                kept.append(self.bytes.send_bytes(words, self.ranks[to], self.slot(TEXT_LANE), LISTEN))
+                kept.append(self.send_header(header, to))
+                if self.streams[to].distant:
+                    for lane in (ANSWER_LANE, HERE_LANE):
+                        kept.append(self.bytes.send_bytes(GAVE_UP, self.ranks[to], self.slot(lane)))
+                if self.memory is not None:
+                    for lane in (PAYLOAD_LANE, RETURN_LANE):  # where it may wait for what is not read any more
+                        self.memory.give_up(self.ranks[to], self.slot(lane))
+            except Exception:  # a peer that is gone cannot be told; the others still are
+                untold.append(to)
+        keeper = threading.Timer(min(self.timeout, LAST_WORDS), lambda kept: None, [kept])
+        keeper.daemon = True
+        keeper.start()
+        return untold

@@ -1,0 +1,1 @@
+"""The programs: train, verify, sweep. They import the library; the library does not import them."""

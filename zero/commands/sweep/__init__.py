@@ -1,0 +1,1 @@
+"""`zero sweep`: time and memory of a step over stages and bucket sizes."""

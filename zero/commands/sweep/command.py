@@ -1,0 +1,252 @@
+"""`zero sweep`: one model under every setting of ZeroOptimizer's dials, memory of a rank against the time of a step.
+
+Knows: which settings there are, the order of runs, the table and the files that are left, after failures and an
+interrupt, too. Does not know: what a rank does (`sweep_rank`), or how a picture is drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from ...core.stages import STAGES, Placement
+from ..console import INSTALL_HINT, View, make_view, megabytes
+from ..runner import RankError, launch_ranks
+from ..train.plots import Dot, can_draw, draw_sweep
+from ..train.settings import SweepConfig
+from .baselines import peers
+from .rank import Job, Seen, said
+
+__all__ = ["Point", "draw", "frontier", "jobs", "run"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A setting, as it ran. ``step_ms``: of the slowest rank, the median over steps, and over rounds; ``peak``: bytes
+    above its start of the rank that held most, the median over rounds; None where the system does not tell.
+    ``sha256``: of the trained parameters, of all ranks and rounds, for settings of ours; one, unless bits differ."""
+
+    name: str
+    job: Job
+    step_ms: float
+    peak: int | None
+    sha256: tuple[str, ...]
+
+
+@dataclass
+class _Found:
+    """What a sweep has so far: ``runs`` of each setting, one a round; ``failures``: name -> its error in one line."""
+
+    runs: dict[Job, list[list[Seen]]]
+    failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def points(self) -> list[Point]:
+        return [_point(job, runs) for job, runs in self.runs.items() if runs]
+
+
+def jobs(config: SweepConfig) -> Iterator[Job]:
+    """Every setting of the dials that is another one for so many ranks, and what torch has."""
+    c = config
+    base = Job(c.preset, c.batch, c.sequence, c.steps, c.seed, c.threads, c.bucket_cap_mb)
+    if config.peers:
+        yield from (replace(base, peer=peer.name) for peer in peers(config.ranks))
+    for number in config.stage or STAGES:
+        stage = STAGES[number]
+        if stage.states is Placement.WHOLE:
+            yield replace(base, stage=number)
+            continue
+        for factor in _divisors(config.ranks):
+            sharded = stage.parameters is Placement.SHARD
+            for kept in [factor, *_divisors(factor)[:-1]] if sharded else [factor]:
+                reshard = kept == factor or (kept > 1 and kept)
+                shared = replace(base, stage=number, sharding_factor=factor, reshard=reshard)
+                yield from (shared, replace(shared, offload=True))
+                if sharded:
+                    yield replace(shared, offload=True, offload_parameters=True)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def name_of(job: Job) -> str:
+    """A setting in few words, without what is the default."""
+    if job.peer is not None:
+        return job.peer
+    parts = [f"zero {job.stage}"]
+    if job.sharding_factor is not None:
+        parts.append(f"F={job.sharding_factor}")
+    if job.reshard is not True:
+        parts.append("kept" if job.reshard is False else f"kept by {job.reshard}")
+    if job.offload:
+        parts.append("all on disk" if job.offload_parameters else "states on disk")
+    return ", ".join(parts)
+
+
+def run(config: SweepConfig) -> int:
+    """Measure, show and write; the exit code: 0, 1 after an error, where a setting failed or where settings trained
+    other parameters, 130 if interrupted. What was measured is shown and written whatever else happens."""
+    if "WORLD_SIZE" in os.environ:
+        return _fail("zero sweep starts ranks of its own: call it in one process, without torchrun")
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.out):
+            pass
+    except OSError as error:
+        return _cannot_write(config.out, error)
+    view = make_view()
+    found = _Found({job: [] for job in jobs(config)})
+    interrupted = False
+    try:
+        _measure(found, config, view)
+    except KeyboardInterrupt:
+        interrupted = True
+    code = _report(found, config, view)
+    if interrupted:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return code
+
+
+def frontier(points: list[Point]) -> list[Point]:
+    """Those of ours beside which no other of ours is both smaller and faster, by time."""
+    best: list[Point] = []
+    ours = [point for point in points if point.job.peer is None and point.peak is not None]
+    for point in sorted(ours, key=lambda point: (point.step_ms, point.peak or 0)):
+        if not best or (point.peak or 0) < (best[-1].peak or 0):
+            best.append(point)
+    return best
+
+
+def _measure(found: _Found, config: SweepConfig, view: View) -> None:
+    """All rounds, each a run of every setting that has not failed yet."""
+    for number in range(config.rounds):
+        turn = "" if config.rounds == 1 else f"round {number + 1} of {config.rounds}: "
+        for job, runs in found.runs.items():
+            name = name_of(job)
+            if name in found.failures:
+                continue
+            try:
+                runs.append(_run(job, config))
+            except (RankError, OSError) as error:
+                found.failures[name] = " ".join(str(error).split())
+                view.line(f"{turn}{name}: failed: {found.failures[name]}")
+            else:
+                point = _point(job, runs[-1:])
+                view.line(f"{turn}{name}: {point.step_ms:.1f} ms, {_held(point)}")
+
+
+def _run(job: Job, config: SweepConfig) -> list[Seen]:
+    with tempfile.TemporaryDirectory(dir=config.out) as folder:
+        launch_ranks("zero.commands.sweep.rank", [json.dumps(asdict(job)), folder], config.ranks)
+        return [Seen(**json.loads(said(Path(folder), rank).read_text())) for rank in range(config.ranks)]
+
+
+def _point(job: Job, runs: list[list[Seen]]) -> Point:
+    seconds = [median(map(max, zip(*(seen.seconds for seen in ranks), strict=True))) for ranks in runs]
+    peaks = [max(seen.peak for seen in ranks if seen.peak is not None) for ranks in runs if ranks[0].peak is not None]
+    sha256 = tuple(sorted({seen.sha256 for ranks in runs for seen in ranks if seen.sha256 is not None}))
+    return Point(name_of(job), job, 1000 * median(seconds), round(median(peaks)) if peaks else None, sha256)
+
+
+def _held(point: Point) -> str:
+    return "unknown memory" if point.peak is None else f"{megabytes(point.peak)} a rank"
+
+
+def _report(found: _Found, config: SweepConfig, view: View) -> int:
+    """Show and write all that there is; the exit code: 0, or 1 where something is wrong, which is told."""
+    points, code = found.points, 0
+    if points or found.failures:
+        best = frontier(points)
+        _show(points, best, config, view)
+        try:
+            written = _write(points, found.failures, config)
+        except OSError as error:
+            code = _cannot_write(config.out, error)
+        else:
+            view.line(f"written to {config.out}: {', '.join(written)}")
+        if not can_draw():
+            view.line(f"matplotlib is not installed: no sweep.png. To have it: {INSTALL_HINT}")
+    hashes = {sha256 for point in points for sha256 in point.sha256}
+    if len(hashes) > 1:
+        code = _fail(f"settings of ours trained {len(hashes)} different sets of parameters: see sha256 in sweep.json")
+    elif hashes:
+        ours = sum(point.job.peer is None for point in points)
+        view.line(f"settings of zero that trained the same bits: {ours}, SHA-256 {hashes.pop()}")
+    if found.failures:
+        number = len(found.failures)
+        code = _fail(f"{number} setting{'s' * (number > 1)} failed: {'; '.join(found.failures)}")
+    return code
+
+
+def _show(points: list[Point], best: list[Point], config: SweepConfig, view: View) -> None:
+    rows = [
+        (
+            point.name,
+            f"{point.step_ms:.1f}",
+            "?" if point.peak is None else f"{point.peak / 1e6:.1f}",
+            "*" * (point in best),
+        )
+        for point in sorted(points, key=lambda point: point.step_ms)
+    ]
+    title = f"{config.preset} on {config.ranks} ranks: * no other of zero's is both smaller and faster"
+    view.table(title, ["setting", "step, ms", "MB of a rank, at its peak", ""], rows)
+
+
+def _write(points: list[Point], failures: dict[str, str], config: SweepConfig) -> list[str]:
+    """Write sweep.json, and sweep.png if it can be drawn. Return the names of the files written. Raises OSError."""
+    asked = asdict(config)
+    del asked["out"]  # the file names no folder of the machine
+    written = {
+        "versions": {"torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform()},
+        "config": asked,
+        "points": [asdict(point) for point in points],
+        "failures": failures,
+    }
+    (config.out / "sweep.json").write_text(json.dumps(written) + "\n")
+    return ["sweep.json", *draw(config.out)]
+
+
+def draw(folder: Path) -> list[str]:
+    """Draw the sweep.json of a folder as sweep.png. Return the names of the files written: none where no setting was
+    measured or matplotlib is missing."""
+    written = json.loads((folder / "sweep.json").read_text())
+    points = [Point(**point | {"job": Job(**point["job"])}) for point in written["points"]]
+    best = frontier(points)
+    dots = [
+        Dot(
+            point.name,
+            "torch" if point.job.peer is not None else f"zero {point.job.stage}",
+            point.job.peer is None,
+            point.step_ms,
+            point.peak,
+            hollow=point.job.offload,
+            best=point in best,
+        )
+        for point in points
+        if point.peak is not None
+    ]
+    if not dots or not can_draw():
+        return []
+    what = "{preset} on {ranks} ranks, {batch} x {sequence} bytes a rank and step".format(**written["config"])
+    draw_sweep(folder / "sweep.png", what, dots)
+    return ["sweep.png"]
+
+
+def _cannot_write(out: Path, error: OSError) -> int:
+    return _fail(f"--out {out}: cannot write there ({error.strerror}). Name a folder that can be written")
+
+
+def _fail(line: str) -> int:
+    print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)
+    return 1

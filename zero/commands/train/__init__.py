@@ -1,0 +1,1 @@
+"""`zero train`: a GPT is trained on the text of a file."""

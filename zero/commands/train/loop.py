@@ -1,0 +1,189 @@
+"""The loop of `zero train`: what one rank does in every step, and what it notes down about it.
+
+Knows: micro-batches, and the order backward - clip - step - zero_grad. Does not know: how ranks are started, or how
+results are shown. Each rank keeps the losses of its own micro-batches; at logging time the ranks exchange them and
+put them into the order of the micro-batches, so that a loss has the same bits for every number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from ... import ZeroOptimizer
+from ..console import Progress, View
+from .data import Batch, Corpus
+from .memory_stats import bytes_by_kind, live_storages, proportional_set_size
+from .model import loss_fn
+from .report import RankFacts
+from .settings import TrainConfig
+
+__all__ = ["Loop", "validate"]
+
+LOGS_PER_RUN = 100
+
+
+class Stopwatch:
+    """Time spent inside `with`, until `lap`; what lies between does not count."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._start = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds += time.perf_counter() - self._start
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Live storages of this process at one moment, in bytes, by kind."""
+
+    kinds: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+
+class Loop:
+    """One rank's training. `losses` (nats a byte, one a step, of all ranks) and `step_ms` are full after `run`."""
+
+    def __init__(
+        self, config: TrainConfig, corpus: Corpus, model: nn.Module, optimizer: ZeroOptimizer, view: View | None
+    ) -> None:
+        self.losses: list[float] = []
+        self.step_ms: list[float] = []
+        self._config, self._corpus, self._model, self._optimizer, self._view = config, corpus, model, optimizer, view
+        self._mine = range(optimizer.rank, config.micro_batches, optimizer.world_size)
+        self._watch = Stopwatch()
+        self._unshared: list[float] = []
+        self._scaler = torch.amp.GradScaler("cpu", enabled=config.precision == "fp16")
+
+    def run(self) -> RankFacts:
+        """All steps; returns what this rank measured in the last one. All ranks must call it."""
+        self._optimizer.divisor = self._config.micro_batches
+        every = max(1, self._config.steps // LOGS_PER_RUN)
+        for step in range(self._config.steps - 1):
+            self._step(step, log=(step + 1) % every == 0)
+        return self._last_step(self._config.steps - 1)
+
+    def _step(self, step: int, *, log: bool) -> None:
+        with self._watch:
+            self._accumulate(step)
+            self._update()
+        held = self._observe().total if log and self._view is not None else 0
+        self._clear()
+        if log:
+            self._log(held)
+
+    def _last_step(self, step: int) -> RankFacts:
+        """A step like any other, looked at between its parts."""
+        before = self._optimizer.traffic
+        with self._watch:
+            self._accumulate(step)
+        after_backward = self._observe()
+        with self._watch:
+            self._update()
+        after_step = self._observe()
+        after = self._optimizer.traffic
+        facts = self._facts(
+            after_backward,
+            after_step,
+            payload=after.payload_sent - before.payload_sent,
+            control=after.control_sent - before.control_sent,
+        )
+        self._clear()
+        self._log(after_step.total)
+        return facts
+
+    def _accumulate(self, step: int) -> None:
+        config = self._config
+        for index in self._mine:
+            data = self._corpus.micro_batch(config.seed, step, index, config.batch, config.sequence)
+            loss = loss_fn(self._model(data.inputs), data.targets)
+            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            self._unshared.append(loss.item())
+
+    def _update(self) -> None:
+        self._scaler.unscale_(self._optimizer)
+        if self._config.clip is not None:
+            self._optimizer.clip_grad_norm_(self._config.clip)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+
+    def _clear(self) -> None:
+        with self._watch:
+            self._optimizer.zero_grad()
+        self.step_ms.append(1000 * self._watch.lap())
+
+    def _observe(self) -> Observation:
+        found = bytes_by_kind(live_storages(), self._optimizer.describe().storages)
+        del found["common"]  # of which each rank's slices are counted by the rank that owns them
+        return Observation(found)
+
+    def _facts(self, after_backward: Observation, after_step: Observation, payload: int, control: int) -> RankFacts:
+        """Put the two observations together. Only the library itself is there to see a peak inside a backward."""
+        description = self._optimizer.describe()
+        seen = max(after_backward.kinds["scratch"], after_step.kinds["scratch"])
+        return RankFacts(
+            rank=self._optimizer.rank,
+            measured={
+                "parameters": after_backward.kinds["parameters"],
+                "gradients": after_backward.kinds["gradients"],
+                "optimizer": after_step.kinds["optimizer"],
+                "gathered_peak": description.bytes["gathered_peak"],
+                "scratch_peak": max(seen, description.bytes["scratch_peak"]),
+            },
+            formula=dict(description.formula_bytes),
+            other=after_backward.kinds["other"],
+            live=after_backward.total,
+            pss=proportional_set_size(),
+            payload_sent=payload,
+            control_sent=control,
+        )
+
+    def _log(self, held: int) -> None:
+        """Share the losses of the steps since the last call, and show the newest one."""
+        new = self._share_losses()
+        self.losses += new
+        if self._view is not None:
+            seconds = sum(self.step_ms[-len(new) :]) / 1000
+            tokens = len(new) * self._config.micro_batches * self._config.batch * self._config.sequence
+            self._view.advance(Progress(len(self.losses), new[-1], tokens / seconds, held))
+
+    def _share_losses(self) -> list[float]:
+        parts = self._optimizer.exchange(np.array(self._unshared, dtype="<f8").tobytes())
+        self._unshared.clear()
+        by_step = [np.frombuffer(part, dtype="<f8").reshape(-1, len(self._mine)) for part in parts]
+        in_order = np.stack(by_step, axis=-1).reshape(-1, self._config.micro_batches)
+        return [math.fsum(step) / len(step) for step in in_order.tolist()]
+
+
+@torch.no_grad()
+def validate(model: nn.Module, optimizer: ZeroOptimizer, batches: Sequence[Batch]) -> float:
+    """Bits per byte over all batches, shared among the ranks; the same bits on every rank, for every number of ranks.
+
+    Every rank runs the model equally often (a rank without a batch of its own repeats one), since a forward may be
+    a collective.
+    """
+    world = optimizer.world_size
+    rounds = math.ceil(len(batches) / world)
+    mine = [batches[(turn * world + optimizer.rank) % len(batches)] for turn in range(rounds)]
+    nats = np.array([loss_fn(model(batch.inputs), batch.targets).item() * batch.targets.numel() for batch in mine])
+    parts = [np.frombuffer(data, dtype="<f8") for data in optimizer.exchange(nats.astype("<f8").tobytes())]
+    in_order = np.stack(parts, axis=-1).reshape(-1)[: len(batches)]
+    return math.fsum(in_order.tolist()) / sum(batch.targets.numel() for batch in batches) / math.log(2)

@@ -1,0 +1,184 @@
+"""What a run leaves behind: the summary in the terminal and the files run.json, loss.png and memory.png.
+
+Knows: the record of a run, and how to write and show it. Does not know: how the numbers were obtained.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..console import INSTALL_HINT, View, megabytes
+from .plots import can_draw, draw_loss, draw_memory
+from .settings import TrainConfig
+
+__all__ = ["KINDS", "RankFacts", "RunRecord", "write_report"]
+
+KINDS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "gathered_peak": "gathered (peak; bound)",
+    "scratch_peak": "scratch (peak; bound)",
+}
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank found in its own process during the last step; sizes in bytes.
+
+    `measured` and `formula` have the keys of KINDS; `other` are live storages of no kind (data, activations);
+    `live` is every live storage, `pss` the proportional set size where the system tells it. Gradients,
+    parameters, other and live are those between the last backward and the step that follows, optimizer states
+    those after that step.
+    """
+
+    rank: int
+    measured: dict[str, int]
+    formula: dict[str, int]
+    other: int
+    live: int
+    pss: int | None
+    payload_sent: int
+    control_sent: int
+
+    def to_bytes(self) -> bytes:
+        """For the wire."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RankFacts:
+        """From the wire."""
+        return cls(**json.loads(data))
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A finished run. `losses` are nats a byte, the mean over all micro-batches of a step, one number a step."""
+
+    config: TrainConfig
+    collective: str
+    corpus: dict[str, str | int]
+    parameters: int
+    losses: list[float]
+    validation_bits_per_byte: float
+    params_sha256: str
+    step_ms: list[float]
+    ranks: list[RankFacts]
+    formula_traffic: int
+    sample: str
+
+    @property
+    def traffic(self) -> int:
+        """Payload bytes that all ranks sent in the last step."""
+        return sum(facts.payload_sent for facts in self.ranks)
+
+    @property
+    def control_traffic(self) -> int:
+        """Bytes of control messages that all ranks sent in the last step."""
+        return sum(facts.control_sent for facts in self.ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of run.json. What is said of "a rank" is said of rank 0; `ranks` has them all."""
+        first = self.ranks[0]
+        return {
+            "world_size": len(self.ranks),
+            "stage": self.config.stage,
+            "steps": self.config.steps,
+            "micro_batches": self.config.micro_batches,
+            "parameters": self.parameters,
+            "losses": self.losses,
+            "validation_bits_per_byte": self.validation_bits_per_byte,
+            "params_sha256": self.params_sha256,
+            "step_ms_median": float(np.median(self.step_ms)),
+            "bytes_per_rank": first.measured,
+            "formula_bytes_per_rank": first.formula,
+            "traffic_bytes_per_step": self.traffic,
+            "formula_traffic_bytes_per_step": self.formula_traffic,
+            "control_bytes_per_step": self.control_traffic,
+            "collective": self.collective,
+            "ranks": [asdict(facts) for facts in self.ranks],
+            "corpus": self.corpus,
+            "config": self.config.to_json(),
+            "sample": self.sample,
+            "versions": _versions(),
+        }
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = importlib.metadata.version("zero-optimizer")
+    except importlib.metadata.PackageNotFoundError:
+        own = "not installed"
+    return {
+        "zero-optimizer": own,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def write_report(record: RunRecord, view: View) -> None:
+    """Write the files into the run's folder and show the summary."""
+    out = record.config.out
+    (out / "run.json").write_text(json.dumps(record.to_json(), indent=2) + "\n")
+    drawn = _draw(record, out)
+    _show_table(record, view)
+    _show_result(record, view)
+    view.line(f"written to {out}: {', '.join(['run.json', *drawn])}")
+    if not drawn:
+        view.line(f"matplotlib is not installed: no loss.png, no memory.png. To have them: {INSTALL_HINT}")
+
+
+def _draw(record: RunRecord, out: Path) -> list[str]:
+    if not can_draw():
+        return []
+    config, first = record.config, record.ranks[0]
+    run = f"stage {config.stage}, {_count(len(record.ranks), 'rank')}, {record.parameters:,} parameters"
+    draw_loss(out / "loss.png", f"Loss: {run}", record.losses, record.validation_bits_per_byte)
+    measured, formula = ({kind: sizes[kind] for kind in _kinds(first)} for sizes in (first.measured, first.formula))
+    draw_memory(out / "memory.png", f"Memory of rank 0: {run}", measured, formula)
+    return ["loss.png", "memory.png"]
+
+
+def _kinds(facts: RankFacts) -> list[str]:
+    """The kinds that this run has: where every rank holds the parameters, none are gathered."""
+    return [kind for kind in KINDS if kind != "gathered_peak" or facts.measured[kind] or facts.formula[kind]]
+
+
+def _show_table(record: RunRecord, view: View) -> None:
+    first = record.ranks[0]
+    rows = [(KINDS[kind], first.measured[kind], first.formula[kind]) for kind in _kinds(first)]
+    rows.append(("sent per step by all ranks", record.traffic, record.formula_traffic))
+    cells = [(name, f"{measured:,}", f"{formula:,}") for name, measured, formula in rows]
+    title = f"measured beside formula: stage {record.config.stage}, rank 0 of {len(record.ranks)}, {record.collective}"
+    view.table(title, ["bytes", "measured", "formula"], cells)
+    pss = "unknown on this system" if first.pss is None else megabytes(first.pss)
+    view.line(
+        f"rank 0 in all: {megabytes(first.live)} in live tensors ({megabytes(first.other)} of them data and "
+        f"activations); the process: {pss} (proportional set size)"
+    )
+    view.line(f"control messages: {record.control_traffic:,} bytes per step by all ranks")
+
+
+def _show_result(record: RunRecord, view: View) -> None:
+    first, last = record.losses[0] / math.log(2), record.losses[-1] / math.log(2)
+    view.line(f"median step: {np.median(record.step_ms):.1f} ms")
+    view.line(f"training loss: {first:.3f} -> {last:.3f} bits per byte")
+    view.line(f"validation: {record.validation_bits_per_byte:.3f} bits per byte")
+    view.line(f"parameters: {record.parameters:,}, SHA-256 {record.params_sha256}")
+    view.line("a sample of what it writes:")
+    view.line("".join(f"    {line}\n" for line in record.sample.splitlines()).rstrip())
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,310 @@
+"""What the processes of `zero.verify` do: the plain loop, twice, and then the same steps on ranks.
+
+Knows: the loops, where a process is when it fails, how long it may stay there. Does not know: how processes are
+started, or how results are shown. The `Program` lies in a folder, and what they find comes to lie there too:
+
+    python -m zero.commands.verify.ranks plain FOLDER  one process    step-N.pt: the plain loop's parameters after it
+    python -m zero.commands.verify.ranks again FOLDER  another one    compares with these after every step
+    python -m zero.commands.verify.ranks ranks FOLDER  W processes    compare with these after every step
+                                                             runs.jsonl: a line for each run that compared
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import collectives
+import zero
+
+from ... import ZeroOptimizer
+from ...core.parameter_specs import is_copied
+from ..runner import World, process_group, record_error
+from .bit_diff import Difference, first_difference
+from .reference import MixedPlainLoop, PlainLoop
+from .spec import RESULTS, Program, Run, as_batches, resolve
+
+
+def _folder_of(file: str | None, *parts: str) -> str:
+    return os.path.join(os.path.dirname(file or ""), *parts, "")
+
+
+LIBRARIES = (
+    *(os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "purelib", "platlib")),
+    *(_folder_of(file) for file in (torch.__file__, zero.__file__, collectives.__file__)),
+)
+WAITING = (_folder_of(torch.__file__, "distributed"), _folder_of(collectives.__file__))
+
+
+class PlacedError(Exception):
+    """An error with the place where it was raised."""
+
+
+class Watch:
+    """Names the place where this process is in its errors, and ends the process where it stays there for too long.
+
+    A rank that waits for others is not the one that hangs; for these the process group has a limit of its own.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self.place = limit, "the start"
+        self._main = threading.get_ident()
+        self._timer = threading.Timer(limit, self._expired)
+        self._last_resort = open(os.devnull, "w")  # noqa: SIM115  faulthandler holds it
+
+    def at(self, place: str) -> None:
+        self.stop()
+        self.place = place
+        self._timer = threading.Timer(self.limit, self._expired)
+        self._timer.daemon = True
+        self._timer.start()
+        faulthandler.dump_traceback_later(3 * self.limit, exit=True, file=self._last_resort)  # where no thread can run
+
+    def stop(self) -> None:
+        self._timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+    def told(self, error: BaseException) -> PlacedError:
+        """The error with this place; it is the cause."""
+        line = _line_of_user(traceback.extract_tb(error.__traceback__))
+        placed = PlacedError(f"{self.place}: {type(error).__name__}: {error}{line}")
+        placed.__cause__ = error
+        return placed
+
+    def _expired(self) -> None:
+        stack = traceback.extract_stack(sys._current_frames()[self._main])
+        if any(frame.filename.startswith(WAITING) for frame in stack):
+            return
+        record_error(
+            TimeoutError(
+                f"{self.place}: not done after {self.limit:g} s{_line_of_user(stack)}; where this is no endless loop, "
+                "pass a longer timeout"
+            )
+        )
+        os._exit(1)
+
+
+def _line_of_user(stack: Iterable[traceback.FrameSummary]) -> str:
+    """Where in the user's own code a stack stands, in words."""
+    frames = [frame for frame in stack if not frame.filename.startswith((*LIBRARIES, "<"))]
+    return f" (at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+
+
+@dataclass
+class Work:
+    """A program made ready in this process: a model as built, micro-batches of its own, the number of steps.
+    ``several_backwards``: `loss_fn` has run one itself."""
+
+    name: str
+    program: Program
+    model: nn.Module
+    batches: list[Any]
+    steps: int
+    several_backwards: bool = False
+
+    def backward(self, watch: Watch, step: int, number: int) -> None:
+        """Micro-batch ``number`` (from 0) of step ``step`` (from 1)."""
+        index = (step - 1) * self.program.micro_batches + number
+        watch.at(f"{self.name}, step {step}, batches[{index}]")
+        given = self.program.loss_fn
+        before = [(parameter.grad, _version(parameter.grad)) for parameter in self.model.parameters()]
+        loss = (resolve(given) if given else _default_loss)(self.model, self.batches[index])
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = "loss_fn(model, batch)" if given else "without loss_fn the model"
+            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(f"{what} must return the loss, one element with a graph behind it, not {found}")
+        pairs = zip(self.model.parameters(), before, strict=True)
+        self.several_backwards |= any(p.grad is not g or _version(p.grad) != version for p, (g, version) in pairs)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def run(self, stage: int | None, world_size: int, step: int, found: Mapping[int, Difference]) -> Run:
+        """What came of it; ``found``: by rank."""
+        numel = sum(parameter.numel() for parameter in self.model.parameters())
+        first = next(iter(found.values()), None)
+        return Run(stage, world_size, step, numel, tuple(found), first, self.several_backwards)
+
+
+def _version(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version
+
+
+def _default_loss(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _begin(folder: Path, watch: Watch, name: str, seed: int) -> Work:
+    """The program made ready. Building starts from one state of torch's random generator, training from that of
+    ``seed``: a model that draws from it, and does not seed it for each micro-batch, is not deterministic by itself."""
+    program = Program.load(folder)
+    torch.manual_seed(0)
+    watch.at(f"{name}, build_model()")
+    model = resolve(program.build_model)()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"build_model() must return an nn.Module, not {type(model).__name__}")
+    watch.at(f"{name}, batches")
+    given = program.batches
+    batches = as_batches(resolve(given)()) if isinstance(given, str) else given
+    torch.manual_seed(seed)
+    return Work(name, program, model, batches, program.steps(len(batches)))
+
+
+def plain_loop(folder: Path, watch: Watch) -> None:
+    """The plain loop, which leaves its parameters after each step. Refuses one that would show nothing."""
+    step, finite = 0, list[str]()
+    for step, parameters in _plain_steps(_begin(folder, watch, "the plain loop", seed=1), watch):
+        if step == 0:  # what is trained; a frozen mask may hold infinities
+            finite = [name for name, p in parameters.items() if p.requires_grad and p.isfinite().all()]
+        for name in finite:
+            if not parameters[name].isfinite().all():
+                raise ValueError(f"{name!r} holds NaN or infinity after step {step}: training that fails shows nothing")
+        copies = {name: parameter.detach().cpu().contiguous().clone() for name, parameter in parameters.items()}
+        torch.save(copies, _step_file(folder, step))
+    if step and first_difference(_plain(folder, 0), _plain(folder, step)) is None:
+        raise ValueError(f"no parameter has moved after {step} steps: is the learning rate 0, or is all frozen?")
+
+
+def plain_loop_again(folder: Path, watch: Watch) -> None:
+    """The plain loop, compared with the first one: in another process, since the order of a set, say, differs between
+    processes; and after a step of an earlier loop, since counters go on, as they do from stage to stage on the ranks.
+    """
+    for step, _ in _plain_steps(_begin(folder, watch, "the plain loop, again", seed=2), watch):
+        if step == 1:
+            break
+    again = _begin(folder, watch, "the plain loop, again", seed=2)
+    for step, parameters in _plain_steps(again, watch):
+        found = first_difference(_plain(folder, step), parameters)
+        if found is not None:
+            break
+    _leave(folder, again.run(None, 1, step, {0: found} if found else {}))
+
+
+def _plain_steps(work: Work, watch: Watch) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """What a person writes without this library; step 0 is the model as built."""
+    program, model = work.program, work.model
+    watch.at(f"{work.name}, the optimizer class")
+    optimizer_class, precision = resolve(program.optimizer_class), program.precision
+    loop = PlainLoop(list(model.parameters()), optimizer_class, program.defaults)
+    if precision is not None:
+        loop = MixedPlainLoop(model, optimizer_class, program.defaults, precision)
+    yield 0, _compared(model)
+    for step in range(1, work.steps + 1):
+        for number in range(program.micro_batches):
+            work.backward(watch, step, number)
+            loop.micro_batch_is_done()
+        watch.at(f"{work.name}, step {step}, the update")
+        loop.update(program.micro_batches, program.max_norm)
+        yield step, _compared(model)
+
+
+def _compared(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters by name, complex ones as real numbers; without frozen tensor subclasses, which nobody writes and
+    no file can hold."""
+    named = {name: parameter for name, parameter in model.named_parameters() if is_copied(parameter)}
+    return {
+        name: torch.view_as_real(parameter.detach().resolve_conj()) if parameter.is_complex() else parameter
+        for name, parameter in named.items()
+    }
+
+
+def worlds(folder: Path, watch: Watch) -> None:
+    """Every stage on every number of ranks, the largest first: a process that is in no smaller one is done."""
+    program = Program.load(folder)
+    for size in sorted(program.world_sizes, reverse=True):
+        if int(os.environ["RANK"]) >= size:
+            return
+        os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
+        watch.at(f"{size} ranks, joining their group")
+        with process_group(World(size, folder / f"world-{size}", 2 * program.timeout)):
+            try:
+                for stage in program.stages:
+                    run = _on_ranks(folder, watch, stage, size)
+                    if os.environ["RANK"] == "0":
+                        _leave(folder, run)
+            except Exception as error:
+                raise watch.told(error) from error  # recorded at the group's end, before what that may raise
+
+
+def _on_ranks(folder: Path, watch: Watch, stage: int, size: int) -> Run:
+    """The steps of the plain loop with `ZeroOptimizer`, up to the first difference. The same on all ranks."""
+    name = f"stage {stage} on {size} rank{'s' if size > 1 else ''}"
+    work = _begin(folder, watch, name, seed=3 + int(os.environ["RANK"]))
+    watch.at(f"{name}, ZeroOptimizer(...)")
+    program = work.program
+    optimizer = ZeroOptimizer(
+        work.model,
+        resolve(program.optimizer_class),
+        stage=stage,
+        divisor=program.micro_batches,
+        bucket_cap_mb=program.bucket_cap_mb,
+        mixed_precision=program.precision,
+        units=resolve(program.units) if program.units else None,
+        **program.defaults,
+    )
+    for step in range(work.steps + 1):
+        if step:
+            for number in range(optimizer.rank, program.micro_batches, size):
+                work.backward(watch, step, number)
+            watch.at(f"{name}, step {step}, the update")
+            if program.max_norm is not None:
+                optimizer.clip_grad_norm_(program.max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        with optimizer.gathered():
+            mine = first_difference(_plain(folder, step), _compared(work.model))
+        answers = [Difference.from_json(data) for data in optimizer.exchange(b"" if mine is None else mine.to_json())]
+        found = {rank: difference for rank, difference in enumerate(answers) if difference is not None}
+        if found:
+            break
+    optimizer.close()
+    return work.run(stage, size, step, found)
+
+
+def _step_file(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}.pt"
+
+
+def _plain(folder: Path, step: int) -> dict[str, Tensor]:
+    """The plain loop's parameters after a step."""
+    found: dict[str, Tensor] = torch.load(_step_file(folder, step), weights_only=True, mmap=True)
+    return found
+
+
+def _leave(folder: Path, run: Run) -> None:
+    with (folder / RESULTS).open("ab") as file:
+        file.write(run.to_json() + b"\n")
+
+
+def main() -> int:
+    """One process; the exit code. Its error goes to the launcher in one line."""
+    what, folder = sys.argv[1], Path(sys.argv[2])
+    program = Program.load(folder)
+    sys.path[:] = program.path
+    torch.set_num_threads(program.threads)
+    watch = Watch(program.timeout)
+    try:
+        {"plain": plain_loop, "again": plain_loop_again, "ranks": worlds}[what](folder, watch)
+    except KeyboardInterrupt:
+        return 130
+    except (Exception, SystemExit) as error:
+        record_error(error if isinstance(error, PlacedError) else watch.told(error))
+        return 1
+    finally:
+        watch.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,309 @@
+"""`zero.verify`: a user's own model, at each stage and number of ranks, against the user's own plain loop.
+
+Knows: the public face of it, and the order: the plain loop, twice, each time in a new process; then all stages on the
+ranks. Does not know: what the processes do (`verify_ranks`), or how they are told (`program`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import math
+import operator
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...optimizer import ZeroOptimizer
+from ...step.master_weights import MixedPrecision
+from .spec import RESULTS, Program, Run, as_batches, plain_data, reference
+
+__all__ = ["FUNCTION", "FUNCTION_HELP", "HELP", "Verification", "main", "run", "verify"]
+
+HELP = "Find where your own model, at each stage and number of ranks, first leaves the bits of your plain loop."
+FUNCTION = "MODULE:FUNCTION"
+FUNCTION_HELP = "a function without arguments that returns a dict of zero.verify's; the current directory is importable"
+NOT_DETERMINISTIC = (
+    "The model is not deterministic by itself, so there is nothing to compare the stages with. Where it draws random "
+    "numbers (dropout), seed them for each micro-batch: torch.manual_seed(...) in loss_fn, from the batch."
+)
+BY_ROUNDS = (
+    "loss_fn runs a backward itself. Several backwards of a micro-batch are added up by rounds: the first one of each "
+    "rank, then the second of each. The plain loop adds one micro-batch after the other, which on several ranks is "
+    "another sum. Return the sum of the losses instead, for one backward."
+)
+BUILT_TWICE = (
+    "build_model() makes other parameters each time, so there is nothing to compare the stages with. Seed what it "
+    "draws from; torch's own generator is seeded before each call."
+)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found: the plain loop beside itself, and a run for each stage and number of ranks.
+
+    Where two plain loops differ there are no runs.
+    """
+
+    plain: Run
+    runs: tuple[Run, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every run has the bits of the plain loop."""
+        return self.plain.ok and all(run.ok for run in self.runs)
+
+    @property
+    def conclusion(self) -> str:
+        """The last line of the table; a further one where gradients are added up in another order."""
+        return f"{self._verdict}\n{BY_ROUNDS}" if self.plain.several_backwards else self._verdict
+
+    @property
+    def _verdict(self) -> str:
+        if not self.plain.ok:
+            return NOT_DETERMINISTIC if self.plain.step else BUILT_TWICE
+        wrong = sum(not run.ok for run in self.runs)
+        if wrong:
+            return f"{wrong} of {len(self.runs)} runs differ from the plain loop"
+        return f"no bit differs from the plain loop in {len(self.runs)} run{'s' if len(self.runs) > 1 else ''}"
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, (self.plain, *self.runs, self.conclusion)))
+
+
+def verify(
+    build_model: Callable[[], nn.Module],
+    batches: Sequence[Any] | Callable[[], Sequence[Any]],
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    *,
+    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+    stages: Sequence[int] = (0, 1, 2, 3),
+    world_sizes: Sequence[int] = (1, 2, 3),
+    micro_batches: int | None = None,
+    max_norm: float | None = None,
+    units: Callable[[nn.Module], bool] | None = None,
+    bucket_cap_mb: float = 25.0,
+    mixed_precision: MixedPrecision | None = None,
+    threads: int = 1,
+    timeout: float = 300.0,
+    quiet: bool = False,
+    **defaults: Any,
+) -> Verification:
+    """Train a model by the plain loop and by `ZeroOptimizer`, and find where the first bit of a parameter differs.
+
+    The plain loop runs twice, each time in a new process, to see that the model is deterministic by itself; then each
+    stage runs on each number of ranks, local processes over gloo, and is compared after every step. Prints a line for
+    each run as it ends. Torch's random generator is seeded before ``build_model()`` and differently in every process
+    after it: dropout has to be seeded by ``loss_fn``, from the batch. Temporary files take the parameters' bytes once
+    for each step.
+
+    Functions and classes are imported by the processes: they must stand at the top level of a module, or of the script,
+    which then calls ``verify`` under ``if __name__ == "__main__":``.
+
+    Args:
+        build_model: makes the model, the same at each call.
+        batches: micro-batches in the order of the plain loop, made of tensors, numbers, text and collections of these;
+            or a function that returns any. Their number is a multiple of ``micro_batches``: each step takes as many.
+        optimizer_class: an element-wise `torch.optim` class; it gets ``defaults``.
+        loss_fn: (model, micro-batch) -> scalar loss. Default: ``model(*batch)`` for a tuple or list, ``model(**batch)``
+            for a mapping, else ``model(batch)``.
+        stages: those to run.
+        world_sizes: the numbers of ranks to run them on.
+        micro_batches: of a step, over all ranks, and what the summed gradient is divided by. Divisible by each of
+            ``world_sizes``; None: their least common multiple.
+        max_norm: clip to this norm, by `zero.clip_grad_norm_` in the plain loop; None: no clipping.
+        units, bucket_cap_mb: of `ZeroOptimizer`.
+        mixed_precision: of `ZeroOptimizer`; the plain loop then has a 16-bit model and fp32 weights of its own.
+        threads: intra-op threads of a process; their number changes bits.
+        timeout: seconds that building the model, a micro-batch or an update may take.
+        quiet: print nothing.
+        defaults: arguments of ``optimizer_class``.
+
+    Raises:
+        ValueError, TypeError: an argument that cannot be.
+        RuntimeError: a process failed, or the plain loop showed nothing (a trained parameter turned NaN or infinite, or
+            none moved); the message says where it was, and the cause is its traceback.
+    """
+    _check_place()
+    sizes = _integers(world_sizes, "world_sizes")
+    told = _integers(stages, "stages", least=0)
+    _rehearse(optimizer_class, told, {"bucket_cap_mb": bucket_cap_mb, "mixed_precision": mixed_precision}, defaults)
+    program = Program(
+        build_model=reference(build_model, "build_model"),
+        batches=reference(batches, "batches")
+        if callable(batches)
+        else plain_data(as_batches(batches), "batches", "or give a function that returns them"),
+        optimizer_class=reference(optimizer_class, "optimizer_class"),
+        loss_fn=None if loss_fn is None else reference(loss_fn, "loss_fn"),
+        units=None if units is None else reference(units, "units"),
+        defaults=plain_data(defaults, "the optimizer's arguments", "leave out what is none of these"),
+        stages=told,
+        world_sizes=sizes,
+        micro_batches=math.lcm(*sizes) if micro_batches is None else _integers([micro_batches], "micro_batches")[0],
+        max_norm=max_norm,
+        bucket_cap_mb=bucket_cap_mb,
+        mixed_precision=None if mixed_precision is None else asdict(mixed_precision),
+        threads=_integers([threads], "threads")[0],
+        timeout=timeout,
+        path=[os.path.abspath(entry) for entry in sys.path],
+    )
+    show: Callable[[str], None] = (lambda _: None) if quiet else _show
+    listed = {"stages": told, "ranks": sorted(sizes, reverse=True), "micro-batches a step": [program.micro_batches]}
+    settings = "; ".join(f"{name}: {', '.join(map(str, numbers))}" for name, numbers in listed.items())
+    show(f"{optimizer_class.__name__}, first in the plain loop, twice; {settings}")
+    found = _run(program, show)
+    show(found.conclusion)
+    return found
+
+
+def _check_place() -> None:
+    from ..runner import started_by_us
+
+    if started_by_us():
+        raise RuntimeError(
+            "verify() ran again in one of its own processes, which import the script that called it: put the call "
+            'under `if __name__ == "__main__":`'
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RuntimeError("verify() starts ranks of its own: call it in one process, without torchrun")
+
+
+def _integers(values: Sequence[int], name: str, least: int = 1) -> tuple[int, ...]:
+    """Distinct whole numbers, in their order."""
+    try:
+        found = tuple(dict.fromkeys(operator.index(value) for value in values))
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence of whole numbers, not {values!r}") from None
+    if not found or min(found) < least:
+        raise ValueError(f"{name} must hold numbers of at least {least}, not {values!r}")
+    return found
+
+
+def _rehearse(optimizer_class: Any, stages: Sequence[int], ours: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Let the library judge what is its own on a throw-away module, before any process is started."""
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise TypeError(f"optimizer_class must be a class of torch.optim, not {optimizer_class!r}")
+    with torch.random.fork_rng(devices=[]):
+        module = nn.Linear(1, 1)
+    try:
+        for stage in stages:
+            ZeroOptimizer(module, optimizer_class, stage=stage, **ours, **defaults).close()
+    except TypeError as error:
+        raise TypeError(
+            f"{error} (what is no argument of verify() goes to {optimizer_class.__name__}: {', '.join(defaults)})"
+        ) from error
+
+
+def _run(program: Program, show: Callable[[str], None]) -> Verification:
+    """The plain loops, and where they agree the stages; a run is shown as it ends."""
+    with tempfile.TemporaryDirectory(prefix="zero-verify-") as name:
+        folder = Path(name)
+        program.save(folder)
+        results = folder / RESULTS
+        results.touch()
+        with _followed(results, show):
+            _start("plain", folder, 1)
+            _start("again", folder, 1)
+            if all(run.ok for run in _read(results)):
+                _start("ranks", folder, max(program.world_sizes))
+        runs = _read(results)
+    if all(run.ok for run in runs) and len(runs) != 1 + len(program.stages) * len(program.world_sizes):
+        raise RuntimeError("the processes ended before their runs did, and without an error: is there an os._exit()?")
+    return Verification(runs[0], tuple(runs[1:]))
+
+
+def _start(what: str, folder: Path, processes: int) -> None:
+    from ..runner import RankError, launch_ranks
+
+    try:
+        launch_ranks("zero.commands.verify.ranks", [what, str(folder)], processes)
+    except RankError as error:
+        cause = RuntimeError(f"in that process:\n{error.trace}") if error.trace else None
+        raise RuntimeError(str(error) if what == "ranks" else error.line) from cause
+
+
+def _read(results: Path) -> list[Run]:
+    return [Run.from_json(line) for line in results.read_bytes().split(b"\n")[:-1]]
+
+
+@contextmanager
+def _followed(results: Path, show: Callable[[str], None]) -> Iterator[None]:
+    """Show each run while the block, which waits for processes, goes on."""
+    ended = threading.Event()
+
+    def follow() -> None:
+        shown, last = 0, False
+        while not last:
+            last = ended.wait(0.2)
+            runs = _read(results)
+            for run in runs[shown:]:
+                show(str(run))
+            shown = len(runs)
+
+    follower = threading.Thread(target=follow, daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        follower.join()
+
+
+def _show(line: str) -> None:
+    print(line, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m zero.verify MODULE:FUNCTION`; the exit code, as of `run`."""
+    parser = argparse.ArgumentParser(prog="python -m zero.verify", description=HELP, allow_abbrev=False)
+    parser.add_argument("function", metavar=FUNCTION, help=FUNCTION_HELP)
+    return run(parser.parse_args(arguments).function)
+
+
+def run(function: str) -> int:
+    """Verify with the arguments that "MODULE:FUNCTION" returns. The exit code: 0 where no bit differs, 1 where one does
+    or after an error (told in one line), 130 if interrupted."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return 0 if verify(**_arguments(function)).ok else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr, flush=True)
+        return 1
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """The arguments of `verify` that the function returns."""
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise ValueError(f"{text!r} must be MODULE:FUNCTION, as in `zero verify my_model:arguments`")
+    try:
+        found = importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"cannot import {module} from {os.getcwd()}: {type(error).__name__}: {error}") from error
+    function = getattr(found, name, None)
+    if not callable(function):
+        raise ValueError(f"{found!r} has no function {name!r}")
+    try:
+        arguments = function()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{text}() failed: {type(error).__name__}: {error}") from error
+    if not isinstance(arguments, dict):
+        raise TypeError(f"{text}() must return a dict of zero.verify's arguments, not {type(arguments).__name__}")
+    try:
+        inspect.signature(verify).bind(**arguments)
+    except TypeError as error:
+        raise TypeError(f"{text}() must return a dict of zero.verify's arguments: {error}") from error
+    return arguments

@@ -1,0 +1,1 @@
+"""Geometry and formulas: no ranks, no autograd."""

@@ -1,0 +1,347 @@
+"""From what the user gives (a module, parameters, groups) to the layout's view of it, with every complaint about it.
+
+Knows: modules, parameters, names. Does not know: ranks, gradients, optimizers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from collectives.torch_internals import is_traceable_wrapper_subclass
+
+from ..parameters.released import as_plain, is_released
+from .layout import Dtypes, ParameterSpec
+from .stages import dense_stride
+
+HELD_ELSEWHERE = (
+    "{name!r} belongs to another stage-3 optimizer, which holds its values: close() that one first, or build the model "
+    "anew"
+)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = (Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Where a module keeps a parameter: ``registry[key] is parameter`` as long as nobody replaced it."""
+
+    registry: dict[str, Any]
+    key: str
+    name: str
+    parameter: Tensor
+
+
+def has_own_dispatch(tensor: Tensor) -> bool:
+    """True of a wrapper subclass, and of any other class with a ``__torch_dispatch__``: its memory is its own."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def is_laid_out(parameter: Tensor) -> bool:
+    """True where a parameter's elements lie in buckets. All others are *replicated*: every rank keeps them whole.
+
+    A frozen subclass without a ``__torch_dispatch__`` is replicated, too: quantised weights keep scales beside their
+    memory, and may be of a float dtype that says nothing of what is in it.
+    """
+    if parameter.dtype not in FLOATS or has_own_dispatch(parameter):
+        return False
+    return parameter.requires_grad or type(parameter) in _PLAIN or is_released(parameter)
+
+
+def is_copied(parameter: Tensor) -> bool:
+    """True where rank 0's bytes are all that a parameter is. A replicated subclass keeps more beside them, and rank 0's
+    bytes with another rank's scales would be no weight of any model: it is compared instead."""
+    return is_laid_out(parameter) or type(parameter) in _PLAIN
+
+
+def flattened(tensor: Tensor) -> tuple[Sequence[str], Any]:
+    """What a wrapper subclass says of itself: the names of the tensors that it wraps, and facts beside them."""
+    given: Any = tensor
+    if not is_traceable_wrapper_subclass(given):
+        return (), None
+    found: tuple[Sequence[str], Any] = given.__tensor_flatten__()
+    return found
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The ordinary tensors in which a tensor's elements lie: its own memory, or what a wrapper subclass wraps. Empty
+    where it has neither."""
+    names, _ = flattened(tensor)
+    if names:
+        wrapped = [getattr(tensor, name) for name in names]  # a DTensor also names its mesh
+        return [part for inner in wrapped if isinstance(inner, Tensor) for part in parts_of(inner)]
+    if type(tensor) in _PLAIN:
+        return [tensor.detach()]
+    with as_plain():
+        memory = tensor.untyped_storage()
+        if tensor.numel() and not memory.nbytes():
+            return []
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return [made.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())]
+
+
+def as_groups(params: Any) -> list[dict[str, Any]]:
+    """The user's ``params`` as torch.optim's list of groups; a module becomes one group of named parameters."""
+    if isinstance(params, Tensor):
+        raise TypeError("params must be a module, an iterable of parameters or of param groups, not one tensor")
+    given = _in_order(params.named_parameters() if isinstance(params, nn.Module) else params, "params")
+    if not given:
+        raise ValueError("the parameter list is empty: there is nothing to optimise")
+    if not any(isinstance(entry, dict) for entry in given):
+        return [{"params": members_of(given, "params")}]
+    groups = []
+    for number, group in enumerate(given):
+        if not isinstance(group, dict) or "params" not in group:
+            raise TypeError(
+                f"params[{number}] is {_shown(group)}, not a param group with 'params': where one entry is a group, "
+                "all must be"
+            )
+        groups.append({**group, "params": members_of(group["params"], f"params[{number}]['params']")})
+    return groups
+
+
+def members_of(params: Any, place: str) -> list[Any]:
+    """Parameters, or (name, parameter) pairs, as a list. Raises `TypeError` naming what is neither, and where in
+    ``place``."""
+    members = [params] if isinstance(params, Tensor) else _in_order(params, place)
+    for number, entry in enumerate(members):
+        is_pair = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
+        if not isinstance(entry[1] if is_pair else entry, Tensor):
+            raise TypeError(f"{place}[{number}] is {_shown(entry)}, neither a parameter nor a (name, parameter) pair")
+    return members
+
+
+def _in_order(params: Any, place: str) -> list[Any]:
+    if isinstance(params, (set, frozenset)):
+        raise TypeError(f"{place} must be in an order that all ranks share; a set has none")
+    if not isinstance(params, Iterable):
+        raise TypeError(f"{place} is {_shown(params)}, and must be parameters, param groups or a module")
+    return list(params)
+
+
+def _shown(value: Any) -> str:
+    kind = type(value).__name__
+    return f"a {kind}" if hasattr(value, "shape") else f"{reprlib.repr(value)} ({kind})"
+
+
+def device_of(groups: Sequence[Mapping[str, Any]]) -> torch.device:
+    """Where the first parameter is; the CPU where there is none, which `specs` tells."""
+    entries = (entry for group in groups for entry in group["params"])
+    parts = (part for entry in entries for part in (entry if isinstance(entry, tuple) else (entry,)))
+    return next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
+
+
+def check_one_device(specs: Iterable[ParameterSpec]) -> None:
+    """Raise `ValueError` naming two parameters that are trained on different devices."""
+    trained = [spec for spec in specs if spec.trainable]
+    for spec in trained:
+        if spec.device != trained[0].device:
+            raise ValueError(
+                f"{trained[0].name!r} is on {trained[0].device} and {spec.name!r} on {spec.device}: what is trained "
+                "must be on one device, since autograd would run their hooks in two threads, which have no lock yet"
+            )
+
+
+def check_buffers(module: nn.Module | None) -> None:
+    """Raise `ValueError` naming a buffer that cannot be overwritten with rank 0's values."""
+    for name, buffer in () if module is None else module.named_buffers():
+        if _overlaps_itself(buffer):
+            raise ValueError(f"buffer {name!r} overlaps itself in memory, as expand() makes: give it memory of its own")
+
+
+def check_modules(module: nn.Module | None) -> None:
+    """Raise `ValueError` naming a part of the module whose parameters are not Python's, or whose gradients another
+    system adds up."""
+    for name, part in () if module is None else module.named_modules():
+        if isinstance(part, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"{name or 'the module'!r} is a DistributedDataParallel: take it away, and pass what it wraps "
+                "(its .module); two systems would add up the gradients"
+            )
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name or 'the module'!r} is a ScriptModule, whose memory cannot be laid out: script later"
+            )
+
+
+def check_listed_once(groups: Sequence[dict[str, Any]], module: nn.Module | None) -> None:
+    """Raise `ValueError` naming a parameter that is listed twice, before torch has its own word for it."""
+    names = {id(binding.parameter): binding.name for binding in reversed(bindings(module))}
+    seen: set[int] = set()
+    index = 0
+    for group in groups:
+        for entry in group["params"]:
+            given, parameter = entry if isinstance(entry, tuple) else (None, entry)
+            if id(parameter) in seen:
+                name = names.get(id(parameter)) or given or f"parameter {index}"
+                raise ValueError(f"{name!r} is listed twice in the parameters: list each once")
+            seen.add(id(parameter))
+            index += 1
+
+
+def with_names(entries: Sequence[Any], module: nn.Module, first_index: int) -> list[Any]:
+    """The parameters of a further group with their names in the module, where none has a name and others' groups have;
+    one that is not in the module is called by its number."""
+    if any(isinstance(entry, tuple) for entry in entries):
+        return list(entries)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    numbered = enumerate(entries, start=first_index)
+    return [(names.get(id(entry), f"parameter {index}"), entry) for index, entry in numbered]
+
+
+def bindings(module: nn.Module | None) -> list[Binding]:
+    """Every place in which ``module`` keeps a parameter, in order of registration, ties included."""
+    found = []
+    for prefix, part in () if module is None else module.named_modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                found.append(Binding(part._parameters, key, f"{prefix}.{key}" if prefix else key, parameter))
+    return found
+
+
+def specs(
+    groups: Sequence[dict[str, Any]],
+    module: nn.Module | None,
+    first_index: int = 0,
+    first_group: int = 0,
+    units: Mapping[int, int] | None = None,
+    dtypes: Callable[[torch.dtype], Dtypes] = Dtypes.all,
+    meta: torch.device | None = None,
+) -> tuple[list[Tensor], list[ParameterSpec]]:
+    """The listed parameters and their specs in order of registration: the module's where there is one, else as listed.
+    ``dtypes``: of a parameter that the user made in a dtype; ``meta``: where those on the meta device will be.
+
+    Raises `ValueError` or `TypeError`, naming the parameter, for one that is listed twice, is not a leaf, is trained
+    and cannot be laid out, or is laid out and in none of the ``units`` (id of a parameter -> its unit).
+    """
+    names: dict[int, list[str]] = {}
+    order: dict[int, int] = {}
+    for binding in bindings(module):
+        names.setdefault(id(binding.parameter), []).append(binding.name)
+        order.setdefault(id(binding.parameter), len(order))
+    found: list[tuple[int, Tensor, ParameterSpec]] = []
+    index = first_index
+    for number, group in enumerate(groups):
+        given = group.get("param_names") or [None] * len(group["params"])
+        for name, parameter in zip(given, group["params"], strict=True):
+            aliases = names.get(id(parameter)) or ([name] if name is not None else [])
+            label = aliases[0] if aliases else f"parameter {index}"
+            _check(parameter, label, may_be_meta=meta is not None)
+            laid_out = is_laid_out(parameter)
+            if laid_out and units is not None and id(parameter) not in units:
+                raise ValueError(
+                    f"{label!r} is not a parameter of the module that the optimizer was built with, around whose "
+                    "forwards stage 3 gathers: build the optimizer over a module that holds it"
+                )
+            spec = ParameterSpec(
+                tuple(aliases),
+                tuple(parameter.shape),
+                dense_stride(parameter) if laid_out else parameter.stride(),
+                dtypes(parameter.dtype) if laid_out else Dtypes.all(parameter.dtype),
+                str(meta if parameter.device.type == "meta" else parameter.device),
+                parameter.requires_grad,
+                first_group + number,
+                index,
+                units[id(parameter)] if laid_out and units is not None else 0,
+            )
+            found.append((order.get(id(parameter), len(order) + index), parameter, spec))
+            index += 1
+    found.sort(key=lambda entry: entry[0])
+    _check_apart([(parameter, spec.name) for _, parameter, spec in found if is_laid_out(parameter)])
+    return [parameter for _, parameter, _ in found], [spec for _, _, spec in found]
+
+
+def _check(parameter: Tensor, name: str, *, may_be_meta: bool) -> None:
+    if is_lazy(parameter):
+        raise ValueError(f"{name!r} is not initialised yet: run a forward of its lazy module first")
+    if is_released(parameter):
+        raise ValueError(HELD_ELSEWHERE.format(name=name))
+    if parameter.requires_grad and not is_laid_out(parameter):
+        raise TypeError(_untrainable(parameter, name))
+    if not parameter.is_leaf:
+        raise ValueError(f"{name!r} is the result of a computation: only leaf tensors can be optimised")
+    check_memory(parameter, name, may_be_meta=may_be_meta)
+
+
+def _untrainable(parameter: Tensor, name: str) -> str:
+    """Why a parameter cannot be trained, and what to do."""
+    freeze = "or freeze it with requires_grad_(False) before the optimizer is built"
+    if has_own_dispatch(parameter):
+        return (
+            f"{name!r} is a {type(parameter).__name__}, a tensor subclass with a __torch_dispatch__ of its own, whose "
+            f"memory cannot be sharded: put an nn.Parameter of ordinary memory in its place, {freeze}"
+        )
+    if parameter.is_complex():
+        return (
+            f"{name!r} is {parameter.dtype}, and only real parameters are trained: keep its real view, "
+            f"nn.Parameter(torch.view_as_real(z)), and use torch.view_as_complex(p) in the forward, {freeze}"
+        )
+    return f"{name!r} is {parameter.dtype}: train one of {', '.join(map(str, FLOATS))}, {freeze}"
+
+
+def check_memory(parameter: Tensor, name: str, *, may_be_meta: bool) -> None:
+    """Raise `ValueError` where a parameter's memory is not ordinary; that of a wrapper subclass is its own matter."""
+    if has_own_dispatch(parameter):
+        return
+    if parameter.layout is not torch.strided or (parameter.device.type == "meta" and not may_be_meta):
+        raise ValueError(f"{name!r} has no ordinary memory (layout {parameter.layout}, device {parameter.device})")
+    if _overlaps_itself(parameter):
+        raise ValueError(
+            f"{name!r} overlaps itself in memory (shape {tuple(parameter.shape)}, strides {parameter.stride()}, as "
+            "expand() makes): give it memory of its own with .contiguous() or .clone()"
+        )
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and tensor.numel():
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
+def _check_apart(parameters: Sequence[tuple[Tensor, str]]) -> None:
+    spans = []
+    for parameter, name in parameters:
+        if parameter.numel() and parameter.device.type != "meta":
+            reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            begin = parameter.data_ptr()
+            spans.append((begin, begin + (reach + 1) * parameter.element_size(), name))
+    spans.sort()
+    for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
+        if begin < end:
+            raise ValueError(
+                f"{name!r} and {other!r} share memory but are different parameters: tie them by using one parameter in "
+                "both places"
+            )
+
+
+def misplaced(bound: Iterable[Binding]) -> str | None:
+    """What is wrong where a module no longer holds the parameter that it had."""
+    for name in replaced(bound):
+        return f"the module's {name!r} was replaced after the optimizer was built: build a new optimizer"
+    return None
+
+
+def changed(parameter: Tensor, spec: ParameterSpec) -> str | None:
+    """What is wrong where a parameter was cast or moved since its optimizer was built."""
+    if parameter.dtype is spec.dtypes.compute and str(parameter.device) == spec.device:
+        return None
+    return (
+        f"{spec.name!r} is now {parameter.dtype} on {parameter.device}, but was {spec.dtypes.compute} on {spec.device} "
+        "when the optimizer was built: move and cast the model before that"
+    )
+
+
+def replaced(bound: Iterable[Binding]) -> Iterator[str]:
+    """The names under which a module no longer holds the parameter that it had."""
+    return (binding.name for binding in bound if binding.registry.get(binding.key) is not binding.parameter)

@@ -1,0 +1,134 @@
+"""Which parts of a module are units: what is gathered together just before a forward.
+
+Knows: modules. Does not know: ranks, memory, hooks.
+
+    model                      unit 0: the root's rest (embedding, norm, head, whatever several units share)
+      embedding
+      blocks   ModuleList
+        0                      unit 1
+        1                      unit 2
+      norm, head
+
+Unless a predicate says otherwise, units are the children of the outermost `ModuleList`s and `Sequential`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from .parameter_specs import is_laid_out
+
+Predicate = Callable[[nn.Module], bool]
+ROOT = 0  # the number of the root's rest
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A module whose forward needs units: the unit of its own, and the root's rest where it uses that; none where only
+    modules below it do."""
+
+    name: str
+    module: nn.Module
+    needs: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """``names`` and ``parameters``: of each unit, ROOT first, in order of registration. ``entries``: where units are
+    needed."""
+
+    names: tuple[str, ...]
+    parameters: tuple[tuple[Tensor, ...], ...]
+    entries: tuple[Entry, ...]
+
+    def numbers(self) -> dict[int, int]:
+        """id of a parameter -> its unit; valid as long as the parameters live."""
+        return {id(p): number for number, members in enumerate(self.parameters) for p in members}
+
+
+def find_units(root: nn.Module, predicate: Predicate | None = None) -> Units:
+    """The units of ``root``. Raises `ValueError` for a predicate that matches nothing, or nested modules."""
+    if predicate is not None and not callable(predicate):
+        raise TypeError(f"units must be a function of a module that returns a bool, not {predicate!r}")
+    found = _matching(root, predicate) if predicate is not None else list(_children_of_lists(root, "", _is_list(root)))
+    chosen = list({id(module): (name, module) for name, module in reversed(found)}.values())[::-1]
+    users: dict[int, set[int]] = {}
+    for number, (_, module) in enumerate(chosen, start=1):
+        for parameter in _sharded(module):
+            users.setdefault(id(parameter), set()).add(number)
+    units = {id(module) for _, module in chosen}
+    outside = {id(part): (name, part) for name, part in _outside(root, "", units)}
+    for _, part in outside.values():
+        for parameter in _own(part):
+            users.setdefault(id(parameter), set()).add(ROOT)
+    members: list[list[Tensor]] = [[] for _ in range(len(chosen) + 1)]
+    for parameter in _sharded(root):
+        whose = users[id(parameter)]
+        members[next(iter(whose)) if len(whose) == 1 else ROOT].append(parameter)
+    of_root = {id(parameter) for parameter in members[ROOT]}
+    entries = [Entry("", root, (ROOT,))]
+    for name, part in outside.values():
+        if part is not root and _own(part):
+            entries.append(Entry(name, part, (ROOT,)))
+        elif part is not root and _has_forward(part) and any(id(below) in units for below in part.modules()):
+            entries.append(Entry(name, part, ()))  # its forward is that of several units
+    for number, (name, module) in enumerate(chosen, start=1):
+        shares = any(id(parameter) in of_root for parameter in _sharded(module))
+        entries.append(Entry(name, module, (ROOT, number) if shares else (number,)))
+    names = ("the root's rest", *(name for name, _ in chosen))
+    return Units(names, tuple(tuple(m) for m in members), tuple(entries))
+
+
+def _outside(module: nn.Module, name: str, units: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that are reached from ``module`` without entering a unit (they may be in a unit as well)."""
+    yield name, module
+    for key, child in module.named_children():
+        if id(child) not in units:
+            yield from _outside(child, f"{name}.{key}" if name else key, units)
+
+
+def _sharded(module: nn.Module) -> list[Tensor]:
+    """The parameters that are sharded: those that are laid out, whose dtypes have a NaN."""
+    return [parameter for parameter in module.parameters() if is_laid_out(parameter)]
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    return [parameter for parameter in module.parameters(recurse=False) if is_laid_out(parameter)]
+
+
+def _matching(root: nn.Module, predicate: Predicate) -> list[tuple[str, nn.Module]]:
+    found = [(name, module) for name, module in root.named_modules() if module is not root and predicate(module)]
+    if not found:
+        raise ValueError("units: the predicate matches no module below the root; leave it out for the default")
+    for name, module in found:
+        if not _has_forward(module):
+            raise ValueError(f"units: {name!r} is a {type(module).__name__}, which is never called: match its children")
+        for other_name, other in found:
+            if other is not module and any(part is other for part in module.modules()):
+                raise ValueError(
+                    f"units: the predicate matches {name!r} and {other_name!r} inside it: units never nest"
+                )
+    return found
+
+
+def _children_of_lists(module: nn.Module, prefix: str, listed: bool) -> Iterator[tuple[str, nn.Module]]:
+    """The callable children of the outermost lists below ``module``, in order of registration."""
+    for key, child in module.named_children():
+        name = f"{prefix}.{key}" if prefix else key
+        if not (listed and _has_forward(child)):
+            yield from _children_of_lists(child, name, listed or _is_list(child))
+        elif any(True for _ in child.parameters()):
+            yield name, child
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential))
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """False for the containers that only hold modules or parameters; what `torch.compile` makes of a module has one of
+    its own."""
+    return getattr(module.forward, "__name__", "") != "_forward_unimplemented"

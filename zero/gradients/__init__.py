@@ -1,0 +1,1 @@
+"""From a gradient hook to the mean that a rank keeps."""

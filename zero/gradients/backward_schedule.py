@@ -1,0 +1,147 @@
+"""Rounds: one reduction of every active bucket, in layout order, entered by every rank.
+
+Knows: the buckets in which a gradient may arrive, what has arrived, what travels. A backward is a round, or under
+`no_sync` adds to what this rank holds. Does not know: p.grad, phases, what ranks agree on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from collectives import BucketQueue, Collective, MismatchError, Transport, Work
+
+from ..core.layout import Layout
+from ..core.stages import Stage
+from ..parameters.released import as_plain
+from .accumulator import GradientStore
+
+
+class Rounds:
+    """The buckets of one optimizer on one rank. ``parameters`` are in the layout's order: none, until `extend`."""
+
+    def __init__(
+        self, layout: Layout, stage: Stage, transport: Transport, shards: Transport, collective: Collective
+    ) -> None:
+        """``shards``: the ranks that own the slices of buckets."""
+        self._stage, self._transport, self._shards, self._collective = stage, transport, shards, collective
+        self.layout = layout
+        self.parameters: list[Tensor] = []
+        self.stores: list[GradientStore] = []
+        self.places: list[tuple[GradientStore, int]] = []  # of each parameter: its store, and its slot there
+        self.seen: list[bool] = []  # of each parameter: trainable in a backward since gradients were cleared
+        self.number = 0  # rounds that this rank entered
+        self._position = 0  # of the round since gradients were cleared: ranks that skip a step alone are found
+        self.at_the_end = False  # a round begins when its backward is over: gathers come first, and nothing between
+        self._in_round = False  # what is under way is a round
+        self._entered = False  # it has begun
+        self._active: list[GradientStore] = []
+        self._missing: dict[int, int] = {}
+        self._trainable: dict[int, list[bool]] = {}
+        in_flight = 2 if stage.contributions_stay else 1  # at most three buckets of scratch with direct exchange
+        this = weakref.ref(self)  # a strong one would be a cycle, and buffers would wait for the collector
+
+        def launch(bucket: int) -> Work:
+            rounds = this()
+            assert rounds is not None
+            return rounds._launch(bucket)
+
+        self._queue = BucketQueue(launch, in_flight)
+
+    def extend(self, parameters: Sequence[Tensor], layout: Layout) -> None:
+        """Take up further parameters, which ``layout`` has in further buckets."""
+        self.layout = layout
+        new = layout.buckets[len(self.stores) :]
+        self.stores += [GradientStore(bucket, layout, self._stage, self._shards) for bucket in new]
+        self.parameters += parameters
+        places = {slot.parameter: (self.stores[bucket.index], number) for bucket, number, slot in layout.slots()}
+        self.places = [places[index] for index in range(len(self.parameters))]
+        self.seen += [False] * len(parameters)
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Buckets of which this rank has a contribution that was not reduced."""
+        return tuple(store.bucket.index for store in self.stores if store.pending)
+
+    def begin(self, *, is_round: bool, also: Sequence[int] = ()) -> None:
+        """A backward begins. The buckets in which a gradient may arrive, as the parameters stand now, and ``also``
+        these, take part."""
+        self._in_round, self._entered = is_round, False
+        self._activate(also)
+        if is_round and not self.at_the_end:
+            self._enter()
+
+    def _enter(self) -> None:
+        self._entered = True
+        self.number += 1
+        self._position += 1
+        self._queue.begin([store.bucket.index for store in self._active])
+
+    def _activate(self, also: Sequence[int]) -> None:
+        self._active, self._missing, self._trainable = [], {}, {}
+        with as_plain():  # a released parameter would be asked in Python
+            can_train = [parameter.requires_grad for parameter in self.parameters]
+        for store in self.stores:
+            mask = [can_train[slot.parameter] for slot in store.bucket.slots]
+            if any(mask) or store.touched or store.bucket.index in also:
+                for slot, trainable in zip(store.bucket.slots, mask, strict=True):
+                    self.seen[slot.parameter] |= trainable
+                self._active.append(store)
+                self._trainable[store.bucket.index] = mask
+                self._missing[store.bucket.index] = sum(mask)
+                store.touched = True
+
+    def arrived(self, index: int, gradient: Tensor) -> None:
+        """The gradient of a parameter is there; with the last of its bucket, this travels, or is added up."""
+        store, slot = self.places[index]
+        if slot in store.arrived:  # pragma: no cover - autograd has never done that; if it did, a sum would be wrong
+            raise RuntimeError(f"{self.layout.parameters[index].name!r} received two gradients in one backward")
+        store.arrive(slot, gradient)
+        bucket = store.bucket.index
+        self._missing[bucket] = self._missing.get(bucket, 0) - 1
+        if self._missing[bucket] == 0:
+            if self._entered:
+                self._queue.ready(bucket)
+            elif not self._in_round:
+                store.absorb(travels=False)
+
+    def _launch(self, bucket: int) -> Work:
+        store = self.stores[bucket]
+        label = f"backward {self._position} since zero_grad(), {store.label}"
+        return store.launch(self._collective, label, self.number, self._trainable[bucket])
+
+    def complete(self, then: Callable[[], None]) -> None:
+        """Do what is left of the backward under way; of a round also ``then``, without which it is not over: after an
+        interrupt both are asked for again. A mismatch of ranks says what is frozen on this one."""
+        if not self._in_round:
+            for store in self._active:
+                store.absorb(travels=False)
+            return
+        try:
+            if not self._entered:
+                self._enter()
+            self._queue.finish()
+            then()
+        except MismatchError as error:
+            pairs = zip(self.layout.parameters, self.parameters, strict=True)
+            frozen = [repr(spec.name) for spec, parameter in pairs if not parameter.requires_grad]
+            text = f"{error} (frozen on rank {self._transport.rank}: {', '.join(frozen) or 'none'})"
+            raise MismatchError(text) from error
+        self._in_round = False
+
+    def abandon(self) -> None:
+        """Give up what is under way: the transport is broken."""
+        self._queue.abandon()
+
+    def clear(self) -> None:
+        """No parameter has a gradient any more."""
+        self.seen = [False] * len(self.parameters)
+        self._position = 0
+        for store in self.stores:
+            store.clear()
+
+    def close(self) -> None:
+        """Let go of all buffers."""
+        self.stores, self.places, self._active = [], [], []

@@ -1,0 +1,176 @@
+"""What p.grad shows, what the user did to it, and what follows for the sums.
+
+Knows: when a mean is true, so that it may stand in p.grad; that a gradient was cleared, zeroed, replaced or edited
+there. Does not know: when a round is due, other ranks.
+
+    mean           where the stage gives every rank whole means, and these are of all that was added
+    placeholder    where there is a gradient that this rank cannot show
+    None           where no rank used the parameter, or it was cleared
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..core.layout import Layout
+from ..core.stages import Stage, all_zero, read_scalars, seen_at_once
+from .accumulator import GradientStore
+from .backward_schedule import Rounds
+from .grad_phase import Progress
+from .grad_slots import Faces
+from .hooks import Listener
+
+
+class Shown:
+    """The p.grad of all parameters of one optimizer on one rank, each by its index in the layout."""
+
+    def __init__(
+        self, listener: Listener, stage: Stage, rounds: Rounds, progress: Progress, *, means_may_be_shown: bool
+    ) -> None:
+        """``listener``: of the placeholders; ``means_may_be_shown``: whole means, where the stage has them, have the
+        dtype that p.grad must have."""
+        self._stage, self._rounds, self._progress = stage, rounds, progress
+        self._means_may_be_shown = stage.means_are_gathered and means_may_be_shown
+        self._faces = Faces(listener)
+        self.inside_join = False
+
+    @property
+    def means_are_shown(self) -> bool:
+        """p.grad is the mean after each round. Not inside `join`: what is done to it would not be done where a rank
+        left."""
+        return self._means_may_be_shown and not self.inside_join
+
+    def extend(self, parameters: Sequence[Tensor], layout: Layout) -> None:
+        """Take up further parameters, the last of ``layout``."""
+        self._faces.extend(parameters, layout.parameters[len(layout.parameters) - len(parameters) :])
+
+    def put_placeholder(self, index: int) -> RuntimeError | None:
+        """A gradient arrived; returns why it cannot be taken, where the parameter was cast or moved."""
+        return self._faces.put_placeholder(index)
+
+    def hide(self) -> None:
+        """Let no mean be where autograd would add to it."""
+        self._faces.hide()
+
+    def release(self) -> None:
+        """Make p.grad the user's own: a copy of a mean, or None."""
+        self._faces.release()
+
+    @property
+    def means_are_true(self) -> bool:
+        """Every rank holds the means of all that was added, divided by the divisor."""
+        known = self._progress
+        return self._stage.means_are_gathered and not self._rounds.pending and known.means_divisor == known.divisor
+
+    def show(self) -> None:
+        """Put into every p.grad what is true now."""
+        used, seen = self._progress.used, self._rounds.seen
+        if not self.means_are_shown:
+            self._faces.shelter([one or other for one, other in zip(used, seen, strict=True)])
+            return
+        means = self.means_are_true
+        for index, (store, slot) in enumerate(self._rounds.places):
+            if means and store.has_sum:
+                self._faces.put(index, store.mean_view(slot) if used[index] else None)
+            elif used[index] or seen[index]:
+                self._faces.put_placeholder(index)
+
+    # -- what the user did --------------------------------------------------------------------------------------------
+
+    def look(self) -> str | None:
+        """Take note of what was done to gradients since they were shown; the name of one that is a stranger's."""
+        changes = self._faces.look()
+        self.forget(changes.cleared)
+        for index, gradient in changes.replaced:
+            store, slot = self._rounds.places[index]
+            store.mean_view(slot).copy_(gradient)
+        if self.means_are_shown:  # real tensors, which may have been zeroed in place
+            stale = sorted(self._progress.stale)
+            places = [self._rounds.places[index] for index in stale]
+            # host synchronisation: one for all, where means that were settled are still there
+            zero = all_zero([store.mean_view(slot) for store, slot in places])
+            for index in itertools.compress(stale, zero):
+                self._zero(index, known=True)
+                self._progress.renewed(index)
+        return changes.stranger
+
+    def cleared(self) -> list[int]:
+        """Gradients that were set to None since they were shown. They count as cleared from now."""
+        return self._faces.look().cleared
+
+    def forget(self, cleared: Sequence[int]) -> None:
+        """These gradients were set to None."""
+        for index in cleared:
+            store, slot = self._rounds.places[index]
+            store.clear_slot(slot)
+            self._progress.used[index] = self._rounds.seen[index] = False
+            self._progress.renewed(index)
+        if cleared and not any(True for _ in self._faces.held()):
+            self._clear()
+
+    def zeroed(self, index: int) -> None:
+        """A placeholder was set to zero."""
+        self._zero(index, self._used_is_known())
+        self._progress.renewed(index)
+
+    def edited(self) -> str | None:
+        """What is wrong where a mean was edited that will not be the last one."""
+        known = self._progress
+        if not self.means_are_shown or known.means_divisor is None or not known.is_open:
+            return None
+        for store in self._doubtful(known.means_divisor):
+            for slot in store.edits(known.means_divisor, known.used):
+                name = self._rounds.layout.parameters[store.bucket.slots[slot].parameter].name
+                return (
+                    f"the gradient of {name!r} was edited after a backward, and a further backward or another divisor "
+                    "would lose the edit; edit gradients after the last backward of a step"
+                )
+        return None
+
+    def _doubtful(self, divisor: float) -> list[GradientStore]:
+        """Stores whose means may have been edited since they were gathered."""
+        stores = [store for store in self._rounds.stores if store.shows_means]
+        if not stores or seen_at_once(torch.device(stores[0].bucket.device)):
+            return stores
+        # host synchronisation: one for all, in a backward that is not the first since gradients were cleared
+        return list(itertools.compress(stores, read_scalars([store.edited(divisor) for store in stores])))
+
+    # -- clearing -----------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear every gradient, or set those that exist to zero."""
+        if set_to_none:  # whatever was done to them
+            self._faces.clear()  # also what was there before this object
+            self._clear()
+        else:
+            self.look()
+            known = self._used_is_known()
+            for index, (used, seen) in enumerate(zip(self._progress.used, self._rounds.seen, strict=True)):
+                if used or seen:
+                    self._zero(index, known)
+                mean = self._faces.mean(index)
+                if mean is not None:
+                    mean.zero_()
+        self._progress.all_renewed()
+
+    def _clear(self) -> None:
+        """No parameter has a gradient any more."""
+        self._progress.used = [False] * len(self._progress.used)
+        self._rounds.clear()
+
+    def _used_is_known(self) -> bool:
+        """`Progress.used` says what all ranks used, rather than this one."""
+        return (self.means_are_shown and not self._rounds.pending) or not self._progress.is_open
+
+    def _zero(self, index: int, known: bool) -> None:
+        store, slot = self._rounds.places[index]
+        if not self._progress.used[index]:
+            store.clear_slot(slot)
+        elif known:
+            store.zero_slot(slot)
+        else:
+            store.contribute_zero(slot)

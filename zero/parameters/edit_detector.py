@@ -1,0 +1,107 @@
+"""Edits of units that were gathered: a rank cannot keep what the others do not see, and must not lose it in silence.
+
+Knows: how an edit is found that left no trace in a version: in common memory by the pages that this rank has written,
+elsewhere by what became of its own slice. Does not know: when units come and go.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.stages import first_difference, read_scalars, same_bits, seen_at_once
+from .unit_buffer import Common, Shelf
+
+
+class Edits:
+    """What was edited on one rank since it was last told."""
+
+    def __init__(self, rank: int) -> None:
+        self.common: list[Common] = []
+        self._rank = rank
+        self._found: str | None = None  # the first that would be lost
+        self.looked = True  # at common memory, since a unit was shown
+        self._doubts: dict[Shelf, Tensor] = {}  # which element of a slice is not what it was; -1: all are
+
+    def add(self, shelf: Shelf) -> None:
+        """Take up a shelf."""
+        if shelf.common is not None:
+            shelf.common.shelves.append(shelf)
+            if shelf.common not in self.common:
+                self.common.append(shelf.common)
+
+    def remove(self, shelf: Shelf) -> None:
+        """Forget a shelf."""
+        if shelf.common is not None:
+            shelf.common.shelves.remove(shelf)
+            self.common = [common for common in self.common if common.shelves]
+
+    def take(self) -> str | None:
+        """What would be lost, once; None where all is well."""
+        doubts, self._doubts = self._doubts, {}
+        found = read_scalars(list(doubts.values()))  # host synchronisation: one between two agreements, for all units
+        for shelf, element in zip(doubts, found, strict=True):
+            if element >= 0:
+                low, _ = shelf.bucket.owned(self._rank)
+                self.note_slot(shelf, shelf.slot_at(low + element))
+        problem, self._found = self._found, None
+        return problem
+
+    def note_slot(self, shelf: Shelf, slot: int) -> None:
+        """A parameter was edited while it was shown."""
+        now = shelf.parameters[slot].dtype
+        if now is not shelf.nans[slot].dtype:
+            self._found = self._found or (
+                f"{shelf.name(slot)!r} was cast to {now} while its unit was gathered, which was undone: cast the model "
+                "before the optimizer is built"
+            )
+            return
+        self.note(
+            f"{shelf.name(slot)!r} was edited while its unit was gathered (as an Embedding with max_norm does in its "
+            "forward), which the other ranks cannot see"
+        )
+
+    def note(self, problem: str) -> None:
+        """Something was edited; the first is told."""
+        self._found = self._found or f"{problem}: edit it inside gathered(write=True)"
+
+    # -- common memory --------------------------------------------------------------------------------------------
+
+    def find(self) -> None:
+        """Look at all common memory."""
+        in_use = [common for common in self.common if not self._find_in(common)]
+        self.looked = not in_use
+
+    def find_in(self, common: Common) -> None:
+        """Look at some of it."""
+        self.looked = self._find_in(common) and self.looked
+
+    def _find_in(self, common: Common) -> bool:
+        """False where some of it is in use, and must be looked at again."""
+        found, everywhere = common.edited()
+        for shelf, slot in found:
+            self.note_slot(shelf, slot)
+        return everywhere
+
+    # -- elsewhere ------------------------------------------------------------------------------------------------
+
+    def compare(self, shelf: Shelf) -> None:
+        """Compare this rank's own slice, which was gathered, with what it was."""
+        assert shelf.whole is not None
+        low, high = shelf.bucket.owned(self._rank)
+        if not seen_at_once(shelf.shard.device):
+            self._doubt(shelf, low, high)
+            return
+        if same_bits(shelf.whole[low:high], shelf.shard):
+            return
+        for piece in shelf.bucket.pieces(low, high):
+            kept = shelf.shard[piece.begin - low : piece.end - low]
+            if not same_bits(shelf.whole[piece.begin : piece.end], kept):
+                self.note_slot(shelf, piece.slot)
+
+    def _doubt(self, shelf: Shelf, low: int, high: int) -> None:
+        """Compare where the host would have to wait for the device: `take` looks."""
+        if shelf.whole is not None and high > low:
+            doubt = first_difference(shelf.whole[low:high], shelf.shard)
+            before = self._doubts.get(shelf)
+            self._doubts[shelf] = doubt if before is None else torch.maximum(before, doubt)

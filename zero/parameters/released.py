@@ -1,0 +1,204 @@
+"""What stands in the place of a parameter whose memory was given back.
+
+Knows: which questions about a parameter can be answered without its values: what it is (also by `repr`), a conversion
+that would change nothing, and gradients with respect to it. Does not know: where the values are.
+
+A released parameter is the same object with the same name, shape and dtype; its class is a subclass of its own that
+raises on every other use, and its data is a single NaN, expanded, which belongs to this parameter alone. So no use can
+crash, show an old number, or reach the values of another parameter.
+
+Considered instead: a storage resized to nothing. Two thirds of what people do to a parameter is then a crash of the
+interpreter, and a graph that was recorded before keeps an old version counter.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from collectives.torch_internals import has_compatible_shallow_copy_type
+
+from ..core.layout import ParameterSpec
+
+SpecOf = Callable[[Tensor], ParameterSpec | None]
+
+# fmt: off
+_GETTERS = (
+    "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad", "grad_fn", "is_cpu",
+    "is_cuda", "is_leaf", "is_meta", "is_mps", "is_mkldnn", "is_nested", "is_quantized", "is_sparse", "is_xla",
+    "is_xpu", "itemsize", "layout", "name", "names", "ndim", "output_nr", "requires_grad", "retains_grad", "shape",
+)
+_SETTERS = ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_METHODS = (
+    "__len__", "dim", "element_size", "get_device", "is_complex", "is_floating_point", "is_same_size", "is_signed",
+    "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size",
+)
+# fmt: on
+_CASTS = ("to", "type", "double", "float", "half", "bfloat16", "cpu", "cuda", "xpu")  # what nn.Module calls
+
+
+def _answerable() -> frozenset[Any]:
+    tensor: Any = Tensor  # its attributes are descriptors, which torch leaves without annotations
+    found = {getattr(tensor, name).__get__ for name in _GETTERS if hasattr(tensor, name)}  # names differ by version
+    found |= {getattr(tensor, name).__set__ for name in _SETTERS if hasattr(tensor, name)}
+    found |= {tensor.grad.__delete__, has_compatible_shallow_copy_type}  # types, which `nn.Module.to` compares
+    return frozenset(found | {getattr(tensor, name) for name in _METHODS})
+
+
+ANSWERABLE = _answerable()
+as_plain = torch.DisableTorchFunctionSubclass  # a context in which a released parameter is an ordinary tensor
+
+
+def released_class(base: type[Tensor], spec_of: SpecOf) -> type[Tensor]:
+    """A subclass of a parameter's class for its time without memory. ``spec_of`` says which parameter an error is
+    about; None when the optimizer that had its values is gone."""
+
+    def answer(
+        cls: type, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in ANSWERABLE:
+            with as_plain():
+                return func(*args, **(kwargs or {}))
+        without_values = _WITHOUT_VALUES.get(func)
+        if without_values is not None:
+            result = without_values(spec_of, func, *args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        found = next((a for a in _flat([args, kwargs]) if is_released(a)), None)
+        spec = None if found is None else spec_of(found)
+        if spec is None:
+            raise RuntimeError(
+                f"{_called(func)}: the optimizer that held this parameter's values is gone: build the model anew, and "
+                "call optimizer.close() before the optimizer goes"
+            )
+        raise RuntimeError(
+            f"{_called(func)}: {spec.name!r} is released: at stage 3 a parameter has values only inside its unit's "
+            "forward and backward; read it inside 'with optimizer.gathered():', edit it inside 'gathered(write=True)', "
+            "and call the unit itself rather than its forward() or a part of it; zero.register_forward_method makes "
+            f"another method of the unit one that gathers{_further_remedy(func)}"
+        )
+
+    def show(self: Tensor, **_: Any) -> str:
+        spec = spec_of(self)
+        values = "its optimizer is gone" if spec is None else "values inside optimizer.gathered()"
+        name = "" if spec is None else f" {spec.name!r}"
+        facts = f"shape {tuple(self.shape)}, {self.dtype}, {self.device}, requires_grad={self.requires_grad}"
+        return f"<{base.__name__}{name}, released ({values}): {facts}>"
+
+    body = {
+        "released": True,
+        "__torch_function__": classmethod(answer),
+        "__repr__": show,
+        "__module__": __name__,
+    }
+    made: type[Tensor] = type(base).__call__(type(base), "Released", (base,), body)
+    return made
+
+
+# -- what needs no values -------------------------------------------------------------------------------------------
+# Each is called with the function that was asked for and its arguments; NotImplemented where it does need values.
+
+
+def _shown(spec_of: SpecOf, func: Any, parameter: Tensor, format_spec: str = "", **_: Any) -> Any:
+    return NotImplemented if format_spec else repr(parameter)
+
+
+def _converted(spec_of: SpecOf, func: Any, parameter: Any, *args: Any, **kwargs: Any) -> Any:
+    """The parameter itself where a conversion would change nothing, as torch gives a tensor itself."""
+    spec = spec_of(parameter)
+    if spec is None or not is_released(parameter):
+        return NotImplemented
+    memory_format = kwargs.pop("memory_format", torch.preserve_format)
+    small = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    like = torch.empty_strided(spec.shape, spec.stride, device="meta")
+    try:
+        same = func(small, *args, **kwargs) is small and like.to(memory_format=memory_format) is like
+    except Exception:  # a device that torch was not built for, say
+        same = False
+    return parameter if same else NotImplemented
+
+
+def _replaced(spec_of: SpecOf, func: Any, parameter: Tensor, data: Any) -> Any:
+    """`nn.Module.to` assigns what a conversion gave, also where that is the parameter itself."""
+    return None if data is parameter else NotImplemented
+
+
+def _differentiated(spec_of: SpecOf, func: Any, outputs: Any, inputs: Any, **options: Any) -> Any:
+    """`torch.autograd.grad` by the places of parameters in the graph."""
+    materialize, create = options.pop("materialize_grads", False), options.get("create_graph", False)
+    if any(is_released(tensor) for tensor in _flat([outputs, options])):
+        return NotImplemented
+    found = func(outputs, _edges(inputs), **options)
+    if materialize:
+        with as_plain():
+            pairs = zip(found, inputs, strict=True)
+            return tuple(torch.zeros_like(p, requires_grad=create) if g is None else g for g, p in pairs)
+    return found
+
+
+def _accumulated(spec_of: SpecOf, func: Any, tensors: Any, *, inputs: Any = None, **options: Any) -> Any:
+    """`torch.autograd.backward` by the places of parameters in the graph."""
+    if inputs is None or any(is_released(tensor) for tensor in _flat([tensors, options])):
+        return NotImplemented
+    return func(tensors, inputs=_edges(inputs), **options)
+
+
+def _edges(inputs: Sequence[Any]) -> list[Any]:
+    """Edges of the graph for released parameters: a backward must not run as if these were ordinary tensors, since
+    hooks of the user's run inside it."""
+    with as_plain():
+        return [torch.autograd.graph.get_gradient_edge(each) if is_released(each) else each for each in inputs]
+
+
+def _without_values() -> dict[Any, Callable[..., Any]]:
+    tensor: Any = Tensor
+    converting = ("to", "cpu", "cuda", "float", "half", "double", "bfloat16", "type")
+    return {
+        tensor.__repr__: _shown,
+        tensor.__format__: _shown,
+        **{getattr(tensor, name): _converted for name in converting},
+        tensor.data.__set__: _replaced,
+        torch.autograd.grad: _differentiated,
+        torch.autograd.backward: _accumulated,
+    }
+
+
+_WITHOUT_VALUES = _without_values()
+
+
+def is_released(parameter: object) -> bool:
+    """True while a parameter has no memory."""
+    return getattr(type(parameter), "released", False) is True
+
+
+def _further_remedy(func: Any) -> str:
+    """What else there is to do, where it is a known habit that met a released parameter."""
+    if getattr(func, "__name__", "") in _CASTS:
+        return "; move and cast the model before the optimizer is built, or after its close()"
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is nn.parallel.DistributedDataParallel.__init__.__code__:
+            return "; take DistributedDataParallel away, since two systems would add up the gradients"
+        frame = frame.f_back
+    return ""
+
+
+def _called(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    descriptor = getattr(func, "__self__", None)
+    if name in ("__get__", "__set__") and descriptor is not None:
+        return f".{getattr(descriptor, '__name__', 'a property')}"
+    return f"{name}()"
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in _flat(item)]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in _flat(item)]
+    return [value]

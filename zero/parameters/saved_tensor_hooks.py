@@ -1,0 +1,88 @@
+"""What a graph keeps of a unit's parameters: places instead of memory.
+
+Knows: autograd's hooks for saved tensors. Does not know: when a unit runs, or where its memory is.
+
+    pack     a tensor in a gathered buffer    -> its place
+             any other                        -> what the hooks that were there before make of it, or itself
+    unpack   a place                          -> ask for the unit, then a view of its buffer
+
+autograd watches tensors that it saves itself for edits in place; those that a hook keeps it does not, so that is done
+here, too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from collectives.torch_internals import top_saved_tensors_hooks
+
+from .compiled_calls import untraced
+from .saved_tensor_index import Saved
+from .unit_manager import Residency
+
+_Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Any]]
+
+
+class Saver:
+    """The hooks of one optimizer. ``needed`` is called with a unit before a tensor of it is restored. Which hooks a
+    thread saves through, torch knows for each thread."""
+
+    def __init__(self, residency: Residency, needed: Callable[[int], None]) -> None:
+        self._home = residency.places.home
+        self._residency, self._needed = weakref.ref(residency), weakref.WeakMethod(needed)
+        self._alone = saved_tensors_hooks(*self._hooks(None))  # as almost always
+
+    def push(self) -> bool:
+        """From now on this thread's forwards save through these hooks, until `pop`, which is due where this returns
+        True; where it returns False they do already."""
+        before = top_saved_tensors_hooks(False)
+        if before is not None and self._are_ours(before[0]):
+            return False
+        (self._alone if before is None else saved_tensors_hooks(*self._hooks(before))).__enter__()
+        return True
+
+    def _are_ours(self, pack: Any) -> bool:
+        defaults = getattr(pack, "__defaults__", None)
+        return defaults is not None and len(defaults) == 1 and defaults[0] is self._home
+
+    def pop(self) -> None:
+        self._alone.__exit__()  # takes away the hooks that were pushed last, whichever they are
+
+    def _hooks(self, before: _Pair | None) -> _Pair:
+        known, needed, home = self._residency, self._needed, self._home  # weakly: a graph may outlive the optimizer
+
+        @untraced
+        def pack(tensor: Tensor, _owner: object = home) -> Any:  # by which `push` knows it
+            residency = known()
+            if residency is not None and (saved := residency.places.find(tensor)) is not None:
+                return saved
+            if before is not None:
+                return before[0](tensor)
+            kept = tensor.detach()  # not itself: an output that its own graph holds would never be freed
+            return kept, kept._version
+
+        @untraced
+        def unpack(kept: Any) -> Any:
+            if isinstance(kept, Saved) and kept.place.home is home:
+                residency, need = known(), needed()
+                if residency is None or need is None:
+                    raise RuntimeError("this graph belongs to an optimizer that is gone: its parameters are, too")
+                need(kept.place.unit)
+                return residency.places.restore(kept)
+            if before is not None:
+                return before[1](kept)
+            tensor, version = kept
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{tensor.type()} {list(tensor.shape)} is at version {tensor._version}; expected version {version} "
+                    "instead"
+                )
+            return tensor
+
+        return pack, unpack

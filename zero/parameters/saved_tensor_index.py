@@ -1,0 +1,129 @@
+"""Which tensors lie in the gathered memory of units, and what lies at a place there.
+
+Knows: addresses. Does not know: when a unit comes or goes, or who asks.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .unit_buffer import Shelf
+
+_MOST_KNOWN = 1 << 16  # places; a program that makes ever new ones would fill the memory
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a tensor lies in a shelf's whole."""
+
+    home: object  # whose it is
+    unit: int
+    shelf: Shelf
+    slot: int
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Saved(NamedTuple):
+    """What a graph keeps of a tensor: a place instead of memory, and how often its parameter had changed."""
+
+    place: Place
+    version: int
+
+
+class Places:
+    """The buffers in which units are, or were where somebody else holds them still."""
+
+    def __init__(self, *, alone: bool) -> None:
+        """``alone``: buffers are the shards themselves, where edits are kept, and so count as changes."""
+        self.home = object()
+        self._alone = alone
+        self._shelves: dict[int, tuple[int, Shelf]] = {}  # address of a buffer -> unit, and what lies there
+        self._low, self._high = sys.maxsize, 0  # between which addresses buffers have been
+        self._known: dict[tuple[object, ...], Place] = {}  # a tensor's address and geometry -> its place
+
+    def remember(self, unit: int, shelf: Shelf, buffer: Tensor) -> None:
+        """What lies in a buffer is of this unit."""
+        address = _address(buffer)
+        if not address:  # no elements, which lie nowhere
+            return
+        if shelf.address != address or address not in self._shelves:  # share_memory() may have moved a storage
+            self.forget(shelf)
+            shelf.address = address
+            self._shelves[address] = (unit, shelf)
+            end = address + buffer.untyped_storage().nbytes()
+            self._low, self._high = min(self._low, address), max(self._high, end)
+
+    def forget(self, shelf: Shelf) -> None:
+        """What lies at a buffer's address from now on is somebody else's."""
+        if self._shelves.pop(shelf.address, None) is not None:
+            self._known.clear()
+        shelf.address = 0
+
+    def find(self, tensor: Tensor) -> Saved | None:
+        """Where a tensor lies in a gathered buffer; None for any other."""
+        try:
+            begin = tensor.data_ptr()  # 0 of what has no elements, which may lie in a buffer
+            if begin and not self._low <= begin < self._high:  # as most: one question less
+                return None
+            key = (begin, tensor.dtype, tensor.shape, tensor.stride())
+            place = self._known.get(key) or self._find(tensor, key)
+        except (RuntimeError, NotImplementedError):  # a tensor without a storage: sparse, or a tracer's
+            return None
+        if place is None or tensor.is_conj() or tensor.is_neg() or not self._is_there(place.shelf):
+            return None
+        return Saved(place, self._version(place))
+
+    def _find(self, tensor: Tensor, key: tuple[object, ...]) -> Place | None:
+        found = self._shelves.get(_address(tensor))
+        if found is None:
+            return None
+        unit, shelf = found
+        offset = int(tensor.storage_offset())
+        slot = shelf.slot_at(offset * tensor.itemsize // shelf.shard.itemsize)
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        place = Place(self.home, unit, shelf, slot, tensor.dtype, offset, shape, stride)
+        if tensor.data_ptr():
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = place
+        return place
+
+    def _is_there(self, shelf: Shelf) -> bool:
+        """False after share_memory(): what lies at a buffer's address may be anybody's."""
+        buffer = shelf.shard if self._alone else shelf.lent if shelf.whole is None else shelf.whole
+        return buffer is not None and buffer.data_ptr() == shelf.address
+
+    def _version(self, place: Place) -> int:
+        """How often a parameter's values were changed; edits count where they are kept."""
+        shelf, slot = place.shelf, place.slot
+        return shelf.versions[slot] + (shelf.parameters[slot]._version if self._alone else 0)
+
+    def restore(self, saved: Saved) -> Tensor:
+        """The tensor at a place; its unit is here."""
+        place, shelf = saved.place, saved.place.shelf
+        if self._version(place) != saved.version:
+            raise RuntimeError(
+                f"{shelf.name(place.slot)!r}, which this backward needs, was changed by a step or an edit after the "
+                "forward that used it: run the backward before, or the forward again"
+            )
+        if shelf.whole is None:
+            raise RuntimeError(
+                f"{shelf.name(place.slot)!r}, which this backward needs, was laid out anew (by add_param_group() or "
+                "close()) after the forward that used it: run the forward again"
+            )
+        if place.dtype is shelf.whole.dtype:
+            return shelf.view(place.size, place.stride, place.offset)
+        made = torch.empty(0, dtype=place.dtype, device=shelf.whole.device)
+        return made.set_(shelf.whole.untyped_storage(), place.offset, place.size, place.stride)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

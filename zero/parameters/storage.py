@@ -1,0 +1,371 @@
+"""The memory of the parameters where every rank holds them whole: flat tensors, one a bucket, with the parameters as
+views. `sharded` is its counterpart where a rank holds slices.
+
+Knows: the layout and the user's parameters, whose ``data`` it sets. Does not know: gradients, states, steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from collectives import Collective, Transport
+
+from ..consistency import broadcast, compare_subclasses, fingerprint
+from ..core.layout import Bucket, Layout, ParameterSpec, Slot
+from ..core.parameter_specs import (
+    HELD_ELSEWHERE,
+    bindings,
+    changed,
+    check_memory,
+    is_copied,
+    is_laid_out,
+    misplaced,
+    replaced,
+)
+from ..core.stages import strided
+from ..step.master_weights import MixedPrecision, cast
+from .released import is_released
+
+Keep = Callable[[Bucket, Tensor], None]  # is given a bucket's whole values where they are cast: wider than what stays
+
+
+class ParameterStorage:
+    """Parameters in the layout's order, and their memory. Identity, name, shape and strides of a parameter stay."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        shards: Transport,
+        direct: Collective,
+        module: nn.Module | None,
+        precision: MixedPrecision | None,
+    ) -> None:
+        """``shards``: the ranks that own the slices of buckets; ``direct``: a collective among all ranks that moves
+        slices of any size."""
+        self._transport, self._shards, self._direct = transport, shards, direct
+        self._module, self._precision = module, precision
+        self.layout = Layout((), (), shards.world_size)
+        self.rest = Layout((), (), shards.world_size)  # of parameters that are stored here and not updated
+        self.parameters: list[Tensor] = []
+        self.replicated: dict[Tensor, ParameterSpec] = {}  # listed, and in no bucket; by identity, as torch does
+        self.flats: list[Tensor] = []
+        self._places: list[tuple[int, torch.dtype]] = []  # of each parameter's memory, where it was put
+        self._bindings = bindings(module)
+        self._indices: dict[Tensor, int] = {}
+
+    # -- construction ---------------------------------------------------------------------------------------------
+
+    def units(self) -> dict[int, int] | None:
+        """id of a parameter -> its unit, where parameters come in units."""
+        return None
+
+    @property
+    def buckets_cross_units(self) -> bool:
+        """True where to gather a unit moves no bytes, as long as memory in common can be had: its slices may be of
+        any length."""
+        return False
+
+    def lines(self) -> list[str]:
+        """What the ranks must have built alike, beside the layout, as text."""
+        return [
+            f"replicated {name} {list(parameter.shape)} {parameter.dtype} {type(parameter).__name__}"
+            for name, parameter in self.replicas()
+        ]
+
+    def prepare(self, parameters: Sequence[Tensor]) -> None:
+        """Raise `ValueError` or `TypeError` where further parameters, or what they leave, cannot be stored."""
+        for binding in self._bindings:
+            if is_released(binding.parameter):
+                raise ValueError(HELD_ELSEWHERE.format(name=binding.name))
+        for name, parameter in self.replicas():
+            check_memory(parameter, name, may_be_meta=True)
+
+    def slices(self, buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
+        """Elements and dtype of what `adopt` of these, and `end` then, will keep on disk."""
+        return []
+
+    def begin(self) -> None:
+        """Further parameters are about to be adopted. Collective."""
+
+    def adopt(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> None:
+        """Take over further parameters, which ``layout`` has in further buckets: rank 0's values move there.
+        Collective."""
+        new = layout.buckets[len(self.flats) :]
+        self.layout = layout
+        self.parameters += parameters
+        for bucket in new:
+            # Memory of this rank alone: what it writes there, and what a fork of it reads, is nobody else's business.
+            flat = self._values(bucket, layout, self.parameters, keep)
+            for slot in bucket.slots:
+                spec = layout.parameters[slot.parameter]
+                self.parameters[slot.parameter].data = strided(flat, slot.offset, spec.shape, spec.stride)
+            self.flats.append(flat)
+        self._places += [(parameter.data_ptr(), parameter.dtype) for parameter in parameters]
+
+    def _values(self, bucket: Bucket, layout: Layout, parameters: Sequence[Tensor], keep: Keep) -> Tensor:
+        """Rank 0's values of a bucket, in what the model computes with. Collective."""
+        # Zero, because padding travels, and tells nobody what was there before.
+        whole = torch.zeros(bucket.numel, dtype=bucket.dtypes.master, device=bucket.device)
+        for slot in bucket.slots:
+            spec, parameter = layout.parameters[slot.parameter], parameters[slot.parameter]
+            strided(whole, slot.offset, spec.shape, spec.stride).copy_(parameter.detach())
+        broadcast(self._direct, self._transport, [whole])
+        if bucket.dtypes.has_master:
+            keep(bucket, whole)
+        return whole.to(bucket.dtypes.compute)
+
+    def end(self) -> None:
+        """Nothing further is to be adopted for now: take care of the module's other tensors. Collective."""
+        self._bindings = bindings(self._module)
+        self._cast_rest()
+        self._copy([*self._others(), *self._buffers()])
+
+    def check_replicas(self, listed: Mapping[Tensor, ParameterSpec]) -> None:
+        """Raise `ValueError`, on every rank, where what cannot be copied from rank 0 differs, of what every rank holds
+        whole. Collective; ``listed``: replicated parameters that are about to be taken over."""
+        known = [*((spec.name, parameter) for parameter, spec in listed.items()), *self.replicas(), *self._buffers()]
+        self._compare(list({id(tensor): (name, tensor) for name, tensor in known}.values()))
+
+    def _copy(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Give rank 0's values to all, of what every rank holds whole. Collective."""
+        broadcast(self._direct, self._transport, [tensor.detach() for _, tensor in tensors if is_copied(tensor)])
+
+    def _compare(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Raise `ValueError`, on every rank, where what is not copied differs. Collective."""
+        compare_subclasses(self._transport, [entry for entry in tensors if not is_copied(entry[1])])
+
+    def _cast_rest(self) -> None:
+        """Cast what the model computes with, beside the parameters in buckets."""
+        if self._precision is not None:
+            cast([parameter for _, parameter in self._others()], self._precision.param_dtype)
+            if self._precision.buffer_dtype is not None:
+                cast([] if self._module is None else list(self._module.buffers()), self._precision.buffer_dtype)
+
+    def _others(self) -> list[tuple[str, Tensor]]:
+        """Name and parameter of all that are not in the layout: the module's that are not listed, and those that are
+        listed and replicated."""
+        placed = {id(p) for p in self.parameters}
+        known = [(binding.name, binding.parameter) for binding in bindings(self._module)]
+        known += [(spec.name, parameter) for parameter, spec in self.replicated.items()]
+        named: dict[int, tuple[str, Tensor]] = {}
+        for name, parameter in known:
+            if id(parameter) not in placed:
+                named.setdefault(id(parameter), (name, parameter))
+        return list(named.values())
+
+    def replicas(self) -> list[tuple[str, Tensor]]:
+        """Name and parameter of all that are replicated, listed or not."""
+        return [entry for entry in self._others() if not is_laid_out(entry[1])]
+
+    def _buffers(self) -> list[tuple[str, Tensor]]:
+        return [] if self._module is None else list(self._module.named_buffers())
+
+    # -- what is where --------------------------------------------------------------------------------------------
+
+    def interval(self, bucket: Bucket, begin: int, end: int) -> Tensor:
+        """The parameters of an interval that this rank steps, 1-D."""
+        return self.flats[bucket.index][begin:end]
+
+    def index(self, parameter: Tensor) -> int:
+        """The parameter's place in the layout; `ValueError` for a stranger."""
+        if len(self._indices) < len(self.parameters):
+            self._indices = {known: index for index, known in enumerate(self.parameters)}  # by identity, as torch does
+        if parameter in self._indices:
+            return self._indices[parameter]
+        raise ValueError(f"a tensor of shape {tuple(parameter.shape)} is not one of this optimizer's parameters")
+
+    def listed(self) -> list[ParameterSpec]:
+        """What was listed, in no order: in buckets or replicated."""
+        return [*self.layout.parameters, *self.replicated.values()]
+
+    def owners(self, index: int) -> list[int]:
+        """The ranks that own a part of a parameter, of those that share this rank's copy."""
+        bucket, number, _ = next(found for found in self.layout.slots() if found[2].parameter == index)
+        first = self._transport.rank - self._shards.rank
+        places = range(self._shards.world_size)
+        return [first + r for r in places if any(piece.slot == number for piece in bucket.pieces(*bucket.owned(r)))]
+
+    def flat_of(self, index: int) -> Tensor:
+        """A parameter's elements in memory order, 1-D."""
+        bucket, slot = next((b, s) for b, _, s in self.layout.slots() if s.parameter == index)
+        return self.flats[bucket.index][slot.offset : slot.end]
+
+    def places(self, parameters: Sequence[Tensor] | None) -> list[int] | None:
+        """Where parameters are among all that are kept here, also those that are not updated: what `at` takes."""
+        known = {id(parameter): place for place, parameter in enumerate(self._all())}
+        for parameter in parameters or ():
+            if id(parameter) not in known:
+                self.index(parameter)
+        return None if parameters is None else [known[id(parameter)] for parameter in parameters]
+
+    def at(self, places: Sequence[int] | None) -> list[Tensor] | None:
+        """The parameters at these places."""
+        known = self._all()
+        return None if places is None else [known[place] for place in places]
+
+    def _all(self) -> list[Tensor]:
+        return [*self.parameters, *(parameter for _, parameter in self._others())]
+
+    def fingerprints(self) -> list[tuple[str, bytes]]:
+        """Name and SHA-256 of each listed parameter, whole. Collective."""
+        known = [*zip(self.parameters, self.layout.parameters, strict=True), *self.replicated.items()]
+        return [(spec.name, fingerprint(parameter)) for parameter, spec in known]
+
+    @property
+    def gathers_nothing(self) -> bool:
+        """True where a forward needs nothing of the other ranks that they have to send."""
+        return True
+
+    def tell_gathers(self, telling: Callable[..., AbstractContextManager[None]] | None) -> None:
+        """Inside `join`: ranks without a forward of their own must be told of each gather."""
+
+    def begin_again(self) -> None:
+        """Ranks have run different forwards, or will: what these left is no use to all. Waits for what is under way."""
+
+    def gather(self, unit: int) -> None:
+        """Give the others this rank's slices of a unit. Collective."""
+        raise NotImplementedError("every rank holds whole parameters")  # pragma: no cover - nobody tells of a gather
+
+    def broadcast_buffers(self) -> None:
+        """Rank 0's buffers for all. Collective."""
+        self._copy(self._buffers())
+        self._compare(self._buffers())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.flats[0].device
+
+    @property
+    def units_travel(self) -> bool:
+        """False where every rank sees every slice of a unit in memory that all share."""
+        return True
+
+    def common_memory(self) -> str:
+        """Whether units lie in memory that ranks share, and why."""
+        return "no (every rank holds whole parameters)"
+
+    # -- from outside ---------------------------------------------------------------------------------------------
+
+    def gathered(self, parameters: Sequence[Tensor] | None) -> AbstractContextManager[None]:
+        """``parameters``, or all, whole inside the block. Collective; here they always are."""
+        others = {id(parameter) for _, parameter in self._others()}
+        for parameter in parameters or ():
+            if id(parameter) not in others:
+                self.index(parameter)
+        return nullcontext()
+
+    def overwrite(self, parameters: Sequence[Tensor] | None) -> None:
+        """Make rank 0's values everybody's, inside `gathered`. Collective."""
+        others = self._chosen(self._others(), parameters)
+        known = {id(parameter) for _, parameter in others}
+        if parameters is None:
+            flats = self.flats
+        else:
+            flats = [self.flat_of(self.index(parameter)) for parameter in parameters if id(parameter) not in known]
+        broadcast(self._direct, self._transport, flats)
+        self._copy(others)
+        self._compare(others)
+
+    def _chosen(
+        self, entries: Sequence[tuple[str, Tensor]], parameters: Sequence[Tensor] | None
+    ) -> list[tuple[str, Tensor]]:
+        """Of these entries those whose parameters are among ``parameters``; None: all."""
+        chosen = None if parameters is None else {id(parameter) for parameter in parameters}
+        return [entry for entry in entries if chosen is None or id(entry[1]) in chosen]
+
+    def busy(self) -> bool:
+        """True inside a forward or a backward that uses what comes and goes."""
+        return False
+
+    def retire(self) -> bool:
+        """Let go of what was kept for a backward; False where somebody is using whole parameters now."""
+        return True
+
+    def leave(self, bucket: int) -> None:
+        """This rank has updated its slice of a bucket, and does not need it for a while."""
+
+    def stepped(self, used: Sequence[bool]) -> None:
+        """A step has changed these parameters."""
+
+    def problem(self) -> str | None:
+        """What is wrong where a parameter was moved, cast or replaced since; None where all is well."""
+        places = [(parameter.data_ptr(), parameter.dtype) for parameter in self.parameters]
+        if places != self._places:
+            for bucket, _, slot in self.layout.slots():
+                problem = self._misplacement(bucket, slot)
+                if problem is not None:
+                    return problem
+            self._places = places  # share_memory() moves a bucket with all its parameters
+        return misplaced(self._bindings)
+
+    def unfrozen_problem(self) -> str | None:
+        """What is wrong where a replicated parameter is trained; None where none is."""
+        for parameter, spec in self.replicated.items():
+            if parameter.requires_grad:
+                return (
+                    f"{spec.name!r} requires a gradient now, but was frozen when the optimizer was built, and is not "
+                    f"sharded ({type(parameter).__name__}, {parameter.dtype}): it cannot be updated; freeze it again "
+                    "with requires_grad_(False)"
+                )
+        return None
+
+    def _misplacement(self, bucket: Bucket, slot: Slot) -> str | None:
+        parameter, spec = self.parameters[slot.parameter], self.layout.parameters[slot.parameter]
+        flat = self.flats[bucket.index]
+        problem = changed(parameter, spec)
+        if problem is not None:
+            return problem
+        if slot.numel and parameter.data_ptr() != flat.data_ptr() + slot.offset * flat.itemsize:
+            return (
+                f"the memory of {spec.name!r} was replaced after the optimizer was built (by assigning to .data, "
+                "or by moving the model): edit parameters in place"
+            )
+        return None
+
+    def replaced(self) -> list[str]:
+        """Names under which the module no longer has the values that this optimizer gave it, and never will."""
+        names = list(replaced(self._bindings))
+        for bucket, _, slot in self.layout.slots():
+            spec = self.layout.parameters[slot.parameter]
+            has_values = changed(self.parameters[slot.parameter], spec) is not None  # it was cast or moved with them
+            if not has_values and self._misplacement(bucket, slot) is not None:
+                names.append(spec.name)
+        return names
+
+    def not_updated(self) -> Sequence[Tensor]:
+        """Parameters that are stored here and not updated."""
+        return ()
+
+    def rest_flats(self) -> list[Tensor]:
+        """This rank's memory of the parameters of `rest`."""
+        return []
+
+    def kept(self) -> list[Tensor]:
+        """This rank's memory of parameters that is on disk."""
+        return []
+
+    def transient(self) -> tuple[frozenset[int], int]:
+        """Buffers of gathered parameters: their addresses, and the most bytes that there ever were."""
+        return frozenset(), 0
+
+    def in_common(self) -> frozenset[int]:
+        """Addresses of memory that all ranks have in common, seen as a whole; what a rank owns of it is in `flats`."""
+        return frozenset()
+
+    def release(self) -> None:
+        """Give every parameter memory of its own. Collective."""
+        for index, parameter in enumerate(self.parameters):
+            if self._lies_here(index):
+                parameter.data = parameter.detach().clone()
+        self.flats = []
+
+    def _lies_here(self, index: int) -> bool:
+        flat = self.flat_of(index)
+        if is_released(self.parameters[index]):  # of an optimizer that took it over
+            return False
+        return self.parameters[index].untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()

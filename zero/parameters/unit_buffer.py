@@ -1,0 +1,250 @@
+"""A bucket of a unit on one rank, and what stands in the ``data`` of its parameters.
+
+Knows: the slots, this rank's slice, the buffer while there is one. Does not know: when, or why, anything changes.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from collectives import Region
+from collectives.pool import holders
+
+from ..core.layout import Bucket, Layout, ParameterSpec, Piece
+from ..core.stages import same_bits
+
+_MOST_RESTORED = 1 << 10  # views; a program that makes ever new ones would fill the memory
+
+
+@dataclass(eq=False)
+class Shelf:
+    """A bucket on this rank, or the part of one that belongs to a unit: its parameters by slot, this rank's slice, and
+    the whole while it is here."""
+
+    bucket: Bucket
+    layout: Layout
+    parameters: list[Tensor]
+    shard: Tensor
+    updated: bool  # by the optimizer
+    common: Common | None = None  # where every rank sees every slice, the whole; None where slices must travel
+    begin: int = 0  # in the common memory, in elements
+    whole: Tensor | None = None
+    kept: Tensor | None = None  # of the whole, between a forward and its backward: what ranks nearby share
+    lent: Tensor | None = None  # a buffer that was dropped while somebody else held it
+    estranged: bool = False  # somebody else has held what is lent, and may have written there
+    shown: bool = False  # in the parameters
+    unchecked: bool = False  # it was shown since somebody last looked for edits
+    address: int = 0  # of the whole or lent buffer's memory, when it came
+
+    def __post_init__(self) -> None:
+        self.accepted: set[int] = set()  # slots where what was written into the whole is everybody's
+        self._noted_versions = [p._version for p in self.parameters]  # of each slot, of what was put into its data
+        self._noted_addresses = [0] * len(self.parameters)
+        self.offsets = [slot.offset for slot in self.bucket.slots]
+        specs = [self.layout.parameters[slot.parameter] for slot in self.bucket.slots]
+        self._geometry = [
+            (offset, tuple(spec.shape), tuple(spec.stride)) for offset, spec in zip(self.offsets, specs, strict=True)
+        ]
+        self.versions = [0] * len(self.parameters)  # of each slot: how often its values were changed
+        self.bases = [type(parameter) for parameter in self.parameters]
+        dtype = self.bucket.dtypes.compute
+        self.nans = [nan_like(parameter, dtype) for parameter in self.parameters]
+        self._nan_addresses = [nan.data_ptr() for nan in self.nans]
+        self._dtypes = [nan.dtype for nan in self.nans]
+        self._common_whole: Tensor | None = None
+        self.common_address = 0  # of the whole in common memory, since it was first needed
+        self._common_views: list[Tensor] = []
+        self._common_addresses: list[int] = []
+        self._restored: dict[tuple[object, ...], Tensor] = {}  # further views of it, by geometry
+        self._own_holders = 0  # of the memory of all these
+
+    def name(self, slot: int) -> str:
+        return self.spec(slot).name
+
+    def spec(self, slot: int) -> ParameterSpec:
+        return self.layout.parameters[self.bucket.slots[slot].parameter]
+
+    @property
+    def in_use(self) -> bool:
+        """True while what is in the whole must stay: it is being used, or its owners may still have to write it."""
+        return self.shown or (bool(self.accepted) and self.whole is not None)
+
+    def slot_at(self, element: int) -> int:
+        """The slot in which an element of the bucket lies."""
+        return bisect.bisect_right(self.offsets, element) - 1
+
+    # -- a parameter's data ---------------------------------------------------------------------------------------
+
+    def owns(self, slot: int) -> bool:
+        """False where a parameter's memory is not what was put there."""
+        parameter, nan = self.parameters[slot], self.nans[slot]
+        same = parameter.dtype is nan.dtype and parameter.device == nan.device
+        return same and parameter.data_ptr() == self._noted_addresses[slot]
+
+    def renew(self, slot: int) -> None:
+        """Put another NaN in the place of one that was edited."""
+        self.nans[slot] = nan_like(self.nans[slot], self.nans[slot].dtype)
+        self._nan_addresses[slot] = self.nans[slot].data_ptr()
+
+    def displaced(self) -> Sequence[int]:
+        """The slots whose memory is not what was put there; none in most cases, which costs little to see."""
+        same_memory = [parameter.data_ptr() for parameter in self.parameters] == self._noted_addresses
+        if same_memory and [parameter.dtype for parameter in self.parameters] == self._dtypes:
+            return ()
+        return [slot for slot in range(len(self.parameters)) if not self.owns(slot)]
+
+    def note(self, slot: int) -> None:
+        """Remember what is in a parameter's data."""
+        parameter = self.parameters[slot]
+        self._noted_versions[slot], self._noted_addresses[slot] = parameter._version, parameter.data_ptr()
+
+    def edited(self) -> list[int]:
+        """Slots where somebody has edited or replaced what was put into a parameter's data, since this was asked."""
+        versions = [parameter._version for parameter in self.parameters]
+        addresses = [parameter.data_ptr() for parameter in self.parameters]
+        known, self._noted_versions = self._noted_versions, versions
+        if versions == known and addresses == self._noted_addresses:
+            return []
+        pairs = zip(versions, known, addresses, self._noted_addresses, strict=True)
+        return [slot for slot, (now, then, here, there) in enumerate(pairs) if now != then or here != there]
+
+    def put_whole(self) -> None:
+        """Give the parameters, which are of their own classes, their values. This counts as no edit."""
+        assert self.whole is not None
+        in_common = self.is_in_common(self.whole)
+        views = self._common_views if in_common else list(self._views(self.whole))
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view
+        self._noted_addresses = self._common_addresses.copy() if in_common else [view.data_ptr() for view in views]
+
+    def put_nans(self) -> None:
+        """Take the values of the parameters, which are of their own classes, away."""
+        for parameter, nan in zip(self.parameters, self.nans, strict=True):
+            parameter.data = nan
+        self._noted_addresses = self._nan_addresses.copy()
+
+    # -- the whole ------------------------------------------------------------------------------------------------
+
+    @property
+    def moved(self) -> bool:
+        """True where the whole lies in common memory no more: `share_memory_` takes a storage elsewhere."""
+        return self.common is not None and self.whole is not None and self.whole.data_ptr() != self.common_address
+
+    def in_common(self) -> Tensor:
+        """The whole in common memory, the same tensor each time, unless that was moved elsewhere."""
+        assert self.common is not None
+        made = self._common_whole
+        if made is None or made.data_ptr() != self.common_address:
+            self._common_whole = made = self.common.whole(self.begin, self.begin + self.bucket.numel)
+            self.common_address = made.data_ptr()
+            self._common_views, self._restored = list(self._views(made)), {}
+            self._common_addresses = [view.data_ptr() for view in self._common_views]
+            self._own_holders = holders(made)
+        return made
+
+    def is_in_common(self, buffer: Tensor | None) -> bool:
+        """True for the tensor of `in_common`, as long as it was not moved."""
+        return buffer is not None and buffer is self._common_whole and buffer.data_ptr() == self.common_address
+
+    def strangers(self, buffer: Tensor) -> int:
+        """How many others hold the memory of a buffer that was dropped."""
+        return holders(buffer) - (self._own_holders if buffer is self._common_whole else 0)
+
+    def view(self, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Tensor:
+        """A view of the whole. In common memory it is made of one that is kept, which takes a third of the time."""
+        assert self.whole is not None
+        if self.whole is not self._common_whole:
+            return self.whole.as_strided(size, stride, offset)
+        key = (size, stride, offset)
+        found = self._restored.get(key)
+        if found is None:
+            if len(self._restored) >= _MOST_RESTORED:
+                self._own_holders -= len(self._restored)
+                self._restored.clear()
+            found = self._restored[key] = self.whole.as_strided(size, stride, offset)
+            self._own_holders += 1
+        return found.detach()  # a tensor of its own: what is done to it stays there, and who keeps it is counted
+
+    def _views(self, flat: Tensor) -> Iterator[Tensor]:
+        begin = flat.storage_offset()
+        for offset, shape, stride in self._geometry:
+            yield flat.as_strided(shape, stride, begin + offset)
+
+
+class Common:
+    """A bucket in memory that all ranks share, and its shelves."""
+
+    def __init__(self, region: Region, dtype: torch.dtype) -> None:
+        self._region, self._dtype = region, dtype
+        self.shelves: list[Shelf] = []
+
+    def whole(self, begin: int, end: int) -> Tensor:
+        """What all ranks wrote into these elements, 1-D."""
+        return self._region.whole(begin * self._dtype.itemsize, end * self._dtype.itemsize).view(self._dtype)
+
+    def own(self, begin: int, end: int) -> Tensor:
+        """The elements where this rank writes for all, 1-D."""
+        return self._region.own(begin * self._dtype.itemsize, end * self._dtype.itemsize).view(self._dtype)
+
+    def edited(self) -> tuple[list[tuple[Shelf, int]], bool]:
+        """Slots into which this rank has written what is not everybody's, and whether all pages could be looked at:
+        one with a shelf in use stays as it is. All others are forgotten, but for those that lie in dropped buffers
+        alone, where somebody may have written."""
+        found: list[tuple[Shelf, int]] = []
+        kept: set[Shelf] = set()
+        for begin, end in self._written():
+            there = self._on(begin, end)
+            if any(shelf.in_use for shelf in there):
+                kept.update(there)
+                continue
+            for shelf in there:
+                if shelf.unchecked:  # of any other a page may have been copied before all ranks had written there
+                    found += [(shelf, piece.slot) for piece in self._differing(shelf, begin, end)]
+            if any(shelf.lent is None for shelf in there):
+                self._forget(begin, end)
+        for shelf in self.shelves:
+            if shelf not in kept and not shelf.in_use:
+                shelf.unchecked = False
+                shelf.accepted.clear()
+        return found, not kept
+
+    def restore(self, shelf: Shelf) -> None:
+        """Undo what this rank wrote into a shelf's whole, but for what was accepted, and nothing that lies beside it.
+        Every rank must have written its slices."""
+        for begin, end in self._written():
+            there = self._on(begin, end)
+            if there == [shelf] and not shelf.accepted:
+                self._forget(begin, end)
+            elif shelf in there:
+                for piece in self._differing(shelf, begin, end):
+                    place = shelf.begin + piece.begin, shelf.begin + piece.end
+                    self.whole(*place).copy_(self.own(*place))
+
+    def _on(self, begin: int, end: int) -> list[Shelf]:
+        """The shelves that have a part of these elements."""
+        return [shelf for shelf in self.shelves if shelf.begin < end and begin < shelf.begin + shelf.bucket.numel]
+
+    def _written(self) -> list[tuple[int, int]]:
+        """Where this rank has written into the whole, in elements, by pages."""
+        size = self._dtype.itemsize
+        return [(low // size, high // size) for low, high in self._region.written()]
+
+    def _forget(self, begin: int, end: int) -> None:
+        self._region.refresh(begin * self._dtype.itemsize, end * self._dtype.itemsize)
+
+    def _differing(self, shelf: Shelf, begin: int, end: int) -> Iterator[Piece]:
+        low, high = max(begin - shelf.begin, 0), min(end - shelf.begin, shelf.bucket.numel)
+        for piece in shelf.bucket.pieces(low, high):
+            place = shelf.begin + piece.begin, shelf.begin + piece.end
+            if piece.slot not in shelf.accepted and not same_bits(self.whole(*place), self.own(*place)):
+                yield piece  # of those that are accepted, the owners are writing what is here
+
+
+def nan_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    nan = torch.full((1,), float("nan"), dtype=dtype, device=parameter.device)
+    return nan.expand(parameter.shape) if parameter.dim() else nan.view(())

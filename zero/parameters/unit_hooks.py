@@ -1,0 +1,637 @@
+"""Turns the events of modules and of their graphs into "unit u is needed", "unit u is not".
+
+Knows: forwards, saved tensors, backwards, and in which order units were used. Does not know: memory or ranks; what is
+to come, be shown or go is `Residency`'s work.
+
+    forward    enters u      drop the unit before, show u, fetch the unit that the last forward used next
+               leaves u      hide u; it stays until another unit is entered (the last one: until the backward asks)
+               leaves the outermost module with nothing to differentiate: drop everything
+    backward   reaches u     by the graph of u's outputs, or by a tensor that u's forward saved: as above, in reverse
+               is over       drop everything
+
+So at most the root's rest, the running unit and the fetched one are here, and what is kept of the others for
+the backward. Therefore one thread at a time is inside forwards, or inside a backward, and another that begins one is
+refused; which thread that is may change whenever none is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from collectives.torch_internals import (
+    call_impl,
+    current_graph_task_id,
+    engine_run_backward,
+    queue_callback,
+    wrapped_call_impl,
+)
+
+from ..core.units import ROOT, Entry, Units
+from ..streams import Streams
+from .compiled_calls import inside_compiled_call, interrupting, untraced, wrap_compiled_call
+from .forward_methods import ForwardMethod, check_method
+from .released import is_released
+from .saved_tensor_hooks import Saver
+from .unit_manager import Residency, refuse_transforms
+
+_NO_TASK = -1
+_GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_MOST_LOOKS = 1000
+
+
+class Order:
+    """In which order units are used, as far as the last time tells. What it says decides when a gather begins, never
+    what is right; it is equal on all ranks, since they enter the same units."""
+
+    def __init__(self, units: int) -> None:
+        self._forward = list(range(1, units))  # of the last forward of the root; at first a guess
+        self._position = 0
+        self._path: list[int] = []  # forwards since the last backward or step
+        self._closed = False
+        self._back: list[int] = []
+
+    def begin_forward(self) -> None:
+        """The root's forward begins."""
+        self._position = 0
+
+    def close(self) -> None:
+        """A backward or a step: the next forward begins another path."""
+        self._closed = True
+
+    def begin_backward(self) -> None:
+        self._back = self._path[::-1]
+        self.close()
+
+    def forward(self, unit: int) -> int | None:
+        """A forward comes to ``unit``; returns the one that will probably follow."""
+        position, self._position = self._position, self._position + 1
+        if self._closed:
+            self._path, self._closed = [], False
+        if torch.is_grad_enabled():
+            self._path.append(unit)
+        known = self._forward[position : position + 2]
+        if known[:1] == [unit]:
+            return known[1] if len(known) > 1 else None
+        self._forward[position:] = [unit]
+        return None
+
+    def backward(self, unit: int) -> int | None:
+        """A backward comes to ``unit``; returns the one that will probably follow."""
+        if unit not in self._back:
+            return None
+        del self._back[: self._back.index(unit) + 1]
+        return next((other for other in self._back if other != unit), None)
+
+
+class UnitHooks:
+    """The hooks of one optimizer on one module's units, until `remove`."""
+
+    def __init__(self, units: Units, residency: Residency, streams: Streams, *, keeps_whole: bool) -> None:
+        """``keeps_whole``: what a forward gathered stays for its backward."""
+        self._residency, self._streams, self._keeps_whole = residency, streams, keeps_whole
+        self._units = len(units.names)
+        self._order = Order(self._units)
+        self._running: list[tuple[_Place, int, bool]] = []  # forwards: thread, and whether it pushed the saver's hooks
+        # held while an outermost forward or a backward checks whether it may begin, and while an outermost forward ends
+        self._beginning = threading.RLock()
+        self._current: int | None = None  # the unit that runs, or ran last
+        self._ahead: int | None = None  # the unit that was fetched before it was asked for
+        self._task = _NO_TASK
+        self._task_thread = 0
+        self._starting = False  # a backward began, and no unit was asked for yet
+        self._warned = False  # that a graph was broken
+        self._saver = Saver(residency, self._needed_again)
+        self._places = [_Place(self, entry) for entry in units.entries]
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        for place in self._places:
+            place.remove()
+        self._places = []
+
+    def busy(self) -> bool:
+        """True inside a forward or a backward."""
+        return self._inside_a_forward() or _in_backward()
+
+    def retire(self) -> None:
+        """A step begins: what was kept for a backward is of no use any more. Waits for what is under way."""
+        self._end_interrupted()
+        if not self._running:
+            self._residency.let_all_go()
+        self._order.close()
+        self._over()
+
+    def begin_again(self) -> None:
+        """As after construction: nothing is here, and no order is known. Where ranks have entered different units."""
+        if self._residency.broken:
+            self._residency.abandon()
+        else:
+            self.retire()
+        self._order = Order(self._units)
+
+    # -- which thread -------------------------------------------------------------------------------------------------
+
+    def _inside_a_forward(self) -> bool:
+        """True while a thread is: an interrupt skips the hooks that would end a forward."""
+        return any(_runs(thread, *_forward_codes()) for _, thread, _ in self._running[-1:])
+
+    def _end_interrupted(self) -> None:
+        while (last := self._running[-1:]) and not self._inside_a_forward():
+            if last == self._running[-1:]:  # else its thread has left it meanwhile
+                self._end()
+
+    def _check_no_other_forward(self) -> None:
+        """Raise `RuntimeError` where another thread is inside a forward."""
+        if any(thread != threading.get_ident() for _, thread, _ in self._running[-1:]):
+            if _in_a_thread_of_autograd():
+                return
+            self._end_interrupted()
+            for _, thread, _ in self._running[-1:]:
+                self._refuse(thread, "a forward")
+
+    def _check_no_other_backward(self) -> None:
+        """Raise `RuntimeError` where another thread is inside the backward that began last."""
+        if self._task_thread != threading.get_ident() and _runs(self._task_thread, engine_run_backward.__code__):
+            self._refuse(self._task_thread, "a backward")
+
+    def _refuse(self, thread: int, what: str) -> None:
+        name = next((repr(other.name) for other in threading.enumerate() if other.ident == thread), str(thread))
+        raise RuntimeError(
+            f"{self._residency.called}: another thread, {name}, is inside {what}: at stage 3 parameters come and go "
+            "with the forwards and backwards of one thread at a time; run one after the other, or give the threads a "
+            "copy of the model that was made inside 'with optimizer.gathered():'"
+        )
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def entered(self, place: _Place) -> None:
+        """A module's forward begins."""
+        thread = threading.get_ident()
+        place.refused.add(thread)
+        self._residency.check_process()  # before a lock that another thread may have held at the fork
+        refuse_transforms(place.name or "the root's rest")
+        pushed = self._saver.push()  # torch may refuse
+        place.refused.discard(thread)
+        last = self._running[-1:]  # one look: another thread may leave its forward at any moment
+        if last and last[0][1] == thread:
+            self._running.append((place, thread, pushed))
+        else:
+            self._begin_outermost(place, thread, pushed)
+        for unit in place.needs:
+            self._residency.hold(unit)
+        self._begin()
+        if place.is_root and all(place is not other for other, _, _ in self._running[:-1]) and not _in_backward():
+            self._order.begin_forward()
+        for unit in place.needs:
+            self._demand(unit)
+
+    def _begin_outermost(self, place: _Place, thread: int, pushed: bool) -> None:
+        try:
+            with self._beginning:
+                self._check_no_other_forward()
+                if self._task not in (_NO_TASK, current_graph_task_id()):
+                    self._check_no_other_backward()
+                for each in self._places:
+                    each.arrange()
+                self._running.append((place, thread, pushed))
+        except RuntimeError:
+            if pushed:
+                self._saver.pop()
+            raise
+
+    def left(self, place: _Place, output: Any) -> None:
+        """A module's forward is over, well or by an exception (then ``output`` is None)."""
+        thread = threading.get_ident()
+        if thread in place.refused:
+            place.refused.discard(thread)
+            return
+        last = self._running[-1:]
+        if not last or last[0][:2] != (place, thread):  # it was refused, or a hook before ours raised
+            return
+        with self._beginning if len(self._running) == 1 else nullcontext():  # another begins when all of this is over
+            self._end()
+            if not _in_backward():
+                graphs = place.watch(output)
+                if not self._running and not graphs:
+                    self._drop_all()
+
+    def _end(self) -> None:
+        place, thread, pushed = self._running[-1]
+        try:
+            self._save_as_before(place, thread)
+            self._running.pop()
+            for unit in place.needs:
+                self._residency.let_go(unit)
+        finally:
+            if pushed and thread == threading.get_ident():
+                self._saver.pop()
+        if self._residency.broken:
+            self._residency.abandon()
+        elif not _in_backward():
+            for unit in place.needs:
+                if unit in (ROOT, self._current):
+                    self._residency.hide(unit)
+                else:
+                    self._has_run(unit)
+
+    def save_on_top(self, place: _Place) -> None:
+        """Save through these hooks again, where others were put on top of them since a module was entered."""
+        place.pushed.append((threading.get_ident(), len(self._running), self._saver.push()))
+
+    def save_as_before(self, place: _Place) -> None:
+        """Take away what `save_on_top` did in the forward that runs, if it did: a hook before it may have raised."""
+        thread = threading.get_ident()
+        if thread not in place.refused:
+            self._save_as_before(place, thread)
+
+    def _save_as_before(self, place: _Place, thread: int) -> None:
+        while place.pushed and place.pushed[-1][0] == thread and place.pushed[-1][1] >= len(self._running):
+            _, _, pushed = place.pushed.pop()
+            if pushed and thread == threading.get_ident():
+                self._saver.pop()
+
+    def _has_run(self, unit: int) -> None:
+        """A unit is not needed now; perhaps by a backward."""
+        if _in_backward() or not torch.is_grad_enabled():
+            self._residency.drop(unit)
+        elif self._keeps_whole:
+            self._residency.hide(unit)
+        else:
+            self._residency.drop(unit, for_now=True)
+
+    def graph_broken(self, place: _Place) -> None:
+        """Warn, once, that the graph of a compiled call around several units was broken at a module."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"stage 3: the graph of a compiled call is broken at {place.name or 'the model'!r}, whose parameters "
+                "are gathered and released there. Gradients may be summed in another order than in the plain loop "
+                "compiled in the same way, so bits may differ: compile each unit by itself, as in `for block in "
+                "model.blocks: block.compile()`",
+                stacklevel=2,
+            )
+
+    # -- which unit, and which next -----------------------------------------------------------------------------------
+
+    def _demand(self, unit: int) -> None:
+        """Show a unit, and fetch the one that will probably follow."""
+        if unit != ROOT and (unit != self._current or self._starting):
+            self._starting = False
+            before, expected, self._current, self._ahead = self._current, self._ahead, unit, None
+            for number in (before, expected):
+                if number is not None and number != unit:
+                    self._has_run(number)
+            self._residency.fetch(unit)
+            following = (self._order.backward if _in_backward() else self._order.forward)(unit)
+            if following not in (None, unit) and self._goes_on():
+                self._ahead = following
+                self._residency.fetch(following)
+        self._residency.show(unit)
+
+    def _goes_on(self) -> bool:
+        """False where nothing says that another unit follows: one is called alone, and for no backward."""
+        return _in_backward() or len(self._running) > 1 or torch.is_grad_enabled()
+
+    def _drop_all(self) -> None:
+        self._current = self._ahead = None
+        self._residency.drop_all()
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def reached(self, place: _Place) -> None:
+        """A backward comes to what a module's forward gave out."""
+        self._begin()
+        for unit in place.needs:
+            self._demand_in_backward(unit)
+
+    def _demand_in_backward(self, unit: int) -> None:
+        """Nothing stays shown when the ranks' communication fails in a backward."""
+        self._residency.check_process()
+        try:
+            self._demand(unit)
+        finally:
+            if self._residency.broken:
+                self._residency.abandon()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Save through these hooks outside forwards, too."""
+        pushed = self._saver.push()
+        try:
+            yield
+        finally:
+            if pushed:
+                self._saver.pop()
+
+    def _needed_again(self, unit: int) -> None:
+        """Somebody asks for a tensor that a unit's forward saved."""
+        self._begin()
+        if unit != self._current or self._starting or not self._residency.shows(unit):
+            self._demand_in_backward(unit)
+
+    def _begin(self) -> None:
+        """Take note of a backward that began, or that an exception left."""
+        self._streams.wait_for_previous()
+        task = current_graph_task_id()
+        if task == self._task:
+            return
+        self._residency.check_process()
+        with self._beginning:
+            self._check_no_other_forward()
+            if self._task != _NO_TASK:
+                self._check_no_other_backward()
+                self._over()
+            if task != _NO_TASK:
+                self._task, self._task_thread, self._starting = task, threading.get_ident(), True
+        if task != _NO_TASK:
+            self._order.begin_backward()
+            queue_callback(self._over)
+
+    def _over(self) -> None:
+        self._task = _NO_TASK
+        self._drop_all()
+        self._residency.forget_kept()
+
+
+class _Place:
+    """The hooks on one module, and on the graphs of what its forward gives out. They hold their owner weakly."""
+
+    def __init__(self, owner: UnitHooks, entry: Entry) -> None:
+        self.name, self.needs, self.is_root = entry.name, entry.needs, not entry.name
+        self.refused: set[int] = set()  # threads whose call of this module was refused before it was entered
+        self._owner, self._module = weakref.ref(owner), weakref.ref(entry.module)
+        self._entering, self._leaving = _Hook(self, self._before), _Hook(self, self._after)
+        self._first = entry.module.register_forward_pre_hook(self._entering, prepend=True)
+        self._last = entry.module.register_forward_hook(self._leaving, always_call=True)
+        self._back: Any = None
+        self._inner: tuple[Any, Any] | None = None  # the last hook before the forward, and the first one after it
+        self.pushed: list[tuple[int, int, bool]] = []  # whenever the first of these ran: thread, forwards, pushed
+        self._compiled: Any = None  # the module's compiled call, and what is called instead
+        self._surrounded: Any = None
+        self._methods: dict[str, ForwardMethod] = {}
+        self.arrange()
+
+    def remove(self) -> None:
+        for handle in (self._first, self._last, self._back, *(self._inner or ()), *self._methods.values()):
+            if handle is not None:
+                handle.remove()
+        self._methods = {}
+        module = self._module()
+        if module is not None and self._surrounded is not None and module._compiled_call_impl is self._surrounded:
+            module._compiled_call_impl = self._compiled
+
+    def register(self, module: nn.Module, name: str) -> None:
+        """From now on, a method of the module gathers as its forward does."""
+        if module.__dict__.get(name) is not self._methods.get(name, self):
+            before, after = _Hook(self, self._before), _Hook(self, self._after)
+            self._methods[name] = ForwardMethod(module, name, before, after)
+
+    def arrange(self) -> None:
+        """Be the first before the forward and the backward, and the last after the forward: the user's hooks see
+        parameters. One that was put first on the outermost module since its last forward still comes before."""
+        module = self._module()
+        if module is None or self._first.id not in module._forward_pre_hooks:  # taken away, by `_enter_compiled`
+            return
+        if module._compiled_call_impl is not self._surrounded:
+            self._surround(module)
+        _ordered(module._forward_pre_hooks).move_to_end(self._first.id, last=False)
+        _ordered(module._forward_hooks).move_to_end(self._last.id)
+        if len(module._forward_pre_hooks) > 1 and self._surrounded is None:
+            self._arrange_inner(module)
+        others = len(module._backward_pre_hooks) - (self._back is not None)
+        if others and self._back is None:  # alone, such a hook would put a node of its own into every graph
+            self._back = module.register_full_backward_pre_hook(_Hook(self, self._reached), prepend=True)
+        elif others:
+            _ordered(module._backward_pre_hooks).move_to_end(self._back.id, last=False)
+        elif self._back is not None:
+            self._back.remove()
+            self._back = None
+
+    def gathers(self, module: nn.Module) -> bool:
+        """True where this is the place of that module, and there is an optimizer."""
+        return self._module() is module and self._owner() is not None
+
+    def _arrange_inner(self, module: nn.Module) -> None:
+        """Others run before the forward, and may save tensors from then on, as torch's composable checkpoint does. A
+        parameter is ours before it is theirs, as it is where they call the module again."""
+        if self._inner is None:
+            before = module.register_forward_pre_hook(_Hook(self, self._push))
+            self._inner = before, module.register_forward_hook(_Hook(self, self._pop), always_call=True)
+        _ordered(module._forward_pre_hooks).move_to_end(self._inner[0].id)
+        _ordered(module._forward_hooks).move_to_end(self._inner[1].id, last=False)
+
+    def _push(self, *_: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.save_on_top(self)
+
+    def _pop(self, *_: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.save_as_before(self)
+
+    def _before(self, *_: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            self.arrange()
+            owner.entered(self)
+
+    def _after(self, _: Any, output: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.left(self, output)
+
+    def _surround(self, module: nn.Module) -> None:
+        """Put the hooks around what `module.compile()` made: inside they would break its graph."""
+        self._compiled, self._surrounded = module._compiled_call_impl, None
+        if self._compiled is not None:
+            for handle in self._inner or ():
+                handle.remove()
+            self._inner = None
+            self._surrounded = wrap_compiled_call(self._compiled, self._enter_compiled, self._leave_compiled)
+            module._compiled_call_impl = self._surrounded
+
+    def _enter_compiled(self) -> bool:
+        """The module's compiled call begins, and sees no hook of this place. True where this has taken them away."""
+        self._before()
+        module = self._module()
+        if module is None:
+            return False
+        module._forward_hooks.pop(self._last.id, None)
+        return module._forward_pre_hooks.pop(self._first.id, None) is not None
+
+    def _leave_compiled(self, taken_away: bool, output: Any) -> None:
+        module = self._module()
+        if module is not None and taken_away:
+            module._forward_pre_hooks[self._first.id] = self._entering
+            module._forward_hooks[self._last.id] = self._leaving
+        self._after(None, output)
+
+    def graph_broken(self) -> None:
+        """A compiled call was interrupted at this module."""
+        owner, module = self._owner(), self._module()
+        if owner is None or module is None:
+            return
+        if module._compiled_call_impl is not self._surrounded:  # its own, which `arrange` will call between the hooks
+            return
+        owner.graph_broken(self)
+
+    def watch(self, output: Any) -> bool:
+        """Be told when a backward comes to ``output``; False where none can."""
+        nodes = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
+        for node in nodes:
+            notes: Any = node.metadata
+            if self._owner not in notes:  # what a module passes on belongs to the one that made it
+                notes[self._owner] = True
+                node.register_prehook(self._reached)
+        return bool(nodes)
+
+    def _reached(self, *_: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.reached(self)
+
+
+class _Hook:
+    """What a module calls. A compiler leaves it alone; copies of the module, pickled ones too, get one that does
+    nothing."""
+
+    def __init__(self, place: _Place, action: Callable[..., None]) -> None:
+        self.place, self._action = place, action
+
+    @interrupting
+    def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        _run(self, arguments)
+
+    @untraced
+    def act(self, interrupted: bool, arguments: tuple[Any, ...]) -> None:
+        if interrupted:
+            self.place.graph_broken()
+        self._action(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Inert, ())
+
+    @property
+    def alive(self) -> bool:
+        return self.place._owner() is not None and bool(self.place.needs)
+
+
+@interrupting
+def _run(hook: _Hook, arguments: tuple[Any, ...]) -> None:
+    """Run a hook. A function of its own, since Dynamo inlines an object's ``__call__``."""
+    hook.act(inside_compiled_call(), arguments)
+
+
+class _Inert:
+    def __call__(self, *_: Any) -> None:
+        return None
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let a method of a module gather the parameters that the module's forward gathers: at stage 3, where only forwards
+    do. To be called on every rank, after the optimizer was built; where no stage-3 optimizer holds the module it does
+    nothing, so that the same line serves every stage.
+
+    Inputs are not cast, as those of the outermost forward are with ``mixed_precision``. `ZeroOptimizer.close` takes it
+    away, and a copy of the module has the plain method.
+
+    Args:
+        module: a unit, or a module outside of the units: the model itself, say.
+        name: of its method; other than ``forward`` (``"generate"``, ``"encode"``, ...).
+
+    Raises:
+        ValueError: the module has no such method, or lies inside a unit, which is gathered as a whole.
+    """
+    check_method(module, name)
+    places = _places(module)
+    for place in places:
+        place.register(module, name)
+    if not places and not any(_places(part) for part in module.modules()):
+        for own, parameter in module.named_parameters():
+            if is_released(parameter):
+                raise ValueError(
+                    f"register_forward_method: {type(module).__name__}, with the parameter {own!r}, lies inside a "
+                    "unit, which is gathered as a whole: register a method of the unit, and call that"
+                )
+
+
+def _places(module: nn.Module) -> list[_Place]:
+    """The places, at most one, of an optimizer that gathers around the module's forward."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Hook)]
+    return [hook.place for hook in hooks if hook.place.gathers(module)]
+
+
+def check_not_in_units(module: nn.Module | None) -> None:
+    """Raise `ValueError` where a part of the module is gathered by another optimizer."""
+    for name, part in () if module is None else module.named_modules():
+        if any(isinstance(hook, _Hook) and hook.alive for hook in part._forward_pre_hooks.values()):
+            where = f"{name!r}" if name else "the module"
+            raise ValueError(f"{where} belongs to another stage-3 optimizer: close() that one first")
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a forward gives out: alone, or in sequences, mappings and dataclasses."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for item in output.values():
+            yield from _tensors(item)
+    elif isinstance(output, (list, tuple)):
+        for item in output:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from _tensors(getattr(output, field.name, None))
+
+
+def _ordered(hooks: Any) -> OrderedDict[int, Any]:
+    """What it is at run time; torch annotates it as a dict."""
+    assert isinstance(hooks, OrderedDict)
+    return hooks
+
+
+def _in_backward() -> bool:
+    return current_graph_task_id() != _NO_TASK
+
+
+def _in_a_thread_of_autograd() -> bool:
+    """True in a backward on a device, which autograd runs in a thread of its own, while its caller waits."""
+    return _in_backward() and not _runs(threading.get_ident(), engine_run_backward.__code__)
+
+
+def _forward_codes() -> tuple[CodeType, ...]:
+    """The functions of which one is under way in every forward: a compiled call of the second hides the first."""
+    return call_impl.__code__, wrapped_call_impl.__code__, ForwardMethod.__call__.__code__
+
+
+def _runs(thread: int, *codes: CodeType) -> bool:
+    """Return whether a thread is inside one of these functions.
+
+    Another thread runs on while its frames are read. When a generator yields, its frame has no caller any more, and the
+    walk ends there instead of at the bottom of the thread: then look again. True after `_MOST_LOOKS` such walks.
+    """
+    own = thread == threading.get_ident()
+    for _ in range(_MOST_LOOKS):
+        last: FrameType | None = None
+        current = sys._getframe() if own else sys._current_frames().get(thread)
+        while current is not None:
+            if current.f_code in codes:
+                return True
+            last, current = current, current.f_back
+        if own or last is None or not last.f_code.co_flags & _GENERATOR:
+            return False
+    return True

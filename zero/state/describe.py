@@ -1,0 +1,174 @@
+"""What a rank holds, read from the tensors themselves, beside what the formulas say.
+
+Knows: every part's tensors. Changes none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from collectives import Choice
+
+from ..core.layout import Bucket
+from ..core.parameter_specs import parts_of
+from ..core.stages import Stage, formula_bytes, formula_traffic
+from ..gradients.reducer import Reducer
+from ..parameters.storage import ParameterStorage
+from ..step.inner import InnerOptimizer
+
+
+@dataclass(frozen=True)
+class BucketDescription:
+    """A bucket on this rank. Bytes are of the buffers that exist now."""
+
+    names: tuple[str, ...]
+    dtype: str
+    trainable: bool
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    bounds: tuple[int, ...]
+    collective: str
+
+    def owners(self) -> str:
+        """Which elements each rank owns."""
+        cuts = zip(self.bounds, self.bounds[1:], strict=False)
+        return " ".join(f"{rank}:[{low},{high})" for rank, (low, high) in enumerate(cuts))
+
+
+@dataclass(frozen=True)
+class Description:
+    """See `describe`."""
+
+    stage: int
+    rank: int
+    world_size: int
+    sharding_factor: int  # ranks that share one copy
+    collective: str
+    why: str  # this collective
+    buckets: tuple[BucketDescription, ...]
+    storages: dict[str, frozenset[int]]
+    bytes: dict[str, int]
+    formula_bytes: dict[str, int]
+    replicated_bytes: dict[str, int]  # of the parameters that every rank holds whole, at every stage, by name
+    offloaded_bytes: int  # of all these, what is kept on disk or in the host's memory
+    formula_traffic_bytes: Callable[[int, int], int]
+    """(backwards, synchronised) of each rank -> payload bytes that a step sends, summed over the ranks."""
+
+    def __str__(self) -> str:
+        shared = "" if self.sharding_factor == self.world_size else f"sharding factor {self.sharding_factor}, "
+        lines = [
+            f"stage {self.stage}, rank {self.rank} of {self.world_size}, {shared}collective {self.collective} "
+            f"({self.why})",
+            f"{'':>4} {'bytes':>14} {'formula':>14}",
+        ]
+        lines += [f"{kind:<14} {self.bytes[kind]:>14,} {self.formula_bytes[kind]:>14,}" for kind in self.bytes]
+        if self.replicated_bytes:
+            names = _few(list(self.replicated_bytes))
+            lines.append(f"{'replicated':<14} {sum(self.replicated_bytes.values()):>14,}  {', '.join(names)}")
+        if self.offloaded_bytes:
+            lines.append(f"{'elsewhere':<14} {self.offloaded_bytes:>14,}")
+        for number, bucket in enumerate(self.buckets):
+            names = _few(bucket.names)
+            state = "" if bucket.trainable else ", frozen"
+            lines.append(
+                f"bucket {number}: {bucket.dtype}{state}, parameters {bucket.parameter_bytes:,} B, gradients "
+                f"{bucket.gradient_bytes:,} B, states {bucket.optimizer_bytes:,} B, {bucket.collective}, owners "
+                f"{bucket.owners()}: {', '.join(names)}"
+            )
+        return "\n".join(lines)
+
+
+def describe(
+    stage: Stage,
+    choice: Choice,
+    storage: ParameterStorage,
+    reducer: Reducer,
+    inner: InnerOptimizer,
+    kept_by: int,
+) -> Description:
+    """Describe one rank. Local, and changes nothing. ``kept_by``: of `check_reshard`."""
+    layout, collective = storage.layout, choice.collective
+    transport, shards = collective.transport, choice.shards
+    parameters = [*storage.flats, *storage.rest_flats()]
+    gathered, gathered_peak = storage.transient()
+    units_travel = storage.units_travel
+    gradients = [tensor for store in reducer.stores for tensor in store.tensors()]
+    states = [tensor for held in inner.states for tensor in inner.tensors_of(held)]
+    tensors_of_state = max((len(held.flat) for held in inner.states), default=0)
+    return Description(
+        stage.number,
+        transport.rank,
+        transport.world_size,
+        shards.world_size,
+        collective.name,
+        choice.why,
+        tuple(_bucket(bucket, storage, reducer, inner, collective.name) for bucket in layout.buckets),
+        {
+            "parameters": _storages(parameters),
+            "gradients": _storages(gradients),
+            "optimizer": _storages(states),
+            "gathered": gathered,
+            "scratch": shards.pool.storages(),
+            "common": storage.in_common(),
+        },
+        {
+            "parameters": _bytes(parameters),
+            "gradients": _bytes(gradients),
+            "optimizer": _bytes(states),
+            "gathered_peak": gathered_peak,
+            "scratch_peak": shards.pool.peak_bytes,
+        },
+        formula_bytes(
+            layout,
+            stage,
+            tensors_of_state,
+            storage.rest,
+            kept_by,
+            slices_are_shown=bool(stage.gathers(1)) and units_travel and shards.memory is not None,
+        ),
+        {name: sum(part.nbytes for part in parts_of(parameter)) for name, parameter in storage.replicas()},
+        _bytes([*storage.kept(), *(tensor for held in inner.states for tensor in held.kept())]),
+        lambda backwards, synchronised: formula_traffic(
+            layout,
+            stage,
+            backwards,
+            synchronised,
+            storage.rest,
+            units_travel=units_travel,
+            means_are_shown=reducer.means_are_shown,
+            replicas=transport.world_size // shards.world_size,
+            kept_by=kept_by,
+        ),
+    )
+
+
+def _bucket(
+    bucket: Bucket, storage: ParameterStorage, reducer: Reducer, inner: InnerOptimizer, collective: str
+) -> BucketDescription:
+    flat, slots = storage.flats[bucket.index], bucket.slots
+    return BucketDescription(
+        tuple(storage.layout.parameters[slot.parameter].name for slot in slots),
+        str(flat.dtype),
+        any(reducer.parameters[slot.parameter].requires_grad for slot in slots),
+        _bytes([flat]),
+        _bytes(reducer.stores[bucket.index].tensors()),
+        _bytes(inner.tensors_of(inner.states[bucket.index])),
+        bucket.bounds,
+        collective,
+    )
+
+
+def _few(names: Sequence[str]) -> Sequence[str]:
+    return names if len(names) < 5 else (*names[:2], "...", names[-1])
+
+
+def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
+    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -1,0 +1,356 @@
+"""Optimizer states as plain torch.optim dicts, whatever the stage and the number of ranks, and back.
+
+Knows: what torch.optim's dicts look like, and which piece of them is whose. Nothing that comes from a peer is
+unpickled: names and scalars travel as JSON, tensors as bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collectives import Kind, Tag, Transport, Work
+
+from ..core.layout import Layout, ParameterSpec
+from ..core.stages import flattened, strided
+from ..parameters.storage import ParameterStorage
+from ..step.flat_states import BucketStates, Options, PieceState
+from ..step.inner import InnerOptimizer
+
+_DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)}
+
+_MASTER = "(master weights)"  # among the flat tensors of a bucket's states
+
+
+def _encoded(state: PieceState) -> dict[str, Any]:
+    scalars = {
+        name: {"dtype": str(value.dtype), "value": value.item()} if isinstance(value, Tensor) else {"value": value}
+        for name, value in state.scalars.items()
+    }
+    return {"elementwise": list(state.elementwise), "scalars": scalars}
+
+
+def _decoded(entry: Mapping[str, Any]) -> PieceState:
+    scalars = {
+        name: torch.tensor(value["value"], dtype=_DTYPES[value["dtype"]], device="cpu")
+        if "dtype" in value
+        else value["value"]
+        for name, value in entry["scalars"].items()
+    }
+    return PieceState(tuple(entry["elementwise"]), scalars)
+
+
+def gather(
+    layout: Layout,
+    inner: InnerOptimizer,
+    transport: Transport,
+    shards: Transport,
+    to: int | None,
+    whole_here: bool,
+    tag: Tag,
+) -> tuple[dict[int, Any], dict[int, Tensor]] | None:
+    """The whole states, and the whole master weights where there are some, by torch.optim's index, on rank ``to``; None
+    elsewhere. Collective; with ``to=None`` they are everywhere.
+
+    ``shards``: the ranks that own the slices, of which those that ``to`` belongs to send; ``whole_here``: every rank
+    holds whole states, so nothing needs to travel.
+    """
+    told = _tell(layout, inner)
+    lists = [told] if whole_here else [json.loads(d) for d in transport.exchange(json.dumps(told).encode(), tag)]
+    here, receivers = to in (None, transport.rank), range(shards.world_size)
+    if to is not None:
+        replica, place = divmod(to, shards.world_size)
+        receivers = range(place, place + 1)
+        if transport.rank // shards.world_size != replica or (whole_here and not here):
+            return None
+    result: dict[int, Any] = {}
+    masters: dict[int, Tensor] = {}
+    for bucket, states in zip(layout.buckets, inner.states, strict=True):
+        slots: dict[int, PieceState] = {}
+        for entries in lists:
+            for number, entry in entries[bucket.index]["pieces"]:
+                slots.setdefault(number, _decoded(entry))
+        names: dict[str, str] = {}
+        for entries in lists:
+            names |= entries[bucket.index]["flat"]
+        if any(entries[bucket.index]["master"] for entries in lists):
+            names[_MASTER] = str(bucket.dtypes.master)
+        flats: dict[str, Tensor] = {}
+        states.settle()
+        for number, (name, dtype) in enumerate(sorted(names.items())):
+            part = states.followed_weights() if name == _MASTER else states.flat.get(name)
+            if whole_here:
+                assert part is not None
+                flats[name] = part.cpu()
+                continue
+            if part is None:
+                part = torch.zeros(states.end - states.begin, dtype=_DTYPES[dtype], device=bucket.device)
+            one = Tag(Kind.GATHER, f"{tag.label}, {name}"[:70], tag.round, bucket.index * 1000 + number)
+            whole = _gather_one(part, bucket.bounds, shards, receivers, one)
+            if whole is not None:
+                flats[name] = whole.cpu()
+        if here:
+            for number, slot in enumerate(bucket.slots):
+                spec = layout.parameters[slot.parameter]
+                if number in slots:
+                    values: dict[str, Any] = dict(slots[number].scalars)
+                    for name in slots[number].elementwise:
+                        values[name] = strided(flats[name], slot.offset, spec.shape, spec.stride).clone()
+                    result[spec.index] = values
+                if _MASTER in flats:
+                    masters[spec.index] = strided(flats[_MASTER], slot.offset, spec.shape, spec.stride).clone()
+        states.leave()
+    return (dict(sorted(result.items())), dict(sorted(masters.items()))) if here else None
+
+
+def _tell(layout: Layout, inner: InnerOptimizer) -> list[dict[str, Any]]:
+    """What this rank holds, without the tensors."""
+    told = []
+    for bucket, states in zip(layout.buckets, inner.states, strict=True):
+        pieces = []
+        for number, piece in enumerate(states.pieces):
+            state = inner.state_of(bucket.index, number)
+            if state is not None:
+                pieces.append((piece.slot, _encoded(state)))
+        flat = {name: str(flat.dtype) for name, flat in states.flat.items()}
+        has_master = states.master is not None and states.master.exists
+        told.append({"pieces": pieces, "flat": flat, "master": has_master})
+    return told
+
+
+def _gather_one(
+    part: Tensor, bounds: Sequence[int], transport: Transport, receivers: Sequence[int], tag: Tag
+) -> Tensor | None:
+    whole: Tensor | None = None
+    works: list[Work] = []
+    if transport.rank in receivers:
+        whole = torch.empty(bounds[-1], dtype=part.dtype, device=part.device)
+        whole[bounds[transport.rank] : bounds[transport.rank + 1]].copy_(part)
+        for source in transport.peers():
+            if bounds[source + 1] > bounds[source]:
+                works.append(transport.irecv(whole[bounds[source] : bounds[source + 1]], source, tag, control=True))
+    for receiver in receivers:
+        if receiver != transport.rank and part.numel():
+            works.append(transport.isend(part, receiver, tag, control=True))
+    for work in works:
+        work.wait()
+    return whole
+
+
+def packed_groups(groups: Sequence[Options], listed: Sequence[ParameterSpec]) -> list[Options]:
+    """The param groups as torch.optim packs them: indices for parameters, and names beside them where known."""
+    by_group: dict[int, list[Any]] = {}
+    for spec in sorted(listed, key=lambda spec: spec.index):
+        by_group.setdefault(spec.group, []).append(spec)
+    result = []
+    for number, group in enumerate(groups):
+        members = by_group.get(number, [])
+        packed = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+        if members and all(spec.names for spec in members):
+            packed["param_names"] = [spec.name for spec in members]
+        packed["params"] = [spec.index for spec in members]
+        result.append(packed)
+    return result
+
+
+def check(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Options],
+    listed: Sequence[ParameterSpec],
+    elementwise: frozenset[str],
+) -> dict[int, int]:
+    """Compare a plain dict with this optimizer before anything changes; returns our index -> the dict's index.
+
+    Raises `ValueError` that names the first thing that differs.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise ValueError("a torch.optim state dict is needed, with 'state' and 'param_groups'")
+    ours, theirs = packed_groups(groups, listed), state_dict["param_groups"]
+    if len(ours) != len(theirs):
+        raise ValueError(f"the state dict has {len(theirs)} param groups, this optimizer {len(ours)}")
+    mapping: dict[int, int] = {}
+    by_index = {spec.index: spec for spec in listed}
+    masters: Mapping[int, Tensor] = state_dict.get("masters", {})
+    _check_masters(masters)
+    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        if len(mine["params"]) != len(other["params"]):
+            raise ValueError(
+                f"param group {number}: the state dict has {len(other['params'])} parameters, this optimizer "
+                f"{len(mine['params'])}: it belongs to another model"
+            )
+        missing = sorted(set(mine) - set(other) - {"param_names"})
+        if missing:
+            raise ValueError(f"param group {number}: the state dict has no {missing[0]!r}: it belongs to another class")
+        for position, index in enumerate(mine["params"]):
+            known, saved = mine.get("param_names"), other.get("param_names")
+            if known and saved and known[position] != saved[position]:
+                raise ValueError(
+                    f"param group {number}, parameter {position}: the state dict has {saved[position]!r}, this "
+                    f"optimizer {known[position]!r}: it belongs to another model"
+                )
+            mapping[index] = other["params"][position]
+            master = masters.get(mapping[index])
+            if master is not None and tuple(master.shape) != by_index[index].shape:
+                raise ValueError(
+                    f"the master weights of {by_index[index].name!r} have shape {tuple(master.shape)} in the state "
+                    f"dict, but the parameter has {by_index[index].shape}: it belongs to another model"
+                )
+            for name, value in state_dict["state"].get(mapping[index], {}).items():
+                shape = by_index[index].shape
+                if value is None:
+                    continue
+                if name in elementwise and tuple(value.shape) != shape:
+                    raise ValueError(
+                        f"state {name!r} of {by_index[index].name!r} has shape {tuple(value.shape)} in the state dict, "
+                        f"but the parameter has {shape}: it belongs to another model"
+                    )
+                if name not in elementwise and isinstance(value, Tensor) and value.numel() != 1:
+                    raise ValueError(f"state {name!r} of {by_index[index].name!r} belongs to another optimizer class")
+    return mapping
+
+
+def _check_masters(masters: Any) -> None:
+    whole = isinstance(masters, Mapping) and all(isinstance(index, int) for index in masters)
+    if not whole or not all(isinstance(value, Tensor) for value in masters.values()):
+        raise ValueError("'masters' of a state dict must hold tensors by the parameters' indices, as it was saved")
+
+
+def scatter(
+    state: Mapping[int, Mapping[str, Any]],
+    mapping: Mapping[int, int],
+    groups: Sequence[Options],
+    layout: Layout,
+    inner: InnerOptimizer,
+    elementwise: frozenset[str],
+) -> None:
+    """Take this rank's pieces out of whole states. Not collective; the dict was checked."""
+    for states in inner.states:
+        states.settle()
+    inner.collect()
+    for bucket, states in zip(layout.buckets, inner.states, strict=True):
+        states.flat.clear()
+        flat_values: dict[tuple[int, str], Tensor] = {}
+        for number, piece in enumerate(states.pieces):
+            slot = bucket.slots[piece.slot]
+            spec = layout.parameters[slot.parameter]
+            values = state.get(mapping[spec.index])
+            if not values:
+                states.set_state(number, None)
+                continue
+            fused = bool(groups[spec.group].get("fused") or groups[spec.group].get("capturable"))
+            scalars: dict[str, Any] = {}
+            names = []
+            for name, value in values.items():
+                if name not in elementwise or value is None:
+                    scalars[name] = _scalar(name, value, fused, bucket.device)
+                    continue
+                names.append(name)
+                key = (piece.slot, name)
+                if key not in flat_values:
+                    flat_values[key] = flattened(value.detach().to(bucket.device, bucket.dtypes.master), spec.stride)
+                target = states.allocate(name, bucket.dtypes.master)
+                source = flat_values[key][piece.begin - slot.offset : piece.end - slot.offset]
+                target[piece.begin - states.begin : piece.end - states.begin].copy_(source)
+            states.set_state(number, PieceState(tuple(names), scalars))
+        states.leave()
+
+
+def _scalar(name: str, value: Any, on_device: bool, device: str) -> Any:
+    """A scalar state, on the device where the class wants it. Its dtype stays, so that nothing depends on a reload."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if name == "step" and on_device:
+        return value.detach().clone().to(device=device, dtype=torch.float32)
+    return value.detach().clone()
+
+
+def scatter_masters(
+    masters: Mapping[int, Tensor], mapping: Mapping[int, int], layout: Layout, inner: InnerOptimizer
+) -> None:
+    """Take this rank's pieces out of whole master weights; where there are none, they will be made from what the model
+    computes with. Not collective; the dict was checked."""
+    for bucket, states in zip(layout.buckets, inner.states, strict=True):
+        if states.master is None:
+            continue
+        states.master.forget()
+        for piece in states.pieces:
+            slot = bucket.slots[piece.slot]
+            spec = layout.parameters[slot.parameter]
+            whole = masters.get(mapping[spec.index])
+            if whole is not None:
+                values = flattened(whole.detach().to(bucket.device, bucket.dtypes.master), spec.stride)
+                target = states.master.wide[piece.begin - states.begin : piece.end - states.begin]
+                target.copy_(values[piece.begin - slot.offset : piece.end - slot.offset])
+        states.leave()
+
+
+class ParameterStates(dict[str, Any]):
+    """The states of a parameter by name. ``why_missing``: says why there are no others."""
+
+    def __init__(self, why_missing: Callable[[], str]) -> None:
+        super().__init__()
+        self._why_missing = why_missing
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(f"{name!r}: {self._why_missing()}")
+
+
+class States(Mapping[Tensor, dict[str, Any]]):
+    """``optimizer.state``: for each parameter what this rank holds, live. A piece is 1-D; a whole has the
+    parameter's shape."""
+
+    def __init__(self, storage: ParameterStorage, inner: InnerOptimizer) -> None:
+        self._storage, self._inner = storage, inner
+        self._pieces: dict[int, list[tuple[BucketStates, int]]] = {}  # of each parameter, in the buckets seen so far
+        self._seen = 0
+
+    def forget(self) -> None:
+        """It was closed: no state is held any more."""
+        self._pieces, self._seen = {}, 0
+
+    def _pieces_of(self, index: int) -> list[tuple[BucketStates, int]]:
+        for states in self._inner.states[self._seen :]:
+            for number, piece in enumerate(states.pieces):
+                self._pieces.setdefault(states.bucket.slots[piece.slot].parameter, []).append((states, number))
+        self._seen = len(self._inner.states)
+        return self._pieces.get(index, [])
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        if parameter in self._storage.replicated:
+            return {}
+        index = self._storage.index(parameter)
+        spec = self._storage.layout.parameters[index]
+        pieces = self._pieces_of(index)
+        found = ParameterStates(lambda: self._absence(index, spec.name, here=bool(pieces)))
+        for states, number in pieces:
+            state = self._inner.state_of(states.bucket.index, number)
+            if state is None:
+                continue
+            states.settle()
+            piece = states.pieces[number]
+            found.update(state.scalars)
+            for name in state.elementwise:
+                flat = states.flat[name][piece.begin - states.begin : piece.end - states.begin]
+                whole = piece.numel == states.bucket.slots[piece.slot].numel
+                found[name] = strided(flat, 0, spec.shape, spec.stride) if whole else flat
+        return found
+
+    def _absence(self, index: int, name: str, *, here: bool) -> str:
+        if here:
+            return f"{name!r} has no such state"
+        owners = ", ".join(map(str, self._storage.owners(index)))
+        return (
+            f"this rank holds no part of the states of {name!r}, which are on rank {owners}: "
+            "optimizer.consolidate_state_dict(to=rank) brings all to one"
+        )
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (p for p in self._storage.parameters if self[p])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -1,0 +1,115 @@
+"""Clipping by the global norm: the factor, and the function for a plain loop.
+
+Knows: `p.grad` of whole parameters. Does not know ranks; `ZeroOptimizer.clip_grad_norm_` merges the partial norms of
+the ranks and uses the same factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..core.norm import PowerSum, check_norm_type
+
+
+def check_norm_arguments(max_norm: float, norm_type: float) -> tuple[float, float]:
+    """Both as floats, after refusing what no clipping can mean.
+
+    Raises:
+        ValueError: `norm_type` is not greater than 0 (inf is), or `max_norm` is NaN or negative.
+    """
+    max_norm, norm_type = float(max_norm), check_norm_type(norm_type)
+    if not max_norm >= 0.0:
+        raise ValueError(f"max_norm must be at least 0 (math.inf to measure without clipping), not {max_norm}")
+    return max_norm, norm_type
+
+
+def check_finite(norm: Tensor, norm_type: float) -> None:
+    """What `error_if_nonfinite` asks for.
+
+    Raises:
+        RuntimeError: `norm` (0-dim) is inf or NaN.
+    """
+    if not math.isfinite(norm.item()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
+        )
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What the gradients are multiplied by: min(1, max_norm / (norm + 1e-6)), in `norm`'s dtype, 0-dim.
+
+    The expression is that of `torch.nn.utils.clip_grads_with_norm_`, so the bits are as well (its quotient is a
+    reciprocal and a product). NaN stays NaN, and an infinite norm with an infinite `max_norm` gives NaN, as there.
+    """
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def in_memory_order(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """`gradient`, of `parameter`'s shape, as a 1-D contiguous tensor in the parameter's memory order.
+
+    That is the order of `torch.empty_like(parameter)`, which keeps the strides of dense memory. It is a view where
+    the gradient lies in that order itself, as autograd makes it, and a copy otherwise.
+    """
+    if parameter.is_contiguous():
+        return gradient.reshape(-1)
+    strides = torch.empty_like(parameter, device="meta").stride()
+    order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
+    return gradient.permute(order).reshape(-1)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clips the gradients of a plain loop by their global norm, as `torch.nn.utils.clip_grad_norm_` does.
+
+    The one difference is the norm, which is `PowerSum`'s: the same bits for any order of `parameters`, and the same as
+    for gradients that lie cut up on several ranks. Every gradient is multiplied in place by `clip_factor`, in its own
+    dtype, also where the factor is 1 or NaN.
+
+    Args:
+        parameters: one or several; those without a gradient are left out, one that appears twice counts once.
+        max_norm: the largest norm that stays as it is, at least 0; inf measures only.
+        norm_type: p, greater than 0; inf for the largest magnitude.
+        error_if_nonfinite: raise instead of scaling by a norm that is inf or NaN.
+
+    Returns:
+        The norm before clipping, 0-dim, on the first gradient's device: fp64 if any gradient is fp64, else fp32.
+
+    Raises:
+        ValueError: `norm_type` is not greater than 0, or `max_norm` is NaN or negative.
+        TypeError: a gradient is not fp32, fp64, bf16 or fp16.
+        RuntimeError: a gradient is sparse, or `error_if_nonfinite` and the norm is. Nothing has been scaled then.
+    """
+    max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
+    listed = [parameters] if isinstance(parameters, Tensor) else dict.fromkeys(parameters)
+    held: list[tuple[Tensor, Tensor]] = []
+    for index, parameter in enumerate(listed):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of parameter {index}, of shape {tuple(parameter.shape)}, is sparse, and clipping needs "
+                "dense gradients: construct the embedding with sparse=False"
+            )
+        held.append((parameter, gradient))
+    any_double = any(gradient.dtype == torch.float64 for _, gradient in held)
+    pieces = (in_memory_order(parameter, gradient) for parameter, gradient in held)
+    norm = PowerSum.of(pieces, norm_type).norm(torch.float64 if any_double else torch.float32)
+    if error_if_nonfinite:
+        check_finite(norm, norm_type)
+    factor = clip_factor(norm, max_norm)
+    for _, gradient in held:
+        # With no dimensions it would be promoted to the factor's dtype; as one element it is not.
+        (gradient.unsqueeze(0) if gradient.dim() == 0 else gradient).mul_(factor)
+    return norm.to(held[0][1].device) if held else norm

@@ -1,0 +1,258 @@
+"""Whether a class is element-wise, so that its steps over pieces of parameters give the bits of steps over whole ones.
+
+Knows: which options and shapes are tried, and what must be equal. Does not know: how pieces are laid out, ranks.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.layout import Dtypes, ParameterSpec
+from .flat_states import Options, is_elementwise
+from .inner import InnerOptimizer, not_elementwise
+from .trial import ClassFailedError, Half, Setting, Whole
+
+STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
+FEW_STEPS = 3  # with learning rates as they are, before they are raised
+DIMENSIONS = frozenset({0, 1, 2, 4})
+RAISED_RATE = 0.25  # under a lower one, which a scheduler may raise later, rounding could hide an update
+
+
+def check_elementwise(
+    inner: InnerOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
+) -> frozenset[str]:
+    """Raise `ValueError` unless the class gives the same bits over whole parameters and over pieces of them.
+
+    The class is tried on throw-away parameters with the options that the ``groups`` of ``parameters`` have; groups with
+    equal options are tried once. There are parameters of every number of dimensions that ``parameters`` have, and of
+    `DIMENSIONS` unless the class itself refuses these. Learning rates under `RAISED_RATE` are tried as they are for
+    `FEW_STEPS`, and raised to it for all `STEPS`, if the class takes that. Random generators stay as they are.
+
+    Returns the names of the states that are as large as the parameter.
+    """
+    if not parameters:
+        return frozenset()
+    names = {len(spec.shape): spec.name for spec in reversed(parameters)}
+    options, settings = _distinct(inner.defaults, groups, parameters)
+    with _random_state_kept(settings):
+        if not any(_raised_rate(given) for given in options):
+            return _try(inner, options, settings, names, STEPS)[0]
+        _, dimensions = _try(inner, options, settings, names, FEW_STEPS)
+        raised = _compare_raised(inner, options, settings, dimensions)
+        return _try(inner, options, settings, names, STEPS)[0] if raised is None else raised
+
+
+def _try(
+    inner: InnerOptimizer,
+    options: Sequence[Options],
+    settings: Sequence[Setting],
+    names: Mapping[int, str],
+    steps: int,
+) -> tuple[frozenset[str], Sequence[int]]:
+    """Compare over all numbers of dimensions that the class takes, and return these, too. ``names``: of the user's
+    parameters, by their number of dimensions."""
+    dimensions = sorted(DIMENSIONS | names.keys())
+    try:
+        return _compare(inner, options, settings, dimensions, steps), dimensions
+    except ClassFailedError:
+        dimensions = _accepted(inner, options, settings, dimensions, names)
+    try:
+        return _compare(inner, options, settings, dimensions, steps), dimensions
+    except ClassFailedError as error:
+        raise not_elementwise(inner.name, f"a step over several parameters failed ({error})") from error
+
+
+def _compare_raised(
+    inner: InnerOptimizer, options: Sequence[Options], settings: Sequence[Setting], dimensions: Sequence[int]
+) -> frozenset[str] | None:
+    """Compare with low rates raised, those of the arguments with those of groups, for classes that keep both. Return
+    None where the class refuses such a rate."""
+    try:
+        raised = inner.another(**_raised_rate(inner.defaults))
+    except TypeError:  # the class has no argument for it
+        raised = inner
+    except Exception:
+        return None
+    try:
+        return _compare(raised, [{**given, **_raised_rate(given)} for given in options], settings, dimensions, STEPS)
+    except ClassFailedError:
+        return None
+
+
+def _accepted(
+    inner: InnerOptimizer,
+    options: Sequence[Options],
+    settings: Sequence[Setting],
+    dimensions: Sequence[int],
+    names: Mapping[int, str],
+) -> list[int]:
+    """The numbers of dimensions that the class takes. Raise where it refuses one that the user's parameters have."""
+    refused: dict[int, Exception] = {}
+    for number in dimensions:
+        try:
+            whole = Whole(inner, options, settings, [number])
+            for step in range(STEPS):
+                whole.step(whole.gradients(step))
+        except ClassFailedError as error:
+            refused[number] = error
+    for number, problem in refused.items():
+        if len(refused) == len(dimensions):
+            raise not_elementwise(inner.name, f"a step over a throw-away parameter failed ({problem})") from problem
+        if number in names:
+            raise ValueError(
+                f"{inner.name} refuses a parameter of {number} dimensions, as {names[number]!r} is: {problem}"
+            ) from problem
+    return [number for number in dimensions if number not in refused]
+
+
+def _compare(
+    inner: InnerOptimizer,
+    options: Sequence[Options],
+    settings: Sequence[Setting],
+    dimensions: Sequence[int],
+    steps: int,
+) -> frozenset[str]:
+    """Step throw-away parameters whole and in halves. Returns the names of states as large as the parameter."""
+    whole = Whole(inner, options, settings, dimensions)
+    with _refusing(inner, "it refuses flat pieces"):
+        halves = [Half(inner, options, whole, number) for number in range(2)]
+    for step in range(steps):
+        gradients = whole.gradients(step)
+        whole.step(gradients)
+        if step == 0:
+            _check_states(inner, whole)
+        names = whole.names()
+        for half in halves:
+            with _refusing(inner, "a step over flat pieces failed"):
+                half.step(gradients, names)
+            for piece in half.pieces if step % 3 == 2 or step == steps - 1 else ():
+                parameter = whole.parameters[piece.parameter]
+                if not _same_bits(piece.of(parameter), piece.values):
+                    raise not_elementwise(
+                        inner.name,
+                        f"a parameter of shape {tuple(parameter.shape)} was stepped to other bits in pieces than "
+                        f"whole, within {step + 1} of {steps} steps",
+                    )
+    _check_states(inner, whole)
+    for half in halves:
+        _compare_scalars(inner, whole, half, names)
+    return names
+
+
+@contextmanager
+def _refusing(inner: InnerOptimizer, what: str) -> Iterator[None]:
+    """Say of an error that the class is not element-wise."""
+    try:
+        yield
+    except Exception as error:
+        raise not_elementwise(inner.name, f"{what} ({error})") from error
+
+
+def _check_states(inner: InnerOptimizer, whole: Whole) -> None:
+    """A state is as large as the parameter, or a scalar: others cannot be cut as the parameter is."""
+    for number, parameter in enumerate(whole.parameters):
+        for name, value in whole.state(number).items():
+            if not is_elementwise(value, parameter) and not _is_scalar(value):
+                kind = (
+                    f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+                )
+                raise not_elementwise(
+                    inner.name, f"its state {name!r} {kind}, where the parameter has shape {tuple(parameter.shape)}"
+                )
+
+
+def _is_scalar(value: Any) -> bool:
+    """Also of what holds nothing but scalars."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    if isinstance(value, (list, tuple)):
+        return all(_is_scalar(inside) for inside in value)
+    return value is None or isinstance(value, (numbers.Number, str))
+
+
+def _compare_scalars(inner: InnerOptimizer, whole: Whole, half: Half, large: frozenset[str]) -> None:
+    """What the class counts, for a parameter or a group, may differ long before the parameters do, and is saved."""
+    for mine, theirs in zip(whole.groups, half.groups, strict=True):
+        for name, value in mine.items():
+            if _plain(value, type) != _plain(theirs.get(name), type):
+                raise not_elementwise(
+                    inner.name, f"it put another {name!r} into a param group of pieces than of wholes"
+                )
+    for piece in half.pieces:
+        state = half.scalars(piece)
+        for name, value in whole.state(piece.parameter).items():
+            if name not in large and _plain(value, type) != _plain(state.get(name), type):
+                raise not_elementwise(
+                    inner.name, f"its state {name!r} came to another value for pieces than for wholes"
+                )
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """True of equal bits. Which NaN it is does not count: torch's own kernels give any."""
+    if torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+        return True
+    equal = (one == other) & (one.signbit() == other.signbit())
+    return bool((equal | (one.isnan() & other.isnan())).all())
+
+
+def _distinct(
+    defaults: Options, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
+) -> tuple[list[Options], list[Setting]]:
+    """The options that differ, and where parameters have them."""
+    numbers_of: dict[str, int] = {}
+    options: list[Options] = []
+    number_of: dict[int, int] = {}  # by group
+    for group in dict.fromkeys(spec.group for spec in parameters):
+        given = {key: value for key, value in groups[group].items() if key not in ("params", "param_names")}
+        given = {**defaults, **given}
+        number_of[group] = numbers_of.setdefault(_plain(given, id), len(options))
+        if number_of[group] == len(options):
+            options.append(given)
+    shapes: dict[tuple[int, Dtypes, str], set[tuple[int, ...]]] = {}
+    for spec in parameters:
+        shapes.setdefault((number_of[spec.group], spec.dtypes, spec.device), set()).add(spec.shape)
+    settings = [
+        Setting(
+            number,
+            dtypes,
+            torch.device(device),
+            matrices=any(len(shape) > 1 for shape in found),
+            single_elements=any(shape == (1,) for shape in found),
+        )
+        for (number, dtypes, device), found in shapes.items()
+    ]
+    return options, settings
+
+
+def _raised_rate(options: Options) -> Options:
+    """Return a rate in the place of one that is low; nothing where none is."""
+    rate = options.get("lr")
+    if not isinstance(rate, (int, float, Tensor)) or rate >= RAISED_RATE:
+        return {}
+    return {"lr": torch.full_like(rate, RAISED_RATE) if isinstance(rate, Tensor) else RAISED_RATE}
+
+
+def _plain(value: Any, other: Callable[[Any], object]) -> str:
+    """Equal of equal options. What is no plain value counts as what ``other`` gives for it."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {value.device} {value.tolist()}"
+    if isinstance(value, dict):
+        return str([(key, _plain(inside, other)) for key, inside in value.items()])
+    if isinstance(value, (list, tuple)):
+        return str((type(value), [_plain(inside, other) for inside in value]))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return f"{type(value)} {other(value)}"
+
+
+@contextmanager
+def _random_state_kept(settings: Sequence[Setting]) -> Iterator[None]:
+    devices = list(dict.fromkeys(setting.device for setting in settings if setting.device.type not in ("cpu", "meta")))
+    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+        yield

@@ -1,0 +1,206 @@
+"""Throw-away parameters on which a class is tried: stepped whole by the class itself, and in two halves as on ranks.
+
+Knows: shapes and values of such parameters, their gradients, and how halves are laid out. Does not know: the user's
+parameters, what is compared.
+
+    whole     [ 1-D ] [ 2-D       ] [ 4-D    ] [ scalar ]      stepped by the class itself, as in a plain loop
+    half 0    [ 1-D 2-D... 4-D.. ]                             stepped by `InnerOptimizer`, as on a rank: neighbouring
+    half 1    [ 1-D 2-D.... ] [ 4-D.. ] [ scalar ]             pieces are one run, which ends after a ragged end
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.layout import Bucket, Dtypes, Slot
+from .flat_states import BucketStates, Options, is_elementwise
+from .inner import InnerOptimizer, unhooked_step
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where the user has parameters: the number of their options, their dtypes and their device; whether there are
+    matrices, or tensors of more dimensions, among them, and vectors of one element."""
+
+    options: int
+    dtypes: Dtypes
+    device: torch.device
+    matrices: bool
+    single_elements: bool
+
+
+class ClassFailedError(Exception):
+    """The class itself raised, over whole parameters."""
+
+
+class Whole:
+    """Throw-away parameters, at each of the ``settings`` one of each number of ``dimensions``, stepped by the class."""
+
+    def __init__(
+        self, inner: InnerOptimizer, options: Sequence[Options], settings: Sequence[Setting], dimensions: Sequence[int]
+    ) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        shapes = [
+            (setting, shape) for setting in settings for number in dimensions for shape in _shapes(number, setting)
+        ]
+        self._shapes = list(dict.fromkeys(shape for _, shape in shapes))
+        self._sizes = [self._noise(shape) for shape in self._shapes]  # of the elements' gradients
+        values = {shape: self._noise(shape) ** 5 for shape in self._shapes}  # of many magnitudes
+        self.settings = [setting for setting, _ in shapes]
+        self.parameters = [
+            values[shape].to(setting.device, setting.dtypes.master, copy=True).requires_grad_()
+            for setting, shape in shapes
+        ]
+        groups: list[Options] = [{**copy.deepcopy(group), "params": []} for group in options]
+        for setting, parameter in zip(self.settings, self.parameters, strict=True):
+            groups[setting.options]["params"].append(parameter)
+        try:
+            self._optimizer = inner.plain(groups)
+        except Exception as error:
+            raise ClassFailedError(str(error)) from error
+
+    def _noise(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=self._generator, device="cpu")
+
+    @property
+    def groups(self) -> list[Options]:
+        """The options, as the class has left them."""
+        return [{key: group[key] for key in group if key != "params"} for group in self._optimizer.param_groups]
+
+    def gradients(self, step: int) -> list[Tensor]:
+        """Make those of a step. Scales vary, some elements are zero, and in every third step all gradients are
+        orthogonal to their parameters, row by row."""
+        scale = (1.0, 0.3, 1.0, 3.0, 1.0, 0.1, 1.0, 30.0)[step % 8]
+        noise = {
+            shape: nn.functional.hardshrink(scale * size * self._noise(shape), 0.01)
+            for size, shape in zip(self._sizes, self._shapes, strict=True)
+        }
+        found = [noise[tuple(p.shape)].to(p.device) for p in self.parameters]
+        if step % 3 == 1:
+            found = [_orthogonal(gradient, p.detach()) for gradient, p in zip(found, self.parameters, strict=True)]
+        return [gradient.to(p.dtype) for gradient, p in zip(found, self.parameters, strict=True)]
+
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        """Raises `ClassFailedError`."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        try:
+            unhooked_step(self._optimizer)()
+        except Exception as error:
+            raise ClassFailedError(str(error)) from error
+
+    def state(self, parameter: int) -> Mapping[str, Any]:
+        """What the class keeps for a parameter."""
+        state: dict[str, Any] = self._optimizer.state[self.parameters[parameter]]
+        return state
+
+    def names(self) -> frozenset[str]:
+        """The names of the states that are as large as the parameter. A scalar's may be as large by accident."""
+        return frozenset(
+            name
+            for number, parameter in enumerate(self.parameters)
+            for name, value in self.state(number).items()
+            if parameter.dim() > 0 and is_elementwise(value, parameter)
+        )
+
+
+@dataclass(frozen=True)
+class TrialPiece:
+    """A part of a throw-away parameter: its place there, and what is stepped instead, with its gradient."""
+
+    parameter: int
+    place: slice
+    values: Tensor
+    gradient: Tensor
+    bucket: int
+    slot: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This part of a tensor that is as large as the parameter, 1-D."""
+        return whole.detach().reshape(-1)[self.place]
+
+
+class Half:
+    """One half of each parameter of ``whole``, stepped as a rank steps what it owns of a bucket."""
+
+    def __init__(self, inner: InnerOptimizer, options: Sequence[Options], whole: Whole, half: int) -> None:
+        self._inner = inner.another()
+        self._inner.elementwise = whole.names()
+        self.groups = [copy.deepcopy(group) for group in options]
+        self._gradients: list[Tensor] = []
+        self.pieces: list[TrialPiece] = []
+        for dtypes, device in dict.fromkeys((setting.dtypes, setting.device) for setting in whole.settings):
+            self._add(whole, half, dtypes, device)
+
+    def _add(self, whole: Whole, half: int, dtypes: Dtypes, device: torch.device) -> None:
+        """Lay out a bucket of what has these dtypes and this device."""
+        slots: list[Slot] = []
+        begins, size = [], 0
+        for number, setting in enumerate(whole.settings):
+            begin, end = _bounds(whole.parameters[number].numel(), dtypes.alignment, half)
+            if (setting.dtypes, setting.device) == (dtypes, device) and begin < end:
+                slots.append(Slot(number, size, end - begin))
+                begins.append(begin)
+                size += -(-(end - begin) // dtypes.alignment) * dtypes.alignment
+        flat, gradient = (torch.zeros(size, dtype=dtypes.master, device=device) for _ in range(2))
+        bucket = Bucket(len(self._gradients), dtypes, str(device), tuple(slots), size, (0, size))
+        for number, (slot, begin) in enumerate(zip(slots, begins, strict=True)):
+            values, gradients = flat[slot.offset : slot.end], gradient[slot.offset : slot.end]
+            part = slice(begin, begin + slot.numel)
+            self.pieces.append(TrialPiece(slot.parameter, part, values, gradients, bucket.index, number))
+            values.copy_(self.pieces[-1].of(whole.parameters[slot.parameter]))
+        groups = [whole.settings[slot.parameter].options for slot in slots]
+        scalars = [whole.parameters[slot.parameter].dim() == 0 for slot in slots]
+        states = BucketStates(self._inner.instance(), bucket, 0, size, flat, groups, scalars)
+        self._inner.add(states, self.groups)
+        self._gradients.append(gradient)
+
+    def step(self, gradients: Sequence[Tensor], names: frozenset[str]) -> None:
+        """``gradients``: of the whole parameters; ``names``: of the states that are as large as the parameter."""
+        for piece in self.pieces:
+            piece.gradient.copy_(piece.of(gradients[piece.parameter]))
+        self._inner.elementwise = names
+        present = [(True,) * len(states.pieces) for states in self._inner.states]
+        changed = self._inner.step(self._gradients, present, self.groups, lambda _: None)
+        for number, options in changed.items():
+            self.groups[number].update(options)
+
+    def scalars(self, piece: TrialPiece) -> Mapping[str, Any]:
+        """What the class keeps for a piece beside what is as large as it."""
+        state = self._inner.state_of(piece.bucket, piece.slot)
+        return {} if state is None else state.scalars
+
+
+def _bounds(size: int, align: int, half: int) -> tuple[int, int]:
+    """Cut at an odd multiple of what ranks cut at multiples of."""
+    cut = (size // 2 // align | 1) * align if size > align else 0
+    return (0, cut) if half == 0 else (cut, size)
+
+
+def _shapes(dimensions: int, setting: Setting) -> list[tuple[int, ...]]:
+    """All but the longer vector end raggedly. Where the user has matrices, one is larger than what some classes take
+    for small."""
+    match dimensions:
+        case 0:
+            return [()]
+        case 1:
+            return [(96,), (1,)] if setting.single_elements else [(96,)]
+        case 2:
+            return [(131, 137) if setting.matrices else (13, 17)]
+        case 3:
+            return [(4, 5, 9)]
+    return [(4, 5, 3, 3, *[1] * (dimensions - 4))]
+
+
+def _orthogonal(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The part of a gradient that is orthogonal to the parameter, in each row of it."""
+    rows = parameter.view(len(parameter) if parameter.dim() > 1 else 1, -1).float()
+    along = gradient.view_as(rows)
+    share = (along * rows).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True)
+    return (along - rows * share).nan_to_num().view(parameter.shape)

@@ -1,0 +1,104 @@
+"""What becomes of settled gradients: they are clipped, this rank updates its intervals, and everybody gets all of them.
+
+Knows: the order of that. Does not know: the user's calls, what ranks agree on before.
+
+    clip:    norm of all slices, one factor                  all ranks
+    update:  the inner optimizer on this rank's intervals    each rank alone
+    gather:  everybody's slices, where parameters are whole  all ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work
+
+from ..core.norm import PowerSum
+from ..core.stages import Stage
+from ..events import Event, Waited
+from ..gradients.reducer import Reducer
+from ..parameters.storage import ParameterStorage
+from .clip import check_finite, clip_factor
+from .flat_states import Options
+from .inner import InnerOptimizer
+
+GATHERS_IN_FLIGHT = 2  # after a step: a rank's slice of each may be copied to where its peers can read it
+
+
+class Update:
+    """The clip and the step of one optimizer on one rank. All ranks call, after `Reducer.settle`."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        transport: Transport,
+        shards: Transport,
+        collective: Collective,
+        storage: ParameterStorage,
+        reducer: Reducer,
+        inner: InnerOptimizer,
+    ) -> None:
+        self._stage, self._transport, self._collective = stage, transport, collective
+        self._storage, self._reducer, self._inner = storage, reducer, inner
+        self._updating: list[Event] = []  # by bucket, as the next two
+        self._gathering: list[Event] = []
+        self._waiting: list[Event] = []
+        self._is_first_copy = transport.rank < shards.world_size  # of slices that several ranks hold
+
+    def extend(self) -> None:
+        """Take up further buckets of the layout."""
+        rank = self._transport.called
+        for bucket in self._storage.layout.buckets[len(self._updating) :]:
+            self._updating.append(Event(f"update bucket {bucket.index}", rank))
+            self._gathering.append(Event(f"all_gather bucket {bucket.index}", rank))
+            self._waiting.append(Event(f"wait_for_all_gather bucket {bucket.index}", rank))
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Scale the means by one factor; the norm before, 0-dim."""
+        pieces = self._reducer.owned() if self._is_first_copy else []
+        mine = PowerSum.of(pieces, norm_type)  # host synchronisation: exact integers, which devices have not
+        total = PowerSum.of([], norm_type)
+        for data in self._transport.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):
+            total = total.merge(PowerSum.from_bytes(data))
+        norm = total.norm(torch.float64 if self._reducer.any_is_double() else torch.float32)
+        if error_if_nonfinite:
+            check_finite(norm, norm_type)
+        factor = clip_factor(norm, max_norm)
+        if not bool(factor == 1.0):
+            for store in self._reducer.stores:
+                gradient = store.settled()
+                if gradient is not None:
+                    gradient.mul_(factor)  # from the host, as in a plain loop: no copy, and one rounding
+        return norm
+
+    def step(self, groups: Sequence[Options]) -> dict[int, Options]:
+        """Update every parameter that some rank used. The options that the class changed, by number of group."""
+        used = self._reducer.used
+        buckets = self._storage.layout.buckets
+        gradients = [store.settled() for store in self._reducer.stores]
+        present = [
+            tuple(used[bucket.slots[piece.slot].parameter] for piece in states.pieces)
+            for bucket, states in zip(buckets, self._inner.states, strict=True)
+        ]
+        queue = BucketQueue(self._gather, GATHERS_IN_FLIGHT)
+        if self._stage.parameters_are_gathered:
+            queue.begin([bucket.index for bucket in buckets if any(used[slot.parameter] for slot in bucket.slots)])
+
+        def stepped(bucket: int) -> None:
+            self._storage.leave(bucket)
+            queue.ready(bucket)
+
+        changed = self._inner.step(gradients, present, groups, stepped, lambda bucket: self._updating[bucket]())
+        queue.finish()
+        self._storage.stepped(used)
+        return changed
+
+    def _gather(self, index: int) -> Work:
+        bounds = self._storage.layout.buckets[index].bounds
+        tag = Tag(Kind.ALL_GATHER, f"parameters of bucket {index}", index=index)
+        with self._gathering[index]():
+            work = self._collective.all_gather(self._storage.flats[index], bounds, tag=tag)
+            return Waited(work, self._waiting[index])
