@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import benchmarks
 from zero.commands import console as view
 from zero.commands.runner import RankError
 from zero.commands.sweep import command as sweep
@@ -146,7 +147,7 @@ def test_the_stored_sweep_is_drawn_with_room_for_its_words(monkeypatch: pytest.M
 
     drawn = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda figure, path, **_: drawn.append((path, figure)))
-    shutil.copy(Path(sweep.__file__).parents[1] / "benchmarks/results/sweep.json", tmp_path)
+    shutil.copy(Path(benchmarks.__file__ or "").parent / "results" / "sweep.json", tmp_path)
     assert sweep.draw(tmp_path) == ["sweep.png"]
     ((path, picture),) = drawn
     assert path == tmp_path / "sweep.png"

@@ -264,7 +264,3 @@ def _leave_traceback(error: Exception, out: Path) -> str:
     except OSError:
         return ""
     return f" (traceback in {path})"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,10 @@
+"""`python -m zero.train`, also under torchrun: the command `zero train`."""
+
+from __future__ import annotations
+
+import sys
+
+from .commands.train.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())
