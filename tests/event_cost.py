@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zero import ZeroOptimizer
-from zero.core.stages import STAGES
+from zero.core.stage import STAGES
 from zero.events import LOG, Event
 
 DEPTH, WIDTHS, BATCH, ROUNDS = 16, (32, 128, 512), 32, 15

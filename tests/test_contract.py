@@ -105,7 +105,7 @@ def test_what_uses_public_names_alone_is_marked_contract_and_nothing_else_is(pat
     ("source", "expected"),
     [
         ("from zero import ZeroOptimizer\nfrom collectives import Transport", []),
-        ("from zero.core.stages import Stage", ["zero.core.stages"]),
+        ("from zero.core.stage import Stage", ["zero.core.stage"]),
         ("def f():\n from collectives.backends.shared_memory import Peer", ["collectives.backends.shared_memory"]),
         ("from zero import core", ["zero.core"]),
         ("import collectives.backends.shared_memory", ["collectives.backends.shared_memory"]),

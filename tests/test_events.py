@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from collectives import Transport, on_threads
 from zero import Offload, ZeroOptimizer, events
-from zero.core.stages import STAGES
+from zero.core.stage import STAGES
 
 from .sockets import on_sockets
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer
-from zero.core.stages import all_zero, first_difference, read_scalars
+from zero.core.bits import all_zero, first_difference, read_scalars
 from zero.gradients.hooks import _reentrant
 
 from . import test_gradients as gradients
@@ -84,7 +84,7 @@ def methods_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values cannot be seen at once."""
-    for module in ("core.stages", "parameters.edit_detector", "gradients.grad_access", "step.master_weights"):
+    for module in ("core.bits", "parameters.edit_detector", "gradients.grad_access", "step.master_weights"):
         monkeypatch.setattr(f"zero.{module}.seen_at_once", lambda device: False)
 
 

@@ -24,7 +24,7 @@ from collectives import Loopback, Transport, on_threads
 from collectives.pool import Pool
 from zero import ZeroOptimizer, clip_grad_norm_
 from zero.core.layout import Bucket
-from zero.core.stages import STAGES
+from zero.core.stage import STAGES
 from zero.parameters.sharded import ShardedStorage
 
 from .models import Odd, build, odd_batches, odd_loss

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from collectives import Kind, Pairwise, Ring, Tag, Traffic, Transport, on_threads
 from collectives.messages import HEADER_BYTES, at
 from zero import ZeroOptimizer
+from zero.core.bits import dense_stride
+from zero.core.formulas import formula_bytes, formula_traffic
 from zero.core.layout import Dtypes, Layout, ParameterSpec, build
-from zero.core.stages import STAGES, dense_stride, formula_bytes, formula_traffic
+from zero.core.stage import STAGES
 from zero.gradients.accumulator import GradientStore
 from zero.parameters.unit_buffer import Shelf
 from zero.step.flat_states import BucketStates

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from collectives import CollectiveError, Transport, on_threads
 from zero import ZeroOptimizer
-from zero.core.stages import STAGES
+from zero.core.stage import STAGES
 from zero.gradients.grad_phase import Phase, Progress
 from zero.parameters.released import is_released
 from zero.parameters.unit_manager import State, _Unit

@@ -26,7 +26,7 @@ from collectives.backend import Carrier, Pending
 from collectives.backends.threads import Interference
 from collectives.messages import HEADER_BYTES
 from zero import ZeroOptimizer
-from zero.core.stages import STAGES
+from zero.core.stage import STAGES
 
 from .models import Odd, build
 from .test_laws import (

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero.core.formulas import formula_bytes, formula_traffic
 from zero.core.layout import (
     ALIGNMENT_BYTES,
     JOINED_BYTES,
@@ -25,7 +26,7 @@ from zero.core.layout import (
     build,
     sharded_bytes,
 )
-from zero.core.stages import STAGES, formula_bytes, formula_traffic, stage_of
+from zero.core.stage import STAGES, stage_of
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 PLAIN = [Dtypes.all(dtype) for dtype in (FP64, FP32, BF16)]

@@ -17,7 +17,7 @@ ALGORITHMS = {"algorithms.pairwise", "algorithms.ring"}
 
 ORDER = (
     ("core.layout",),
-    ("core.stages",),
+    ("core.stage",),
     ("step.flat_states",),
     ("step.inner",),
     ("step.trial",),
@@ -164,9 +164,9 @@ def _algorithms() -> set[str]:
         ("import torch.distributed as dist", Import("torch.distributed", 1)),
         ("from torch import distributed", Import("torch.distributed", 1)),
         ("from torch.distributed import isend", Import("torch.distributed", 1)),
-        ("from .core import stages", Import("zero.core.stages", 1)),
+        ("from .core import stages", Import("zero.core.stage", 1)),
         ("from . import ZeroOptimizer", Import("zero", 1)),
-        ("from .core.stages import Stage", Import("zero.core.stages", 1)),
+        ("from .core.stage import Stage", Import("zero.core.stage", 1)),
         ("from collectives import Tag", Import("collectives", 1)),
         ("from collectives.algorithms.ring import Ring", Import("collectives.algorithms.ring", 1)),
         ("def f():\n import zero.core.layout", Import("zero.core.layout", 2, lazy=True)),
@@ -177,13 +177,13 @@ def _algorithms() -> set[str]:
     ],
 )
 def test_the_reader_sees_every_form_of_import(source: str, expected: Import) -> None:
-    known = {"zero", "zero.core.layout", "zero.core.stages", "collectives", "collectives.algorithms.ring"}
+    known = {"zero", "zero.core.layout", "zero.core.stage", "collectives", "collectives.algorithms.ring"}
     assert _imports("zero.example", ast.parse(source), known) == [expected]
 
 
 def test_the_reader_found_both_packages() -> None:
-    assert {"collectives", "collectives.transport", "zero", "zero.core.layout", "zero.core.stages"} <= set(TREES)
-    assert _own("zero.core.stages") == {"zero.core.layout"}, (
+    assert {"collectives", "collectives.transport", "zero", "zero.core.layout", "zero.core.stage"} <= set(TREES)
+    assert _own("zero.core.stage") == {"zero.core.layout"}, (
         "if this is empty, every other test here would pass on nothing"
     )
 
@@ -284,13 +284,13 @@ def test_zero_is_a_spine_from_layout_to_optimizer() -> None:
             assert height[target] < own, f"{module} imports {target}"
 
 
-@pytest.mark.parametrize("name", ["core.layout", "core.stages", "planner"])
+@pytest.mark.parametrize("name", ["core.layout", "core.stage", "planner"])
 def test_geometry_and_the_stage_table_need_no_ranks(name: str) -> None:
     module = f"zero.{name}"
     if module not in TREES:
         assert name == "planner", "only the planner may be missing"
         return
-    pure = {"zero.core.layout", "zero.core.stages", "zero.planner"}
+    pure = {"zero.core.layout", "zero.core.stage", "zero.planner"}
     assert _own(module) <= pure - {module}, f"{module} imports {_own(module)}"
     for found in IMPORTS[module]:
         assert not found.target.startswith(("collectives", "torch.distributed")), f"{module}:{found.line}"

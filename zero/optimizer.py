@@ -25,7 +25,7 @@ from collectives import Algorithm, CollectiveError, Kind, Tag, Traffic, Transpor
 
 from .consistency import compare, gather_slot
 from .core.parameter_specs import as_groups, check_listed_once, device_of, members_of, with_names
-from .core.stages import Placement, stage_of
+from .core.stage import Placement, stage_of
 from .core.units import Predicate
 from .events import LOG, Event
 from .gradients.join import Call, adopt_options, digests_of

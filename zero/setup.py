@@ -23,7 +23,7 @@ from collectives.backend import OwnCollectives
 from .consistency import agree_on_construction
 from .core.layout import Bucket, Dtypes, ParameterSpec, build
 from .core.parameter_specs import FLOATS, changed, check_buffers, check_modules, check_one_device, is_laid_out, specs
-from .core.stages import Placement, Stage, check_offloaded_parameters, check_reshard, check_sharding_factor
+from .core.stage import Placement, Stage, check_offloaded_parameters, check_reshard, check_sharding_factor
 from .core.units import Predicate
 from .events import LOG, Event
 from .gradients.hooks import check_free

@@ -113,7 +113,7 @@ WAITS = (
         "stage-2-keeps-whole-gradients",
         ("P27",),
         "The stage table's row of stage 2 is that of stage 1: every rank holds all gradients.",
-        (Edit("zero.core.stages", "Stage(2, _W, _S, _S)", "Stage(2, _W, _W, _S)"),),
+        (Edit("zero.core.stage", "Stage(2, _W, _S, _S)", "Stage(2, _W, _W, _S)"),),
         ("test_bytes.py::test_at_stage_2_no_rank_holds_all_reduced_gradients_after_backward",),
     ),
 )

@@ -73,7 +73,7 @@ MUTANTS = (
         "Stage 0 alone adds a second backward to the divided mean instead of to the sum.",
         (
             Edit(
-                "zero.core.stages.Stage.sum_lies_apart",
+                "zero.core.stage.Stage.sum_lies_apart",
                 "return not self.contributions_stay or self.means_are_gathered or dtypes.widens",
                 "return not self.contributions_stay or dtypes.widens",
             ),

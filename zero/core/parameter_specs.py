@@ -18,8 +18,8 @@ from torch.nn.parameter import is_lazy
 from collectives.torch_internals import is_traceable_wrapper_subclass
 
 from ..parameters.released import as_plain, is_released
+from .bits import dense_stride
 from .layout import Dtypes, ParameterSpec
-from .stages import dense_stride
 
 HELD_ELSEWHERE = (
     "{name!r} belongs to another stage-3 optimizer, which holds its values: close() that one first, or build the model "

@@ -25,8 +25,9 @@ from torch import Tensor
 from collectives import Collective, Kind, Tag, Transport, Work
 from collectives.torch_internals import foreach_add_, foreach_copy_
 
+from ..core.bits import first_difference, same_bits, strided
 from ..core.layout import Bucket, Layout
-from ..core.stages import Stage, first_difference, same_bits, strided
+from ..core.stage import Stage
 from ..events import Event, Waited
 
 

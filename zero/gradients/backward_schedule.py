@@ -14,7 +14,7 @@ from torch import Tensor
 from collectives import BucketQueue, Collective, MismatchError, Transport, Work
 
 from ..core.layout import Layout
-from ..core.stages import Stage
+from ..core.stage import Stage
 from ..parameters.released import as_plain
 from .accumulator import GradientStore
 

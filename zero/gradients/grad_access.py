@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..core.bits import all_zero, read_scalars, seen_at_once
 from ..core.layout import Layout
-from ..core.stages import Stage, all_zero, read_scalars, seen_at_once
+from ..core.stage import Stage
 from .accumulator import GradientStore
 from .backward_schedule import Rounds
 from .grad_phase import Progress

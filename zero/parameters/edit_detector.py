@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.stages import first_difference, read_scalars, same_bits, seen_at_once
+from ..core.bits import first_difference, read_scalars, same_bits, seen_at_once
 from .unit_buffer import Common, Shelf
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from collectives import Collective, Transport
 
 from ..consistency import broadcast, compare_subclasses, fingerprint
+from ..core.bits import strided
 from ..core.layout import Bucket, Layout, ParameterSpec, Slot
 from ..core.parameter_specs import (
     HELD_ELSEWHERE,
@@ -26,7 +27,6 @@ from ..core.parameter_specs import (
     misplaced,
     replaced,
 )
-from ..core.stages import strided
 from ..step.master_weights import MixedPrecision, cast
 from .released import is_released
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from collectives import Region
 from collectives.pool import holders
 
+from ..core.bits import same_bits
 from ..core.layout import Bucket, Layout, ParameterSpec, Piece
-from ..core.stages import same_bits
 
 _MOST_RESTORED = 1 << 10  # views; a program that makes ever new ones would fill the memory
 

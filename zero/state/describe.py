@@ -12,9 +12,10 @@ from torch import Tensor
 
 from collectives import Choice
 
+from ..core.formulas import formula_bytes, formula_traffic
 from ..core.layout import Bucket
 from ..core.parameter_specs import parts_of
-from ..core.stages import Stage, formula_bytes, formula_traffic
+from ..core.stage import Stage
 from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..step.inner import InnerOptimizer

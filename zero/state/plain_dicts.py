@@ -16,8 +16,8 @@ from torch import Tensor
 
 from collectives import Kind, Tag, Transport, Work
 
+from ..core.bits import flattened, strided
 from ..core.layout import Layout, ParameterSpec
-from ..core.stages import flattened, strided
 from ..parameters.storage import ParameterStorage
 from ..step.flat_states import BucketStates, Options, PieceState
 from ..step.inner import InnerOptimizer

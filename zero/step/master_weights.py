@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..core.bits import INTEGERS, same_bits, seen_at_once
 from ..core.layout import Dtypes
 from ..core.parameter_specs import FLOATS, is_laid_out
-from ..core.stages import INTEGERS, same_bits, seen_at_once
 
 _BLOCK = 1 << 16  # elements that stay in the cache while they are compared
 

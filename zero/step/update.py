@@ -17,7 +17,7 @@ from torch import Tensor
 from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work
 
 from ..core.norm import PowerSum
-from ..core.stages import Stage
+from ..core.stage import Stage
 from ..events import Event, Waited
 from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage

@@ -18,7 +18,7 @@ from statistics import median
 
 import torch
 
-from ...core.stages import STAGES, Placement
+from ...core.stage import STAGES, Placement
 from ..console import INSTALL_HINT, View, make_view, megabytes
 from ..runner import RankError, launch_ranks
 from ..train.plots import Dot, can_draw, draw_sweep

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ... import MixedPrecision, Offload, ZeroOptimizer
-from ...core.stages import check_reshard, check_sharding_factor, stage_of
+from ...core.stage import check_reshard, check_sharding_factor, stage_of
 from ..console import View, make_view
 from .data import Corpus, load_corpus
 from .loop import Loop, validate
