@@ -20,8 +20,8 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
                                                      zero.parameters.released
     _parameters                     Module           zero.parameters.materialize, zero.core.parameter_specs
     _buffers                        Module           zero.parameters.materialize
-    _forward_pre_hooks              Module           zero.step.master_weights, zero.parameters.unit_hooks
-    _forward_pre_hooks_with_kwargs  Module           zero.step.master_weights
+    _forward_pre_hooks              Module           zero.parameters.casting, zero.parameters.unit_hooks
+    _forward_pre_hooks_with_kwargs  Module           zero.parameters.casting
     _forward_hooks                  Module           zero.parameters.unit_hooks
     _backward_pre_hooks             Module           zero.parameters.unit_hooks
     _compiled_call_impl             Module           zero.parameters.unit_hooks

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
-from zero.core.parameter_specs import FLOATS
-from zero.parameters.released import is_released
+from zero.core.parameter_specs import FLOATS, is_released
 from zero.parameters.sharded import ShardedStorage
 from zero.parameters.unit_manager import Residency, State
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from collectives import CollectiveError, Kind, Loopback, Pairwise, PeerError, Tag, Transport, on_threads
 from collectives.backends.gloo import DEFAULT_TIMEOUT, Native, _timeout, connect
 from zero import ZeroOptimizer
-from zero.parameters.released import as_plain
+from zero.core.parameter_specs import as_plain
 
 from .cases import Block, Case, Net, assert_plain, batches_of, check, net_of, one_backward, residency_of, sharded
 from .plain import assert_same_model, assert_same_states, plain_step

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from collectives import CollectiveError, Transport, on_threads
 from zero import ZeroOptimizer
+from zero.core.parameter_specs import is_released
 from zero.core.stage import STAGES
 from zero.gradients.grad_phase import Phase, Progress
-from zero.parameters.released import is_released
 from zero.parameters.unit_manager import State, _Unit
 
 from .models import Odd, build, odd_batches, odd_loss

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
-from zero.parameters.released import is_released
+from zero.core.parameter_specs import is_released
 
 from .plain import assert_same_bits
 from .pool import GlooPool

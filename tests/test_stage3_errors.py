@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
-from zero.parameters.released import is_released
+from zero.core.parameter_specs import is_released
 
 from .plain import assert_same_bits, assert_same_model
 from .test_errors import on_ranks

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from .commands.verify.verification import Verification, verify
+from .config import MixedPrecision, Offload
 from .optimizer import ZeroOptimizer
 from .parameters.unit_hooks import register_forward_method
 from .step.clip import clip_grad_norm_
-from .step.master_weights import MixedPrecision
-from .step.offload import Offload
 
 __all__ = [
     "MixedPrecision",

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from collectives import Algorithm, CollectiveError, Kind, Tag, Traffic, Transport
 
+from .config import MixedPrecision, Offload
 from .consistency import compare, gather_slot
 from .core.parameter_specs import as_groups, check_listed_once, device_of, members_of, with_names
 from .core.stage import Placement, stage_of
@@ -36,8 +37,6 @@ from .state.describe import Description, describe
 from .step.clip import check_norm_arguments
 from .step.elementwise import check_elementwise
 from .step.inner import InnerOptimizer
-from .step.master_weights import MixedPrecision
-from .step.offload import Offload
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -20,6 +20,7 @@ from collectives import Algorithm, Choice, Collective, Kind, Pairwise, Tag, Tran
 from collectives import build as build_collective
 from collectives.backend import OwnCollectives
 
+from .config import MixedPrecision, Offload
 from .consistency import agree_on_construction
 from .core.layout import Bucket, Dtypes, ParameterSpec, build
 from .core.parameter_specs import FLOATS, changed, check_buffers, check_modules, check_one_device, is_laid_out, specs
@@ -28,6 +29,7 @@ from .core.units import Predicate
 from .events import LOG, Event
 from .gradients.hooks import check_free
 from .gradients.reducer import Reducer
+from .parameters.casting import InputCast
 from .parameters.materialize import Materializer
 from .parameters.sharded import ShardedStorage
 from .parameters.storage import ParameterStorage
@@ -35,8 +37,8 @@ from .parameters.unit_hooks import check_not_in_units
 from .step.elementwise import check_elementwise
 from .step.flat_states import BucketStates, Options
 from .step.inner import InnerOptimizer
-from .step.master_weights import InputCast, Master, MixedPrecision
-from .step.offload import Keeper, Offload, StateStore, keeper_of
+from .step.master_weights import Master
+from .step.offload import Keeper, StateStore, keeper_of
 from .step.update import Update
 from .streams import Streams
 

@@ -36,7 +36,7 @@ MUTANTS = (
         "Mixed precision casts whatever has a float dtype: packed numbers become others.",
         (
             Edit(
-                "zero.step.master_weights.cast",
+                "zero.parameters.casting.cast",
                 "        if is_laid_out(tensor) and tensor.dtype is not dtype:\n",
                 "        if tensor.dtype in FLOATS and tensor.dtype is not dtype:\n",
             ),

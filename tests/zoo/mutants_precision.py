@@ -35,7 +35,7 @@ MASTERS = (
         "A weight that the user made in 16 bits is its own master: updates smaller than its last bit are lost.",
         (
             Edit(
-                "zero.step.master_weights.MixedPrecision.of",
+                "zero.config.MixedPrecision.of",
                 "master = dtype if dtype.itemsize >= 4 else torch.float32",
                 "master = dtype",
             ),
@@ -154,7 +154,7 @@ MASTERS = (
         "A forward in evaluation mode casts the buffers to what the model computes in, and leaves them so.",
         (
             Edit(
-                "zero.step.master_weights.InputCast.__call__",
+                "zero.parameters.casting.InputCast.__call__",
                 "        return tuple(_cast(arg, dtype) for arg in args), {",
                 "        for buffer in [] if module.training else list(module.buffers()):\n"
                 "            buffer.copy_(buffer.to(dtype))\n"
@@ -234,7 +234,7 @@ SUMS = (
         "Gradients travel in what the model computes in, whatever `reduce_dtype` says.",
         (
             Edit(
-                "zero.step.master_weights.MixedPrecision.of",
+                "zero.config.MixedPrecision.of",
                 "return Dtypes(self.param_dtype, self.travel,",
                 "return Dtypes(self.param_dtype, self.param_dtype,",
             ),
@@ -375,7 +375,7 @@ CASTS = (
         "What a module is called with is cast where it is a tensor, and not inside tuples, lists and dicts.",
         (
             Edit(
-                "zero.step.master_weights._cast",
+                "zero.parameters.casting._cast",
                 "        return type(value)(_cast(item, dtype) for item in value)\n",
                 "        return value\n",
             ),

@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 
 from collectives.torch_internals import is_traceable_wrapper_subclass
 
-from ..parameters.released import as_plain, is_released
 from .bits import dense_stride
 from .layout import Dtypes, ParameterSpec
 
@@ -27,6 +26,7 @@ HELD_ELSEWHERE = (
 )
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
+as_plain = torch.DisableTorchFunctionSubclass  # a context in which a released parameter is an ordinary tensor
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class Binding:
     key: str
     name: str
     parameter: Tensor
+
+
+def is_released(parameter: object) -> bool:
+    """True while a parameter has no memory."""
+    return getattr(type(parameter), "released", False) is True
 
 
 def has_own_dispatch(tensor: Tensor) -> bool:

@@ -14,8 +14,8 @@ from torch import Tensor
 from collectives import BucketQueue, Collective, MismatchError, Transport, Work
 
 from ..core.layout import Layout
+from ..core.parameter_specs import as_plain
 from ..core.stage import Stage
-from ..parameters.released import as_plain
 from .accumulator import GradientStore
 
 

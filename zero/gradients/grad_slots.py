@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..core.layout import ParameterSpec
-from ..parameters.released import as_plain
+from ..core.parameter_specs import as_plain
 from .hooks import Listener, ShardedGradient
 
 

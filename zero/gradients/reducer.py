@@ -23,10 +23,9 @@ from collectives.torch_internals import amp_unscale_
 
 from ..consistency import gather_slot
 from ..core.layout import Layout, Piece
-from ..core.parameter_specs import changed
+from ..core.parameter_specs import as_plain, changed
 from ..core.stage import Placement, Stage
 from ..events import Event
-from ..parameters.released import as_plain
 from ..streams import Streams
 from .accumulator import GradientStore
 from .agreement import Record, check

@@ -20,8 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from collectives.torch_internals import DeviceContext, get_function_modes, make_subclass
 
-from ..core.parameter_specs import has_own_dispatch, is_copied
-from .released import is_released
+from ..core.parameter_specs import has_own_dispatch, is_copied, is_released
 
 InitFunction = Callable[[nn.Module], Any]
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from collectives.torch_internals import has_compatible_shallow_copy_type
 
 from ..core.layout import ParameterSpec
+from ..core.parameter_specs import as_plain, is_released
 
 SpecOf = Callable[[Tensor], ParameterSpec | None]
 
@@ -51,7 +52,6 @@ def _answerable() -> frozenset[Any]:
 
 
 ANSWERABLE = _answerable()
-as_plain = torch.DisableTorchFunctionSubclass  # a context in which a released parameter is an ordinary tensor
 
 
 def released_class(base: type[Tensor], spec_of: SpecOf) -> type[Tensor]:
@@ -169,11 +169,6 @@ def _without_values() -> dict[Any, Callable[..., Any]]:
 
 
 _WITHOUT_VALUES = _without_values()
-
-
-def is_released(parameter: object) -> bool:
-    """True while a parameter has no memory."""
-    return getattr(type(parameter), "released", False) is True
 
 
 def _further_remedy(func: Any) -> str:

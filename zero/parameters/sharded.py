@@ -15,15 +15,14 @@ from torch import Tensor, nn
 
 from collectives import Choice, Collective, Kind, Region, Tag, Transport
 
+from ..config import MixedPrecision
 from ..consistency import broadcast, fingerprint
 from ..core.layout import Bucket, Dtypes, Layout, ParameterSpec, build
-from ..core.parameter_specs import bindings, check_memory, misplaced, replaced, specs
+from ..core.parameter_specs import as_plain, bindings, check_memory, misplaced, replaced, specs
 from ..core.units import Predicate, find_units
-from ..step.master_weights import MixedPrecision
 from ..step.offload import Keeper
 from ..streams import Streams
 from .materialize import Materializer, is_meta
-from .released import as_plain
 from .storage import Keep, ParameterStorage
 from .unit_buffer import Common, Shelf
 from .unit_hooks import UnitHooks

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from collectives import Collective, Transport
 
+from ..config import MixedPrecision
 from ..consistency import broadcast, compare_subclasses, fingerprint
 from ..core.bits import strided
 from ..core.layout import Bucket, Layout, ParameterSpec, Slot
@@ -24,11 +25,11 @@ from ..core.parameter_specs import (
     check_memory,
     is_copied,
     is_laid_out,
+    is_released,
     misplaced,
     replaced,
 )
-from ..step.master_weights import MixedPrecision, cast
-from .released import is_released
+from .casting import cast
 
 Keep = Callable[[Bucket, Tensor], None]  # is given a bucket's whole values where they are cast: wider than what stays
 

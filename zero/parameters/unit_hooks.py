@@ -39,11 +39,11 @@ from collectives.torch_internals import (
     wrapped_call_impl,
 )
 
+from ..core.parameter_specs import is_released
 from ..core.units import ROOT, Entry, Units
 from ..streams import Streams
 from .compiled_calls import inside_compiled_call, interrupting, untraced, wrap_compiled_call
 from .forward_methods import ForwardMethod, check_method
-from .released import is_released
 from .saved_tensor_hooks import Saver
 from .unit_manager import Residency, refuse_transforms
 

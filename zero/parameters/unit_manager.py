@@ -30,9 +30,10 @@ from collectives.pool import Pool
 from collectives.torch_internals import TransformType, get_interpreter_stack
 
 from ..core.layout import ParameterSpec
+from ..core.parameter_specs import as_plain
 from ..events import Event
 from .edit_detector import Edits
-from .released import SpecOf, as_plain, released_class
+from .released import SpecOf, released_class
 from .saved_tensor_index import Places
 from .unit_buffer import Shelf
 

@@ -30,45 +30,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..config import Offload
 from ..events import Event
 
 _PAGE = mmap.PAGESIZE
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin to write, wait for nothing
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: read pages, and make them ready to be written; of Linux 5.14
-
-
-@dataclass(frozen=True)
-class Offload:
-    """What a rank keeps elsewhere than on the parameters' device, as in ``ZeroOptimizer(offload=...)``.
-
-    Args:
-        states: a folder, where each rank keeps optimizer states (and master weights of parameters on the CPU) in a file
-            without a name, a bucket or two of which are in memory at once; or "cpu", pinned memory of the host, for
-            parameters on a GPU.
-        parameters: at stage 3, keep a rank's slices of the parameters in that file, too.
-    """
-
-    states: str | os.PathLike[str]
-    parameters: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.states, (str, os.PathLike)) or not os.fspath(self.states):
-            raise TypeError(f"offload: states must be 'cpu' or the path of a folder, not {self.states!r}")
-        if not isinstance(self.parameters, bool):
-            raise TypeError(f"offload: parameters must be True or False, not {self.parameters!r}")
-        if self.on_host and self.parameters:
-            raise ValueError('offload: parameters=True needs a folder, as states="/scratch"; "cpu" is for states')
-
-    @property
-    def kind(self) -> str:
-        """What all ranks must ask for alike; their folders may have different names."""
-        where = "states in the host's memory" if self.on_host else "states on disk"
-        return f"{where} and parameters" if self.parameters else where
-
-    @property
-    def on_host(self) -> bool:
-        """In memory of the host."""
-        return self.states == "cpu"
 
 
 def keeper_of(offload: Offload, device: torch.device) -> Keeper | None:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...config import MixedPrecision
 from ...core.parameter_specs import is_laid_out
+from ...parameters.casting import InputCast, cast
 from ...step.clip import clip_grad_norm_
-from ...step.master_weights import InputCast, MixedPrecision, cast
 
 
 class PlainLoop:

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from ...config import MixedPrecision
 from ...step.clip import check_norm_arguments
-from ...step.master_weights import MixedPrecision
 from .bit_diff import Difference
 
 __all__ = ["RESULTS", "Program", "Run", "as_batches", "plain_data", "reference", "resolve"]

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...config import MixedPrecision
 from ...optimizer import ZeroOptimizer
-from ...step.master_weights import MixedPrecision
 from .spec import RESULTS, Program, Run, as_batches, plain_data, reference
 
 __all__ = ["FUNCTION", "FUNCTION_HELP", "HELP", "Verification", "main", "run", "verify"]

@@ -1,0 +1,90 @@
+"""What of a module is cast in mixed precision beside its parameters: buffers, and the inputs of its forward."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections.abc import Iterable, MutableMapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..core.parameter_specs import FLOATS, is_laid_out
+
+
+def cast(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
+    """Cast what could be laid out in place: each tensor keeps its identity."""
+    for tensor in tensors:
+        if is_laid_out(tensor) and tensor.dtype is not dtype:
+            tensor.data = tensor.detach().to(dtype)
+
+
+class Owner(Protocol):
+    """For whom inputs are cast."""
+
+    @property
+    def superseded(self) -> bool: ...
+
+    def cast_problem(self) -> str | None:
+        """What is wrong where the model itself was cast since."""
+
+
+class InputCast:
+    """Casts the floating-point tensors that a module is called with, before any other hook, as long as its owner lives
+    and was not superseded. A copy of the module has one without an owner: it computes in the same dtype."""
+
+    def __init__(self, dtype: torch.dtype, owner: Owner | None = None) -> None:
+        self._dtype, self._owner = dtype, None if owner is None else weakref.ref(owner)
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._is_over():
+            return args, kwargs
+        owner = None if self._owner is None else self._owner()
+        problem = None if owner is None else owner.cast_problem()
+        if problem is not None:
+            raise RuntimeError(problem)
+        dtype = self._dtype
+        return tuple(_cast(arg, dtype) for arg in args), {key: _cast(value, dtype) for key, value in kwargs.items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InputCast, (self._dtype,)
+
+    def _is_over(self) -> bool:
+        owner = None if self._owner is None else self._owner()
+        return self._owner is not None and (owner is None or owner.superseded)
+
+    @staticmethod
+    def remove(module: nn.Module, owner: Owner) -> None:
+        """Take away what casts a module's inputs for this owner, or for one that is gone or superseded."""
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, InputCast) and (hook._is_over() or (hook._owner and hook._owner() is owner)):
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+    @classmethod
+    def put(cls, module: nn.Module, dtype: torch.dtype, owner: Owner) -> None:
+        cls.remove(module, owner)
+        module.register_forward_pre_hook(cls(dtype, owner), prepend=True, with_kwargs=True)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating-point tensors cast: alone, or in sequences, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.dtype in FLOATS and value.dtype is not dtype else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(item, dtype) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cast(item, dtype) for item in value)
+    if isinstance(value, MutableMapping):
+        changed = copy.copy(value)
+        for key, item in value.items():
+            changed[key] = _cast(item, dtype)
+        return changed
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{name: _cast(getattr(value, name), dtype) for name in names})
+    return value
