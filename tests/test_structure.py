@@ -12,45 +12,36 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("collectives", "zero")
-ALGORITHMS = {"algorithms.pairwise", "algorithms.ring"}
-"""Those that every installation has; whatever else `collectives` names an algorithm is found by `_algorithms`."""
+SEAM = "collectives.backends.gloo"
+MAY_IMPORT_DISTRIBUTED = {SEAM, "zero.commands.runner", "zero.commands.sweep.baselines"}
 
-ORDER = (
-    ("core.layout",),
-    ("core.stage",),
-    ("step.flat_states",),
-    ("step.inner",),
-    ("step.trial",),
-    ("step.elementwise",),
-    ("gradients.accumulator", "gradients.hooks", "parameters.storage", "parameters.unit_buffer"),
-    ("gradients.grad_slots", "parameters.unit_manager", "gradients.backward_schedule"),
-    ("parameters.saved_tensor_hooks",),
-    ("gradients.grad_access",),
-    ("gradients.reducer", "parameters.unit_hooks"),
-    ("parameters.sharded", "step.update"),
-    ("setup",),
-    ("optimizer",),
-)
-"""The spine of `zero`, from what knows least: each imports from the ones before, siblings never from each other."""
-
-MAY_IMPORT_DISTRIBUTED = {"collectives.backends.gloo", "zero.commands.runner", "zero.commands.sweep.baselines"}
-COMMAND = {
-    *(
-        "commands.cli",
-        "commands.train.settings",
-        "commands.train.data",
-        "commands.runner",
-        "commands.train.loop",
-        "commands.train.memory_stats",
-        "commands.train.model",
-        "commands.sweep.baselines",
-        "commands.train.plots",
-        "commands.train.report",
-        "commands.sweep.command",
-        "commands.sweep.rank",
-    ),
-    *("commands.train.command", "verify", "commands.console"),
+BASE = {"collectives", "collectives.torch_internals"}
+SHARED = {*BASE, "zero.core", "zero.config", "zero.consistency", "zero.events", "zero.streams"}
+ROOMS = {"zero.gradients", "zero.parameters", "zero.step"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "collectives.torch_internals": set(),
+    "collectives.algorithms": {"collectives"},
+    "collectives.backends": {"collectives"},
+    "collectives.topology": {"collectives", "collectives.algorithms", "collectives.backends"},
+    "collectives": {*BASE, "collectives.algorithms", "collectives.backends", "collectives.topology"},
+    "zero.core": {"collectives.torch_internals"},
+    "zero.config": {"zero.core"},
+    "zero.consistency": {"collectives", "zero.core"},
+    "zero.events": {"collectives"},
+    "zero.streams": set(),
+    "zero.gradients": SHARED,
+    "zero.parameters": SHARED,
+    "zero.step": SHARED,
+    "zero.state": SHARED | ROOMS,
+    "zero.setup": {*SHARED, *ROOMS, "collectives.backends"},  # a process group of the user's is taken to the seam
+    "zero.optimizer": SHARED | ROOMS | {"zero.setup", "zero.state"},
+    "zero.commands": SHARED | ROOMS | {"zero", "zero.optimizer", "zero.state"},
+    "zero.train": {"zero.commands"},
+    "zero.verify": {"zero.commands"},
+    "zero": SHARED | ROOMS | {"zero.optimizer", "zero.commands"},
 }
+"""Which room may import which: a package of this table with all that is below it, or one module."""
+
 MUTATORS = {
     *("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop", "popitem"),
     *("popleft", "remove", "reverse", "setdefault", "sort", "update", "difference_update", "intersection_update"),
@@ -140,19 +131,10 @@ def _reachable(start: str, *, lazy: bool) -> set[str]:
     return seen
 
 
-def _algorithms() -> set[str]:
-    """Modules of `collectives` that define a class with both collectives, but not the protocol of one."""
-    methods = {"reduce_scatter", "all_gather"}
-    found = set()
-    for name, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and not any(
-                isinstance(b, ast.Name) and b.id == "Protocol" for b in node.bases
-            ):
-                defined = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
-                if methods <= defined:
-                    found.add(name.partition(".")[2])
-    return found
+def _room(module: str) -> str:
+    while module not in MAY_IMPORT:
+        module = module.rpartition(".")[0]
+    return module
 
 
 # -- the reader itself -------------------------------------------------------------------------------------------------
@@ -164,7 +146,7 @@ def _algorithms() -> set[str]:
         ("import torch.distributed as dist", Import("torch.distributed", 1)),
         ("from torch import distributed", Import("torch.distributed", 1)),
         ("from torch.distributed import isend", Import("torch.distributed", 1)),
-        ("from .core import stages", Import("zero.core.stage", 1)),
+        ("from .core import stage", Import("zero.core.stage", 1)),
         ("from . import ZeroOptimizer", Import("zero", 1)),
         ("from .core.stage import Stage", Import("zero.core.stage", 1)),
         ("from collectives import Tag", Import("collectives", 1)),
@@ -188,127 +170,57 @@ def test_the_reader_found_both_packages() -> None:
     )
 
 
-# -- collectives -------------------------------------------------------------------------------------------------------
+# -- directions --------------------------------------------------------------------------------------------------------
 
 
-def test_collectives_have_never_heard_of_an_optimizer() -> None:
-    for module in TREES:
-        if module.partition(".")[0] == "collectives":
-            foreign = {found.target for found in IMPORTS[module] if found.target.partition(".")[0] == "zero"}
-            assert not foreign, f"{module} imports {foreign}"
-
-
-def test_inside_collectives_imports_run_from_messages_to_transport_to_algorithms() -> None:
-    allowed = {
-        "torch_internals": set[str](),
-        "pool": {"torch_internals"},
-        "messages": set[str](),
-        "backend": set[str](),
-        "sends": {"backend", "messages"},
-        "peer_links": {"backend", "sends", "messages"},
-        "messenger": {"backend", "sends", "peer_links", "messages"},
-        "exposed_buffers": {"messenger", "sends", "peer_links", "messages"},
-        "transport": {"backend", "messenger", "sends", "exposed_buffers", "pool", "messages"},
-        "algorithms.ordered_sum": set[str](),
-        "backends.threads": {"transport", "messages"},
-        "queue": {"messages"},
-        "algorithms.process_group": {"backend", "messages", "transport"},
-        "algorithms.all_to_all": {"algorithms.process_group", "algorithms.ordered_sum", "messages", "transport"},
-        "backends.gloo": {
-            "algorithms.process_group",
-            "algorithms.ordered_sum",
-            "messages",
-            "transport",
-            "backends.threads",
-        },
-        "backends.arena": set[str](),
-        "algorithms.plans": set[str](),
-        "algorithms.shared": {"transport", "messages", "algorithms.ordered_sum", "exposed_buffers"},
-        "algorithms.hierarchical": {
-            "transport",
-            "messages",
-            "algorithms.ordered_sum",
-            "exposed_buffers",
-            "algorithms.plans",
-        },
-        "backends.shared_memory": {"backends.arena", "messages"},
-        "backends.hybrid": {"backend", "backends.shared_memory"},
-        "backends.rendezvous": {"backends.arena", "backends.shared_memory", "messages", "transport"},
-        "topology": {
-            "algorithms.all_to_all",
-            "algorithms.hierarchical",
-            "backends.gloo",
-            "algorithms.pairwise",
-            "algorithms.hybrid_sharding",
-            "algorithms.shared",
-        }
-        | {
-            "backend",
-            "backends.shared_memory",
-            "backends.threads",
-            "messages",
-            "backends.rendezvous",
-            "backends.hybrid",
-            "transport",
-        },
-    }
-    common = {"transport", "messages", "pool", "algorithms.ordered_sum"}
-    for module in TREES:
-        package, _, name = module.partition(".")
-        if package == "collectives" and name:
-            imported = {target.partition(".")[2] for target in _own(module)}
-            assert imported <= allowed.get(name, common), f"{module} imports {imported}"
-
-
-def test_algorithms_never_import_each_other() -> None:
-    algorithms = _algorithms()
-    assert algorithms >= ALGORITHMS | {"algorithms.all_to_all", "backends.gloo"}
-    for name in algorithms:
-        others = _own(f"collectives.{name}") & {f"collectives.{other}" for other in algorithms - {name}}
-        assert not others, f"{name} imports {others}"
-
-
-def test_importing_collectives_imports_no_torch_distributed() -> None:
-    assert "collectives.backends.gloo" not in _reachable("collectives", lazy=False)
-    assert "collectives.backends.gloo" in _own("collectives"), "the seam is reached by name, when it is asked for"
-
-
-# -- zero --------------------------------------------------------------------------------------------------------------
-
-
-def test_zero_is_a_spine_from_layout_to_optimizer() -> None:
-    height = {f"zero.{name}": number for number, names in enumerate(ORDER) for name in names}
-    assert set(height) <= set(TREES)
-    for module, own in height.items():
-        for target in _own(module) & set(height):
-            assert height[target] < own, f"{module} imports {target}"
-
-
-@pytest.mark.parametrize("name", ["core.layout", "core.stage", "planner"])
-def test_geometry_and_the_stage_table_need_no_ranks(name: str) -> None:
-    module = f"zero.{name}"
-    if module not in TREES:
-        assert name == "planner", "only the planner may be missing"
-        return
-    pure = {"zero.core.layout", "zero.core.stage", "zero.planner"}
-    assert _own(module) <= pure - {module}, f"{module} imports {_own(module)}"
+@pytest.mark.parametrize("module", sorted(TREES))
+def test_every_room_imports_from_those_below_it_alone(module: str) -> None:
+    own = _room(module)
     for found in IMPORTS[module]:
-        assert not found.target.startswith(("collectives", "torch.distributed")), f"{module}:{found.line}"
+        if found.target in TREES and _room(found.target) not in {own, *MAY_IMPORT[own]}:
+            raise AssertionError(f"{module}:{found.line} imports {found.target}")
 
 
-def test_the_library_knows_nothing_of_the_command_line() -> None:
-    """But for the launcher, which `zero.verify` imports when it is called."""
-    commands = {f"zero.{name}" for name in COMMAND}
-    assert not _reachable("zero", lazy=False) & commands
-    reached = _reachable("zero", lazy=True)
-    assert reached & commands == {"zero.commands.runner"}, "`import zero` or a function of it leads to these"
-    assert {module for module in reached if "zero.commands.runner" in _own(module)} == {
-        "zero.commands.verify.verification"
-    }
+def test_no_room_is_below_itself() -> None:
+    """But `collectives` and `zero`, whose public names come from what imports their modules."""
+    below = {room: others - {room, "collectives", "zero"} for room, others in MAY_IMPORT.items()}
+    below["collectives"] = below["zero"] = set()
+    while leaves := {room for room, others in below.items() if not others}:
+        below = {room: others - leaves for room, others in below.items() if room not in leaves}
+    assert not below
+
+
+def test_geometry_needs_no_ranks() -> None:
+    for module in TREES:
+        if _room(module) == "zero.core":
+            assert not [found for found in IMPORTS[module] if found.target.startswith("torch.distributed")], module
+
+
+def test_no_algorithm_imports_another() -> None:
+    parts = {"ordered_sum", "plans"}  # of several algorithms, or of one
+    algorithms = {name for name in TREES if name.startswith("collectives.algorithms.")}
+    algorithms -= {f"collectives.algorithms.{part}" for part in parts}
+    assert len(algorithms) > 4
+    for name in algorithms:
+        assert not _own(name) & algorithms - {name}, name
+
+
+def test_the_library_knows_nothing_of_the_commands() -> None:
+    """But for `zero.verify`, which is a function of the library, and for the launcher, which that imports when it is
+    called."""
+    commands = {name for name in TREES if name.startswith("zero.commands.")}
+    verify = {f"zero.commands.verify.{name}" for name in ("verification", "spec", "bit_diff")}
+    assert _reachable("zero", lazy=False) & commands <= verify
+    assert _reachable("zero", lazy=True) & commands <= verify | {"zero.commands.runner"}
 
 
 def test_the_loops_of_a_proof_run_in_processes_of_their_own() -> None:
     assert not [module for module in TREES if "zero.commands.verify.ranks" in _own(module)]
+
+
+def test_importing_collectives_imports_no_torch_distributed() -> None:
+    assert SEAM not in _reachable("collectives", lazy=False)
+    assert SEAM in _own("collectives"), "the seam is reached by name, when it is asked for"
 
 
 def test_importing_the_library_needs_nothing_but_torch() -> None:
@@ -317,9 +229,6 @@ def test_importing_the_library_needs_nothing_but_torch() -> None:
             top = found.target.partition(".")[0]
             known = top in sys.stdlib_module_names or top in {"torch", *PACKAGES}
             assert known or found.lazy, f"{module}:{found.line} imports {top}"
-
-
-# -- both --------------------------------------------------------------------------------------------------------------
 
 
 def _uses_of_distributed(module: str) -> Iterator[int]:
@@ -336,15 +245,19 @@ def test_torch_distributed_is_touched_in_two_modules_only() -> None:
 
 def test_from_zero_the_seam_is_reached_only_when_it_is_needed() -> None:
     """A module-level import of it would make `import zero` need torch.distributed."""
-    assert "collectives.backends.gloo" not in _reachable("zero", lazy=False)
-    lazily = [
-        m for m in TREES if any(f.target == "collectives.backends.gloo" for f in _at_run_time(m)) and m != "collectives"
-    ]
+    assert SEAM not in _reachable("zero", lazy=False)
+    lazily = [name for name in TREES if SEAM in _own(name) and name != "collectives"]
     assert lazily == ["collectives.topology", "zero.setup"]
 
 
-def test_there_is_no_cycle_among_module_level_imports() -> None:
-    graph = {module: _own(module, lazy=False) - {module} for module in TREES}
+def test_there_is_no_cycle_of_imports() -> None:
+    """Neither under ``TYPE_CHECKING``. The package of a module is imported with it, and does not count."""
+    packages = {name for name in TREES if any(other.startswith(f"{name}.") for other in TREES)}
+    graph = {
+        module: {found.target for found in IMPORTS[module] if found.target in TREES} - {module} - packages
+        for module in TREES
+        if module not in packages
+    }
     while leaves := {module for module, targets in graph.items() if not targets}:
         graph = {module: targets - leaves for module, targets in graph.items() if module not in leaves}
     assert not graph, f"these import each other, or hang on what does: {graph}"

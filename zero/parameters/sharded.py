@@ -6,9 +6,10 @@ is laid out is sharded, the listed ones in the layout's buckets, the others in b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from ..consistency import broadcast, fingerprint
 from ..core.layout import Bucket, Dtypes, Layout, ParameterSpec, build
 from ..core.parameter_specs import as_plain, bindings, check_memory, misplaced, replaced, specs
 from ..core.units import Predicate, find_units
-from ..step.offload import Keeper
 from ..streams import Streams
 from .materialize import Materializer, is_meta
 from .storage import Keep, ParameterStorage
@@ -42,6 +42,19 @@ class _Lot:
     shelves: list[Shelf] = field(default_factory=list)  # what stands on them
 
 
+class SliceMemory(Protocol):
+    """Where a rank's slices are kept, if not beside the model, as in an offload's file."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor."""
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        """These will not be needed for a while."""
+
+    def give_back(self, tensors: Iterable[Tensor]) -> None:
+        """These are needed no more."""
+
+
 class ShardedStorage(ParameterStorage):
     """Parameters in units, of which each rank holds its slices. ``flats`` are this rank's slices of the layout's
     buckets."""
@@ -58,7 +71,7 @@ class ShardedStorage(ParameterStorage):
         precision: MixedPrecision | None,
         nearby: Choice | None,
         keeps_whole: bool,
-        keeper: Keeper | None,
+        keeper: SliceMemory | None,
         unborn: Materializer | None,
         streams: Streams,
     ) -> None:

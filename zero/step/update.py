@@ -10,22 +10,64 @@ Knows: the order of that. Does not know: the user's calls, what ranks agree on b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work
 
+from ..core.layout import Layout
 from ..core.norm import PowerSum
 from ..core.stage import Stage
 from ..events import Event, Waited
-from ..gradients.reducer import Reducer
-from ..parameters.storage import ParameterStorage
 from .clip import check_finite, clip_factor
 from .flat_states import Options
 from .inner import InnerOptimizer
 
 GATHERS_IN_FLIGHT = 2  # after a step: a rank's slice of each may be copied to where its peers can read it
+
+
+class _Gradient(Protocol):
+    """The gradient of one bucket, when the ranks have agreed."""
+
+    def settled(self) -> Tensor | None:
+        """The mean of what this rank updates, 1-D; None where no rank has a gradient."""
+
+
+class _Gradients(Protocol):
+    """Those of all parameters, as of a `Reducer`."""
+
+    @property
+    def stores(self) -> Sequence[_Gradient]:
+        """By bucket."""
+
+    @property
+    def used(self) -> Sequence[bool]:
+        """Of each parameter, whether some rank used it."""
+
+    def owned(self) -> list[Tensor]:
+        """The means of what this rank owns."""
+
+    def any_is_double(self) -> bool:
+        """Whether a gradient is fp64."""
+
+
+class _Parameters(Protocol):
+    """Those of the model, as of a `ParameterStorage`."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def flats(self) -> Sequence[Tensor]:
+        """What this rank holds, by bucket."""
+
+    def leave(self, bucket: int) -> None:
+        """Called when a bucket was updated."""
+
+    def stepped(self, used: Sequence[bool]) -> None:
+        """Called when all buckets were; ``used``: as of the gradients."""
 
 
 class Update:
@@ -37,8 +79,8 @@ class Update:
         transport: Transport,
         shards: Transport,
         collective: Collective,
-        storage: ParameterStorage,
-        reducer: Reducer,
+        storage: _Parameters,
+        reducer: _Gradients,
         inner: InnerOptimizer,
     ) -> None:
         self._stage, self._transport, self._collective = stage, transport, collective
