@@ -20,11 +20,11 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
                                                      zero.parameters.released
     _parameters                     Module           zero.parameters.materialize, zero.core.parameter_specs
     _buffers                        Module           zero.parameters.materialize
-    _forward_pre_hooks              Module           zero.parameters.casting, zero.parameters.unit_hooks
+    _forward_pre_hooks              Module           zero.parameters.casting, zero.parameters.module_hooks
     _forward_pre_hooks_with_kwargs  Module           zero.parameters.casting
-    _forward_hooks                  Module           zero.parameters.unit_hooks
-    _backward_pre_hooks             Module           zero.parameters.unit_hooks
-    _compiled_call_impl             Module           zero.parameters.unit_hooks
+    _forward_hooks                  Module           zero.parameters.module_hooks
+    _backward_pre_hooks             Module           zero.parameters.module_hooks
+    _compiled_call_impl             Module           zero.parameters.module_hooks
     _forward_unimplemented          Module           zero.core.units (the name of a forward that was never written)
     _optimizer_...                  Optimizer        zero.step.inner (keys that begin so are hooks, which are not
                                                      copied)
@@ -33,7 +33,7 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
     _is_profiler_enabled            its profiler     zero.events (without it: as if a profiler ran)
 
 The library also relies on what torch does under public names: autograd adds to ``p.grad`` by ``add_`` or ``add``
-(`zero.gradients.hooks`), and calls hooks in the order of these dictionaries (`zero.parameters.unit_hooks`).
+(`zero.gradients.hooks`), and calls hooks in the order of these dictionaries (`zero.parameters.module_hooks`).
 """
 
 from __future__ import annotations

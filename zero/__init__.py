@@ -5,7 +5,7 @@ from __future__ import annotations
 from .commands.verify.verification import Verification, verify
 from .config import MixedPrecision, Offload
 from .optimizer import ZeroOptimizer
-from .parameters.unit_hooks import register_forward_method
+from .parameters.module_hooks import register_forward_method
 from .step.clip import clip_grad_norm_
 
 __all__ = [

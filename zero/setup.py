@@ -31,9 +31,9 @@ from .gradients.hooks import check_free
 from .gradients.reducer import Reducer
 from .parameters.casting import InputCast
 from .parameters.materialize import Materializer
+from .parameters.module_hooks import check_not_in_units
 from .parameters.sharded import ShardedStorage
 from .parameters.storage import ParameterStorage
-from .parameters.unit_hooks import check_not_in_units
 from .step.elementwise import check_elementwise
 from .step.flat_states import BucketStates, Options
 from .step.inner import InnerOptimizer

@@ -14,7 +14,7 @@ MUTANTS = (
         "The hooks of a unit break the graph that `module.compile()` made: it is another one than in the plain loop.",
         (
             Edit(
-                "zero.parameters.unit_hooks._Place.arrange",
+                "zero.parameters.module_hooks._Place.arrange",
                 "if module._compiled_call_impl is not self._surrounded:\n            self._surround(module)",
                 "if module._compiled_call_impl is self._compiled is not None:\n            self._surround(module)",
             ),
@@ -47,7 +47,7 @@ MUTANTS = (
         "Torch's composable checkpoint saves parameters in the forward that are ours when it recomputes: an error.",
         (
             Edit(
-                "zero.parameters.unit_hooks._Place.arrange",
+                "zero.parameters.module_hooks._Place.arrange",
                 "        if len(module._forward_pre_hooks) > 1 and self._surrounded is None:\n",
                 "        if len(module._forward_pre_hooks) > 1 and self._surrounded is not None:\n",
             ),
@@ -60,7 +60,7 @@ MUTANTS = (
         "A whole compiled model trains other bits than the same compiled plain loop, and nothing says so.",
         (
             Edit(
-                "zero.parameters.unit_hooks._run",
+                "zero.parameters.module_hooks._run",
                 "hook.act(inside_compiled_call(), arguments)",
                 "hook.act(False, arguments)",
             ),

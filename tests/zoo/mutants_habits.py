@@ -46,7 +46,7 @@ MUTANTS = (
         "An exception in a registered method leaves its unit gathered, and saved-tensor hooks in place.",
         (
             Edit(
-                "zero.parameters.forward_methods.ForwardMethod.__call__",
+                "zero.parameters.module_hooks.ForwardMethod.__call__",
                 "        try:\n            self._before(module)\n"
                 "            output = self._plain(module)(*args, **kwargs)\n        finally:\n"
                 "            self._after(module, None, output)\n",

@@ -168,7 +168,7 @@ MUTANTS = (
         "The guess which unit follows is not corrected when a model uses them in another order: no gather overlaps.",
         (
             Edit(
-                "zero.parameters.unit_hooks.Order.forward",
+                "zero.parameters.prefetch_order.Order.forward",
                 "        self._forward[position:] = [unit]\n",
                 "        self._forward[position:] = self._forward[position:]\n",
             ),
@@ -251,7 +251,7 @@ MUTANTS = (
         "After an exception in a forward its unit counts as running: it is never dropped again.",
         (
             Edit(
-                "zero.parameters.unit_hooks._Place.__init__",
+                "zero.parameters.module_hooks._Place.__init__",
                 "register_forward_hook(self._leaving, always_call=True)",
                 "register_forward_hook(self._leaving)",
             ),

@@ -16,20 +16,16 @@ refused; which thread that is may change whenever none is.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import sys
 import threading
 import warnings
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from collectives.torch_internals import (
     call_impl,
@@ -39,61 +35,16 @@ from collectives.torch_internals import (
     wrapped_call_impl,
 )
 
-from ..core.parameter_specs import is_released
-from ..core.units import ROOT, Entry, Units
+from ..core.units import ROOT, Units
 from ..streams import Streams
-from .compiled_calls import inside_compiled_call, interrupting, untraced, wrap_compiled_call
-from .forward_methods import ForwardMethod, check_method
+from .module_hooks import ForwardMethod, _Place
+from .prefetch_order import Order
 from .saved_tensor_hooks import Saver
 from .unit_manager import Residency, refuse_transforms
 
 _NO_TASK = -1
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _MOST_LOOKS = 1000
-
-
-class Order:
-    """In which order units are used, as far as the last time tells. What it says decides when a gather begins, never
-    what is right; it is equal on all ranks, since they enter the same units."""
-
-    def __init__(self, units: int) -> None:
-        self._forward = list(range(1, units))  # of the last forward of the root; at first a guess
-        self._position = 0
-        self._path: list[int] = []  # forwards since the last backward or step
-        self._closed = False
-        self._back: list[int] = []
-
-    def begin_forward(self) -> None:
-        """The root's forward begins."""
-        self._position = 0
-
-    def close(self) -> None:
-        """A backward or a step: the next forward begins another path."""
-        self._closed = True
-
-    def begin_backward(self) -> None:
-        self._back = self._path[::-1]
-        self.close()
-
-    def forward(self, unit: int) -> int | None:
-        """A forward comes to ``unit``; returns the one that will probably follow."""
-        position, self._position = self._position, self._position + 1
-        if self._closed:
-            self._path, self._closed = [], False
-        if torch.is_grad_enabled():
-            self._path.append(unit)
-        known = self._forward[position : position + 2]
-        if known[:1] == [unit]:
-            return known[1] if len(known) > 1 else None
-        self._forward[position:] = [unit]
-        return None
-
-    def backward(self, unit: int) -> int | None:
-        """A backward comes to ``unit``; returns the one that will probably follow."""
-        if unit not in self._back:
-            return None
-        del self._back[: self._back.index(unit) + 1]
-        return next((other for other in self._back if other != unit), None)
 
 
 class UnitHooks:
@@ -364,244 +315,6 @@ class UnitHooks:
         self._task = _NO_TASK
         self._drop_all()
         self._residency.forget_kept()
-
-
-class _Place:
-    """The hooks on one module, and on the graphs of what its forward gives out. They hold their owner weakly."""
-
-    def __init__(self, owner: UnitHooks, entry: Entry) -> None:
-        self.name, self.needs, self.is_root = entry.name, entry.needs, not entry.name
-        self.refused: set[int] = set()  # threads whose call of this module was refused before it was entered
-        self._owner, self._module = weakref.ref(owner), weakref.ref(entry.module)
-        self._entering, self._leaving = _Hook(self, self._before), _Hook(self, self._after)
-        self._first = entry.module.register_forward_pre_hook(self._entering, prepend=True)
-        self._last = entry.module.register_forward_hook(self._leaving, always_call=True)
-        self._back: Any = None
-        self._inner: tuple[Any, Any] | None = None  # the last hook before the forward, and the first one after it
-        self.pushed: list[tuple[int, int, bool]] = []  # whenever the first of these ran: thread, forwards, pushed
-        self._compiled: Any = None  # the module's compiled call, and what is called instead
-        self._surrounded: Any = None
-        self._methods: dict[str, ForwardMethod] = {}
-        self.arrange()
-
-    def remove(self) -> None:
-        for handle in (self._first, self._last, self._back, *(self._inner or ()), *self._methods.values()):
-            if handle is not None:
-                handle.remove()
-        self._methods = {}
-        module = self._module()
-        if module is not None and self._surrounded is not None and module._compiled_call_impl is self._surrounded:
-            module._compiled_call_impl = self._compiled
-
-    def register(self, module: nn.Module, name: str) -> None:
-        """From now on, a method of the module gathers as its forward does."""
-        if module.__dict__.get(name) is not self._methods.get(name, self):
-            before, after = _Hook(self, self._before), _Hook(self, self._after)
-            self._methods[name] = ForwardMethod(module, name, before, after)
-
-    def arrange(self) -> None:
-        """Be the first before the forward and the backward, and the last after the forward: the user's hooks see
-        parameters. One that was put first on the outermost module since its last forward still comes before."""
-        module = self._module()
-        if module is None or self._first.id not in module._forward_pre_hooks:  # taken away, by `_enter_compiled`
-            return
-        if module._compiled_call_impl is not self._surrounded:
-            self._surround(module)
-        _ordered(module._forward_pre_hooks).move_to_end(self._first.id, last=False)
-        _ordered(module._forward_hooks).move_to_end(self._last.id)
-        if len(module._forward_pre_hooks) > 1 and self._surrounded is None:
-            self._arrange_inner(module)
-        others = len(module._backward_pre_hooks) - (self._back is not None)
-        if others and self._back is None:  # alone, such a hook would put a node of its own into every graph
-            self._back = module.register_full_backward_pre_hook(_Hook(self, self._reached), prepend=True)
-        elif others:
-            _ordered(module._backward_pre_hooks).move_to_end(self._back.id, last=False)
-        elif self._back is not None:
-            self._back.remove()
-            self._back = None
-
-    def gathers(self, module: nn.Module) -> bool:
-        """True where this is the place of that module, and there is an optimizer."""
-        return self._module() is module and self._owner() is not None
-
-    def _arrange_inner(self, module: nn.Module) -> None:
-        """Others run before the forward, and may save tensors from then on, as torch's composable checkpoint does. A
-        parameter is ours before it is theirs, as it is where they call the module again."""
-        if self._inner is None:
-            before = module.register_forward_pre_hook(_Hook(self, self._push))
-            self._inner = before, module.register_forward_hook(_Hook(self, self._pop), always_call=True)
-        _ordered(module._forward_pre_hooks).move_to_end(self._inner[0].id)
-        _ordered(module._forward_hooks).move_to_end(self._inner[1].id, last=False)
-
-    def _push(self, *_: Any) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.save_on_top(self)
-
-    def _pop(self, *_: Any) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.save_as_before(self)
-
-    def _before(self, *_: Any) -> None:
-        owner = self._owner()
-        if owner is not None:
-            self.arrange()
-            owner.entered(self)
-
-    def _after(self, _: Any, output: Any) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.left(self, output)
-
-    def _surround(self, module: nn.Module) -> None:
-        """Put the hooks around what `module.compile()` made: inside they would break its graph."""
-        self._compiled, self._surrounded = module._compiled_call_impl, None
-        if self._compiled is not None:
-            for handle in self._inner or ():
-                handle.remove()
-            self._inner = None
-            self._surrounded = wrap_compiled_call(self._compiled, self._enter_compiled, self._leave_compiled)
-            module._compiled_call_impl = self._surrounded
-
-    def _enter_compiled(self) -> bool:
-        """The module's compiled call begins, and sees no hook of this place. True where this has taken them away."""
-        self._before()
-        module = self._module()
-        if module is None:
-            return False
-        module._forward_hooks.pop(self._last.id, None)
-        return module._forward_pre_hooks.pop(self._first.id, None) is not None
-
-    def _leave_compiled(self, taken_away: bool, output: Any) -> None:
-        module = self._module()
-        if module is not None and taken_away:
-            module._forward_pre_hooks[self._first.id] = self._entering
-            module._forward_hooks[self._last.id] = self._leaving
-        self._after(None, output)
-
-    def graph_broken(self) -> None:
-        """A compiled call was interrupted at this module."""
-        owner, module = self._owner(), self._module()
-        if owner is None or module is None:
-            return
-        if module._compiled_call_impl is not self._surrounded:  # its own, which `arrange` will call between the hooks
-            return
-        owner.graph_broken(self)
-
-    def watch(self, output: Any) -> bool:
-        """Be told when a backward comes to ``output``; False where none can."""
-        nodes = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
-        for node in nodes:
-            notes: Any = node.metadata
-            if self._owner not in notes:  # what a module passes on belongs to the one that made it
-                notes[self._owner] = True
-                node.register_prehook(self._reached)
-        return bool(nodes)
-
-    def _reached(self, *_: Any) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.reached(self)
-
-
-class _Hook:
-    """What a module calls. A compiler leaves it alone; copies of the module, pickled ones too, get one that does
-    nothing."""
-
-    def __init__(self, place: _Place, action: Callable[..., None]) -> None:
-        self.place, self._action = place, action
-
-    @interrupting
-    def __call__(self, module: nn.Module, *arguments: Any) -> None:
-        _run(self, arguments)
-
-    @untraced
-    def act(self, interrupted: bool, arguments: tuple[Any, ...]) -> None:
-        if interrupted:
-            self.place.graph_broken()
-        self._action(*arguments)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_Inert, ())
-
-    @property
-    def alive(self) -> bool:
-        return self.place._owner() is not None and bool(self.place.needs)
-
-
-@interrupting
-def _run(hook: _Hook, arguments: tuple[Any, ...]) -> None:
-    """Run a hook. A function of its own, since Dynamo inlines an object's ``__call__``."""
-    hook.act(inside_compiled_call(), arguments)
-
-
-class _Inert:
-    def __call__(self, *_: Any) -> None:
-        return None
-
-
-def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let a method of a module gather the parameters that the module's forward gathers: at stage 3, where only forwards
-    do. To be called on every rank, after the optimizer was built; where no stage-3 optimizer holds the module it does
-    nothing, so that the same line serves every stage.
-
-    Inputs are not cast, as those of the outermost forward are with ``mixed_precision``. `ZeroOptimizer.close` takes it
-    away, and a copy of the module has the plain method.
-
-    Args:
-        module: a unit, or a module outside of the units: the model itself, say.
-        name: of its method; other than ``forward`` (``"generate"``, ``"encode"``, ...).
-
-    Raises:
-        ValueError: the module has no such method, or lies inside a unit, which is gathered as a whole.
-    """
-    check_method(module, name)
-    places = _places(module)
-    for place in places:
-        place.register(module, name)
-    if not places and not any(_places(part) for part in module.modules()):
-        for own, parameter in module.named_parameters():
-            if is_released(parameter):
-                raise ValueError(
-                    f"register_forward_method: {type(module).__name__}, with the parameter {own!r}, lies inside a "
-                    "unit, which is gathered as a whole: register a method of the unit, and call that"
-                )
-
-
-def _places(module: nn.Module) -> list[_Place]:
-    """The places, at most one, of an optimizer that gathers around the module's forward."""
-    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Hook)]
-    return [hook.place for hook in hooks if hook.place.gathers(module)]
-
-
-def check_not_in_units(module: nn.Module | None) -> None:
-    """Raise `ValueError` where a part of the module is gathered by another optimizer."""
-    for name, part in () if module is None else module.named_modules():
-        if any(isinstance(hook, _Hook) and hook.alive for hook in part._forward_pre_hooks.values()):
-            where = f"{name!r}" if name else "the module"
-            raise ValueError(f"{where} belongs to another stage-3 optimizer: close() that one first")
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in what a forward gives out: alone, or in sequences, mappings and dataclasses."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for item in output.values():
-            yield from _tensors(item)
-    elif isinstance(output, (list, tuple)):
-        for item in output:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            yield from _tensors(getattr(output, field.name, None))
-
-
-def _ordered(hooks: Any) -> OrderedDict[int, Any]:
-    """What it is at run time; torch annotates it as a dict."""
-    assert isinstance(hooks, OrderedDict)
-    return hooks
 
 
 def _in_backward() -> bool:
