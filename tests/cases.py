@@ -22,7 +22,8 @@ from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import FLOATS, is_released
 from zero.parameters.sharded import ShardedStorage
-from zero.parameters.unit_manager import Residency, State
+from zero.parameters.unit_buffer import State
+from zero.parameters.unit_manager import Residency
 
 from .plain import assert_same_bits, share
 

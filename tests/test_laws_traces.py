@@ -19,7 +19,8 @@ from zero import ZeroOptimizer
 from zero.core.parameter_specs import is_released
 from zero.core.stage import STAGES
 from zero.gradients.grad_phase import Phase, Progress
-from zero.parameters.unit_manager import State, _Unit
+from zero.parameters.unit_buffer import State
+from zero.parameters.unit_manager import _Unit
 
 from .models import Odd, build, odd_batches, odd_loss
 from .plain import assert_same_model, assert_same_states, plain_step

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
-from zero.parameters.unit_manager import State
+from zero.parameters.unit_buffer import State
 
 from .cases import lent, residency_of
 from .plain import assert_same_bits, assert_same_model

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Pairwise, Tag, Transport, Work, on_threads
-from zero.parameters.unit_manager import Residency, State
+from zero.parameters.unit_buffer import State
+from zero.parameters.unit_manager import Residency
 
 from .cases import (
     TURNS,

@@ -17,7 +17,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_hooks.UnitHooks.entered",
-                "        self._residency.check_process()  # before a lock",
+                "        self._residency.shards.check_process()  # before a lock",
                 "        pass  # before a lock",
             ),
         ),

@@ -139,13 +139,13 @@ BACKWARD = (
         "A unit that ranks nearby share is used in the backward before their parts have arrived.",
         (
             Edit(
-                "zero.parameters.unit_manager.Residency._gather",
-                "                return self._nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))\n",
-                "                self._nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))\n"
-                "                return Chain(())\n",
+                "zero.parameters.unit_buffer.Gathers.start",
+                "            return self.nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))\n",
+                "            self.nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))\n"
+                "            return Chain(())\n",
             ),
             Edit(
-                "zero.parameters.unit_manager",
+                "zero.parameters.unit_buffer",
                 "from collectives import Choice, Collective, Kind",
                 "from collectives import Chain, Choice, Collective, Kind",
             ),

@@ -14,7 +14,7 @@ MUTANTS = (
         "A rank does not put its own slice into the gathered buffer: that part of every weight is what lay there.",
         (
             Edit(
-                "zero.parameters.unit_manager.Residency._gather",
+                "zero.parameters.unit_buffer.Gathers.start",
                 "            target[low:high].copy_(shelf.shard)\n            self._at_rest",
                 "            assert high - low == shelf.shard.numel()\n            self._at_rest",
             ),
@@ -33,7 +33,7 @@ MUTANTS = (
                 "            unit.under_way, unit.work = list(unit.work), []\n",
             ),
             Edit(
-                "zero.parameters.unit_manager._Unit",
+                "zero.parameters.unit_buffer.Unit",
                 "    work: list[Work] = field(default_factory=list)\n",
                 "    work: list[Work] = field(default_factory=list)\n"
                 "    under_way: list[Work] = field(default_factory=list)\n",

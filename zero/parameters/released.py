@@ -14,6 +14,7 @@ interpreter, and a graph that was recorded before keeps an old version counter.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collectives.torch_internals import has_compatible_shallow_copy_type
+from collectives.torch_internals import TransformType, get_interpreter_stack, has_compatible_shallow_copy_type
 
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import as_plain, is_released
@@ -197,3 +198,30 @@ def _flat(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in _flat(item)]
     return [value]
+
+
+def weakly(spec_of: SpecOf) -> SpecOf:
+    """A method that does not keep its object alive, and returns None when that is gone."""
+    reference = weakref.WeakMethod(spec_of)
+
+    def call(parameter: Tensor) -> ParameterSpec | None:
+        known = reference()
+        return None if known is None else known(parameter)
+
+    return call
+
+
+def refuse_transforms(name: str) -> None:
+    """Raise `RuntimeError` inside a transform of `torch.func` that differentiates: what is put into a parameter there
+    would be a wrapper that ends with the transform."""
+    under_way = get_interpreter_stack()
+    if under_way is None:
+        return
+    deriving = (TransformType.Grad, TransformType.Jvp)
+    if any(transform.key() in deriving for transform in under_way):
+        raise RuntimeError(
+            f"unit {name!r} inside a transform of torch.func: at stage 3 grad, vjp, jvp, jacrev, jacfwd and hessian "
+            "cannot go through the model; torch.autograd.grad, torch.autograd.functional, torch.autograd.forward_ad "
+            "and torch.func.vmap can, and every transform goes through a copy of the model, made by "
+            "copy.deepcopy(model) inside 'with optimizer.gathered():'"
+        )

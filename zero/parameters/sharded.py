@@ -24,9 +24,9 @@ from ..core.units import Predicate, find_units
 from ..streams import Streams
 from .materialize import Materializer, is_meta
 from .storage import Keep, ParameterStorage
-from .unit_buffer import Common, Shelf
+from .unit_buffer import Common, Shelf, State
 from .unit_hooks import UnitHooks
-from .unit_manager import Residency, State
+from .unit_manager import Residency
 
 
 @dataclass

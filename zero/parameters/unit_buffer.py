@@ -1,4 +1,4 @@
-"""A bucket of a unit on one rank, and what stands in the ``data`` of its parameters.
+"""A bucket of a unit on one rank, what stands in the ``data`` of its parameters, and how it is gathered.
 
 Knows: the slots, this rank's slice, the buffer while there is one. Does not know: when, or why, anything changes.
 """
@@ -6,17 +6,20 @@ Knows: the slots, this rank's slice, the buffer while there is one. Does not kno
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import InitVar, dataclass, field
+from enum import Enum
 
 import torch
 from torch import Tensor
 
-from collectives import Region
-from collectives.pool import holders
+from collectives import Choice, Collective, Kind, Region, Tag, Work
+from collectives.pool import Pool, holders
 
 from ..core.bits import same_bits
 from ..core.layout import Bucket, Layout, ParameterSpec, Piece
+from ..events import Event
 
 _MOST_RESTORED = 1 << 10  # views; a program that makes ever new ones would fill the memory
 
@@ -248,3 +251,77 @@ class Common:
 def nan_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     nan = torch.full((1,), float("nan"), dtype=dtype, device=parameter.device)
     return nan.expand(parameter.shape) if parameter.dim() else nan.view(())
+
+
+class State(Enum):
+    """Where a unit's whole parameters are."""
+
+    SHARDED = "nowhere: each rank has its slices"
+    COMING = "on their way"
+    WHOLE = "in buffers"
+    SHOWN = "in the parameters"
+
+
+@dataclass(eq=False)
+class Unit:
+    name: str
+    rank: InitVar[str]
+    shelves: list[Shelf] = field(default_factory=list)
+    state: State = State.SHARDED
+    runs: int = 0  # forwards under way that need it
+    pins: int = 0  # blocks of `gathered` that need it
+    work: list[Work] = field(default_factory=list)
+
+    def __post_init__(self, rank: str) -> None:
+        self.unsharding = Event(f"unshard unit {self.name}", rank)
+        self.waiting = Event(f"wait_for_unshard unit {self.name}", rank)
+        self.installing = Event(f"install unit {self.name}", rank)
+        self.uninstalling = Event(f"uninstall unit {self.name}", rank)
+        self.resharding = Event(f"reshard unit {self.name}", rank)
+
+    @property
+    def held(self) -> bool:
+        return bool(self.runs or self.pins)
+
+
+class Gathers:
+    """The all-gathers of units: among the ranks that share a copy, or among those nearby of what they keep."""
+
+    def __init__(
+        self, rank: int, collective: Collective, nearby: Choice | None, pool: Pool, at_rest: Callable[[Tensor], None]
+    ) -> None:
+        """``rank``: among those that share a copy; ``at_rest``: is told of a slice that was read."""
+        self.nearby = nearby
+        self._rank, self._collective, self._pool, self._at_rest = rank, collective, pool, at_rest
+
+    def room(self, shelf: Shelf) -> Tensor:
+        """A buffer for the whole of a bucket."""
+        bucket = shelf.bucket
+        return self._pool.take(bucket.numel, bucket.dtypes.compute, torch.device(bucket.device))
+
+    def start(self, unit: Unit, shelf: Shelf, target: Tensor) -> Work:
+        """Start to gather a bucket into ``target``. Collective."""
+        bucket, (kept, shelf.kept) = shelf.bucket, (shelf.kept, None)
+        if kept is not None and self.nearby is not None:
+            place, bounds = self.nearby.shards.rank, bucket.cut(self.nearby.shards.world_size)
+            target[bounds[place] : bounds[place + 1]].copy_(kept)
+            return self.nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))
+        low, high = bucket.owned(self._rank)
+        if target is not shelf.shard:
+            target[low:high].copy_(shelf.shard)
+            self._at_rest(shelf.shard)
+        return self._collective.all_gather(target, bucket.bounds, tag=_tag(unit, shelf))
+
+    def keep(self, shelf: Shelf) -> Tensor:
+        """A copy of what this rank keeps of a whole bucket for the ranks nearby."""
+        assert shelf.whole is not None
+        assert self.nearby is not None
+        nearby = self.nearby.shards
+        low, high = shelf.bucket.cut(nearby.world_size)[nearby.rank :][:2]
+        kept = self._pool.take(high - low, shelf.bucket.dtypes.compute, shelf.whole.device)
+        return kept.copy_(shelf.whole.data[low:high])
+
+
+def _tag(unit: Unit, shelf: Shelf) -> Tag:
+    digest = zlib.crc32(f"{unit.name} {shelf.updated}".encode())  # the label may be cut
+    return Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=shelf.bucket.index, digest=digest)

@@ -39,8 +39,9 @@ from ..core.units import ROOT, Units
 from ..streams import Streams
 from .module_hooks import ForwardMethod, _Place
 from .prefetch_order import Order
+from .released import refuse_transforms
 from .saved_tensor_hooks import Saver
-from .unit_manager import Residency, refuse_transforms
+from .unit_manager import Residency
 
 _NO_TASK = -1
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -87,7 +88,7 @@ class UnitHooks:
 
     def begin_again(self) -> None:
         """As after construction: nothing is here, and no order is known. Where ranks have entered different units."""
-        if self._residency.broken:
+        if self._residency.shards.broken:
             self._residency.abandon()
         else:
             self.retire()
@@ -121,9 +122,9 @@ class UnitHooks:
     def _refuse(self, thread: int, what: str) -> None:
         name = next((repr(other.name) for other in threading.enumerate() if other.ident == thread), str(thread))
         raise RuntimeError(
-            f"{self._residency.called}: another thread, {name}, is inside {what}: at stage 3 parameters come and go "
-            "with the forwards and backwards of one thread at a time; run one after the other, or give the threads a "
-            "copy of the model that was made inside 'with optimizer.gathered():'"
+            f"{self._residency.shards.called}: another thread, {name}, is inside {what}: at stage 3 parameters come "
+            "and go with the forwards and backwards of one thread at a time; run one after the other, or give the "
+            "threads a copy of the model that was made inside 'with optimizer.gathered():'"
         )
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ class UnitHooks:
         """A module's forward begins."""
         thread = threading.get_ident()
         place.refused.add(thread)
-        self._residency.check_process()  # before a lock that another thread may have held at the fork
+        self._residency.shards.check_process()  # before a lock that another thread may have held at the fork
         refuse_transforms(place.name or "the root's rest")
         pushed = self._saver.push()  # torch may refuse
         place.refused.discard(thread)
@@ -189,7 +190,7 @@ class UnitHooks:
         finally:
             if pushed and thread == threading.get_ident():
                 self._saver.pop()
-        if self._residency.broken:
+        if self._residency.shards.broken:
             self._residency.abandon()
         elif not _in_backward():
             for unit in place.needs:
@@ -270,11 +271,11 @@ class UnitHooks:
 
     def _demand_in_backward(self, unit: int) -> None:
         """Nothing stays shown when the ranks' communication fails in a backward."""
-        self._residency.check_process()
+        self._residency.shards.check_process()
         try:
             self._demand(unit)
         finally:
-            if self._residency.broken:
+            if self._residency.shards.broken:
                 self._residency.abandon()
 
     @contextmanager
@@ -299,7 +300,7 @@ class UnitHooks:
         task = current_graph_task_id()
         if task == self._task:
             return
-        self._residency.check_process()
+        self._residency.shards.check_process()
         with self._beginning:
             self._check_no_other_forward()
             if self._task != _NO_TASK:

@@ -14,12 +14,8 @@ would in a plain loop; when a step changes the parameter in between, the buffer 
 
 from __future__ import annotations
 
-import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import InitVar, dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
@@ -27,48 +23,15 @@ from torch import Tensor
 
 from collectives import Choice, Collective, Kind, Tag, Transport, Work
 from collectives.pool import Pool
-from collectives.torch_internals import TransformType, get_interpreter_stack
 
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import as_plain
-from ..events import Event
 from .edit_detector import Edits
-from .released import SpecOf, released_class
+from .released import refuse_transforms, released_class, weakly
 from .saved_tensor_index import Places
-from .unit_buffer import Shelf
+from .unit_buffer import Gathers, Shelf, State, Unit
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-
-
-class State(Enum):
-    """Where a unit's whole parameters are."""
-
-    SHARDED = "nowhere: each rank has its slices"
-    COMING = "on their way"
-    WHOLE = "in buffers"
-    SHOWN = "in the parameters"
-
-
-@dataclass(eq=False)
-class _Unit:
-    name: str
-    rank: InitVar[str]
-    shelves: list[Shelf] = field(default_factory=list)
-    state: State = State.SHARDED
-    runs: int = 0  # forwards under way that need it
-    pins: int = 0  # blocks of `gathered` that need it
-    work: list[Work] = field(default_factory=list)
-
-    def __post_init__(self, rank: str) -> None:
-        self.unsharding = Event(f"unshard unit {self.name}", rank)
-        self.waiting = Event(f"wait_for_unshard unit {self.name}", rank)
-        self.installing = Event(f"install unit {self.name}", rank)
-        self.uninstalling = Event(f"uninstall unit {self.name}", rank)
-        self.resharding = Event(f"reshard unit {self.name}", rank)
-
-    @property
-    def held(self) -> bool:
-        return bool(self.runs or self.pins)
 
 
 class Residency:
@@ -85,10 +48,11 @@ class Residency:
         """``nearby``: some of the ranks, who share what is kept for a backward; ``at_rest``: is told of a slice that
         will not be needed for a while."""
         self._at_rest: Callable[[Tensor], None] = at_rest or _nothing
-        self._shards, self._collective, self._nearby = shards, collective, nearby
+        self.shards = shards
         self._alone = shards.world_size == 1  # then the shard is the whole
-        self.units = [_Unit(name, shards.called) for name in names]
+        self.units = [Unit(name, shards.called) for name in names]
         self.pool = Pool(exact=True)
+        self._gathers = Gathers(shards.rank, collective, nearby, self.pool, self._at_rest)
         self.places = Places(alone=self._alone)
         self.lasting: str | None = None  # what cannot be mended; told at every agreement
         self._edits = Edits(shards.rank)
@@ -104,7 +68,7 @@ class Residency:
         self.units[unit].shelves.append(shelf)
         for base in shelf.bases:
             if base not in self._classes:
-                self._classes[base] = released_class(base, _weak_spec(self))
+                self._classes[base] = released_class(base, weakly(self.spec_of))
         self._release(shelf)
         if self._alone:
             self.places.remember(unit, shelf, shelf.shard)
@@ -118,20 +82,6 @@ class Residency:
         shelf.whole = None
         self.places.forget(shelf)
         self._edits.remove(shelf)
-
-    @property
-    def broken(self) -> bool:
-        """True after a failure of the ranks' communication: nothing can be gathered any more."""
-        return self._shards.broken
-
-    @property
-    def called(self) -> str:
-        """What errors call this rank."""
-        return self._shards.called
-
-    def check_process(self) -> None:
-        """Raise `CollectiveError` in a process that was forked from the rank's: values there are of no known step."""
-        self._shards.check_process()
 
     def shelves(self) -> Iterator[Shelf]:
         for unit in self.units:
@@ -188,8 +138,8 @@ class Residency:
                     self.places.remember(number, shelf, shelf.whole)
             unit.state = State.COMING
 
-    def _gather(self, unit: _Unit, shelf: Shelf) -> Work:
-        bucket, lent = shelf.bucket, shelf.lent
+    def _gather(self, unit: Unit, shelf: Shelf) -> Work:
+        lent = shelf.lent
         if lent is not None:
             self._lenders.remove(shelf)
             shelf.lent = None
@@ -201,21 +151,11 @@ class Residency:
             shelf.whole = shelf.shard
             target = shelf.whole
         else:
-            if lent is None:
-                lent = self.pool.take(bucket.numel, bucket.dtypes.compute, torch.device(bucket.device))
-            shelf.whole = lent
+            shelf.whole = lent if lent is not None else self._gathers.room(shelf)
             target = shelf.whole.data  # with a version counter of its own: to gather again is no edit
-            kept, shelf.kept = shelf.kept, None
-            if kept is not None and self._nearby is not None:
-                place, bounds = self._nearby.shards.rank, bucket.cut(self._nearby.shards.world_size)
-                target[bounds[place] : bounds[place + 1]].copy_(kept)
-                return self._nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))
-            low, high = bucket.owned(self._shards.rank)
-            target[low:high].copy_(shelf.shard)
-            self._at_rest(shelf.shard)
-        return self._collective.all_gather(target, bucket.bounds, tag=_tag(unit, shelf))
+        return self._gathers.start(unit, shelf, target)
 
-    def _arrive(self, unit: _Unit) -> None:
+    def _arrive(self, unit: Unit) -> None:
         if unit.state is State.COMING:
             with unit.waiting():
                 while unit.work:
@@ -269,7 +209,7 @@ class Residency:
             with unit.uninstalling():
                 self._hide(unit)
 
-    def _hide(self, unit: _Unit) -> None:
+    def _hide(self, unit: Unit) -> None:
         unit.state, self._edits.looked = State.WHOLE, False
         for shelf in unit.shelves:
             for slot in shelf.edited():
@@ -295,14 +235,14 @@ class Residency:
         with unit.resharding():
             self._drop(unit, for_now)
 
-    def _drop(self, unit: _Unit, for_now: bool) -> None:
+    def _drop(self, unit: Unit, for_now: bool) -> None:
         self._arrive(unit)
         if unit.state is State.SHOWN:
             self._hide(unit)
         unit.state = State.SHARDED
         for shelf in unit.shelves:
-            if for_now and self._nearby is not None and self.telling is None and shelf.common is None:
-                shelf.kept = self._kept(shelf, self._nearby.shards)
+            if for_now and self._gathers.nearby and self.telling is None and shelf.common is None:
+                shelf.kept = self._gathers.keep(shelf)
             if self._alone:
                 self._at_rest(shelf.shard)
             else:
@@ -310,12 +250,6 @@ class Residency:
                 self._lenders.append(shelf)
             shelf.whole = None
         self._sweep()
-
-    def _kept(self, shelf: Shelf, nearby: Transport) -> Tensor:
-        assert shelf.whole is not None
-        low, high = shelf.bucket.cut(nearby.world_size)[nearby.rank :][:2]
-        kept = self.pool.take(high - low, shelf.bucket.dtypes.compute, shelf.whole.device)
-        return kept.copy_(shelf.whole.data[low:high])
 
     def forget_kept(self) -> None:
         """No backward will ask any more."""
@@ -377,7 +311,7 @@ class Residency:
 
     def accept(self, shelf: Shelf, slots: Sequence[int]) -> None:
         """The values of these slots, which are shown, are equal on all ranks: they are the parameters' own from now."""
-        low, high = shelf.bucket.owned(self._shards.rank)
+        low, high = shelf.bucket.owned(self.shards.rank)
         shelf.accepted.update(slots)
         if not self._alone and shelf.whole is not None:
             for piece in shelf.bucket.pieces(low, high):
@@ -397,7 +331,7 @@ class Residency:
                 if shelf.common is not None and not shelf.moved:
                     shelf.common.restore(shelf)
                 elif not self._alone and shelf.whole is not None:
-                    low, high = shelf.bucket.owned(self._shards.rank)
+                    low, high = shelf.bucket.owned(self.shards.rank)
                     shelf.whole.data[low:high].copy_(shelf.shard)
                     self._at_rest(shelf.shard)
 
@@ -426,7 +360,7 @@ class Residency:
         if self._edits.common:
             if self._written is not None:
                 self._written.wait()
-            self._written = self._shards.announce(Tag(Kind.ALL_GATHER, "slices of units in common memory"))
+            self._written = self.shards.announce(Tag(Kind.ALL_GATHER, "slices of units in common memory"))
 
     @contextmanager
     def gathered(self, numbers: Sequence[int]) -> Iterator[None]:
@@ -447,27 +381,11 @@ class Residency:
         finally:
             for number in numbers:
                 self.units[number].pins -= 1
-            if self.broken:
+            if self.shards.broken:
                 self.abandon()
             else:
                 for number in numbers:
                     self.drop(number)
-
-
-def refuse_transforms(name: str) -> None:
-    """Raise `RuntimeError` inside a transform of `torch.func` that differentiates: what is put into a parameter there
-    would be a wrapper that ends with the transform."""
-    under_way = get_interpreter_stack()
-    if under_way is None:
-        return
-    deriving = (TransformType.Grad, TransformType.Jvp)
-    if any(transform.key() in deriving for transform in under_way):
-        raise RuntimeError(
-            f"unit {name!r} inside a transform of torch.func: at stage 3 grad, vjp, jvp, jacrev, jacfwd and hessian "
-            "cannot go through the model; torch.autograd.grad, torch.autograd.functional, torch.autograd.forward_ad "
-            "and torch.func.vmap can, and every transform goes through a copy of the model, made by "
-            "copy.deepcopy(model) inside 'with optimizer.gathered():'"
-        )
 
 
 def _nothing(_: Tensor) -> None:
@@ -477,18 +395,3 @@ def _nothing(_: Tensor) -> None:
 def _usable_later() -> AbstractContextManager[Any]:
     """Memory that is made in inference mode cannot serve a backward later."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
-
-
-def _tag(unit: _Unit, shelf: Shelf) -> Tag:
-    digest = zlib.crc32(f"{unit.name} {shelf.updated}".encode())  # the label may be cut
-    return Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=shelf.bucket.index, digest=digest)
-
-
-def _weak_spec(residency: Residency) -> SpecOf:
-    reference = weakref.ref(residency)
-
-    def spec_of(parameter: Tensor) -> ParameterSpec | None:
-        known = reference()
-        return None if known is None else known.spec_of(parameter)
-
-    return spec_of
