@@ -19,8 +19,7 @@ from zero import ZeroOptimizer
 from zero.core.parameter_specs import is_released
 from zero.core.stage import STAGES
 from zero.gradients.grad_phase import Phase, Progress
-from zero.parameters.unit_buffer import State
-from zero.parameters.unit_manager import _Unit
+from zero.parameters.unit_buffer import State, Unit
 
 from .models import Odd, build, odd_batches, odd_loss
 from .plain import assert_same_model, assert_same_states, plain_step
@@ -284,7 +283,7 @@ def a_rank_leaves(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
 
 def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the drawings at the heads of `residency` and `progress`, whatever is called or goes wrong."""
-    units = record_transitions(monkeypatch, _Unit, "state")
+    units = record_transitions(monkeypatch, Unit, "state")
     phases = record_transitions(monkeypatch, Progress, "phase")
 
     def at(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:

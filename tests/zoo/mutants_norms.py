@@ -39,7 +39,7 @@ MUTANTS = (
         "The norm covers the first bucket that has a gradient, so that it depends on the bucket size.",
         (
             Edit(
-                "zero.gradients.reducer.Reducer._settled",
+                "zero.gradients.owned_means.OwnedMeans._pieces",
                 "            if gradient is not None:\n                begin, _",
                 "            if gradient is not None and not found:\n                begin, _",
             ),
@@ -72,10 +72,10 @@ MUTANTS = (
         "A parameter with two names is added to the norm once for each.",
         (
             Edit(
-                "zero.gradients.reducer.Reducer._settled",
+                "zero.gradients.owned_means.OwnedMeans._pieces",
                 "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n",
                 "                        names = "
-                "self._rounds.layout.parameters[store.bucket.slots[piece.slot].parameter].names\n"
+                "store._layout.parameters[store.bucket.slots[piece.slot].parameter].names\n"
                 "                        found += [gradient[piece.begin - begin : piece.end - begin]] * len(names)\n",
             ),
         ),
@@ -87,11 +87,10 @@ MUTANTS = (
         "At stage 0 every rank adds the whole gradient to the norm, which grows by sqrt(W).",
         (
             Edit(
-                "zero.gradients.reducer.Reducer.owned",
-                "        return self._settled(lambda store: store.pieces)\n",
-                "        rank = self._transport.rank\n"
-                "        return self._settled(lambda store: "
-                "store.bucket.pieces(*self._stage.stepped(store.bucket, rank)))\n",
+                "zero.gradients.owned_means.OwnedMeans.slices",
+                "        return self._pieces(lambda store: store.pieces)\n",
+                "        return self._pieces(lambda store: "
+                "store.bucket.pieces(*self._stage.stepped(store.bucket, self._rank)))\n",
             ),
         ),
         (f"{CLIPPING}[0-2.0]",),
@@ -117,8 +116,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.step.update.Update.clip",
-                "        norm = total.norm(torch.float64 if self._reducer.any_is_double() else torch.float32)\n",
-                "        dtype = torch.float64 if self._reducer.any_is_double() else torch.float32\n"
+                "        norm = total.norm(torch.float64 if self._reducer.means.any_is_double() else torch.float32)\n",
+                "        dtype = torch.float64 if self._reducer.means.any_is_double() else torch.float32\n"
                 "        roots = [PowerSum.from_bytes(data).norm(dtype) for data in self._transport.exchange("
                 'mine.to_bytes(), Tag(Kind.EXCHANGE, "norms"))]\n        norm = torch.stack(roots).sum()\n',
             ),
@@ -131,7 +130,7 @@ MUTANTS = (
         "The norm runs over whole slices, with the uninitialised memory between the parameters.",
         (
             Edit(
-                "zero.gradients.reducer.Reducer._settled",
+                "zero.gradients.owned_means.OwnedMeans._pieces",
                 "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n",
                 "                        found[-1:] = [*(p for p in found[-1:] if p is not gradient), gradient]\n",
             ),

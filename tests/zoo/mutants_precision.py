@@ -318,7 +318,7 @@ SUMS = (
         "The norm leaves out what lies in a bucket behind a parameter that no rank used.",
         (
             Edit(
-                "zero.gradients.reducer.Reducer._settled",
+                "zero.gradients.owned_means.OwnedMeans._pieces",
                 "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n",
                 "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n"
                 "                    else:\n                        break\n",
@@ -332,8 +332,8 @@ SUMS = (
         "An fp64 parameter that no rank used makes the norm fp64, and so the clip factor.",
         (
             Edit(
-                "zero.gradients.reducer.Reducer.any_is_double",
-                "        return any(self.used[slot.parameter] for bucket in doubles for slot in bucket.slots)\n",
+                "zero.gradients.owned_means.OwnedMeans.any_is_double",
+                "        return any(self._used[slot.parameter] for bucket in doubles for slot in bucket.slots)\n",
                 "        return bool(doubles)\n",
             ),
         ),
@@ -432,9 +432,9 @@ SCALING = (
         "The rank that owns an element that is not finite skips the step, and the others take it.",
         (
             Edit(
-                "zero.gradients.reducer.Reducer._unscale",
-                "        if any(told[0] for told in self._transport.exchange(mine, tag)):\n",
-                "        if self._transport.exchange(mine, tag)[self._transport.rank][0]:\n",
+                "zero.gradients.reducer.Reducer.unscale",
+                "            if any(told[0] for told in self._transport.exchange(mine, tag)):\n",
+                "            if self._transport.exchange(mine, tag)[self._transport.rank][0]:\n",
             ),
         ),
         (f"{OVERFLOW}[2-None]",),
@@ -458,9 +458,9 @@ SCALING = (
         "At stage 0, where every rank steps all elements, each takes the scale out of its own slice.",
         (
             Edit(
-                "zero.gradients.reducer.Reducer._unscale",
-                "self._settled(lambda store: store.bucket.pieces(*self._stage.stepped(store.bucket, self._place))):",
-                "self._settled(lambda store: store.bucket.pieces(*store.bucket.owned(self._place))):",
+                "zero.gradients.owned_means.OwnedMeans.unscale",
+                "self._pieces(lambda store: store.bucket.pieces(*self._stage.stepped(store.bucket, self._rank)))",
+                "self._pieces(lambda store: store.bucket.pieces(*store.bucket.owned(self._rank)))",
             ),
         ),
         (f"{OVERFLOW}[0-fp16]",),
@@ -472,10 +472,10 @@ SCALING = (
         "half as large.",
         (
             Edit(
-                "zero.gradients.reducer.Reducer._unscale",
-                "        here = torch.zeros_like(found)\n",
+                "zero.gradients.owned_means.OwnedMeans.unscale",
+                "        by_dtype: dict[torch.dtype, list[Tensor]] = {}\n",
                 '        inverse, self._kept = getattr(self, "_kept", inverse), inverse.clone()\n'
-                "        here = torch.zeros_like(found)\n",
+                "        by_dtype: dict[torch.dtype, list[Tensor]] = {}\n",
             ),
         ),
         (f"{OVERFLOW}[2-None]",),

@@ -97,8 +97,8 @@ REPLICAS = (
         (
             Edit(
                 "zero.step.update.Update.clip",
-                "self._reducer.owned() if self._is_first_copy else []",
-                "self._reducer.owned()",
+                "self._reducer.means.slices() if self._is_first_copy else []",
+                "self._reducer.means.slices()",
             ),
         ),
         (f"{TRAINING}[4-2-2]",),

@@ -343,7 +343,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.gradients.reducer.Reducer.finish_interrupted",
-                "        self._complete()\n        self._shown.forget(cleared)\n",
+                "        self._rounds.complete(self._round_is_over)\n        self._shown.forget(cleared)\n",
                 "        self._rounds.abandon()\n        self._shown.forget(cleared)\n",
             ),
         ),

@@ -144,4 +144,5 @@ class Rounds:
 
     def close(self) -> None:
         """Let go of all buffers."""
-        self.stores, self.places, self._active = [], [], []
+        self.stores.clear()
+        self.places, self._active = [], []

@@ -83,7 +83,7 @@ class Shown:
     # -- what the user did --------------------------------------------------------------------------------------------
 
     def look(self) -> str | None:
-        """Take note of what was done to gradients since they were shown; the name of one that is a stranger's."""
+        """Take note of what was done to gradients since they were shown; returns what is wrong with one of them."""
         changes = self._faces.look()
         self.forget(changes.cleared)
         for index, gradient in changes.replaced:
@@ -97,7 +97,12 @@ class Shown:
             for index in itertools.compress(stale, zero):
                 self._zero(index, known=True)
                 self._progress.renewed(index)
-        return changes.stranger
+        if changes.stranger is None:
+            return None
+        return (
+            f"the gradient of {changes.stranger!r} was assigned from outside: only backward() can say what this rank "
+            "contributes"
+        )
 
     def cleared(self) -> list[int]:
         """Gradients that were set to None since they were shown. They count as cleared from now."""
@@ -160,7 +165,7 @@ class Shown:
 
     def _clear(self) -> None:
         """No parameter has a gradient any more."""
-        self._progress.used = [False] * len(self._progress.used)
+        self._progress.used[:] = [False] * len(self._progress.used)
         self._rounds.clear()
 
     def _used_is_known(self) -> bool:

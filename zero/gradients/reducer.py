@@ -4,14 +4,13 @@ Knows: when a round is due. A backward outside `no_sync` is one, and so is what 
 needs it. Does not know: what stands in p.grad, how the optimizer uses a gradient, how bytes travel.
 
 What no bucket can tell is agreed in `settle`: how many rounds each rank entered (a rank behind catches up), which
-parameters were used, what is pending, the divisor, and errors that one rank alone found. See `progress` for what may
-happen when.
+parameters were used, what is pending, the divisor, and errors that one rank alone found.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,10 +18,9 @@ import torch
 from torch import Tensor
 
 from collectives import Chain, Collective, Kind, Tag, Transport
-from collectives.torch_internals import amp_unscale_
 
 from ..consistency import gather_slot
-from ..core.layout import Layout, Piece
+from ..core.layout import Layout
 from ..core.parameter_specs import as_plain, changed
 from ..core.stage import Placement, Stage
 from ..events import Event
@@ -34,6 +32,7 @@ from .grad_access import Shown
 from .grad_phase import Phase, Progress
 from .hooks import GradientHooks
 from .join import Options, Turns
+from .owned_means import OwnedMeans
 
 
 class Reducer:
@@ -55,6 +54,7 @@ class Reducer:
         self._place, self._streams = shards.rank, streams
         self._rounds = Rounds(layout, stage, transport, shards, collective)
         self._progress = Progress(transport.world_size)
+        self.means = OwnedMeans(stage, shards.rank, self.stores, self._progress.used)
         self._shown = Shown(self, stage, self._rounds, self._progress, means_may_be_shown=means_may_be_shown)
         self._meeting = 0
         rank = transport.called
@@ -63,7 +63,7 @@ class Reducer:
         self._sync = True
         self._unscaled: Tensor | None = None  # what a `GradScaler` was last told into
         self._turns: Turns | None = None  # inside `join`
-        self._stranger: str | None = None  # who had a gradient of the user's before the backward under way
+        self._assigned: str | None = None  # what is wrong with a gradient that the user made before a backward
         self.hooks = GradientHooks(self, exclusive=stage.parameters is Placement.SHARD, ahead=self.means_are_shown)
 
     @property
@@ -105,7 +105,7 @@ class Reducer:
     def backward_is_near(self) -> None:
         self._streams.wait_for_previous()
         self.finish_interrupted()
-        self._stranger = self._shown.look()
+        self._assigned = self._shown.look()
         if self.means_are_shown:
             self._shown.hide()
 
@@ -113,9 +113,12 @@ class Reducer:
         self._transport.check()
         try:
             self._check_open()
-            problem = self._assigned(self._stranger) or self._shown.edited()
+            problem = self._assigned or self._shown.edited()
             if problem is not None:
-                self._fail(problem)
+                problem = f"rank {self._transport.rank}: {problem}"
+                if self._transport.world_size > 1:
+                    self._transport.abort(problem)  # the others cannot be asked whether they found one
+                raise RuntimeError(problem)
         except RuntimeError:
             self._shown.show()
             raise
@@ -140,7 +143,7 @@ class Reducer:
 
     def backward_ended(self) -> None:
         self._streams.wait_for_previous()
-        self._complete()
+        self._rounds.complete(self._round_is_over)
         self._shown.show()
 
     def outside_backward(self) -> None:
@@ -150,10 +153,6 @@ class Reducer:
         self._shown.zeroed(index)
 
     # -- rounds -------------------------------------------------------------------------------------------------------
-
-    def _complete(self) -> None:
-        """Do what is left of the backward under way."""
-        self._rounds.complete(self._round_is_over)
 
     def _round_is_over(self) -> None:
         """The sums are others now, and so are the means."""
@@ -178,7 +177,7 @@ class Reducer:
         """A round of the others', to which this rank has nothing to add but what it still holds."""
         with self._catching_up():
             self._rounds.begin(is_round=True, also=also)
-            self._complete()
+            self._rounds.complete(self._round_is_over)
             self._shown.show()
 
     def finish_interrupted(self) -> None:
@@ -190,7 +189,7 @@ class Reducer:
         if self._transport.broken:
             self._rounds.abandon()
             return
-        self._complete()
+        self._rounds.complete(self._round_is_over)
         self._shown.forget(cleared)
         self._shown.show()
 
@@ -244,10 +243,10 @@ class Reducer:
         """Meet all ranks and compare what they hold. Collective; raises the same error on every rank."""
         self._streams.wait_for_previous()
         self.finish_interrupted()
-        stranger = self._shown.look()
+        assigned = self._shown.look()
         if self._progress.is_open and self._progress.means_divisor != self.divisor:  # the means will be gathered anew
             problem = problem or self._shown.edited()
-        problem = problem or self._assigned(stranger)
+        problem = problem or assigned
         with self._agreeing():
             self._meet(purpose)
             tag = Tag(Kind.EXCHANGE, purpose, self._rounds.number, self._meeting)
@@ -290,21 +289,6 @@ class Reducer:
                 f"gradient of {name} was already divided; call optimizer.zero_grad() first"
             )
 
-    def _assigned(self, stranger: str | None) -> str | None:
-        if stranger is None:
-            return None
-        return (
-            f"the gradient of {stranger!r} was assigned from outside: only backward() can say what this rank "
-            "contributes"
-        )
-
-    def _fail(self, problem: str) -> None:
-        """Raise what this rank alone may have found where the others cannot be asked: they are told."""
-        text = f"rank {self._transport.rank}: {problem}"
-        if self._transport.world_size > 1:
-            self._transport.abort(text)
-        raise RuntimeError(text)
-
     # -- for the optimizer --------------------------------------------------------------------------------------------
 
     def join(self, groups: Sequence[Options], *, gathers_nothing: bool) -> Turns:
@@ -339,26 +323,6 @@ class Reducer:
         """Around a call that all ranks make: those that have nothing more to do inside `join` make it, too."""
         return nullcontext() if self._turns is None else self._turns.taken(name, arguments, self.divisor)
 
-    def owned(self) -> list[Tensor]:
-        """The settled gradients of this rank's own slices, as pieces of the parameters that some rank used."""
-        return self._settled(lambda store: store.pieces)
-
-    def any_is_double(self) -> bool:
-        """True where a gradient that some rank used is added up in fp64."""
-        doubles = [store.bucket for store in self.stores if store.bucket.dtypes.accumulate is torch.float64]
-        return any(self.used[slot.parameter] for bucket in doubles for slot in bucket.slots)
-
-    def _settled(self, pieces_of: Callable[[GradientStore], Sequence[Piece]]) -> list[Tensor]:
-        found = []
-        for store in self.stores:
-            gradient = store.settled()
-            if gradient is not None:
-                begin, _ = self._stage.stepped(store.bucket, self._place)
-                for piece in pieces_of(store):
-                    if self.used[store.bucket.slots[piece.slot].parameter]:
-                        found.append(gradient[piece.begin - begin : piece.end - begin])
-        return found
-
     def unscale(self, found: Tensor, inverse: Tensor) -> None:
         """Take the loss scale out of the means, and tell every rank whether any of all is not finite. Collective.
 
@@ -369,20 +333,11 @@ class Reducer:
         factor = inverse.item()  # host synchronisation: ranks compare it, once a step
         with self._unscaling(), self.in_turn("unscale", inverse=factor):
             self.settle("GradScaler.unscale_()", scale=1 / factor if factor else math.inf)
-            self._unscale(found, inverse)
+            mine = bytes([self.means.unscale(torch.zeros_like(found), inverse)])
+            tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self._rounds.number, self._meeting)
+            if any(told[0] for told in self._transport.exchange(mine, tag)):
+                found.fill_(1.0)
         self._unscaled = found
-
-    def _unscale(self, found: Tensor, inverse: Tensor) -> None:
-        here = torch.zeros_like(found)
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for piece in self._settled(lambda store: store.bucket.pieces(*self._stage.stepped(store.bucket, self._place))):
-            by_dtype.setdefault(piece.dtype, []).append(piece)
-        for pieces in by_dtype.values():
-            amp_unscale_(pieces, here, inverse)
-        mine = bytes([bool(here.item())])  # host synchronisation: every rank must take or skip the same step
-        tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self._rounds.number, self._meeting)
-        if any(told[0] for told in self._transport.exchange(mine, tag)):
-            found.fill_(1.0)
 
     def stepped(self) -> None:
         """A step has used the gradients."""

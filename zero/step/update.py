@@ -35,8 +35,19 @@ class _Gradient(Protocol):
         """The mean of what this rank updates, 1-D; None where no rank has a gradient."""
 
 
+class _Means(Protocol):
+    """The mean gradients of what this rank owns, as of a reducer's `OwnedMeans`."""
+
+    def slices(self) -> list[Tensor]: ...
+
+    def any_is_double(self) -> bool: ...
+
+
 class _Gradients(Protocol):
     """Those of all parameters, as of a `Reducer`."""
+
+    @property
+    def means(self) -> _Means: ...
 
     @property
     def stores(self) -> Sequence[_Gradient]:
@@ -45,12 +56,6 @@ class _Gradients(Protocol):
     @property
     def used(self) -> Sequence[bool]:
         """Of each parameter, whether some rank used it."""
-
-    def owned(self) -> list[Tensor]:
-        """The means of what this rank owns."""
-
-    def any_is_double(self) -> bool:
-        """Whether a gradient is fp64."""
 
 
 class _Parameters(Protocol):
@@ -100,12 +105,12 @@ class Update:
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Scale the means by one factor; the norm before, 0-dim."""
-        pieces = self._reducer.owned() if self._is_first_copy else []
+        pieces = self._reducer.means.slices() if self._is_first_copy else []
         mine = PowerSum.of(pieces, norm_type)  # host synchronisation: exact integers, which devices have not
         total = PowerSum.of([], norm_type)
         for data in self._transport.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):
             total = total.merge(PowerSum.from_bytes(data))
-        norm = total.norm(torch.float64 if self._reducer.any_is_double() else torch.float32)
+        norm = total.norm(torch.float64 if self._reducer.means.any_is_double() else torch.float32)
         if error_if_nonfinite:
             check_finite(norm, norm_type)
         factor = clip_factor(norm, max_norm)
