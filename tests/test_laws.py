@@ -150,7 +150,7 @@ def everything_but_step(moment: str, model: Odd, optimizer: ZeroOptimizer) -> No
         with torch.inference_mode():
             odd_loss(model, batch_of(7, 0))
     another = nn.ParameterList([torch.ones(3)])
-    other = ZeroOptimizer(another, process_group=optimizer._transport, stage=optimizer._stage.number)
+    other = ZeroOptimizer(another, process_group=optimizer._transport, stage=optimizer._assembly.stage.number)
     other.close()
 
 
@@ -199,7 +199,7 @@ def poison_padding(flat: Tensor, bucket: Bucket, begin: int, end: int) -> None:
 
 def poison(_: str, __: Odd, optimizer: ZeroOptimizer) -> None:
     storage, rank = optimizer._storage, optimizer.rank
-    pools, stage = [optimizer._transport.pool], optimizer._stage
+    pools, stage = [optimizer._transport.pool], optimizer._assembly.stage
     if isinstance(storage, ShardedStorage):
         pools.append(storage.residency.pool)
         for shelf in storage.residency.shelves():

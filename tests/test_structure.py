@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collectives.topology": {"collectives", "collectives.algorithms", "collectives.backends"},
     "collectives": {*BASE, "collectives.algorithms", "collectives.backends", "collectives.topology"},
     "zero.core": {"collectives.torch_internals"},
-    "zero.config": {"zero.core"},
+    "zero.config": {"collectives", "zero.core"},
     "zero.consistency": {"collectives", "zero.core"},
     "zero.events": {"collectives"},
     "zero.streams": set(),
@@ -34,7 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "zero.step": SHARED,
     "zero.state": SHARED | ROOMS,
     "zero.setup": {*SHARED, *ROOMS, "collectives.backends"},  # a process group of the user's is taken to the seam
-    "zero.optimizer": SHARED | ROOMS | {"zero.setup", "zero.state"},
+    "zero.engine": SHARED | ROOMS | {"zero.setup", "zero.state"},
+    "zero.optimizer": SHARED | ROOMS | {"zero.engine", "zero.setup", "zero.state"},
     "zero.commands": SHARED | ROOMS | {"zero", "zero.optimizer", "zero.state"},
     "zero.train": {"zero.commands"},
     "zero.verify": {"zero.commands"},

@@ -1,14 +1,24 @@
-"""What a user chooses beside a stage: mixed precision, and what is offloaded."""
+"""What a user chooses: the arguments of an optimizer, checked, and the dials that are objects."""
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
+
+from collectives import Algorithm, Transport, check_name
 
 from .core.layout import Dtypes
 from .core.parameter_specs import FLOATS
+from .core.stage import Stage
+from .core.units import Predicate
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -100,3 +110,38 @@ class Offload:
     def on_host(self) -> bool:
         """In memory of the host."""
         return self.states == "cpu"
+
+
+@dataclass(frozen=True)
+class Config:
+    """The arguments of a `ZeroOptimizer` that say how it is built, checked. Ranks must have the same.
+
+    Raises:
+        TypeError, ValueError: one that cannot be; the message names it.
+    """
+
+    stage: Stage
+    module: nn.Module | None
+    process_group: ProcessGroup | Transport | None
+    bucket_cap_mb: float
+    collective: str | Algorithm
+    sharding_factor: int | None
+    reshard_after_forward: bool | int
+    offload: Offload | None
+    precision: MixedPrecision | None
+    units: Predicate | None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.precision, MixedPrecision | None):
+            raise TypeError(f"mixed_precision must be a zero.MixedPrecision, not {self.precision!r}")
+        if not isinstance(self.offload, Offload | None):
+            raise TypeError(f"offload must be a zero.Offload, not {self.offload!r}")
+        cap = self.bucket_cap_mb
+        if not isinstance(cap, (int, float)) or not cap > 0 or math.isinf(cap):
+            raise ValueError(f"bucket_cap_mb must be a positive number of MiB, not {cap!r}")
+        check_name(self.collective)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The size of a bucket."""
+        return int(self.bucket_cap_mb * 1024 * 1024)

@@ -1,41 +1,34 @@
-"""`ZeroOptimizer`: the public face.
+"""`ZeroOptimizer`: the public calls, with what they promise and what they refuse. `Engine` does the work.
 
-Knows: what a call means, and what ranks agree on before it. Its parts do the work: `assembly` (how parameters are taken
-in), `storage` and `sharded` (where they lie), `reducer` (gradients to means), `update` (clip and step), `inner` (the
-user's class), `checkpoint` (plain dicts).
+Knows: the user's arguments. Does not know: the order of things in a call.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import numbers
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from collectives import Algorithm, CollectiveError, Kind, Tag, Traffic, Transport
+from collectives import Algorithm, Traffic, Transport
 
-from .config import MixedPrecision, Offload
-from .consistency import compare, gather_slot
+from .config import Config, MixedPrecision, Offload
 from .core.parameter_specs import as_groups, check_listed_once, device_of, members_of, with_names
-from .core.stage import Placement, stage_of
+from .core.stage import stage_of
 from .core.units import Predicate
-from .events import LOG, Event
-from .gradients.join import Call, adopt_options, digests_of
+from .engine import Engine
 from .parameters.materialize import InitFunction, StateDict, landing, materializer_of
 from .setup import Assembly, backend_of
-from .state import plain_dicts as checkpoint
 from .state.describe import Description, describe
 from .step.clip import check_norm_arguments
-from .step.elementwise import check_elementwise
 from .step.inner import InnerOptimizer
 
 if TYPE_CHECKING:
@@ -110,17 +103,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
         **defaults: Any,
     ) -> None:
         self._built = False
-        self._closed = ""  # why nothing can be done any more
-        self._stage = stage_of(stage)
         given = params if isinstance(params, nn.Module) else None
         if module is not None and given is not None and module is not given:
             raise ValueError("params and module are two different modules")
         self._module = given if given is not None else module
-        if not isinstance(mixed_precision, MixedPrecision | None):
-            raise TypeError(f"mixed_precision must be a zero.MixedPrecision, not {mixed_precision!r}")
-        if not isinstance(offload, Offload | None):
-            raise TypeError(f"offload must be a zero.Offload, not {offload!r}")
-        self._inner = InnerOptimizer(optimizer_class, defaults)
+        config = Config(
+            stage=stage_of(stage),
+            module=self._module,
+            process_group=process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            collective=collective,
+            sharding_factor=sharding_factor,
+            reshard_after_forward=reshard_after_forward,
+            offload=offload,
+            precision=mixed_precision,
+            units=units,
+        )
+        inner = InnerOptimizer(optimizer_class, defaults)
         groups = as_groups(params)
         land = partial(landing, partial(backend_of, process_group))
         device = device_of(groups)
@@ -128,30 +127,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
             device = land()
         listed = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
         parts = Assembly(
-            self._stage,
-            self._module,
-            self._inner,
-            process_group,
-            bucket_cap_mb,
-            collective,
+            config,
+            inner,
             device,
-            units,
-            mixed_precision,
-            sharding_factor,
-            reshard_after_forward,
-            offload,
             lambda: materializer_of(self._module, listed, param_init_fn, init_state_dict, land),
         )
-        self._assembly, self._transport, self._collective = parts, parts.transport, parts.collective
-        self._storage, self._reducer, self._update = parts.storage, parts.reducer, parts.update
-        self._consolidated: tuple[dict[int, Any], dict[int, Tensor]] | None = None  # states, master weights
+        self._assembly, self._transport, self._inner = parts, parts.transport, inner
+        self._storage, self._reducer = parts.storage, parts.reducer
+        self._engine = Engine(parts)
         check_listed_once(groups, self._module)
-        super().__init__(groups, self._inner.defaults)
-        self.state: Any = checkpoint.States(self._storage, self._inner)
-        self._stepping, self._clipping = Event("step", self._transport.called), Event("clip", self._transport.called)
+        super().__init__(groups, inner.defaults)
+        self.state: Any = self._engine.state
         parts.adopt(self.param_groups, 0)
-        self._counted: set[str] = set()  # options that the class changes itself, perhaps only where it steps something
-        self._followed: list[AbstractContextManager[None]] = []  # blocks of others, inside `join`
         self._built = True
         self.divisor = self._transport.world_size if divisor is None else divisor
         parts.log_choices()
@@ -163,7 +150,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not getattr(self, "_built", False):
             super().add_param_group(param_group)
             return
-        self._check()
+        self._engine.check()
         if self._reducer.hooks.inside_backward or self._reducer.joining:
             raise RuntimeError("add_param_group() inside a backward or inside join(): leave it first")
         if not self._storage.retire():
@@ -214,7 +201,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @divisor.setter
     def divisor(self, value: float) -> None:
-        self._check()
+        self._engine.check()
         given: Any = value  # also numpy's numbers
         if isinstance(given, bool) or not isinstance(given, numbers.Real) or not math.isfinite(value) or value == 0:
             raise ValueError(f"rank {self.rank}: the divisor must be a finite number other than 0, not {value!r}")
@@ -222,26 +209,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def describe(self) -> Description:
         """What this rank holds, read from the tensors themselves, beside what the formulas say. Local."""
-        self._check_usable()
-        return describe(
-            self._stage, self._assembly.choice, self._storage, self._reducer, self._inner, self._assembly.kept_by
-        )
+        self._engine.check_usable()
+        parts = self._assembly
+        return describe(parts.stage, parts.choice, self._storage, self._reducer, self._inner, parts.kept_by)
 
     def check_replicas(self) -> str:
         """SHA-256 over the parameters' SHA-256s, after comparing these over the ranks. All ranks.
 
         Raises `RuntimeError` naming the first parameter that differs and the ranks, on every rank.
         """
-        self._check()
-        with self._reducer.in_turn("check_replicas"):
-            self._reducer.agree("check_replicas()", self._storage.problem())
-            return compare(self._transport, self._storage.fingerprints(), "check_replicas()")
+        return self._engine.check_replicas()
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order; lengths may differ. All ranks."""
-        self._check()
-        with self._reducer.in_turn("exchange"):
-            return self._transport.exchange(data, Tag(Kind.EXCHANGE, "exchange()"))
+        return self._engine.exchange(data)
 
     def sum_over_ranks(self, value: float) -> float:
         """The sum of every rank's ``value``, the same bits on all: a step's tokens, to divide by. All ranks.
@@ -253,8 +234,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         told = [json.loads(data) for data in self.exchange(json.dumps(value).encode()) if data]
         return sum(told) if all(isinstance(number, int) for number in told) else math.fsum(told)
 
-    @contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self) -> AbstractContextManager[None]:
         """Inside, ranks may have different numbers of steps: one that leaves goes on taking part in the others' steps,
         with no gradient of its own, until all have left. All ranks.
 
@@ -265,57 +245,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         keeps the gradients of a backward until it is over, and gathers for the others what they need. One optimizer of
         several at a time: a rank that left follows the calls of one.
         """
-        self._check()
-        turns = self._reducer.join(self.param_groups, gathers_nothing=self._storage.gathers_nothing)
-        self._storage.tell_gathers(self._reducer.in_turn)
-        try:
-            yield
-            self._storage.begin_again()
-            for call in turns.others():
-                self._follow(call)
-        except Exception as error:
-            turns.tell_failure(error)
-            raise
-        finally:
-            while self._followed:
-                self._followed.pop().__exit__(None, None, None)
-            try:
-                self._storage.tell_gathers(None)
-            finally:
-                self._reducer.leave()
-
-    def _follow(self, call: Call) -> None:
-        """Make another rank's call with it."""
-        LOG.debug("%s: follows another rank's %s", self._transport.called, call.name)
-        adopt_options(self.param_groups, call.options)
-        if self.divisor != call.divisor:
-            self.divisor = call.divisor
-        match call.name:
-            case "exchange":
-                self.exchange(b"")
-            case "gather":
-                self._storage.gather(call.arguments["unit"])
-            case "step":
-                with torch.no_grad():
-                    self._step()  # without the hooks of the user's, which belong to his own calls
-            case "unscale":
-                found = torch.zeros(1, device=self._storage.device)
-                self._reducer.unscale(found, torch.tensor([call.arguments["inverse"]], device=found.device))
-            case "full_grad" | "full_master":
-                getattr(self, call.name)(self._storage.parameters[call.arguments["index"]])
-            case "gathered":
-                block = self._storage.gathered(self._storage.at(call.arguments["places"]))
-                block.__enter__()
-                self._followed.append(block)
-            case "end of gathered":
-                block = self._followed.pop()
-                try:
-                    if call.arguments["write"]:
-                        self._overwrite(self._storage.at(call.arguments["places"]))
-                finally:
-                    block.__exit__(None, None, None)
-            case _:
-                getattr(self, call.name)(**call.arguments)
+        return self._engine.join(self.param_groups)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -324,7 +254,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         A rank then holds whole gradients until that reduction, at every stage. Local, but on every rank alike.
         """
-        self._check()
+        self._engine.check()
         return self._reducer.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -333,118 +263,62 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Returns the norm before clipping, 0-dim, the same bits on every rank, at every stage and number of ranks. All
         ranks. Raises `RuntimeError` where ``error_if_nonfinite`` and the norm is nan or infinite.
         """
-        self._check()
+        self._engine.check()
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
-        arguments = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-        with self._clipping(), self._reducer.in_turn("clip_grad_norm_", **arguments):
-            self._reducer.settle("clip_grad_norm_()", self._storage.problem() or self._storage.unfrozen_problem())
-            return self._update.clip(max_norm, norm_type, error_if_nonfinite)
+        return self._engine.clip_grad_norm_(
+            max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that some rank used since ``zero_grad()``. All ranks; returns the closure's loss."""
-        self._check()
+        self._engine.check()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._reducer.in_turn("step"):
-            self._step()
+        self._engine.step(self.param_groups)
         return loss
-
-    def _step(self) -> None:
-        with self._stepping():
-            self._agree_and_update()
-
-    def _agree_and_update(self) -> None:
-        free = self._storage.retire()
-        problem = self._storage.problem() if free else "step() inside gathered() or inside a forward: leave it first"
-        problem = problem or self._storage.unfrozen_problem()
-        told = digests_of(self.param_groups, self._inner.defaults.keys() - self._counted)
-        self._reducer.settle("step()", problem, options=told)
-        try:
-            changed = self._update.step(self.param_groups)
-        except CollectiveError:
-            raise
-        except Exception as error:
-            self._transport.abort(f"rank {self.rank}, in step(): {type(error).__name__}: {error}")
-            raise
-        for number, options in changed.items():
-            self.param_groups[number].update(options)
-            self._counted.update(options)
-        self._reducer.stepped()
-        self._consolidated = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear every gradient: to None, or to zero where one exists. Local, but on every rank alike."""
         if self._built:
-            self._check()
-            with self._reducer.in_turn("zero_grad", set_to_none=set_to_none):
-                self._reducer.zero_grad(set_to_none)
+            self._engine.zero_grad(set_to_none=set_to_none)
 
     def full_grad(self, parameter: Tensor) -> Tensor | None:
         """The whole mean gradient of ``parameter`` in its shape, a copy; None where no rank used it. All ranks."""
-        self._check()
+        self._engine.check()
         if parameter in self._storage.replicated:
             return None
-        index = self._storage.index(parameter)
-        with self._reducer.in_turn("full_grad", index=index):
-            return self._reducer.full_gradient(index)
+        return self._engine.full_grad(index=self._storage.index(parameter))
 
     def full_master(self, parameter: Tensor) -> Tensor:
         """The whole master weights of ``parameter`` in its shape, a copy; where there are none, those that the model
         computes with, in the dtype of a master; of one that is replicated, in its own. All ranks."""
-        self._check()
+        self._engine.check()
         if parameter in self._storage.replicated:
             return parameter.detach().clone()
-        index = self._storage.index(parameter)
-        spec = self._storage.layout.parameters[index]
-        with self._reducer.in_turn("full_master", index=index):
-            self._reducer.agree(f"full_master of {spec.name!r}", self._storage.problem())
-            bucket, _, slot = next(found for found in self._storage.layout.slots() if found[2].parameter == index)
-            states = self._inner.states[bucket.index]
-            tag = Tag(Kind.ALL_GATHER, f"full_master of {spec.name!r}", index=bucket.index)
-            held = (states.begin, states.followed_weights())
-            whole = gather_slot(self._collective, self._assembly.shards.rank, bucket, slot, held, tag)
-            states.leave()
-            self._storage.leave(bucket.index)
-        return whole.as_strided(spec.shape, spec.stride)
+        return self._engine.full_master(index=self._storage.index(parameter))
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def gathered(self, params: Tensor | Iterable[Tensor] | None = None, *, write: bool = False) -> Iterator[None]:
+    def gathered(
+        self, params: Tensor | Iterable[Tensor] | None = None, *, write: bool = False
+    ) -> AbstractContextManager[None]:
         """Whole parameters inside the block: ``params``, or all. All ranks.
 
         With ``write=True`` they may be edited, and group rank 0's values are everybody's after it. Where every rank
         holds whole parameters anyway, reading needs no traffic.
         """
-        self._check()
         chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
-        places = self._storage.places(chosen) if self._reducer.joining else None
-        with ExitStack() as block:
-            with self._reducer.in_turn("gathered", places=places):
-                block.enter_context(self._storage.gathered(chosen))
-            try:
-                yield
-            finally:
-                with self._reducer.in_turn("end of gathered", places=places, write=write):
-                    if write:
-                        self._overwrite(chosen)
-
-    def _overwrite(self, chosen: Sequence[Tensor] | None) -> None:
-        self._reducer.agree("gathered(write=True)", self._storage.problem())
-        self._storage.overwrite(chosen)
+        return self._engine.gathered(chosen, write)
 
     def broadcast_buffers(self) -> None:
         """Group rank 0's buffers of the module for all, as DDP has them before a forward. All ranks.
 
         Buffers (the running statistics of a batch norm) are each rank's own otherwise, after construction.
         """
-        self._check()
-        with self._reducer.in_turn("broadcast_buffers"):
-            self._reducer.agree("broadcast_buffers()", self._storage.problem())
-            self._storage.broadcast_buffers()
+        self._engine.broadcast_buffers()
 
     def close(self) -> None:
         """Make the model plain again: every parameter gets memory of its own, and every hook goes. All ranks.
@@ -453,65 +327,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         only where values cannot be gathered any more, or inside a forward, a backward or `join`; while the caller's own
         exception is under way (in its ``finally``, say), that is a warning, too.
         """
-        if self._closed:
+        if self._engine.is_closed:
             return
         first = sys.exc_info()[1]
         try:
-            self._close()
+            self._engine.close()
         except Exception as error:
             if first is None:
                 raise
             warnings.warn(f"close() after {type(first).__name__}: {error}", RuntimeWarning, stacklevel=2)
-
-    def _close(self) -> None:
-        self._transport.check_process()
-        if self._storage.busy() or self._reducer.joining:
-            raise RuntimeError("close() inside a forward, inside a backward or inside join(): leave it first")
-        try:
-            lost = self._lost()
-            if lost is not None:
-                warnings.warn(f"close(): {lost}", RuntimeWarning, stacklevel=3)
-        finally:
-            self._closed = "its parameters could not be gathered any more"
-            self._assembly.release()
-            self.state.forget()
-            self._transport.pool.trim()
-            self._assembly.shards.pool.trim()
-            self._closed = "the model is plain again"
-
-    def _lost(self) -> str | None:
-        """What does not become plain by a close, or is lost by it; None where nothing is. Collective."""
-        if self._assembly.superseded:
-            return f"{TAKEN_OVER}, and keeps them"
-        names = self._storage.replaced()
-        try:
-            if not self._transport.broken:
-                self._reducer.agree("close()", self._storage.problem())
-        except CollectiveError:
-            raise
-        except (RuntimeError, ValueError) as error:
-            of = f"; lost: the values that this optimizer gave {', '.join(map(repr, names))}" if names else ""
-            return f"{error}{of}"
-        return None
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Bring all states to group rank ``to``, whose ``state_dict()`` then returns them; None: to every rank, which
         then holds them whole, in the host's memory, until the next step. All ranks."""
-        self._check()
+        self._engine.check()
         if to is not None and not 0 <= to < self.world_size:
             raise ValueError(f"consolidate_state_dict: rank {to} is not one of the {self.world_size} ranks")
-        purpose = f"consolidate_state_dict(to={to})"
-        with self._reducer.in_turn("consolidate_state_dict", to=to):
-            self._reducer.agree(purpose)
-            shards = self._assembly.shards
-            whole_here = self._stage.states is Placement.WHOLE or shards.world_size == 1
-            tag = Tag(Kind.EXCHANGE, purpose)
-            layout = self._storage.layout
-            found = checkpoint.gather(layout, self._inner, self._transport, shards, to, whole_here, tag)
-            if found is not None:
-                self._consolidated = found
+        self._engine.consolidate_state_dict(to=to)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole, plain `torch.optim` dict (CPU), on the rank (or ranks) that `consolidate_state_dict` named. Local.
@@ -520,23 +354,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         With one rank nothing needs to be consolidated. Raises `RuntimeError` elsewhere, and after a further step.
         """
-        self._check_usable()
+        self._engine.check_usable()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         if self.world_size == 1:
             self.consolidate_state_dict(0)
-        if self._consolidated is None:
-            raise RuntimeError(
-                f"rank {self.rank} holds a shard of the states: call optimizer.consolidate_state_dict(to=rank) on all "
-                "ranks, after the last step, and then state_dict() on that rank (to=None: on every rank)"
-            )
-        states, masters = self._consolidated
-        result: dict[str, Any] = {
-            "state": {index: dict(state) for index, state in states.items()},
-            "param_groups": checkpoint.packed_groups(self.param_groups, self._storage.listed()),
-        }
-        if masters:
-            result["masters"] = dict(masters)
+        result = self._engine.dicts.dict_of(self.param_groups)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             result = post_hook(self, result) or result
         return result
@@ -548,20 +371,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         does not. Master weights are loaded where the dict has "masters" and the model, loaded before or after, has the
         same values rounded; where it has others, or the dict none, they are the model's.
         """
-        self._check()
+        self._engine.check()
         loaded = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = pre_hook(self, loaded) or loaded
-        saved_groups = loaded.get("param_groups", [])
-        known = [spec for spec in self._storage.layout.parameters if spec.group < len(saved_groups)]
-        names = self._inner.elementwise | check_elementwise(self._inner, saved_groups, known)
-        mapping = checkpoint.check(loaded, self.param_groups, self._storage.listed(), names)
-        for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
-            options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
-            group.update(copy.deepcopy(options))
-        checkpoint.scatter(loaded["state"], mapping, self.param_groups, self._storage.layout, self._inner, names)
-        checkpoint.scatter_masters(loaded.get("masters", {}), mapping, self._storage.layout, self._inner)
-        self._inner.elementwise, self._consolidated = names, None
+        self._engine.dicts.load(loaded, self.param_groups)
         for load_hook in self._optimizer_load_state_dict_post_hooks.values():
             load_hook(self)
 
@@ -571,19 +385,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "consolidate_state_dict() and state_dict() give"
         )
 
-    # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _check(self) -> None:
-        self._check_usable()
-        self._transport.check_process()
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise RuntimeError(f"this optimizer is closed: {self._closed}; build a new optimizer")
-        if self._assembly.superseded:
-            raise RuntimeError(f"{TAKEN_OVER}: use that, or build a new one")
-        self._assembly.streams.wait_for_previous()
-
     def __repr__(self) -> str:
-        name = f"{self._inner.name}, stage={self._stage.number}, rank {self.rank} of {self.world_size}"
+        name = f"{self._inner.name}, stage={self._assembly.stage.number}, rank {self.rank} of {self.world_size}"
         return f"ZeroOptimizer({name})\n{super().__repr__() if self._built else ''}"

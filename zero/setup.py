@@ -6,7 +6,6 @@ Knows: which parts there are, and in what order they take up parameters. Does no
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,18 +13,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from collectives import Algorithm, Choice, Collective, Kind, Pairwise, Tag, Transport, check_name
+from collectives import Choice, Collective, Kind, Pairwise, Tag, Transport
 from collectives import build as build_collective
 from collectives.backend import OwnCollectives
 
-from .config import MixedPrecision, Offload
+from .config import Config
 from .consistency import agree_on_construction
 from .core.layout import Bucket, Dtypes, ParameterSpec, build
 from .core.parameter_specs import FLOATS, changed, check_buffers, check_modules, check_one_device, is_laid_out, specs
-from .core.stage import Placement, Stage, check_offloaded_parameters, check_reshard, check_sharding_factor
-from .core.units import Predicate
+from .core.stage import Placement, check_offloaded_parameters, check_reshard, check_sharding_factor
 from .events import LOG, Event
 from .gradients.hooks import check_free
 from .gradients.reducer import Reducer
@@ -59,30 +57,19 @@ class Assembly:
 
     def __init__(
         self,
-        stage: Stage,
-        module: nn.Module | None,
+        config: Config,
         inner: InnerOptimizer,
-        process_group: ProcessGroup | Transport | None,
-        bucket_cap_mb: float,
-        collective: str | Algorithm,
         device: torch.device,
-        units: Predicate | None,
-        precision: MixedPrecision | None,
-        sharding_factor: int | None,
-        reshard: bool | int,
-        offload: Offload | None,
         unborn: Callable[[], Materializer | None],
     ) -> None:
         """``device``: where the parameters are, or will be; ``unborn``: finds what has no memory yet."""
-        self.stage, self.module, self.inner, self.precision = stage, module, inner, precision
-        self.offload = offload
-        self._bucket_bytes = _bucket_bytes(bucket_cap_mb)
-        check_name(collective)
-        group = _transport(process_group).fork()
-        self.kept_by = _agree_on_sharing(group, sharding_factor, reshard, offload, stage)
-        _warn_of_the_host(group, sharding_factor, device)
+        self.config, self.inner = config, inner
+        self.stage, module, offload = config.stage, config.module, config.offload
+        group = _transport(config.process_group).fork()
+        self.kept_by = _agree_on_sharing(group, config)
+        _warn_of_the_host(group, config.sharding_factor, device)
         self.streams = Streams()
-        self.choice = build_collective(group, collective, device, sharding_factor)
+        self.choice = build_collective(group, config.collective, device, config.sharding_factor)
         self.collective: Collective = self.choice.collective
         self.transport, self.shards = self.collective.transport, self.choice.shards
         self._keeper: Keeper | None = None
@@ -93,28 +80,30 @@ class Assembly:
             self._unborn = unborn()
             if offload is not None:
                 if offload.parameters:
-                    check_offloaded_parameters(stage, device)
+                    check_offloaded_parameters(self.stage, device)
                 self._keeper = keeper_of(offload, device)
-            self.storage = self._make_storage(units, nearby)
+            self.storage = self._make_storage(nearby)
         except Exception as error:
             agree_on_construction(self.transport, [], error)
             raise  # pragma: no cover - the line before has raised it, which a type checker cannot know
         self.reducer = Reducer(
             self.storage.layout,
-            stage,
+            self.stage,
             self.transport,
             self.shards,
             self.collective,
             self.streams,
-            means_may_be_shown=precision is None,
+            means_may_be_shown=config.precision is None,
         )
-        self.update = Update(stage, self.transport, self.shards, self.collective, self.storage, self.reducer, inner)
+        self.update = Update(
+            self.stage, self.transport, self.shards, self.collective, self.storage, self.reducer, inner
+        )
 
-    def _make_storage(self, units: Predicate | None, nearby: Choice | None) -> ParameterStorage:
-        direct = Pairwise(self.transport)
+    def _make_storage(self, nearby: Choice | None) -> ParameterStorage:
+        config, direct = self.config, Pairwise(self.transport)
         if self.stage.parameters is Placement.WHOLE:
-            return ParameterStorage(self.transport, self.shards, direct, self.module, self.precision)
-        if self.module is None:
+            return ParameterStorage(self.transport, self.shards, direct, config.module, config.precision)
+        if config.module is None:
             raise ValueError(
                 f"stage {self.stage.number} gathers parameters for the forwards of their modules: pass the module "
                 "itself, or parameters and module=model"
@@ -123,14 +112,14 @@ class Assembly:
             self.transport,
             self.shards,
             direct,
-            self.module,
+            config.module,
             self.collective,
-            units,
-            self._bucket_bytes,
-            self.precision,
+            config.units,
+            config.bucket_bytes,
+            config.precision,
             nearby,
             self.kept_by == 1 < self.shards.world_size,
-            self._keeper if self.offload is not None and self.offload.parameters else None,
+            self._keeper if config.offload is not None and config.offload.parameters else None,
             self._unborn,
             self.streams,
         )
@@ -184,7 +173,7 @@ class Assembly:
             self.collective.name,
             self.choice.why,
             self.storage.common_memory(),
-            "none" if self.offload is None else self.offload.kind,
+            "none" if self.config.offload is None else self.config.offload.kind,
         )
 
     @property
@@ -198,15 +187,15 @@ class Assembly:
 
     def _cast_inputs(self) -> None:
         """From now on, what the module is called with has the dtype of its parameters."""
-        if self.module is not None:
-            InputCast.remove(self.module, self)  # also of an optimizer that this one replaces
-            if self.precision is not None and self.precision.cast_forward_inputs:
-                InputCast.put(self.module, self.precision.param_dtype, self)
+        if self.config.module is not None:
+            InputCast.remove(self.config.module, self)  # also of an optimizer that this one replaces
+            if self.config.precision is not None and self.config.precision.cast_forward_inputs:
+                InputCast.put(self.config.module, self.config.precision.param_dtype, self)
 
     def release(self) -> None:
         """Make the model plain again. Collective."""
-        if self.module is not None:
-            InputCast.remove(self.module, self)
+        if self.config.module is not None:
+            InputCast.remove(self.config.module, self)
         self.reducer.close()
         self.inner.close()
         self.storage.release()
@@ -220,11 +209,11 @@ class Assembly:
         described: list[ParameterSpec] = []
         replicated: dict[Tensor, ParameterSpec] = {}
         try:
-            check_buffers(self.module)
+            check_buffers(self.config.module)
             known = sum(len(group["params"]) for group in all_groups[:first])
-            dtypes = Dtypes.all if self.precision is None else self.precision.of
+            dtypes = Dtypes.all if self.config.precision is None else self.config.precision.of
             units, meta = self.storage.units(), None if self._unborn is None else self._unborn.device
-            listed, of_listed = specs(groups, self.module, known, first, units, dtypes, meta)
+            listed, of_listed = specs(groups, self.config.module, known, first, units, dtypes, meta)
             for parameter, spec in zip(listed, of_listed, strict=True):
                 if is_laid_out(parameter):
                     found.append(parameter)
@@ -247,9 +236,9 @@ class Assembly:
                 self._unborn.finish()
         buckets, across = len(self.storage.flats), self.storage.buckets_cross_units
         if buckets:
-            layout = self.storage.layout.extended(described, self._bucket_bytes, across_units=across)
+            layout = self.storage.layout.extended(described, self.config.bucket_bytes, across_units=across)
         else:
-            layout = build(described, self.shards.world_size, self._bucket_bytes, across_units=across)
+            layout = build(described, self.shards.world_size, self.config.bucket_bytes, across_units=across)
         stores = self._reserve(layout.buckets[buckets:], found)
         wide: dict[int, Tensor] = {}  # this rank's part of the values that are cast, by bucket
 
@@ -328,11 +317,13 @@ class Assembly:
 
     def _lines(self, described: Sequence[ParameterSpec]) -> list[str]:
         """What the ranks must have built alike, as text."""
-        settings = f"stage {self.stage.number}, collective {self.collective.name}, bucket {self._bucket_bytes} bytes"
-        buffers = [] if self.module is None else self.module.named_buffers()
+        settings = (
+            f"stage {self.stage.number}, collective {self.collective.name}, bucket {self.config.bucket_bytes} bytes"
+        )
+        buffers = [] if self.config.module is None else self.config.module.named_buffers()
         return [
             settings,
-            f"precision {self.precision}",
+            f"precision {self.config.precision}",
             f"optimizer {self.inner.name}",
             *(spec.line() for spec in described),
             *self.storage.lines(),
@@ -372,11 +363,10 @@ def _warn_of_the_host(group: Transport, factor: int | None, device: torch.device
         )
 
 
-def _agree_on_sharing(
-    group: Transport, factor: int | None, reshard: bool | int, offload: Offload | None, stage: Stage
-) -> int:
+def _agree_on_sharing(group: Transport, config: Config) -> int:
     """Raise `ValueError`, on every rank, where the ranks cannot share copies so; else `check_reshard`. Collective."""
-    elsewhere = "None" if offload is None else offload.kind
+    factor, reshard, stage = config.sharding_factor, config.reshard_after_forward, config.stage
+    elsewhere = "None" if config.offload is None else config.offload.kind
     mine = f"stage={stage.number}, sharding_factor={factor!r}, reshard_after_forward={reshard!r}, offload={elsewhere}"
     told = group.exchange(mine.encode(), Tag(Kind.EXCHANGE, "sharding factor"))
     for rank, theirs in enumerate(told):
@@ -387,12 +377,6 @@ def _agree_on_sharing(
             )
     check_sharding_factor(factor, group.world_size, stage)
     return check_reshard(reshard, group.world_size if factor is None else factor, stage)
-
-
-def _bucket_bytes(bucket_cap_mb: float) -> int:
-    if not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0 or math.isinf(bucket_cap_mb):
-        raise ValueError(f"bucket_cap_mb must be a positive number of MiB, not {bucket_cap_mb!r}")
-    return int(bucket_cap_mb * 1024 * 1024)
 
 
 def _length(interval: tuple[int, int]) -> int:

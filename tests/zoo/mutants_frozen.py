@@ -75,9 +75,9 @@ MUTANTS = (
         "A saved dict lists the parameters in buckets alone, so that the plain class over all parameters refuses it.",
         (
             Edit(
-                "zero.optimizer.ZeroOptimizer.state_dict",
-                "checkpoint.packed_groups(self.param_groups, self._storage.listed())",
-                "checkpoint.packed_groups(self.param_groups, self._storage.layout.parameters)",
+                "zero.state.plain_dicts.PlainDicts.dict_of",
+                "packed_groups(groups, self._storage.listed())",
+                "packed_groups(groups, self._storage.layout.parameters)",
             ),
         ),
         (f"{TESTS}::test_states_are_those_of_the_plain_class_over_all_parameters[2]",),

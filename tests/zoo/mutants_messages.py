@@ -112,7 +112,7 @@ MUTANTS = (
         "a-close-fails-for-what-it-lost",
         ("L3",),
         "The first close() after a parameter was replaced raises instead of telling what is lost.",
-        (Edit("zero.optimizer.ZeroOptimizer._lost", '            return f"{error}{of}"\n', "            raise\n"),),
+        (Edit("zero.engine.Engine._lost", '            return f"{error}{of}"\n', "            raise\n"),),
         (
             f"{CLOSE}::test_close_works_at_the_first_call_says_what_is_lost_and_another_optimizer_trains_on[1-replace-1]",
         ),

@@ -136,9 +136,9 @@ MASTERS = (
         (
             Edit(
                 "zero.setup.Assembly._cast_inputs",
-                "                InputCast.put(self.module, self.precision.param_dtype, self)\n",
-                "                InputCast.put(self.module, self.precision.param_dtype, self)\n"
-                "                self.module.register_forward_pre_hook(self._narrowed)\n\n"
+                "                InputCast.put(self.config.module, self.config.precision.param_dtype, self)\n",
+                "                InputCast.put(self.config.module, self.config.precision.param_dtype, self)\n"
+                "                self.config.module.register_forward_pre_hook(self._narrowed)\n\n"
                 "    def _narrowed(self, module, _) -> None:\n"
                 "        for states in self.inner.states if not module.training else ():\n"
                 "            if states.master is not None:\n"
@@ -195,9 +195,9 @@ MASTERS = (
         "The loader takes no master weights: training goes on from rounded ones.",
         (
             Edit(
-                "zero.optimizer.ZeroOptimizer.load_state_dict",
-                'checkpoint.scatter_masters(loaded.get("masters", {}), ',
-                "checkpoint.scatter_masters({}, ",
+                "zero.state.plain_dicts.PlainDicts.load",
+                'scatter_masters(state_dict.get("masters", {}), ',
+                "scatter_masters({}, ",
             ),
         ),
         ("test_mixed_cases.py::test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped[2-0-model first]",),
@@ -402,8 +402,8 @@ CASTS = (
         (
             Edit(
                 "zero.setup.Assembly.release",
-                "            InputCast.remove(self.module, self)\n        self.reducer.close()\n",
-                "            self.module.zero_grad()\n        self.reducer.close()\n",
+                "            InputCast.remove(self.config.module, self)\n        self.reducer.close()\n",
+                "            self.config.module.zero_grad()\n        self.reducer.close()\n",
             ),
         ),
         (f"{CAST}[2-True]",),
@@ -419,9 +419,8 @@ SCALING = (
         (
             Edit(
                 "zero.optimizer.ZeroOptimizer.__init__",
-                '        self._closed = ""  # why nothing can be done any more\n',
-                '        self._closed = ""  # why nothing can be done any more\n'
-                "        self._step_supports_amp_scaling = True\n",
+                "        self._built = True\n",
+                "        self._built = True\n        self._step_supports_amp_scaling = True\n",
             ),
         ),
         (f"{OVERFLOW}[2-None]",),
@@ -532,8 +531,9 @@ JOINING = (
         "A rank that has run out of batches divides by the tokens of its own last step.",
         (
             Edit(
-                "zero.optimizer.ZeroOptimizer._follow",
-                "        if self.divisor != call.divisor:\n            self.divisor = call.divisor\n",
+                "zero.engine.Engine._follow",
+                "        if self._reducer.divisor != call.divisor:\n"
+                "            self._reducer.set_divisor(call.divisor)\n",
                 "",
             ),
         ),
@@ -543,14 +543,14 @@ JOINING = (
         "who-left-keeps-its-learning-rate",
         ("L14",),
         "A rank that has run out of batches steps its slices with the learning rate of its own last step.",
-        (Edit("zero.optimizer.ZeroOptimizer._follow", "        adopt_options(self.param_groups, call.options)\n", ""),),
+        (Edit("zero.engine.Engine._follow", "        adopt_options(groups, call.options)\n", ""),),
         (f"{LEFT}[2-counts0-None]",),
     ),
     Mutant(
         "units-stay-over-the-end-of-a-turn",
         ("L14",),
         "What a rank's last forward gathered is still there when it has run out of batches: it gathers nothing.",
-        (Edit("zero.optimizer.ZeroOptimizer.join", "            self._storage.begin_again()\n", ""),),
+        (Edit("zero.engine.Engine.join", "            self._storage.begin_again()\n", ""),),
         (f"{UNITS}[False-counts1-True]",),
     ),
     Mutant(
@@ -612,9 +612,9 @@ JOINING = (
         "After an exception inside `join()` the optimizer stays inside, and no other block can be entered.",
         (
             Edit(
-                "zero.optimizer.ZeroOptimizer.join",
-                "        finally:\n            while self._followed:\n"
-                "                self._followed.pop().__exit__(None, None, None)\n"
+                "zero.engine.Engine.join",
+                "        finally:\n            while self._blocks:\n"
+                "                self._blocks.pop().__exit__(None, None, None)\n"
                 "            try:\n                self._storage.tell_gathers(None)\n"
                 "            finally:\n                self._reducer.leave()\n",
                 "        self._storage.tell_gathers(None)\n        self._reducer.leave()\n",
@@ -628,7 +628,7 @@ JOINING = (
         "A rank that has run out of batches does not clear gradients: its slices add up those of all steps.",
         (
             Edit(
-                "zero.optimizer.ZeroOptimizer._follow",
+                "zero.engine.Engine._follow",
                 '            case "exchange":\n                self.exchange(b"")\n',
                 '            case "exchange":\n                self.exchange(b"")\n'
                 '            case "zero_grad":\n                pass\n',

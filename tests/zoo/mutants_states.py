@@ -38,11 +38,7 @@ MUTANTS = (
         "group-options-are-not-loaded",
         ("S53",),
         "What param groups hold, the learning rate of a schedule say, is not taken from the saved dict.",
-        (
-            Edit(
-                "zero.optimizer.ZeroOptimizer.load_state_dict", "            group.update(copy.deepcopy(options))\n", ""
-            ),
-        ),
+        (Edit("zero.state.plain_dicts.PlainDicts.load", "            group.update(copy.deepcopy(options))\n", ""),),
         (f"{RESUME}[2-3]",),
     ),
     Mutant(
@@ -156,8 +152,8 @@ MUTANTS = (
         "After a further step `state_dict()` pairs states that were consolidated before it with the groups of now.",
         (
             Edit(
-                "zero.optimizer.ZeroOptimizer._agree_and_update",
-                "        self._reducer.stepped()\n        self._consolidated = None\n",
+                "zero.engine.Engine._agree_and_update",
+                "        self._reducer.stepped()\n        self.dicts.forget()\n",
                 "        self._reducer.stepped()\n",
             ),
         ),

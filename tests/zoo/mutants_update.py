@@ -208,9 +208,8 @@ MUTANTS = (
         "A class that keeps a number in its group finds the old one at each step.",
         (
             Edit(
-                "zero.optimizer.ZeroOptimizer._agree_and_update",
-                "        for number, options in changed.items():\n"
-                "            self.param_groups[number].update(options)\n",
+                "zero.engine.Engine._agree_and_update",
+                "        for number, options in changed.items():\n            groups[number].update(options)\n",
                 "        for options in changed.values():\n",
             ),
         ),

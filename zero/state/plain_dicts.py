@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from collectives import Kind, Tag, Transport, Work
 
 from ..core.bits import flattened, strided
 from ..core.layout import Layout, ParameterSpec
+from ..core.stage import Placement, Stage
 from ..parameters.storage import ParameterStorage
-from ..step.flat_states import BucketStates, Options, PieceState
+from ..step.elementwise import check_elementwise
+from ..step.flat_states import Options, PieceState
 from ..step.inner import InnerOptimizer
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)}
@@ -43,6 +45,62 @@ def _decoded(entry: Mapping[str, Any]) -> PieceState:
         for name, value in entry["scalars"].items()
     }
     return PieceState(tuple(entry["elementwise"]), scalars)
+
+
+class PlainDicts:
+    """Those of one optimizer on one rank."""
+
+    def __init__(
+        self, stage: Stage, storage: ParameterStorage, inner: InnerOptimizer, transport: Transport, shards: Transport
+    ) -> None:
+        """``shards``: the ranks that own the slices."""
+        self._stage, self._storage, self._inner = stage, storage, inner
+        self._transport, self._shards = transport, shards
+        self._consolidated: tuple[dict[int, Any], dict[int, Tensor]] | None = None  # states, master weights
+
+    def consolidate(self, to: int | None, purpose: str) -> None:
+        """Bring all states to rank ``to``, or to every rank. Collective; ``purpose`` is what errors call it."""
+        whole_here = self._stage.states is Placement.WHOLE or self._shards.world_size == 1
+        tag = Tag(Kind.EXCHANGE, purpose)
+        found = gather(self._storage.layout, self._inner, self._transport, self._shards, to, whole_here, tag)
+        if found is not None:
+            self._consolidated = found
+
+    def forget(self) -> None:
+        """The states have changed: what was consolidated is of an earlier step."""
+        self._consolidated = None
+
+    def dict_of(self, groups: Sequence[Options]) -> dict[str, Any]:
+        """The plain dict. Raises `RuntimeError` where this rank has none."""
+        if self._consolidated is None:
+            raise RuntimeError(
+                f"rank {self._transport.rank} holds a shard of the states: call "
+                "optimizer.consolidate_state_dict(to=rank) on all ranks, after the last step, and then state_dict() on "
+                "that rank (to=None: on every rank)"
+            )
+        states, masters = self._consolidated
+        result: dict[str, Any] = {
+            "state": {index: dict(state) for index, state in states.items()},
+            "param_groups": packed_groups(groups, self._storage.listed()),
+        }
+        if masters:
+            result["masters"] = dict(masters)
+        return result
+
+    def load(self, state_dict: Mapping[str, Any], groups: Sequence[Options]) -> None:
+        """Take this rank's pieces out of a plain dict, and the options of the groups. Nothing changes unless all of it
+        fits; `ValueError` names what does not. Not collective."""
+        saved_groups = state_dict.get("param_groups", [])
+        layout, inner = self._storage.layout, self._inner
+        known = [spec for spec in layout.parameters if spec.group < len(saved_groups)]
+        names = inner.elementwise | check_elementwise(inner, saved_groups, known)
+        mapping = check(state_dict, groups, self._storage.listed(), names)
+        for group, saved in zip(groups, state_dict["param_groups"], strict=True):
+            options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+            group.update(copy.deepcopy(options))
+        scatter(state_dict["state"], mapping, groups, layout, inner, names)
+        scatter_masters(state_dict.get("masters", {}), mapping, layout, inner)
+        inner.elementwise, self._consolidated = names, None
 
 
 def gather(
@@ -287,70 +345,3 @@ def scatter_masters(
                 target = states.master.wide[piece.begin - states.begin : piece.end - states.begin]
                 target.copy_(values[piece.begin - slot.offset : piece.end - slot.offset])
         states.leave()
-
-
-class ParameterStates(dict[str, Any]):
-    """The states of a parameter by name. ``why_missing``: says why there are no others."""
-
-    def __init__(self, why_missing: Callable[[], str]) -> None:
-        super().__init__()
-        self._why_missing = why_missing
-
-    def __missing__(self, name: str) -> Any:
-        raise KeyError(f"{name!r}: {self._why_missing()}")
-
-
-class States(Mapping[Tensor, dict[str, Any]]):
-    """``optimizer.state``: for each parameter what this rank holds, live. A piece is 1-D; a whole has the
-    parameter's shape."""
-
-    def __init__(self, storage: ParameterStorage, inner: InnerOptimizer) -> None:
-        self._storage, self._inner = storage, inner
-        self._pieces: dict[int, list[tuple[BucketStates, int]]] = {}  # of each parameter, in the buckets seen so far
-        self._seen = 0
-
-    def forget(self) -> None:
-        """It was closed: no state is held any more."""
-        self._pieces, self._seen = {}, 0
-
-    def _pieces_of(self, index: int) -> list[tuple[BucketStates, int]]:
-        for states in self._inner.states[self._seen :]:
-            for number, piece in enumerate(states.pieces):
-                self._pieces.setdefault(states.bucket.slots[piece.slot].parameter, []).append((states, number))
-        self._seen = len(self._inner.states)
-        return self._pieces.get(index, [])
-
-    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        if parameter in self._storage.replicated:
-            return {}
-        index = self._storage.index(parameter)
-        spec = self._storage.layout.parameters[index]
-        pieces = self._pieces_of(index)
-        found = ParameterStates(lambda: self._absence(index, spec.name, here=bool(pieces)))
-        for states, number in pieces:
-            state = self._inner.state_of(states.bucket.index, number)
-            if state is None:
-                continue
-            states.settle()
-            piece = states.pieces[number]
-            found.update(state.scalars)
-            for name in state.elementwise:
-                flat = states.flat[name][piece.begin - states.begin : piece.end - states.begin]
-                whole = piece.numel == states.bucket.slots[piece.slot].numel
-                found[name] = strided(flat, 0, spec.shape, spec.stride) if whole else flat
-        return found
-
-    def _absence(self, index: int, name: str, *, here: bool) -> str:
-        if here:
-            return f"{name!r} has no such state"
-        owners = ", ".join(map(str, self._storage.owners(index)))
-        return (
-            f"this rank holds no part of the states of {name!r}, which are on rank {owners}: "
-            "optimizer.consolidate_state_dict(to=rank) brings all to one"
-        )
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (p for p in self._storage.parameters if self[p])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)

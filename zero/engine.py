@@ -1,0 +1,266 @@
+"""What each call of an optimizer does with its parts, on one rank.
+
+Knows: the order of things in a call, and what ranks agree on before it. Its parts do the work: `setup` (how parameters
+are taken in), `storage` and `sharded` (where they lie), `reducer` (gradients to means), `update` (clip and step),
+`inner` (the user's class), `plain_dicts`.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from collectives import CollectiveError, Kind, Tag
+
+from .consistency import compare, gather_slot
+from .events import LOG, Event
+from .gradients.join import Call, adopt_options, digests_of
+from .setup import Assembly
+from .state.live_states import States
+from .state.plain_dicts import PlainDicts
+from .step.flat_states import Options
+
+TAKEN_OVER = "a newer ZeroOptimizer took over parameters of this one"
+_Result = TypeVar("_Result")
+
+
+def _told(method: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Make a method one that is told, inside `join`, to ranks that have run out of batches: they call it, too."""
+
+    @functools.wraps(method)
+    def call(self: Engine, **arguments: Any) -> _Result:
+        self.check()
+        with self.parts.reducer.in_turn(method.__name__, **arguments):
+            return method(self, **arguments)
+
+    return call
+
+
+class Engine:
+    """One optimizer on one rank. Every call is collective, unless it says otherwise."""
+
+    def __init__(self, parts: Assembly) -> None:
+        self.parts = parts
+        self._transport, self._storage, self._reducer = parts.transport, parts.storage, parts.reducer
+        self._inner, self._update = parts.inner, parts.update
+        self.state = States(self._storage, self._inner)
+        self.dicts = PlainDicts(parts.stage, self._storage, self._inner, parts.transport, parts.shards)
+        self._stepping, self._clipping = Event("step", self._transport.called), Event("clip", self._transport.called)
+        self._closed = ""  # why nothing can be done any more
+        self._counted: set[str] = set()  # options that the class changes itself, perhaps only where it steps something
+        self._blocks: list[AbstractContextManager[None]] = []  # of other ranks, inside `join`
+
+    def check(self) -> None:
+        """Raise `RuntimeError` where nothing can be done any more. Local, as the next."""
+        self.check_usable()
+        self._transport.check_process()
+
+    def check_usable(self) -> None:
+        """The same, but a process that was forked from a rank's may go on."""
+        if self._closed:
+            raise RuntimeError(f"this optimizer is closed: {self._closed}; build a new optimizer")
+        if self.parts.superseded:
+            raise RuntimeError(f"{TAKEN_OVER}: use that, or build a new one")
+        self.parts.streams.wait_for_previous()
+
+    # -- join ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def join(self, groups: Sequence[Options]) -> Iterator[None]:
+        """Inside, a rank that leaves makes the others' calls with them until all have left."""
+        self.check()
+        turns = self._reducer.join(groups, gathers_nothing=self._storage.gathers_nothing)
+        self._storage.tell_gathers(self._reducer.in_turn)
+        try:
+            yield
+            self._storage.begin_again()
+            for call in turns.others():
+                self._follow(call, groups)
+        except Exception as error:
+            turns.tell_failure(error)
+            raise
+        finally:
+            while self._blocks:
+                self._blocks.pop().__exit__(None, None, None)
+            try:
+                self._storage.tell_gathers(None)
+            finally:
+                self._reducer.leave()
+
+    def _follow(self, call: Call, groups: Sequence[Options]) -> None:
+        """Make another rank's call with it."""
+        LOG.debug("%s: follows another rank's %s", self._transport.called, call.name)
+        adopt_options(groups, call.options)
+        if self._reducer.divisor != call.divisor:
+            self._reducer.set_divisor(call.divisor)
+        match call.name:
+            case "exchange":
+                self.exchange(b"")
+            case "gather":
+                self._storage.gather(call.arguments["unit"])
+            case "step":
+                with torch.no_grad():
+                    self.step(groups)
+            case "unscale":
+                found = torch.zeros(1, device=self._storage.device)
+                self._reducer.unscale(found, torch.tensor([call.arguments["inverse"]], device=found.device))
+            case "gathered":
+                block = self._storage.gathered(self._storage.at(call.arguments["places"]))
+                block.__enter__()
+                self._blocks.append(block)
+            case "end of gathered":
+                block = self._blocks.pop()
+                try:
+                    if call.arguments["write"]:
+                        self._overwrite(self._storage.at(call.arguments["places"]))
+                finally:
+                    block.__exit__(None, None, None)
+            case _:
+                getattr(self, call.name)(**call.arguments)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    @_told
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip the mean gradient by its norm; returns the norm before."""
+        with self._clipping():
+            self._reducer.settle("clip_grad_norm_()", self._storage.problem() or self._storage.unfrozen_problem())
+            return self._update.clip(max_norm, norm_type, error_if_nonfinite)
+
+    def step(self, groups: Sequence[Options]) -> None:
+        """Update every parameter that some rank used."""
+        with self._reducer.in_turn("step"), self._stepping():
+            self._agree_and_update(groups)
+
+    def _agree_and_update(self, groups: Sequence[Options]) -> None:
+        free = self._storage.retire()
+        problem = self._storage.problem() if free else "step() inside gathered() or inside a forward: leave it first"
+        problem = problem or self._storage.unfrozen_problem()
+        told = digests_of(groups, self._inner.defaults.keys() - self._counted)
+        self._reducer.settle("step()", problem, options=told)
+        try:
+            changed = self._update.step(groups)
+        except CollectiveError:
+            raise
+        except Exception as error:
+            self._transport.abort(f"rank {self._transport.rank}, in step(): {type(error).__name__}: {error}")
+            raise
+        for number, options in changed.items():
+            groups[number].update(options)
+            self._counted.update(options)
+        self._reducer.stepped()
+        self.dicts.forget()
+
+    @_told
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear every gradient. Local, but on every rank alike."""
+        self._reducer.zero_grad(set_to_none)
+
+    # -- whole tensors ------------------------------------------------------------------------------------------------
+
+    @_told
+    def full_grad(self, index: int) -> Tensor | None:
+        """The whole mean gradient of a parameter, a copy; None where no rank used it."""
+        return self._reducer.full_gradient(index)
+
+    @_told
+    def full_master(self, index: int) -> Tensor:
+        """The whole master weights of a parameter, a copy."""
+        spec = self._storage.layout.parameters[index]
+        self._reducer.agree(f"full_master of {spec.name!r}", self._storage.problem())
+        bucket, _, slot = next(found for found in self._storage.layout.slots() if found[2].parameter == index)
+        states = self._inner.states[bucket.index]
+        tag = Tag(Kind.ALL_GATHER, f"full_master of {spec.name!r}", index=bucket.index)
+        held = (states.begin, states.followed_weights())
+        whole = gather_slot(self.parts.collective, self.parts.shards.rank, bucket, slot, held, tag)
+        states.leave()
+        self._storage.leave(bucket.index)
+        return whole.as_strided(spec.shape, spec.stride)
+
+    @contextmanager
+    def gathered(self, chosen: Sequence[Tensor] | None, write: bool) -> Iterator[None]:
+        """Whole parameters inside the block; None: all. ``write``: afterwards rank 0's are everybody's."""
+        self.check()
+        places = self._storage.places(chosen) if self._reducer.joining else None
+        with ExitStack() as block:
+            with self._reducer.in_turn("gathered", places=places):
+                block.enter_context(self._storage.gathered(chosen))
+            try:
+                yield
+            finally:
+                with self._reducer.in_turn("end of gathered", places=places, write=write):
+                    if write:
+                        self._overwrite(chosen)
+
+    def _overwrite(self, chosen: Sequence[Tensor] | None) -> None:
+        self._reducer.agree("gathered(write=True)", self._storage.problem())
+        self._storage.overwrite(chosen)
+
+    @_told
+    def broadcast_buffers(self) -> None:
+        """Rank 0's buffers for all."""
+        self._reducer.agree("broadcast_buffers()", self._storage.problem())
+        self._storage.broadcast_buffers()
+
+    @_told
+    def check_replicas(self) -> str:
+        """SHA-256 over the parameters, after comparing them over the ranks."""
+        self._reducer.agree("check_replicas()", self._storage.problem())
+        return compare(self._transport, self._storage.fingerprints(), "check_replicas()")
+
+    @_told
+    def consolidate_state_dict(self, to: int | None) -> None:
+        """Bring all states to rank ``to``, or to every rank."""
+        purpose = f"consolidate_state_dict(to={to})"
+        self._reducer.agree(purpose)
+        self.dicts.consolidate(to, purpose)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order."""
+        self.check()
+        with self._reducer.in_turn("exchange"):
+            return self._transport.exchange(data, Tag(Kind.EXCHANGE, "exchange()"))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        return bool(self._closed)
+
+    def close(self) -> None:
+        """Make the model plain again; a warning says what is lost."""
+        self._transport.check_process()
+        if self._storage.busy() or self._reducer.joining:
+            raise RuntimeError("close() inside a forward, inside a backward or inside join(): leave it first")
+        try:
+            lost = self._lost()
+            if lost is not None:
+                warnings.warn(f"close(): {lost}", RuntimeWarning, stacklevel=3)
+        finally:
+            self._closed = "its parameters could not be gathered any more"
+            self.parts.release()
+            self.state.forget()
+            self._transport.pool.trim()
+            self.parts.shards.pool.trim()
+            self._closed = "the model is plain again"
+
+    def _lost(self) -> str | None:
+        """What does not become plain by a close, or is lost by it; None where nothing is."""
+        if self.parts.superseded:
+            return f"{TAKEN_OVER}, and keeps them"
+        names = self._storage.replaced()
+        try:
+            if not self._transport.broken:
+                self._reducer.agree("close()", self._storage.problem())
+        except CollectiveError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            of = f"; lost: the values that this optimizer gave {', '.join(map(repr, names))}" if names else ""
+            return f"{error}{of}"
+        return None
