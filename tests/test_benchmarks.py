@@ -28,6 +28,8 @@ from collectives import Hierarchical, Kind, Loopback, Pairwise, Ring, Tag, Trans
 from collectives.algorithms.plans import plans
 from collectives.messages import HEADER_BYTES
 
+pytestmark = pytest.mark.full
+
 typer = pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure  # noqa: E402
@@ -150,7 +152,6 @@ def test_quartiles_of_one_round_are_that_round() -> None:
     assert quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == (2.0, 4.0)
 
 
-@pytest.mark.full
 def test_every_algorithm_is_timed_checked_drawn_and_shown_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +173,6 @@ def test_every_algorithm_is_timed_checked_drawn_and_shown_again(
     assert again.stdout == done.stdout
 
 
-@pytest.mark.full
 def test_systems_train_side_by_side_are_shown_drawn_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "QUICK", (1, 1, 1))
     chosen = [FLOOR, DDP, "zero 2"]
@@ -195,7 +195,6 @@ def test_systems_train_side_by_side_are_shown_drawn_and_agree(tmp_path: Path, mo
     assert again.stdout == done.stdout
 
 
-@pytest.mark.full
 def test_what_is_for_a_gpu_runs_without_one_where_it_is_asked_to(tmp_path: Path) -> None:
     chosen = [PLAIN, FSDP2, "zero 3"]
     options = [word for name in chosen for word in ("--system", name)]
@@ -350,7 +349,6 @@ def test_costs_and_targets_of_scaling_are_what_its_runs_say(tmp_path: Path) -> N
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.full
 def test_every_axis_is_run_fitted_drawn_and_shown_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = Layers(2, 2, 16)
     least = {
@@ -388,7 +386,6 @@ def test_every_axis_is_run_fitted_drawn_and_shown_again(tmp_path: Path, monkeypa
     assert again.stdout == done.stdout
 
 
-@pytest.mark.full
 def test_forked_ranks_train_alike_each_time_and_one_that_fails_ends_all() -> None:
     job = StepJob("zero 2", "tensors-20", 1, 1)
     with forked_ranks() as train:

@@ -23,6 +23,7 @@ def wide() -> nn.Module:
 @ALL_STAGES
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("cap", [0.01, 0.04, 25.0])
+@pytest.mark.by_default("0.01-4-2", "0.04-2-1")
 def test_bytes_of_a_rank_are_those_of_the_formulas(stage: int, world_size: int, cap: float) -> None:
     def program(transport: Transport) -> None:
         with torch.random.fork_rng(enabled=False):
@@ -63,6 +64,7 @@ def locked_wide() -> nn.Module:
 @ALL_STAGES
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("backwards", "synchronised"), [(1, 1), (3, 3), (3, 1)])
+@pytest.mark.by_default("1-1-3-2", "3-3-1-2", "3-3-4-2")
 def test_traffic_is_the_closed_form(stage: int, world_size: int, backwards: int, synchronised: int) -> None:
     def program(transport: Transport) -> tuple[int, int, int]:
         model = locked_wide()

@@ -88,6 +88,7 @@ CHANGES: dict[Callable[[nn.Module], None], tuple[str, str]] = {
     ("stage", "change"),
     [(stage, change) for stage in (0, 1, 2, 3) for change in CHANGES if stage < 3 or change in (tie, replace)],
 )
+@pytest.mark.by_default("1-replace-1", "0-assign-2", "3-tie-2")
 def test_close_works_at_the_first_call_says_what_is_lost_and_another_optimizer_trains_on(
     stage: int, change: Callable[[nn.Module], None], world_size: int
 ) -> None:
@@ -176,6 +177,7 @@ def inside_join(model: nn.Module, optimizer: ZeroOptimizer) -> None:
 
 @ALL
 @pytest.mark.parametrize("fail", [in_finally, in_with])
+@pytest.mark.by_default("in_finally-1", "in_with-3")
 def test_a_close_that_fails_never_hides_the_error_before_it(stage: int, fail: Callable[..., None]) -> None:
     """Rank 0 fails and closes while rank 1 goes on: neither can, and each is told why."""
 
@@ -297,6 +299,7 @@ def public(cls: type) -> set[str]:
     [*((newer, which) for newer in (0, 1, 2, 3) for which in ("all", "some")), (3, "others, of the same module")],
 )
 @SOME
+@pytest.mark.by_default("1-3-others, of the same module", "2-0-some")
 def test_every_call_of_the_older_names_the_takeover_and_its_close_leaves_the_newer_alone(
     stage: int, newer: int, which: str
 ) -> None:

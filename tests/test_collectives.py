@@ -328,6 +328,7 @@ def rounds_of_buckets(algorithm: Algorithm, transport: Transport, seed: int, in_
 @BOTH
 @given(world_size=world_sizes, seed=st.integers(0, 1000), in_flight=st.integers(1, 5), delays=st.booleans())
 @FEWER
+@pytest.mark.by_default("Pairwise")
 def test_neither_delays_nor_the_number_in_flight_change_a_result(
     algorithm: Algorithm, world_size: int, seed: int, in_flight: int, delays: bool
 ) -> None:

@@ -240,7 +240,7 @@ def test_a_rank_that_raises_ends_the_waits_of_the_others(wait: Callable[[Transpo
 
 
 @waits
-@pytest.mark.by_default("pairwise reduce-scatter", "shared all-gather", "meet")
+@pytest.mark.by_default("meet")
 def test_a_rank_that_does_not_come_is_named_after_the_time_limit(wait: Callable[[Transport], Any]) -> None:
     def program(transport: Transport) -> None:
         if transport.rank == 0:

@@ -103,6 +103,7 @@ def on_one_thread(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("step", ["file_of", "regions_of"])
+@pytest.mark.by_default("file_of")
 def test_memory_in_common_is_for_all_or_for_none(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """One rank alone finds none: no rank has any, nothing is left, and the ranks still talk."""
     before = opened()

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from zero.commands.train.data import Corpus, load_corpus
 
+pytestmark = pytest.mark.full
+
 SEQUENCE = 16
 
 

@@ -116,6 +116,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("accelerator")
 @ALL
 @RANKS
+@pytest.mark.by_default("1-1", "1-2", "2-3")
 def test_each_part_of_a_step_waits_for_the_one_before_on_whatever_stream_it_is(stage: int, world_size: int) -> None:
     """At stages 0 to 2 a forward is the user's own: nothing of the library runs there."""
 

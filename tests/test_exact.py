@@ -37,6 +37,7 @@ THREE_STEPS = (Step(clips=((0.1, 2.0),)), Step(), Step())
 
 @EVERY_CLASS
 @EVERY_STAGE
+@pytest.mark.by_default("0-adamw", "1-sgd", "2-sgd", "2-adamw", "2-adamw fused", "3-sgd")
 def test_every_class_and_path_gives_the_bits_of_the_plain_loop(stage: int, optimizer: str) -> None:
     for world_size, cap in ((1, 25.0), (3, 0.0005)):
         check(Program(world_size, stage, optimizer, cap, steps=THREE_STEPS))
@@ -54,6 +55,7 @@ def test_every_class_and_path_gives_the_bits_of_the_plain_loop_on_two_ranks(stag
     [pytest.param(*size, marks=() if size in OFTEN else pytest.mark.slow) for size in SIZES],
 )
 @EVERY_STAGE
+@pytest.mark.by_default("0-2-1e-06", "1-3-25.0", "2-3-0.0005", "3-5-0.0005")
 def test_the_number_of_ranks_and_the_bucket_size_do_not_matter(stage: int, world_size: int, cap: float) -> None:
     """Also against a loop that lets autograd add up 24 micro-batches itself."""
     count = 24 if 24 % world_size == 0 else 2 * world_size
@@ -82,6 +84,7 @@ def test_the_number_of_ranks_and_the_bucket_size_do_not_matter(stage: int, world
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @EVERY_STAGE
+@pytest.mark.by_default("2-dtype1")
 def test_other_dtypes_are_exact_too(stage: int, dtype: torch.dtype) -> None:
     for optimizer in ("adamw", "sgd momentum"):
         for world_size in (2, 3):
@@ -90,6 +93,7 @@ def test_other_dtypes_are_exact_too(stage: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
 @EVERY_STAGE
+@pytest.mark.by_default("0-2.0", "2-2.0", "3-inf")
 def test_clipping_is_that_of_the_plain_loop_for_every_norm(stage: int, norm_type: float) -> None:
     clips = ((0.3, norm_type), (0.2, norm_type), (float("inf"), norm_type))
     check(Program(3, stage, steps=(Step(clips=clips), Step(clips=clips[:1]), Step())))
@@ -97,6 +101,7 @@ def test_clipping_is_that_of_the_plain_loop_for_every_norm(stage: int, norm_type
 
 @pytest.mark.parametrize("clear", ["zero_grad", "zeros", "module", "module zeros", "none"])
 @EVERY_STAGE
+@pytest.mark.by_default("2-zero_grad", "3-none")
 def test_every_way_to_clear_a_gradient_works_after_steps_and_skipped_steps(stage: int, clear: str) -> None:
     steps = (
         Step(clear=clear),

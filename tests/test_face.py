@@ -22,6 +22,7 @@ pytestmark = pytest.mark.contract
 
 
 @ALL_STAGES
+@pytest.mark.by_default("2")
 def test_groups_schedulers_hooks_and_closures_work_as_in_torch(stage: int) -> None:
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         decayed = [p for p in model.parameters() if p.dim() > 1]
@@ -70,6 +71,7 @@ def test_groups_schedulers_hooks_and_closures_work_as_in_torch(stage: int) -> No
 
 
 @ALL_STAGES
+@pytest.mark.by_default("2")
 def test_a_class_that_counts_in_its_group_counts_steps_not_buckets(stage: int) -> None:
     def program(transport: Transport) -> tuple[nn.Module, Any]:
         model = locked_build(0)
@@ -91,6 +93,7 @@ def test_a_class_that_counts_in_its_group_counts_steps_not_buckets(stage: int) -
 
 
 @ALL_STAGES
+@pytest.mark.by_default("2")
 def test_add_param_group_after_some_steps(stage: int) -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, step_of: Callable[[int], None]) -> None:
         step_of(0)
@@ -130,6 +133,7 @@ def test_add_param_group_after_some_steps(stage: int) -> None:
 
 
 @ALL_STAGES
+@pytest.mark.by_default("1")
 def test_several_optimizers_with_different_settings_live_side_by_side(stage: int) -> None:
     def program(transport: Transport) -> nn.Module:
         model = locked_build(0)
@@ -165,6 +169,7 @@ def test_several_optimizers_with_different_settings_live_side_by_side(stage: int
 
 
 @ALL_STAGES
+@pytest.mark.by_default("2")
 def test_every_call_but_step_and_loads_leaves_the_next_update_alone(stage: int) -> None:
     def program(transport: Transport, curious: bool) -> nn.Module:
         model, optimizer = trained(transport, stage)
@@ -194,6 +199,7 @@ def test_every_call_but_step_and_loads_leaves_the_next_update_alone(stage: int) 
 
 
 @ALL_STAGES
+@pytest.mark.by_default("2")
 def test_edits_inside_gathered_become_rank_0s_on_every_rank(stage: int) -> None:
     def program(transport: Transport) -> nn.Module:
         model, optimizer = trained(transport, stage)
@@ -216,6 +222,7 @@ def test_edits_inside_gathered_become_rank_0s_on_every_rank(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.by_default("2", "3")
 def test_gathered_reaches_the_modules_parameters_that_are_not_listed(stage: int) -> None:
     def program(transport: Transport) -> nn.Module:
         model = locked_build(0)
@@ -321,6 +328,7 @@ class CountingItself(torch.optim.SGD):
 
 @ALL_STAGES
 @pytest.mark.parametrize("cls", [Counting, CountingItself])
+@pytest.mark.by_default("Counting-2", "CountingItself-0")
 def test_a_class_counts_steps_also_on_ranks_and_in_groups_that_hold_nothing(
     stage: int, cls: type[torch.optim.Optimizer]
 ) -> None:

@@ -276,6 +276,7 @@ def forks(group: dist.ProcessGroup, rank: int, stage: int, carrier: str, moment:
         for moment in MOMENTS
     ],
 )
+@pytest.mark.by_default("auto-after_a_step", "auto-inside_gathered", "auto-inside_a_forward")
 def test_what_a_forked_child_does_at_stage_3_raises_at_once_and_the_ranks_go_on(
     gloo: GlooPool, carrier: str, moment: str
 ) -> None:
@@ -285,6 +286,7 @@ def test_what_a_forked_child_does_at_stage_3_raises_at_once_and_the_ranks_go_on(
 
 @pytest.mark.parametrize("carrier", ["auto", pytest.param("pairwise", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.by_default("2-auto")
 def test_below_stage_3_a_forked_child_evaluates_and_calls_nothing_collective(
     gloo: GlooPool, stage: int, carrier: str
 ) -> None:
@@ -324,6 +326,7 @@ def unwinds(group: dist.ProcessGroup, rank: int, carrier: str, write: bool) -> A
 
 @pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("carrier", ["auto", pytest.param("pairwise", marks=pytest.mark.slow)])
+@pytest.mark.by_default("auto-True")
 def test_a_child_that_was_forked_inside_gathered_leaves_the_block_alone(
     gloo: GlooPool, carrier: str, write: bool
 ) -> None:
@@ -350,6 +353,7 @@ def collects(group: dist.ProcessGroup, rank: int, stage: int, carrier: str) -> A
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.by_default("3-auto")
 def test_to_collect_an_optimizer_in_a_forked_child_takes_nothing_from_the_ranks(
     gloo: GlooPool, stage: int, carrier: str
 ) -> None:
@@ -389,6 +393,7 @@ def evaluates_a_copy(group: dist.ProcessGroup, rank: int, carrier: str) -> Any:
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.by_default("auto")
 def test_a_copy_made_inside_gathered_evaluates_and_trains_in_a_forked_child(gloo: GlooPool, carrier: str) -> None:
     for model in gloo.run(evaluates_a_copy, carrier):
         assert_same_model(model, plain())
@@ -437,6 +442,7 @@ def loads(group: dist.ProcessGroup, rank: int, stage: int, carrier: str) -> Any:
 
 
 @pytest.mark.parametrize(("stage", "carrier"), [(2, "auto"), (3, "auto"), (3, "pairwise")])
+@pytest.mark.by_default("2-auto")
 def test_a_worker_of_a_data_loader_that_evaluates_raises_and_one_that_does_not_is_silent(
     gloo: GlooPool, stage: int, carrier: str
 ) -> None:

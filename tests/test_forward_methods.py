@@ -181,6 +181,7 @@ def case_of(run: Callable[[Any, Batch], None]) -> Case:
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+@pytest.mark.by_default("of_a_unit-3", "of_the_model-3", "generated-3", "after_an_error-3")
 def test_registered_methods_train_as_in_the_plain_loop(world_size: int, run: Any) -> None:
     check(case_of(run), world_size)
 
@@ -266,6 +267,7 @@ def pickled(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("copied_by", [copied, pickled, lambda model: copied(pickled(copied(model)))])
+@pytest.mark.by_default("copied")
 def test_a_copy_has_the_plain_method(copied_by: Callable[[Any], Any]) -> None:
     model, optimizer = one_rank()
     register(model)
@@ -364,6 +366,7 @@ def test_a_method_inside_a_unit_is_an_error_and_one_around_units_needs_nothing()
     optimizer.close()
 
 
+@pytest.mark.full
 def test_nothing_holds_the_module_or_the_optimizer() -> None:
     model, optimizer = one_rank()
     register(model)

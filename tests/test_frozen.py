@@ -86,6 +86,7 @@ def qlora_on_a_rank(group: Any, stage: int, precision: MixedPrecision | None, ra
 
 @PRECISIONS
 @ALL_STAGES
+@pytest.mark.by_default("2-bf16", "3-fp32")
 def test_a_quantised_base_with_adapters_trains_the_plain_loops_bits(
     stage: int, precision: MixedPrecision | None
 ) -> None:
@@ -104,6 +105,7 @@ def real_rank(group: dist.ProcessGroup, rank: int, stage: int, precision: MixedP
 
 @PRECISIONS
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.by_default("2-fp32")
 def test_a_quantised_base_trains_on_real_processes(
     gloo: GlooPool, stage: int, precision: MixedPrecision | None
 ) -> None:
@@ -175,6 +177,7 @@ def differing(model: QLora) -> None:
 
 @pytest.mark.parametrize("listed", [True, False])
 @STAGES
+@pytest.mark.by_default("2-True")
 def test_subclasses_that_differ_are_an_error_that_names_them_and_nothing_has_changed(stage: int, listed: bool) -> None:
     def program(group: Transport) -> tuple[str, nn.Module]:
         model = qlora()
@@ -271,6 +274,7 @@ def holder(held: Tensor, *, as_buffer: bool = False) -> Holder:
 @pytest.mark.parametrize("as_buffer", [False, True])
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.by_default("2-packed-False", "3-wrapper-True")
 def test_whatever_says_what_it_holds_is_compared(stage: int, kind: str, as_buffer: bool) -> None:
     def program(group: Transport, differs: bool) -> str:
         held = MADE[kind](1.0 + differs * group.rank)
@@ -312,6 +316,7 @@ TRAINED: dict[str, tuple[Callable[[], Tensor], str]] = {
 
 @pytest.mark.parametrize("kind", TRAINED)
 @STAGES
+@pytest.mark.by_default("2-wrapper", "3-fp8")
 def test_what_cannot_be_trained_is_named_on_every_rank_with_a_remedy(stage: int, kind: str) -> None:
     make, expected = TRAINED[kind]
 
@@ -428,6 +433,7 @@ def test_one_that_is_unfrozen_later_is_an_error_on_every_rank_until_it_is_frozen
 
 
 @STAGES
+@pytest.mark.by_default("2")
 def test_states_are_those_of_the_plain_class_over_all_parameters(stage: int) -> None:
     expected = qlora()
     reference = torch.optim.AdamW(expected.parameters(), lr=1e-2)
@@ -460,6 +466,7 @@ def test_states_are_those_of_the_plain_class_over_all_parameters(stage: int) -> 
 
 
 @STAGES
+@pytest.mark.by_default("2")
 def test_calls_take_one_as_any_frozen_parameter(stage: int) -> None:
     def program(group: Transport) -> nn.Module:
         model = qlora()
@@ -549,6 +556,7 @@ def test_copies_that_came_apart_are_found(stage: int) -> None:
 
 @pytest.mark.parametrize("module", [True, False])
 @pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.by_default("2-True")
 def test_a_list_or_a_group_may_hold_what_is_replicated(stage: int, module: bool) -> None:
     def program(group: Transport) -> tuple[list[int], Tensor, str, nn.Module]:
         model = holder(torch.full((3,), group.rank + 1, dtype=torch.int8))
@@ -614,6 +622,7 @@ class Base(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.complex64])
 @STAGES
+@pytest.mark.by_default("3-dtype0")
 def test_replicated_ones_get_values_from_the_meta_device_as_others_do(stage: int, dtype: torch.dtype) -> None:
     def program(group: Transport) -> nn.Module:
         with torch.device("meta"):
@@ -665,6 +674,7 @@ class Grown(nn.Module):
 
 @pytest.mark.parametrize("inside_model", [True, False])
 @pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.by_default("1-True")
 def test_a_group_without_names_is_taken_after_a_module(stage: int, inside_model: bool) -> None:
     def both() -> tuple[nn.Module, nn.Module]:
         model = holder(torch.ones(3, dtype=torch.int8))

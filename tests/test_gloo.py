@@ -63,6 +63,7 @@ def test_programs_give_the_bits_of_the_plain_loop(gloo: GlooPool, program: Progr
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.by_default("2")
 def test_the_sub_group_1_3_of_four_trains_alone(gloo: GlooPool, stage: int) -> None:
     program = Program(2, stage, steps=(Step(clips=((0.1, 2.0),)), Step()))
     results = gloo.run(whole_program, program, ranks=(1, 3))

@@ -127,12 +127,14 @@ def twice(model: Any, x: Tensor) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @STAGES
+@pytest.mark.by_default("3-bf16")
 def test_autocast_is_that_of_the_plain_loop(stage: int, precision: str) -> None:
     check(autocast, stage, precision)
 
 
 @EVERY_PRECISION
 @STAGES
+@pytest.mark.by_default("2-bf16")
 def test_checkpoints_recompute_the_same(stage: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.test_habits.Net", Checkpointed)
     assert type(build()) is Checkpointed
@@ -141,12 +143,14 @@ def test_checkpoints_recompute_the_same(stage: int, precision: str, monkeypatch:
 
 @EVERY_PRECISION
 @STAGES
+@pytest.mark.by_default("3-fp16")
 def test_a_double_backward_is_right(stage: int, precision: str) -> None:
     check(penalised, stage, precision)
 
 
 @EVERY_PRECISION
 @STAGES
+@pytest.mark.by_default("1-fp32")
 def test_averages_and_hooks_of_a_step_see_what_they_see_in_a_plain_loop(stage: int, precision: str) -> None:
     """An exponential moving average of the weights, kept beside them, and the optimizer's own hooks."""
     mixed = PRECISIONS[precision]

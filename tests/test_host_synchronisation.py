@@ -155,6 +155,7 @@ def test_a_step_of_one_rank_looks_at_no_value_but_where_it_says_so(acts: str, st
 
 @pytest.mark.usefixtures("unseen")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.by_default("3")
 def test_a_step_in_mixed_precision_looks_at_nothing_and_one_with_a_scaler_at_the_scale(stage: int) -> None:
     """Masters follow the model without a look; ranks compare the scale, and agree whether anything was not finite."""
 
@@ -172,6 +173,7 @@ def test_a_step_in_mixed_precision_looks_at_nothing_and_one_with_a_scaler_at_the
 
 @pytest.mark.usefixtures("unseen")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.by_default("3")
 def test_a_step_of_two_ranks_looks_once_for_all_units(stage: int) -> None:
     expected = [1 if stage == 3 else 0] * 2
     found = on_threads(2, lambda transport: looks_of_a_step(transport, stage, (backward, backward)[stage == 0 :], 2))

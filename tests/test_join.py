@@ -96,6 +96,7 @@ def train(counts: tuple[int, ...], scheduled: bool) -> Callable[[nn.Module, Zero
 @pytest.mark.parametrize("precision", [None, MixedPrecision(BF16)])
 @pytest.mark.parametrize("counts", COUNTS)
 @STAGES
+@pytest.mark.by_default("2-counts0-None", "1-counts2-precision1", "3, in common memory-counts0-precision1")
 def test_training_is_that_of_the_plain_loop_over_the_union(
     stage: int | str, counts: tuple[int, ...], precision: MixedPrecision | None
 ) -> None:
@@ -161,6 +162,7 @@ def test_a_rank_that_left_makes_every_call_of_the_others(stage: int | str) -> No
 
 @pytest.mark.parametrize("overflow", [False, True])
 @STAGES
+@pytest.mark.by_default("0-False", "3-False")
 def test_a_scaler_works_where_a_rank_left(stage: int | str, overflow: bool) -> None:
     def step(model: nn.Module, optimizer: Any, scaler: torch.amp.GradScaler) -> None:
         loss = loss_of(model, batch(0, 0))
@@ -329,6 +331,7 @@ def trained_alone(make: Callable[[], nn.Module], counts: tuple[int, ...], by_all
 
 
 @pytest.mark.parametrize("collective", ["pairwise", "ring", "two hosts"])
+@pytest.mark.by_default("pairwise")
 def test_units_that_travel_are_gathered_for_the_others_whatever_the_algorithm(collective: str) -> None:
     """Some end a gather only when every rank has read."""
     counts = (2, 0, 1, 0, 3)
@@ -371,6 +374,7 @@ class Crossed(Deep):
 @pytest.mark.parametrize("reshard", [True, False, 2])
 @pytest.mark.parametrize("counts", [(1, 0, 0, 0), (0, 2, 1, 2)])
 @pytest.mark.parametrize("before", [True, False])
+@pytest.mark.by_default("False-counts0-True", "False-counts1-True")
 def test_units_may_be_there_when_a_block_begins_and_when_a_rank_leaves_it(
     before: bool, counts: tuple[int, ...], reshard: bool | int
 ) -> None:
@@ -522,6 +526,7 @@ class CountsWhereItSteps(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.by_default("2")
 def test_what_a_class_keeps_in_its_groups_may_differ_between_ranks(stage: int) -> None:
     def program(transport: Transport) -> None:
         model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))

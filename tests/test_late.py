@@ -48,6 +48,7 @@ def check(program: Program) -> int:
 
 @pytest.mark.parametrize("collective", ["all_to_all", "pairwise"])
 @EVERY_STAGE
+@pytest.mark.by_default("2-all_to_all", "3-pairwise")
 def test_training_has_the_plain_loops_bits_when_every_transfer_finishes_late(stage: int, collective: str) -> None:
     """Steps with clips, `no_sync`, missing gradients, an unfrozen parameter, and ranks without micro-batches."""
     steps = STEPS + (FEWER if stage < 3 else ())
@@ -58,6 +59,7 @@ def test_training_has_the_plain_loops_bits_when_every_transfer_finishes_late(sta
 
 
 @EVERY_STAGE
+@pytest.mark.by_default("2")
 def test_training_by_the_groups_own_reduce_scatter_touches_nothing_under_way(stage: int) -> None:
     """With one round a step the sums of `late.py` have the order of the plain loop's."""
     assert check(Program(3, stage, collective="native", steps=(Step((Round(),), clips=((0.1, 2.0),)),) * 2)) >= 2

@@ -155,7 +155,7 @@ def everything_but_step(moment: str, model: Odd, optimizer: ZeroOptimizer) -> No
 
 
 @ALL_STAGES
-@pytest.mark.by_default("1", "3")
+@pytest.mark.by_default("3")
 def test_nothing_but_a_step_changes_what_the_next_step_does(stage: int) -> None:
     """Nor is anything left in the process: random generators, and how torch behaves."""
 

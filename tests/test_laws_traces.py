@@ -226,6 +226,7 @@ class Parts(nn.Module):
 
 @ALL_STAGES
 @pytest.mark.parametrize("name", ["adamw", "adamw fused", "adagrad", "nadam", "asgd", "sgd momentum"])
+@pytest.mark.by_default("adamw-3", "adagrad-0")
 def test_states_are_those_of_the_steps_that_were_taken(stage: int, name: str) -> None:
     """At every moment what the class itself would have: none before the first step (or what it makes when it is
     built), and of each parameter as many steps as it took part in."""

@@ -97,6 +97,7 @@ class Fan(nn.Module):
 
 @ALL_STAGES
 @pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.by_default("2-2", "5-3")
 def test_every_rank_launches_every_bucket_in_layout_order(stage: int, world_size: int) -> None:
     """Though gradients come in another order on each rank, some not at all, and though with five ranks most slices
     are empty. At most as many are under way as there are buffers for."""
@@ -217,6 +218,7 @@ def test_without_overlap_the_bits_are_the_same(stage: int) -> None:
 
 @ALL_STAGES
 @pytest.mark.parametrize("event", ["send", "recv", "wait"])
+@pytest.mark.by_default("recv-2")
 def test_a_rank_that_is_slow_in_every_message_changes_no_bit(stage: int, event: str) -> None:
     for rank in range(2):
         assert_plain_loop(trained(stage, group=Loopback(2, timeout=10, interfere=slow(rank, event))))
@@ -224,6 +226,7 @@ def test_a_rank_that_is_slow_in_every_message_changes_no_bit(stage: int, event: 
 
 @ALL_STAGES
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.by_default("2")
 def test_delays_in_collectives_and_hooks_change_no_bit(stage: int) -> None:
     assert_plain_loop(trained(stage, sleepy_hooks, collective=Sleepy))
 
@@ -323,6 +326,7 @@ def test_traffic_is_what_the_carrier_carried(stage: int) -> None:
 
 @ALL_STAGES
 @pytest.mark.parametrize("ranks", [[1, 3], [3, 1]])
+@pytest.mark.by_default("ranks0-2")
 def test_two_halves_of_four_ranks_train_side_by_side(stage: int, ranks: list[int]) -> None:
     """Ranks are the group's everywhere: rank 0's values win, states go to rank 1, and a group's order is its own."""
     models = [build(7) for _ in range(4)]

@@ -74,6 +74,7 @@ def test_an_optimizer_can_be_built_again_over_the_same_model_and_the_old_one_say
 
 
 @ALL_STAGES
+@pytest.mark.by_default("2")
 def test_nothing_waits_for_the_garbage_collector(stage: int) -> None:
     gc.collect()
     gc.disable()
@@ -152,6 +153,7 @@ def test_an_interrupt_inside_a_wait_loses_nothing() -> None:
     assert_same_bits(ours.b, plain.b)
 
 
+@pytest.mark.full
 def test_threads_that_save_and_restore_the_generator_do_not_stop_the_process() -> None:
     """As the ranks of these tests do, and `tests.generator` makes right, here too."""
     assert all(hasattr(getattr(module, name), "__wrapped__") for module in (torch, torch.random) for name in CALLS)

@@ -156,7 +156,7 @@ def test_every_block_of_the_guide_is_run() -> None:
 
 
 @pytest.mark.parametrize("heading", [name for name in EXAMPLES if name != "Batch norm"])
-@pytest.mark.by_default("fp32", "Gradient accumulation", "Mixed precision", "Uneven data")
+@pytest.mark.by_default("fp32", "Uneven data")
 def test_a_block_trains_the_bits_of_the_plain_loop_at_every_stage(gloo: GlooPool, heading: str) -> None:
     expected = EXAMPLES[heading].expected()
     before = EXAMPLES[heading].model()
@@ -166,6 +166,7 @@ def test_a_block_trains_the_bits_of_the_plain_loop_at_every_stage(gloo: GlooPool
             assert_same_dict(state, expected.state_dict())
 
 
+@pytest.mark.full
 def test_a_moving_average_is_that_of_the_plain_loop(gloo: GlooPool) -> None:
     example = EXAMPLES["Moving averages"]
     model = example.model()
@@ -231,6 +232,7 @@ class Barrier:
         self.barrier = partial(dist.barrier, group)
 
 
+@pytest.mark.full
 def test_what_was_saved_is_plain_and_training_goes_on_from_it(gloo: GlooPool, tmp_path: Path) -> None:
     example = EXAMPLES["fp32"]
     model, batches = example.model(), example.loader(example.count)

@@ -132,6 +132,9 @@ CASTS: dict[str, Callable[[nn.Module], object]] = {
         ("nothing", "a backward without synchronisation"),
     ],
 )
+@pytest.mark.by_default(
+    "backward-construction-torch.float64-1", "step-a step-torch.bfloat16-0", "clip-a backward-torch.float64-1"
+)
 def test_a_model_that_was_cast_is_told_in_our_words(stage: int, dtype: str, after: str, then: str) -> None:
     def program(transport: Transport) -> list[str]:
         model = build()
@@ -236,6 +239,7 @@ def test_gradients_in_a_dtype_of_their_own_are_refused_and_named(stage: int) -> 
 @pytest.mark.parametrize(
     ("stage", "sharding_factor"), [(0, None), *((stage, factor) for stage in (1, 2, 3) for factor in (None, 1, 2))]
 )
+@pytest.mark.by_default("1-2", "3-2")
 def test_states_are_this_ranks_piece_or_say_who_has_them(stage: int, sharding_factor: int | None) -> None:
     """Flat, in the order of memory; the pieces of all ranks are the whole."""
 

@@ -80,6 +80,7 @@ def trained(group: dist.ProcessGroup, rank: int, stage: int, meta: bool, bf16: b
 
 @ALL
 @pytest.mark.parametrize(("ranks", "bf16"), [(1, False), (2, False), (3, True)])
+@pytest.mark.by_default("1-False-1", "3-True-3")
 def test_one_seed_gives_the_bits_of_plain_construction(gloo: GlooPool, stage: int, ranks: int, bf16: bool) -> None:
     members = range(ranks)
     expected = gloo.run(trained, stage, False, bf16, ranks=members)
@@ -111,6 +112,7 @@ class Lazy(Mapping[str, Tensor]):
 
 
 @ALL
+@pytest.mark.by_default("1")
 def test_a_state_dict_is_read_tensor_by_tensor_in_order_of_registration(stage: int) -> None:
     expected = plain(3).state_dict()
 
@@ -189,6 +191,7 @@ def test_ties_frozen_parameters_and_what_is_kept_on_parameters_stay(stage: int) 
 
 
 @ALL
+@pytest.mark.by_default("3")
 def test_a_rank_may_have_values_where_others_have_none(stage: int) -> None:
     """Rank 0's are everybody's."""
     expected = plain(5).state_dict()
@@ -280,6 +283,7 @@ def test_a_state_dict_is_for_what_had_memory_too(stage: int) -> None:
 
 @ALL
 @pytest.mark.parametrize("cap", [1e-4, 25.0])
+@pytest.mark.by_default("25.0-1")
 def test_what_a_module_draws_leaves_alone_what_has_values(stage: int, cap: float) -> None:
     """A tie whose values came with another module, and tensors that never were on the meta device."""
 
@@ -493,6 +497,7 @@ class Torn(Lazy):
 
 @ALL
 @pytest.mark.parametrize("kind", [Unreadable, Torn])
+@pytest.mark.by_default("Torn-1")
 def test_a_state_dict_that_one_rank_cannot_read_is_told_by_all_at_once(stage: int, kind: type[Lazy]) -> None:
     values = plain(3).state_dict()
 

@@ -102,6 +102,7 @@ def test_bytes_are_the_papers(stage: int, world_size: int, accumulate: torch.dty
 
 @pytest.mark.parametrize(("backwards", "synchronised"), [(1, 1), (3, 3), (3, 1)])
 @STAGES
+@pytest.mark.by_default("2-1-1", "3-3-3")
 def test_traffic_is_the_closed_form(stage: int, backwards: int, synchronised: int) -> None:
     """Contributions and parameters travel in 16 bits; at stage 0 the means, which nobody sees before they are settled,
     travel once, in 32."""
@@ -132,6 +133,7 @@ def test_traffic_is_the_closed_form(stage: int, backwards: int, synchronised: in
 
 
 @STAGES
+@pytest.mark.by_default("2", "3")
 def test_what_is_never_trained_has_no_master_weights(stage: int) -> None:
     def program(transport: Transport) -> None:
         model = build()
@@ -158,6 +160,7 @@ def test_what_is_never_trained_has_no_master_weights(stage: int) -> None:
 
 
 @STAGES
+@pytest.mark.by_default("2", "3")
 def test_masters_are_rank_0s_wide_values_and_can_be_read(stage: int) -> None:
     def program(transport: Transport) -> list[Tensor]:
         model = build(transport.rank)
@@ -174,6 +177,7 @@ def test_masters_are_rank_0s_wide_values_and_can_be_read(stage: int) -> None:
 
 
 @STAGES
+@pytest.mark.by_default("2", "3")
 def test_masters_follow_what_is_written_into_the_model_element_by_element(stage: int) -> None:
     """An element that keeps its rounded value keeps all that its master knows."""
 
@@ -214,6 +218,7 @@ def test_masters_follow_what_is_written_into_the_model_element_by_element(stage:
 
 
 @STAGES
+@pytest.mark.by_default("0", "3")
 def test_what_is_written_far_behind_the_beginning_counts_too(stage: int) -> None:
     """Weights are compared with their masters a block at a time, of 65,536 elements on the CPU."""
 
@@ -240,6 +245,7 @@ def test_what_is_written_far_behind_the_beginning_counts_too(stage: int) -> None
 
 
 @STAGES
+@pytest.mark.by_default("0", "3")
 def test_a_zero_that_was_written_has_its_sign(stage: int) -> None:
     def program(transport: Transport) -> Tensor:
         model = build(count=1)
@@ -256,6 +262,7 @@ def test_a_zero_that_was_written_has_its_sign(stage: int) -> None:
 
 
 @STAGES
+@pytest.mark.by_default("0", "3")
 def test_saved_masters_are_what_the_next_step_would_begin_with(stage: int) -> None:
     """Also of what was written since the last step."""
 
@@ -281,6 +288,7 @@ def test_saved_masters_are_what_the_next_step_would_begin_with(stage: int) -> No
 
 
 @STAGES
+@pytest.mark.by_default("2", "3")
 def test_reading_masters_changes_nothing(stage: int) -> None:
     """What is written and then taken back was never there, also where masters were read and saved in between."""
 
@@ -319,6 +327,7 @@ class Averaging(nn.Module):
 
 
 @STAGES
+@pytest.mark.by_default("2", "3")
 def test_an_evaluation_between_steps_changes_nothing(stage: int) -> None:
     """Neither weights, masters, moments and buffers, nor what later steps make of them."""
 
@@ -371,6 +380,7 @@ def test_a_group_that_is_added_later_has_masters_of_its_own_wide_values(stage: i
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 @pytest.mark.parametrize(("stage", "later"), [(0, 3), (1, 2), (2, 0), (3, 1)])
+@pytest.mark.by_default("2-0-model first")
 def test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped(stage: int, later: int, order: str) -> None:
     def begin(transport: Transport) -> tuple[Any, Any]:
         model = build()

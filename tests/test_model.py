@@ -10,6 +10,8 @@ from torch import Tensor
 
 from zero.commands.train.model import PRESETS, _rotary_table, _rotate, build_model, generate, loss_fn
 
+pytestmark = pytest.mark.full
+
 
 def tokens(batch: int, sequence: int, seed: int = 0) -> Tensor:
     return torch.randint(256, (batch, sequence), generator=torch.Generator().manual_seed(seed))

@@ -43,6 +43,7 @@ MIB = 1 << 20
 
 @ALL
 @pytest.mark.parametrize("precision", ["", "bf16"])
+@pytest.mark.by_default("-1", "bf16-3")
 def test_states_on_disk_change_no_bit(tmp_path: Path, stage: int, precision: str) -> None:
     mixed = PRECISIONS[precision] if precision else None
     for world_size in (1, 2):
@@ -58,6 +59,7 @@ def test_whatever_a_class_keeps(tmp_path: Path, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "nadam", "sgd"])
+@pytest.mark.by_default("adagrad")
 def test_states_that_are_made_at_construction_counted_or_not_there(tmp_path: Path, optimizer: str) -> None:
     for mixed in (None, PRECISIONS["bf16"]):
         check(Program(2, 2, optimizer, steps=STEPS, precision=mixed, offload=Offload(tmp_path)))
@@ -65,6 +67,7 @@ def test_states_that_are_made_at_construction_counted_or_not_there(tmp_path: Pat
 
 @pytest.mark.parametrize("precision", ["", "bf16"])
 @pytest.mark.parametrize(("world_size", "factor"), [(1, None), (2, None), (4, 2), (2, 1)])
+@pytest.mark.by_default("2-1-", "1-None-bf16")
 def test_so_do_parameters_on_disk(tmp_path: Path, world_size: int, factor: int | None, precision: str) -> None:
     mixed = PRECISIONS[precision] if precision else None
     kept = Offload(tmp_path, parameters=True)
@@ -126,6 +129,7 @@ def test_its_own_live_states_may_be_loaded(tmp_path: Path) -> None:
 
 
 @ALL
+@pytest.mark.by_default("2")
 def test_a_checkpoint_does_not_know_where_states_were_kept(tmp_path: Path, stage: int) -> None:
     def run(transport: Transport, offload: Offload | None, states: Any = None) -> Any:
         model = locked_build(0)
@@ -280,6 +284,7 @@ def test_of_two_ranks_each_holds_less_by_the_states_of_its_share(
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.by_default("2")
 def test_scratch_memory_stays_within_its_bound_where_slices_are_shown_to_peers(tmp_path: Path, world_size: int) -> None:
     """On one host, where nothing would travel if slices were in memory: each is copied to where peers can read it."""
 
@@ -449,6 +454,7 @@ def test_a_further_group_has_room_of_its_own(tmp_path: Path) -> None:
     assert optimizer.describe().offloaded_bytes > before
 
 
+@pytest.mark.full
 def test_what_further_groups_leave_is_used_again(tmp_path: Path) -> None:
     """Slices of what is not listed move with each group, accepted or refused."""
     model = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))

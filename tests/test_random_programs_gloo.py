@@ -15,6 +15,7 @@ pytestmark = pytest.mark.contract
 
 @pytest.mark.hypothesis
 @pytest.mark.timeout(1500)
+@pytest.mark.full
 def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: GlooPool) -> None:
     class OnProcesses(RandomPrograms):
         make_backend = staticmethod(lambda: Processes(gloo))

@@ -395,29 +395,21 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.mark.parametrize("name", ACTIONS)
-@pytest.mark.by_default(
-    "p + 1",
-    "p.numpy()",
-    "p.mul_()",
-    "p.to(float64)",
-    "p.data_ptr()",
-    "linear(x, p)",
-    "copy.deepcopy(p)",
-    "torch.tensor(p)",
-    "repr(model)",
-)
+@pytest.mark.by_default("p + 1", "p.numpy()", "p.mul_()", "p.to(float64)", "p.data_ptr()", "repr(model)")
 def test_a_released_parameter_gives_no_value_and_harms_nothing_at_any_moment(forks: Forks, name: str) -> None:
     expected = {**dict.fromkeys((*OUTSIDE, *OF_A_UNIT), ACTIONS[name][0]), "then": "goes on"}
     assert forks.play(name) == [[expected, expected], [expected]]
 
 
 @pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.by_default("model.state_dict()", "model.load_state_dict()", "copy.deepcopy(model)", "model.half()")
 def test_a_model_of_released_parameters_says_so_and_stays_whole(forks: Forks, name: str) -> None:
     expected = {**dict.fromkeys(OUTSIDE, "raises"), "then": "goes on"}
     assert forks.play(name) == [[expected, expected], [expected]]
 
 
 @pytest.mark.parametrize("name", UNCHANGED)
+@pytest.mark.by_default("model.float()", "model.to('cpu')")
 def test_what_changes_nothing_about_a_model_is_nothing(forks: Forks, name: str) -> None:
     expected = {**dict.fromkeys(OUTSIDE, "right"), "then": "goes on"}
     assert forks.play(name) == [[expected, expected], [expected]]
@@ -431,12 +423,19 @@ def test_what_is_read_edited_moved_or_kept_is_right_or_told(forks: Forks, name: 
 
 
 @pytest.mark.parametrize("name", EDITS)
+@pytest.mark.by_default(
+    "p.mul_() in gathered()",
+    "array *= 2 in gathered()",
+    "p.mul_() in its forward",
+    "p.data.mul_() in gathered(write=True)",
+)
 def test_an_edit_is_told_or_kept(forks: Forks, name: str) -> None:
     two, one, _ = EDITS[name]
     assert forks.play(name) == [[two, two], [one]]
 
 
 @pytest.mark.parametrize("name", KEPT)
+@pytest.mark.by_default("a view from gathered(), after a step", "an array from a forward, after a step")
 def test_what_is_kept_over_a_step_is_nan_or_follows(forks: Forks, name: str) -> None:
     assert forks.play(name) == [["nan, goes on"] * 2, ["right, goes on"]]
 

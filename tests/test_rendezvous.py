@@ -238,6 +238,7 @@ def test_a_rank_that_cannot_tell_its_host_is_not_taken_for_one_of_another(monkey
         assert on_wires(3, outcome(automatic)) == ["pairwise"] * 3
 
 
+@pytest.mark.full
 def test_a_process_of_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel says whose process it is; nobody has to be believed, nor is given anything."""
     user, given = os.geteuid(), list[Any]()
@@ -260,6 +261,7 @@ def listening(address: str) -> bool:
     return any(int(flags, 16) & 0x10000 for _, _, _, flags, *_ in lines)
 
 
+@pytest.mark.full
 def test_the_door_is_shut_when_all_are_in_and_nothing_is_left_of_a_group() -> None:
     before, mapped_before = opened(), mapped()
 
@@ -279,6 +281,7 @@ def test_the_door_is_shut_when_all_are_in_and_nothing_is_left_of_a_group() -> No
     assert mapped() <= mapped_before
 
 
+@pytest.mark.full
 def test_no_program_that_a_rank_starts_inherits_a_descriptor() -> None:
     before = opened()
 
@@ -332,6 +335,7 @@ print(Door(2).card.problem)
 """
 
 
+@pytest.mark.full
 def test_elsewhere_than_on_linux_everything_imports_and_a_rank_says_that_it_cannot_share_memory() -> None:
     command = [sys.executable, "-c", NOT_LINUX]
     root = Path(__file__).resolve().parent.parent

@@ -96,6 +96,7 @@ def same_on_every_rank(results: list[list[dict[str, Any]]], narrow: bool) -> Non
         (3, 4, 2, True),
     ],
 )
+@pytest.mark.by_default("2-4-2-True", "3-1-None-False")
 def test_a_dict_for_all_ranks_is_the_one_of_any_rank(
     stage: int, world_size: int, factor: int | None, narrow: bool
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_dict_for_all_ranks_is_the_one_of_any_rank(
     same_on_every_rank(results, narrow)
 
 
+@pytest.mark.full
 def test_it_is_on_real_processes(gloo: GlooPool) -> None:
     same_on_every_rank(gloo.run(consolidated, 3, None, True, ranks=(0, 1, 2)), True)
 
@@ -117,6 +119,7 @@ def test_before_the_first_step_there_is_no_state(stage: int) -> None:
 
 
 @ALL_STAGES
+@pytest.mark.by_default("2")
 def test_states_are_this_ranks_pieces_and_live(stage: int) -> None:
     def program(transport: Transport) -> dict[str, int]:
         model, optimizer = trained(transport, stage, 2)
@@ -142,7 +145,7 @@ def test_states_are_this_ranks_pieces_and_live(stage: int) -> None:
         assert sum(found[name] for found in totals) == expected * (3 if stage == 0 else 1), name
 
 
-@settings(max_examples=6 + settings.default.max_examples // 20)  # each trains four times
+@settings(max_examples=4 + settings.default.max_examples // 16)  # each trains four times
 @given(st.data())
 def test_training_on_from_a_saved_dict_is_exact_at_another_stage_and_number_of_ranks(data: st.DataObject) -> None:
     """a + b steps = a steps, save, load elsewhere (or into the class itself, or from it), b steps."""

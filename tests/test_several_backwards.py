@@ -144,6 +144,7 @@ def parameters_of(group: dist.ProcessGroup, rank: int, apart: bool) -> list[list
 
 
 @pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.by_default("True")
 def test_so_it_is_on_processes(gloo: GlooPool, apart: bool) -> None:
     expected = list(plain(with_a_sum_for_each if apart else by_rounds, 2).parameters())
     for by_stage in gloo.run(parameters_of, apart):

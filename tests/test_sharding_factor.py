@@ -66,6 +66,7 @@ def check(program: Program, run: Callable[..., Any] = on_threads) -> None:
 
 @STAGES
 @pytest.mark.parametrize(("world_size", "factor"), FACTORS)
+@pytest.mark.by_default("2-1-1", "4-2-2", "4-2-3")
 def test_training_is_that_of_the_plain_loop(stage: int, world_size: int, factor: int) -> None:
     check(Program(world_size, stage, "adamw fused", sharding_factor=factor, steps=STEPS))
 
@@ -104,11 +105,13 @@ def test_so_it_is_for_every_class_and_path(stage: int, optimizer: str) -> None:
 
 @STAGES
 @pytest.mark.parametrize("name", ["pairwise", "shared", "hierarchical"])
+@pytest.mark.by_default("shared-2")
 def test_every_exact_algorithm_works_inside_a_replica(stage: int, name: str) -> None:
     check(Program(4, stage, sharding_factor=2, collective=name, steps=STEPS[:2]))
 
 
 @STAGES
+@pytest.mark.by_default("3")
 def test_on_one_host_ranks_read_each_others_memory(stage: int) -> None:
     for world_size, factor in ((2, 1), (4, 2)):
         check(Program(world_size, stage, sharding_factor=factor, steps=STEPS[:3]), on_sockets)
@@ -116,6 +119,7 @@ def test_on_one_host_ranks_read_each_others_memory(stage: int) -> None:
 
 @STAGES
 @pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 0, 1], [0, 1, 2, 3]])
+@pytest.mark.by_default("hosts2-2")
 def test_replicas_may_lie_across_hosts(monkeypatch: pytest.MonkeyPatch, stage: int, hosts: list[int]) -> None:
     """Where one does, no replica has memory in common: all cut their buckets alike."""
     on_hosts(monkeypatch, hosts)
@@ -123,6 +127,7 @@ def test_replicas_may_lie_across_hosts(monkeypatch: pytest.MonkeyPatch, stage: i
 
 
 @SHARDED
+@pytest.mark.by_default("2")
 def test_ranks_that_have_fewer_micro_batches_contribute_nothing(stage: int) -> None:
     steps = (Step((Round(), Round(ranks=1))), Step((Round(ranks=3), Round(ranks=2, sync=False))), Step((Round(),)))
     check(Program(4, stage, sharding_factor=2, steps=steps))
@@ -139,12 +144,14 @@ def whole_program(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: f"W{p.world_size}-F{p.sharding_factor}-stage{p.stage}")
+@pytest.mark.by_default("W4-F2-stage3")
 def test_so_it_is_on_processes(gloo: GlooPool, program: Program) -> None:
     results = gloo.run(whole_program, program, ranks=range(program.world_size))
     assert_same_states(results[0][3], compare(program, results).optimizer.state_dict())
 
 
 @STAGES
+@pytest.mark.by_default("2")
 def test_so_it_is_on_the_sub_group_1_3_of_four(gloo: GlooPool, stage: int) -> None:
     program = Program(2, stage, sharding_factor=1, steps=STEPS[:2])
     compare(program, gloo.run(whole_program, program, ranks=[1, 3]))
@@ -191,6 +198,7 @@ def test_a_sum_over_replicas_is_the_fold_in_rank_order(data: st.DataObject, algo
 
 @STAGES
 @pytest.mark.parametrize(("world_size", "factor", "precision"), [(2, 1, ""), (4, 2, ""), (4, 2, "bf16"), (6, 3, "")])
+@pytest.mark.by_default("4-2-bf16-2", "4-2--3")
 def test_bytes_and_traffic_are_those_of_the_formulas(stage: int, world_size: int, factor: int, precision: str) -> None:
     mixed = PRECISIONS[precision] if precision else None
 
@@ -277,6 +285,7 @@ RESHARDED = [
 
 @pytest.mark.parametrize(("world_size", "factor", "reshard"), RESHARDED)
 @pytest.mark.parametrize("precision", ["", "bf16"])
+@pytest.mark.by_default("-4-None-2", "bf16-2-None-False")
 def test_what_is_kept_for_the_backward_changes_no_bit(
     world_size: int, factor: int | None, reshard: bool | int, precision: str
 ) -> None:
@@ -293,6 +302,7 @@ def test_nor_does_the_algorithm_that_gathers_it(name: str, reshard: bool | int) 
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 0, 1]])
+@pytest.mark.by_default("hosts0")
 def test_ranks_of_a_host_may_share_what_is_kept(monkeypatch: pytest.MonkeyPatch, hosts: list[int]) -> None:
     on_hosts(monkeypatch, hosts)
     check(Program(4, 3, reshard=2, steps=STEPS[:2]), on_wires)
@@ -474,6 +484,7 @@ def test_ranks_that_ask_for_different_factors_are_told() -> None:
 
 @STAGES
 @pytest.mark.parametrize("name", ["pairwise", "shared", "hierarchical"])
+@pytest.mark.by_default("shared-2")
 def test_who_fails_in_one_replica_is_named_at_once_in_all(stage: int, name: str) -> None:
     """By the number that the group knows it by, whoever waits for whom."""
 
@@ -497,6 +508,7 @@ def test_who_fails_in_one_replica_is_named_at_once_in_all(stage: int, name: str)
 
 
 @STAGES
+@pytest.mark.by_default("2")
 def test_replicas_whose_ranks_froze_other_parameters_are_told_apart(stage: int) -> None:
     def program(transport: Transport) -> str:
         model, optimizer = trained(transport, stage, sharding_factor=2)

@@ -111,6 +111,7 @@ def assert_parted(results: list[tuple[str, str, list[str], float]], case: int) -
 
 
 @pytest.mark.parametrize("case", range(len(PARTED)), ids=lambda n: "-".join(call.__name__ for call in PARTED[n][:2]))
+@pytest.mark.by_default("forward-step", "forward-clip", "backward-no_backward")
 def test_ranks_in_different_places_learn_of_both_at_once(case: int) -> None:
     assert_parted(on_threads(2, lambda transport: parted(transport, transport.rank, case), timeout=5), case)
 
@@ -151,6 +152,7 @@ def test_where_no_bytes_of_a_unit_travel_a_rank_without_a_backward_catches_up(gl
             assert_same_bits(parameter, expected)
 
 
+@pytest.mark.full
 def test_a_unit_that_only_one_rank_enters_ends_with_the_time_limit_and_is_named() -> None:
     def program(transport: Transport) -> str:
         model = Net()

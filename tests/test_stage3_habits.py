@@ -190,6 +190,9 @@ def compare(name: str, results: list[tuple[Net, list[Gradients]]]) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 @EVERYWHERE
+@pytest.mark.by_default(
+    "2-2-threads-backward_for_one_and_the_input", "3-2-sockets-gradients_of_a_part", "3-2-sockets-conversions"
+)
 def test_gradients_for_chosen_parameters_and_idle_conversions_are_those_of_the_plain_loop(
     stage: int, world_size: int, ranks: str, name: str
 ) -> None:
@@ -343,6 +346,7 @@ def test_what_is_named_instead_works(name: str) -> None:
     assert transformed(None, 0, {"works": [name]})
 
 
+@pytest.mark.full
 def test_transforms_on_real_processes(gloo: GlooPool) -> None:
     first, second = gloo.run(
         transformed, {"refused": ["grad for parameters", "jvp"], "works": ["vmap", "forward mode"]}
@@ -352,6 +356,7 @@ def test_transforms_on_real_processes(gloo: GlooPool) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.full
 def test_every_transform_goes_through_a_copy_that_was_made_inside_gathered(name: str) -> None:
     model, plain, x = build(), build(), batch(0, 0, None)
     optimizer = ZeroOptimizer(model, stage=3)

@@ -112,6 +112,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 @ALL
 @pytest.mark.parametrize("precision", ["", "bf16"])
 @pytest.mark.parametrize("optimizer", ["adamw fused", "adagrad"])
+@pytest.mark.by_default("adagrad--1", "adamw fused--2")
 def test_states_that_are_copied_beside_a_step_change_no_bit(stage: int, precision: str, optimizer: str) -> None:
     mixed = PRECISIONS[precision] if precision else None
     check(Program(2, stage, optimizer, steps=STEPS, precision=mixed, offload=Offload("cpu")))
@@ -219,6 +220,7 @@ class Interrupted(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.by_default("True")
 def test_what_an_interrupted_step_left_is_no_state_of_the_next(
     tmp_path: Path, on_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,8 @@ from zero.commands.sweep.rank import Job, Seen, _sampled, said
 from zero.commands.train import memory_stats as measure
 from zero.commands.train.settings import SweepConfig
 
+pytestmark = pytest.mark.full
+
 JOB = Job("tiny", 1, 16, 1, 0, 1, 25.0)
 
 
@@ -308,7 +310,6 @@ def test_a_flag_that_cannot_be_is_told(flags: dict[str, Any], words: str) -> Non
         SweepConfig(**flags)
 
 
-@pytest.mark.full
 def test_real_ranks_train_one_set_of_bits_beside_torch_s_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

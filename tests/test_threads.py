@@ -218,6 +218,7 @@ def test_step_and_close_beside_a_forward_of_another_thread_are_refused(ranks: An
 
 
 @RANKS
+@pytest.mark.by_default("one-rank", "travel")
 def test_a_forward_that_is_refused_inside_a_backward_releases_nothing(ranks: Any, world_size: int) -> None:
     """On one rank alone, and where the backward has units gathered."""
 
@@ -349,7 +350,7 @@ def test_a_thread_whose_generators_come_and_go_is_inside_its_forward_still() -> 
     assert inside.wait(LIMIT)
     assert thread.ident is not None
     try:
-        assert all(_runs(thread.ident, *_forward_codes()) for _ in range(200_000))
+        assert all(_runs(thread.ident, *_forward_codes()) for _ in range(50_000))
     finally:
         over.set()
         thread.join(LIMIT)

@@ -1,4 +1,4 @@
-"""The default run holds every row of the contract and every law."""
+"""The default run holds every row of the contract and every law, and kills nearly every mutant of the zoo."""
 
 from __future__ import annotations
 
@@ -63,3 +63,20 @@ def test_the_default_run_asserts_every_law(collected: dict[str, str]) -> None:
             file = name.partition("::")[0] or file
             names[number] = file + name if name.startswith("::") else name
         assert by_default(collected, names), law
+
+
+def test_the_default_run_kills_nine_of_ten_mutants() -> None:
+    mutants = rows("tests/zoo/README.md", "entry")
+    assert len(mutants) > 200
+    assert sum(tier != "default" for _, _, _, _, tier, _, _ in mutants) <= len(mutants) / 10
+
+
+def test_the_tier_of_a_mutant_is_that_of_the_test_that_kills_it(pytestconfig: pytest.Config) -> None:
+    if any("::" in argument for argument in pytestconfig.args):
+        return  # the tier of a case depends on the other cases of its test
+    tiers = pytestconfig.stash[COLLECTED]
+    files = {name.partition("::")[0] for name in tiers}
+    for _, mutant, _, cell, tier, _, _ in rows("tests/zoo/README.md", "entry"):
+        test = cell.strip("`").replace("\\|", "|")
+        if test.partition("::")[0] in files:
+            assert tiers[test] == tier, f"{mutant}: write its tier into tests/zoo/README.md"

@@ -47,6 +47,7 @@ def complaint(path: object) -> str:
 # -- a name that is missing --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_without_every_name_the_library_is_imported_and_each_is_named_where_it_is_used() -> None:
     found = errors("all")
     assert found.keys() == set(NAMES)

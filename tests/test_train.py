@@ -175,6 +175,7 @@ def test_two_ranks_have_the_hash_of_the_plain_loop_in_sixteen_bits_too(
 # ------------------------------------------------------------------------------------------------ what a run tells
 
 
+@pytest.mark.full
 def test_a_run_leaves_its_record_and_its_pictures(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,6 +221,7 @@ def test_two_ranks_hold_and_send_what_the_formulas_say(two_ranks: dict[int, dict
     assert [facts["rank"] for facts in record["ranks"]] == [0, 1]
 
 
+@pytest.mark.full
 def test_without_rich_and_matplotlib_it_trains_and_says_what_to_install(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -305,6 +307,7 @@ def test_ranks_that_contradict_the_launcher_are_an_error(
 
 
 @pytest.mark.usefixtures("bare")
+@pytest.mark.full
 def test_an_error_in_the_middle_is_one_line_and_its_traceback_a_file(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -376,6 +379,7 @@ def test_both_command_lines_have_the_flags_of_the_configuration(capsys: pytest.C
     assert all(f"--{name.replace('_', '-')}" in shown for name in inspect.signature(TrainConfig).parameters)
 
 
+@pytest.mark.full
 def test_a_gradient_that_nobody_looked_at_is_found() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1000))
     before = measure.live_storages()

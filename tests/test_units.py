@@ -199,6 +199,13 @@ REFUSALS: dict[str, tuple[type[Net], Wrong, str]] = {
 
 @WORLD_SIZES
 @pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.by_default(
+    "a weight before its unit-3",
+    "a weight outside of any forward-3",
+    "a part of a unit-3",
+    "an edit of the input-1",
+    "an edit without gradient of what a unit saved-3",
+)
 def test_what_cannot_be_is_one_error_on_every_rank_and_the_step_goes_on(name: str, world_size: int) -> None:
     build, wrong, message = REFUSALS[name]
     case = Case(build)
@@ -241,6 +248,7 @@ def test_an_exception_in_a_forward_leaves_nothing_gathered(world_size: int, grad
 
 @WORLD_SIZES
 @pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.by_default("False-3", "True-1")
 def test_a_step_between_forward_and_backward_is_an_error_as_in_torch(world_size: int, create_graph: bool) -> None:
     case = Case()
 

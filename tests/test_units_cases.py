@@ -393,5 +393,18 @@ CASES: dict[str, Case] = {
 
 @WORLD_SIZES
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.by_default(
+    "plain-3",
+    "two forwards, one backward-3",
+    "retain_graph and a second backward-3",
+    "inside gathered()-3",
+    "exception in a forward, and again-3",
+    "exception in a backward-3",
+    "units three times, apart-3",
+    "a unit that holds another-3",
+    "another graph in every step-3",
+    "functional_call-1",
+    "full backward hooks from before-3",
+)
 def test_training_equals_the_plain_loop_and_leaves_nothing_gathered(name: str, world_size: int) -> None:
     check(CASES[name], world_size)

@@ -121,6 +121,7 @@ EVERY_CASE = pytest.mark.parametrize(
 
 
 @EVERY_CASE
+@pytest.mark.by_default("block.compile() before")
 def test_compiled_training_equals_the_compiled_plain_loop_and_compiles_once(name: str) -> None:
     assert_compiled_in_the_first_step_alone(compiled_training(None, 0, name))
 
@@ -256,6 +257,7 @@ def each_unit_trains(group: dist.ProcessGroup | None, rank: int, name: str, back
 
 @BACKENDS
 @EVERY_MODEL
+@pytest.mark.full
 def test_units_that_are_compiled_by_themselves_have_the_bits_of_the_plain_loop(name: str, backend: str) -> None:
     assert each_unit_trains(None, 0, name, backend) == []
 
@@ -344,6 +346,7 @@ class Recorder:
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["module.compile()", "torch.compile(module)"])
 @pytest.mark.parametrize("name", UNITS)
+@pytest.mark.by_default("Linear-module.compile()", "Linear-torch.compile(module)", "Sequential-module.compile()")
 def test_a_compiled_unit_has_the_graphs_of_the_plain_model(name: str, in_place: bool) -> None:
     def prepare(model: Any) -> None:
         for index, block in enumerate(model.blocks):
@@ -393,6 +396,7 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize(
     "before", [pytest.param(True, marks=pytest.mark.slow, id="before"), pytest.param(False, id="after")]
 )
+@pytest.mark.by_default("after-model.compile()")
 def test_a_graph_that_is_broken_at_units_is_said_once(name: str, before: bool) -> None:
     model = Net()
     call = BROKEN[name](model) if before else None
@@ -411,6 +415,7 @@ def test_a_graph_that_is_broken_at_units_is_said_once(name: str, before: bool) -
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 def test_nothing_is_said_where_no_graph_is_broken() -> None:
     """Without a compiler, below stage 3, and by a model that a compiled function calls where the compiler is off."""
     with warnings.catch_warnings():
@@ -443,6 +448,7 @@ def test_close_gives_back_the_compiled_call() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 def test_a_unit_may_be_compiled_anew_or_no_more() -> None:
     case = replace(CASES["block.compile() before"], begin=recompile, steps=3)
     _, expected = plain_loop(case, 1)
@@ -458,6 +464,7 @@ def recompile(model: Any, step: int) -> None:
             block._compiled_call_impl = None
 
 
+@pytest.mark.full
 def test_a_compiled_unit_that_raises_leaves_an_object_that_goes_on() -> None:
     case = Case(net_of(Fails), prepared=blocks_in_place)
     _, expected = plain_loop(case, 1)

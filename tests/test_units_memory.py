@@ -47,6 +47,7 @@ def whole_bytes(residency: Residency, units: Sequence[int]) -> int:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.by_default("2")
 def test_after_a_forward_the_graph_holds_no_weights(world_size: int) -> None:
     """Only the root's rest and the last unit are here, for the backward that will ask for them first."""
 
@@ -207,6 +208,7 @@ TRAFFIC = {
 @WORLD_SIZES
 @pytest.mark.parametrize("synchronised", [TURNS, 1])
 @pytest.mark.parametrize("name", TRAFFIC)
+@pytest.mark.by_default("plain-1-3", "frozen parts-1-3", "tied-2-1")
 def test_what_travels_in_a_step_is_what_the_formula_says(name: str, synchronised: int, world_size: int) -> None:
     def program(transport: Transport) -> tuple[list[int], int]:
         model, optimizer = sharded(TRAFFIC[name], transport)

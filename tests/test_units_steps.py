@@ -148,6 +148,7 @@ def test_clipping_divisor_and_gradients_are_the_plain_loops(world_size: int) -> 
 
 
 @WORLD_SIZES
+@pytest.mark.by_default("1")
 def test_states_go_from_stage_2_to_stage_3_and_back(world_size: int) -> None:
     """A step each, with the states and the model's state dict handed on."""
     case, stages = Case(steps=4), (2, 3, 2, 3)

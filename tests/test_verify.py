@@ -186,6 +186,7 @@ class Callable_:  # noqa: N801
     ],
 )
 @pytest.mark.usefixtures("no_processes")
+@pytest.mark.full
 def test_what_other_processes_cannot_import_is_an_error(function: Any, said: str) -> None:
     with pytest.raises(TypeError, match=re.escape(said)):
         alone(build_model=function)
@@ -255,6 +256,7 @@ class WholeTensor(torch.optim.SGD):
     ],
 )
 @pytest.mark.usefixtures("no_processes")
+@pytest.mark.full
 def test_an_argument_that_cannot_be_is_an_error_before_any_process_is_started(
     changes: dict[str, Any], said: str
 ) -> None:
@@ -305,6 +307,7 @@ def test_one_line_a_run_and_a_conclusion(capsys: pytest.CaptureFixture[str]) -> 
         {"build_model": verified.Masked},
     ],
 )
+@pytest.mark.by_default("changes0")
 def test_batches_of_every_kind_and_what_goes_through(
     changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,6 +378,7 @@ def test_a_model_that_is_not_deterministic_by_itself_is_not_blamed_on_a_stage(
         ),
     ],
 )
+@pytest.mark.full
 def test_what_fails_in_a_process_says_where_it_was(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(RuntimeError, match=said) as raised:
         alone(**changes)
@@ -413,6 +417,7 @@ def test_a_place_that_takes_too_long_is_told_with_the_line_where_it_hangs(told: 
     assert re.match(r"step 3: not done after 0.1 s \(at .*test_verify.py:\d+, in \S+\); .* longer timeout$", line)
 
 
+@pytest.mark.full
 def test_a_rank_that_waits_for_another_is_not_the_one_that_hangs(told: Callable[[float], str | None]) -> None:
     def program(transport: Any) -> str | None:
         if transport.rank == 1:
@@ -481,6 +486,7 @@ def test_a_function_that_gives_no_arguments_is_one_line(
     assert captured.out == ""
 
 
+@pytest.mark.full
 def test_the_module_that_is_the_command_is_the_function_to_whoever_imports_it() -> None:
     assert importlib.import_module("zero.verify") is verify
     assert zero.verify is verify

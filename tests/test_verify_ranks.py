@@ -25,6 +25,8 @@ from .models import odd_loss
 from .plain import bits, plain_step
 from .test_verify import plain_environment  # noqa: F401  a fixture
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[1]
 LIMIT = 300  # seconds for real processes; they take about ten where the machine has nothing else to do
 
@@ -75,7 +77,6 @@ def first_element_that_differs() -> tuple[int, str, tuple[int, ...], float, floa
 
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.usefixtures("temporary")
-@pytest.mark.full
 def test_on_real_ranks_the_right_runs_are_right_and_the_wrong_ones_wrong_where_they_are() -> None:
     """A model with tied, frozen, unused, scalar, empty and strided parameters; on two ranks, one has another loss."""
     found = verify(
@@ -115,7 +116,6 @@ def test_what_differs_between_processes_is_not_blamed_on_a_stage() -> None:
 
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.usefixtures("temporary")
-@pytest.mark.full
 def test_the_error_of_a_rank_is_one_line_and_nothing_hangs(capsys: pytest.CaptureFixture[str]) -> None:
     assert verification.main(["tests.verified:failing_arguments"]) == 1
     captured = capsys.readouterr()
@@ -128,7 +128,6 @@ def test_the_error_of_a_rank_is_one_line_and_nothing_hangs(capsys: pytest.Captur
 
 
 @pytest.mark.timeout(LIMIT)
-@pytest.mark.full
 def test_the_example_in_the_contract_runs_as_printed(temporary: Path, tmp_path: Path) -> None:
     section = (ROOT / "zero" / "CONTRACT.md").read_text().partition("## Check it on your own model")[2]
     code, printed = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)[:2]

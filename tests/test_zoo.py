@@ -24,6 +24,7 @@ SUBJECTS = [*(f"S{number}" for number in range(1, 63)), *(f"R{number}" for numbe
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.full
 def test_every_patch_fits_exactly_once_and_changes_code(mutant: Mutant) -> None:
     changed = patched(mutant)
     assert changed
@@ -39,6 +40,7 @@ def test_no_two_mutants_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.full
 def test_the_tests_that_are_named_for_a_mutant_exist(mutant: Mutant) -> None:
     assert mutant.tests
     for test in mutant.tests:

@@ -113,7 +113,7 @@ MASTERS = (
                 "self.master.cast(members[0].begin - self.begin, members[0].end - self.begin)",
             ),
         ),
-        (f"{TRAINING}[2-bf16]",),
+        (f"{TRAINING}[2-bf16-W3]",),
     ),
     Mutant(
         "moments-are-loaded-in-16-bits",
@@ -239,7 +239,7 @@ SUMS = (
                 "return Dtypes(self.param_dtype, self.param_dtype,",
             ),
         ),
-        (f"{TRAINING}[2-fp32, sent in bf16]",),
+        (f"{TRAINING}[2-fp32, sent in bf16-W2]",),
     ),
     Mutant(
         "one-rank-sends-nothing-narrow",
@@ -252,7 +252,7 @@ SUMS = (
                 "not self.has_sum:",
             ),
         ),
-        (f"{TRAINING}[2-fp32, sent in bf16]",),
+        (f"{TRAINING}[2-fp32, sent in bf16-W1]",),
     ),
     Mutant(
         "a-16-bit-sum-is-rounded-once",
@@ -267,7 +267,7 @@ SUMS = (
                 "    running = torch.empty(min(block, size), dtype=kept, device=out.device)\n",
             ),
         ),
-        (f"{TRAINING}[2-bf16, added up in bf16]",),
+        (f"{TRAINING}[2-bf16, added up in bf16-W3]",),
     ),
     Mutant(
         "no-sync-adds-up-in-what-travels",
@@ -310,7 +310,7 @@ SUMS = (
                 "            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.travel)\n",
             ),
         ),
-        (f"{TRAINING}[0-bf16]",),
+        (f"{TRAINING}[0-bf16-W2]",),
     ),
     Mutant(
         "an-unused-parameter-ends-the-norm",
@@ -350,7 +350,7 @@ SUMS = (
                 "        if self.means",
             ),
         ),
-        (f"{TRAINING}[0-bf16]",),
+        (f"{TRAINING}[0-bf16-W2]",),
     ),
     Mutant(
         "a-zero-of-one-rank-is-nothing-elsewhere",
@@ -423,7 +423,7 @@ SCALING = (
                 "        self._built = True\n        self._step_supports_amp_scaling = True\n",
             ),
         ),
-        (f"{OVERFLOW}[2-None]",),
+        (f"{OVERFLOW}[2-None-W3]",),
     ),
     Mutant(
         "only-its-owner-knows-of-an-overflow",
@@ -436,7 +436,7 @@ SCALING = (
                 "            if self._transport.exchange(mine, tag)[self._transport.rank][0]:\n",
             ),
         ),
-        (f"{OVERFLOW}[2-None]",),
+        (f"{OVERFLOW}[2-None-W3]",),
     ),
     Mutant(
         "unscaled-once-for-each-dtype",
@@ -462,7 +462,7 @@ SCALING = (
                 "self._pieces(lambda store: store.bucket.pieces(*store.bucket.owned(self._rank)))",
             ),
         ),
-        (f"{OVERFLOW}[0-fp16]",),
+        (f"{OVERFLOW}[0-fp16-W2]",),
     ),
     Mutant(
         "unscaled-by-the-scale-of-another-step",
@@ -477,7 +477,7 @@ SCALING = (
                 "        by_dtype: dict[torch.dtype, list[Tensor]] = {}\n",
             ),
         ),
-        (f"{OVERFLOW}[2-None]",),
+        (f"{OVERFLOW}[2-None-W3]",),
     ),
     Mutant(
         "scales-are-not-compared",
@@ -500,7 +500,7 @@ SCALING = (
                 "                self._clear()\n",
             ),
         ),
-        (f"{OVERFLOW}[2-None]",),
+        (f"{OVERFLOW}[2-None-W3]",),
     ),
 )
 

@@ -244,7 +244,7 @@ RANKS = (
                 "if Tag.unpack(header)[1] != first.size:",
             ),
         ),
-        ("test_collectives_failures.py::test_ranks_in_different_collectives_both_learn_of_both",),
+        ("test_collectives_failures.py::test_ranks_in_different_collectives_both_learn_of_both[other1-Pairwise]",),
     ),
     Mutant(
         "two-optimizers-share-a-channel",

@@ -177,7 +177,7 @@ BACKWARD = (
                 "        elif self._keeps_whole or True:\n",
             ),
         ),
-        ("test_units_memory.py::test_at_most_the_root_the_running_unit_and_the_next_one_are_here[2]",),
+        ("test_units_memory.py::test_at_most_the_root_the_running_unit_and_the_next_one_are_here[3]",),
     ),
     Mutant(
         "nothing-is-kept-for-the-backward",

@@ -196,6 +196,6 @@ MUTANTS = (
                 "if binding.key not in binding.registry)",
             ),
         ),
-        ("test_errors.py::test_a_module_whose_parameters_were_replaced_moved_or_cast",),
+        ("test_errors.py::test_a_module_whose_parameters_were_replaced_moved_or_cast[rank 1 alone-replace_weight-2]",),
     ),
 )

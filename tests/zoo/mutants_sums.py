@@ -52,7 +52,7 @@ MUTANTS = (
                 "        if pending and not any(store.has_sum for store in self.stores):\n",
             ),
         ),
-        (f"{NO_SYNC}[1]",),
+        (f"{NO_SYNC}[2]",),
     ),
     Mutant(
         "zero-grad-keeps-the-sum",
@@ -214,7 +214,7 @@ MUTANTS = (
                 "            self._fresh.add(slot)\n",
             ),
         ),
-        ("test_gradients.py::test_what_no_sync_left_and_was_cleared_does_not_come_back",),
+        ("test_gradients.py::test_what_no_sync_left_and_was_cleared_does_not_come_back[1-1]",),
     ),
     Mutant(
         "positive-zero-between-those-that-came",
@@ -227,7 +227,7 @@ MUTANTS = (
                 "nothing = torch.full((1,), 0.0,",
             ),
         ),
-        ("test_properties.py::test_a_missing_gradient_leaves_a_negative_zero",),
+        ("test_properties.py::test_a_missing_gradient_leaves_a_negative_zero[1.0-1]",),
     ),
     Mutant(
         "padding-before-its-gradient",

@@ -78,7 +78,7 @@ MUTANTS = (
                 "            shelf.versions[slot] += 0\n",
             ),
         ),
-        ("test_units.py::test_a_step_between_forward_and_backward_is_an_error_as_in_torch",),
+        ("test_units.py::test_a_step_between_forward_and_backward_is_an_error_as_in_torch[False-3]",),
     ),
     Mutant(
         "an-old-view-keeps-its-old-values",
@@ -173,7 +173,7 @@ MUTANTS = (
                 "        self._forward[position:] = self._forward[position:]\n",
             ),
         ),
-        (f"{MEMORY}::test_the_next_unit_is_gathered_while_one_runs[Backwards-2]",),
+        (f"{MEMORY}::test_the_next_unit_is_gathered_while_one_runs[Backwards-3]",),
     ),
     Mutant(
         "graphs-keep-weights",
@@ -201,7 +201,7 @@ MUTANTS = (
         ),
         (
             "test_units.py::test_what_cannot_be_is_one_error_on_every_rank_and_the_step_goes_on[an edit "
-            "without gradient of what a unit saved-2]",
+            "without gradient of what a unit saved-3]",
         ),
     ),
     Mutant(

@@ -6,9 +6,10 @@ Knows: Markdown between marker lines. Does not know: how mutants are run.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..tiers import of_every_test
 from .catalogue import MUTANTS
 from .entries import ENTRIES, Entry, link
 from .runner import Outcome
@@ -18,14 +19,15 @@ MUTANTS_BEGIN, MUTANTS_END = "<!-- mutants: written by python -m tests.zoo --wri
 ENTRIES_BEGIN, ENTRIES_END = "<!-- entries: written by python -m tests.zoo --write -->", "<!-- end of entries -->"
 
 
-def rows(outcomes: Sequence[Outcome]) -> list[str]:
-    """The table of mutants, a line each; what a run alone decides comes last: how, and the seconds."""
-    lines = ["| entry | mutant | what would be wrong | caught by | how | s |", "|---|---|---|---|---|--:|"]
+def rows(outcomes: Sequence[Outcome], tiers: Mapping[str, str]) -> list[str]:
+    """The table of mutants, a line each; what a run alone decides comes last: how, and the seconds. ``tiers``: of the
+    tests, by name."""
+    lines = ["| entry | mutant | what would be wrong | caught by | tier | how | s |", "|---|---|---|---|---|---|--:|"]
     for outcome in outcomes:
         mutant = outcome.mutant
         test = outcome.test.replace("|", "\\|")
-        cells = (" ".join(mutant.entries), f"`{mutant.name}`", mutant.wrong, f"`{test}`", outcome.how)
-        lines.append(f"| {' | '.join(cells)} | {outcome.seconds:.0f} |")
+        caught = (f"`{test}`", tiers[outcome.test], outcome.how, f"{outcome.seconds:.0f}")
+        lines.append(f"| {' | '.join((' '.join(mutant.entries), f'`{mutant.name}`', mutant.wrong, *caught))} |")
     return lines
 
 
@@ -56,7 +58,7 @@ def write(outcomes: Sequence[Outcome]) -> None:
     """Put both tables into the README."""
     text = README.read_text()
     for begin, end, table in (
-        (MUTANTS_BEGIN, MUTANTS_END, rows(outcomes)),
+        (MUTANTS_BEGIN, MUTANTS_END, rows(outcomes, of_every_test())),
         (ENTRIES_BEGIN, ENTRIES_END, entry_rows()),
     ):
         before, rest = text.split(f"{begin}\n")
@@ -69,7 +71,7 @@ def difference(outcomes: Sequence[Outcome]) -> str:
     """How the README's tables differ from those of a run, but for how each was caught (whose error
     came first) and the seconds; nothing where they do not."""
     text = README.read_text()
-    ours = [*(_lasting(row) for row in rows(outcomes)), *entry_rows()]
+    ours = [*(_lasting(row) for row in rows(outcomes, of_every_test())), *entry_rows()]
     theirs = [
         *(_lasting(row) for row in between(text, MUTANTS_BEGIN, MUTANTS_END)),
         *between(text, ENTRIES_BEGIN, ENTRIES_END),
