@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
+from .parameters.test_stage3_errors import error_of, is_plain, zero
 from .plain import assert_same_model
-from .test_stage3_errors import error_of, is_plain, zero
 
 SOME = pytest.mark.parametrize("stage", [0, 1, 2])
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -123,7 +123,9 @@ def test_the_reader_sees_every_use_of_the_insides(source: str, expected: list[st
 
 
 def test_the_reader_follows_the_helpers_of_a_test() -> None:
-    assert any(name.startswith("sockets: collectives.") for name in all_inside_names(ROOT / "tests/test_join.py"))
+    assert any(
+        name.startswith("sockets: collectives.") for name in all_inside_names(ROOT / "tests/gradients/test_join.py")
+    )
 
 
 def test_the_net_runs_against_other_insides() -> None:

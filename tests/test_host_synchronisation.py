@@ -23,10 +23,10 @@ from zero import MixedPrecision, ZeroOptimizer
 from zero.core.bits import all_zero, first_difference, read_scalars
 from zero.gradients.hooks import _reentrant
 
-from . import test_gradients as gradients
-from . import test_stage3_edits as edits
+from .gradients import test_gradients as gradients
 from .models import odd_batches, odd_loss
 from .narrowed import PRECISIONS
+from .parameters import test_stage3_edits as edits
 from .plain import assert_same_model, plain_step
 from .programs import locked_build
 

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
 
+from .parameters.test_stage3_errors import error_of, zero
 from .plain import assert_same_bits, assert_same_model
 from .pool import GlooPool
 from .test_close import BATCH, build, train
-from .test_stage3_errors import error_of, zero
 
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 BELOW = pytest.mark.parametrize("stage", [0, 1, 2])

@@ -28,7 +28,7 @@ def collected(pytestconfig: pytest.Config) -> dict[str, str]:
     tiers: dict[str, str] = {}
     for name, tier in sorted(pytestconfig.stash[COLLECTED].items(), key=lambda pair: pair[1] != "default"):
         file, _, function = name.removesuffix("]").partition("::")
-        tiers.setdefault(f"{file.removesuffix('.py')}::{function.partition('[')[0]}", tier)
+        tiers.setdefault(f"{Path(file).stem}::{function.partition('[')[0]}", tier)
     return tiers
 
 
@@ -36,7 +36,7 @@ def by_default(collected: dict[str, str], names: list[str]) -> bool:
     """Return whether the default run takes a test that one of these names means: a file or ``file::function``, with *.
     Also true where this run looks at none of the files."""
     for name in names:
-        assert list((ROOT / "tests").glob(f"{name.partition('::')[0]}.py")), f"there is no {name}"
+        assert list((ROOT / "tests").rglob(f"{name.partition('::')[0]}.py")), f"there is no {name}"
     files = {name.partition("::")[0] for name in collected}
     patterns = [name if "::" in name else f"{name}::*" for name in names]
     if not any(fnmatch.filter(files, pattern.partition("::")[0]) for pattern in patterns):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-TEST = "test_elementwise.py::"
+TEST = "step/test_elementwise.py::"
 REFUSED = f"{TEST}test_a_class_that_treats_shapes_differently_or_looks_beyond_an_element_is_refused"
 
 MUTANTS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-TESTS = "test_units_compile.py"
+TESTS = "parameters/test_units_compile.py"
 GRAPHS = f"{TESTS}::test_a_compiled_unit_has_the_graphs_of_the_plain_model"
 
 MUTANTS = (
@@ -52,7 +52,9 @@ MUTANTS = (
                 "        if len(module._forward_pre_hooks) > 1 and self._surrounded is not None:\n",
             ),
         ),
-        ("test_units_checkpoints.py::test_units_are_recomputed_with_the_bits_of_the_plain_loop[every_unit-before-1]",),
+        (
+            "parameters/test_units_checkpoints.py::test_units_are_recomputed_with_the_bits_of_the_plain_loop[every_unit-before-1]",
+        ),
     ),
     Mutant(
         "a-broken-graph-is-not-said",

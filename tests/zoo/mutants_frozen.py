@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-TESTS = "test_frozen.py"
+TESTS = "parameters/test_frozen.py"
 QLORA = f"{TESTS}::test_a_quantised_base_with_adapters_trains_the_plain_loops_bits"
 COMPARED = f"{TESTS}::test_whatever_says_what_it_holds_is_compared"
 REFUSED = f"{TESTS}::test_what_cannot_be_trained_is_named_on_every_rank_with_a_remedy"

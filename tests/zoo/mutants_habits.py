@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-HABITS = "test_stage3_habits.py"
+HABITS = "parameters/test_stage3_habits.py"
 
 MUTANTS = (
     Mutant(
@@ -31,7 +31,9 @@ MUTANTS = (
                 "    return parameter if same or spec.shape else NotImplemented\n",
             ),
         ),
-        ("test_released.py::test_a_released_parameter_gives_no_value_and_harms_nothing_at_any_moment[p.to(float64)]",),
+        (
+            "parameters/test_released.py::test_a_released_parameter_gives_no_value_and_harms_nothing_at_any_moment[p.to(float64)]",
+        ),
     ),
     Mutant(
         "what-was-refused-ends-the-forward-around-it",
@@ -54,7 +56,7 @@ MUTANTS = (
                 "        self._after(module, None, output)\n",
             ),
         ),
-        ("test_forward_methods.py::test_close_takes_them_away_and_nothing_stays_gathered_before[1]",),
+        ("parameters/test_forward_methods.py::test_close_takes_them_away_and_nothing_stays_gathered_before[1]",),
     ),
     Mutant(
         "a-method-inside-a-forward-begins-the-order-anew",
@@ -67,6 +69,6 @@ MUTANTS = (
                 "if place.is_root and",
             ),
         ),
-        ("test_forward_methods.py::test_methods_inside_a_forward_begin_no_order_of_their_own",),
+        ("parameters/test_forward_methods.py::test_methods_inside_a_forward_begin_no_order_of_their_own",),
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-LATE = "test_late.py::test_training_has_the_plain_loops_bits_when_every_transfer_finishes_late"
+LATE = "collectives/test_late.py::test_training_has_the_plain_loops_bits_when_every_transfer_finishes_late"
 
 MUTANTS = (
     Mutant(

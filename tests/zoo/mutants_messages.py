@@ -8,8 +8,8 @@ CLOSE = "test_close.py"
 TAKEN = f"{CLOSE}::test_every_call_of_the_older_names_the_takeover_and_its_close_leaves_the_newer_alone"
 
 TOLD = "test_messages.py"
-VERIFY = "test_verify.py"
-DEVICES = "test_devices.py"
+VERIFY = "commands/test_verify.py"
+DEVICES = "parameters/test_devices.py"
 
 MUTANTS = (
     Mutant(

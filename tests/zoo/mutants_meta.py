@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-TESTS = "test_meta.py"
+TESTS = "parameters/test_meta.py"
 SEED = f"{TESTS}::test_one_seed_gives_the_bits_of_plain_construction"
 SHARDS = f"{TESTS}::test_at_stage_3_what_came_before_is_sharded_when_a_module_gets_memory"
 READ = f"{TESTS}::test_a_state_dict_is_read_tensor_by_tensor_in_order_of_registration[1]"

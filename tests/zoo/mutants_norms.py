@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-CLIPPING = "test_exact.py::test_clipping_is_that_of_the_plain_loop_for_every_norm"
+CLIPPING = "contract/test_exact.py::test_clipping_is_that_of_the_plain_loop_for_every_norm"
 
 MUTANTS = (
     Mutant(
@@ -31,7 +31,7 @@ MUTANTS = (
                 "max_norm / (norm + 1e-6)",
             ),
         ),
-        ("test_norm.py::test_the_clip_factor_is_torchs",),
+        ("core/test_norm.py::test_the_clip_factor_is_torchs",),
     ),
     Mutant(
         "the-norm-of-the-first-bucket",
@@ -57,7 +57,7 @@ MUTANTS = (
                 "if self.norm_type == 1.0:\n                return",
             ),
         ),
-        ("test_norm.py::test_it_agrees_with_torch_in_fp64",),
+        ("core/test_norm.py::test_it_agrees_with_torch_in_fp64",),
     ),
     Mutant(
         "the-norm-of-this-rank",
@@ -135,7 +135,7 @@ MUTANTS = (
                 "                        found[-1:] = [*(p for p in found[-1:] if p is not gradient), gradient]\n",
             ),
         ),
-        ("test_laws.py::test_padding_and_scratch_cannot_be_observed[2]",),
+        ("contract/test_steps.py::test_padding_and_scratch_cannot_be_observed[2]",),
     ),
     Mutant(
         "a-naive-sum-of-squares",
@@ -148,6 +148,6 @@ MUTANTS = (
                 "        self._units += _in_units(sums.sum().item())\n",
             ),
         ),
-        ("test_norm.py::test_no_cut_no_order_and_no_grouping_changes_the_partial",),
+        ("core/test_norm.py::test_no_cut_no_order_and_no_grouping_changes_the_partial",),
     ),
 )

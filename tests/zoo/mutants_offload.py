@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-TESTS = "test_offload.py"
+TESTS = "step/test_offload.py"
 STATES = f"{TESTS}::test_states_on_disk_change_no_bit[-1]"
 COPIED = f"{TESTS}::test_states_that_are_copied_to_another_device_for_a_step_and_back[1]"
-AHEAD = "test_staging.py::test_the_next_bucket_is_fetched_and_the_last_goes_back_while_one_is_stepped"
-LATE = "test_staging.py::test_states_that_are_copied_beside_a_step_change_no_bit[adagrad--1]"
+AHEAD = "step/test_staging.py::test_the_next_bucket_is_fetched_and_the_last_goes_back_while_one_is_stepped"
+LATE = "step/test_staging.py::test_states_that_are_copied_beside_a_step_change_no_bit[adagrad--1]"
 RESIDENT = f"{TESTS}::test_two_buckets_at_most_are_resident_and_private_memory_falls_by_the_states"
 
 MUTANTS = (
@@ -65,7 +65,7 @@ MUTANTS = (
         ("S52",),
         "Copies of states that an interrupted step left take the place of those that were loaded since.",
         (Edit("zero.step.inner.InnerOptimizer.step", "                states.let_go()\n", "                pass\n"),),
-        ("test_staging.py::test_what_an_interrupted_step_left_is_no_state_of_the_next[True]",),
+        ("step/test_staging.py::test_what_an_interrupted_step_left_is_no_state_of_the_next[True]",),
     ),
     Mutant(
         "memory-is-used-again-while-it-is-copied",

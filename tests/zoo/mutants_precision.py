@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-UNITS = "test_join.py::test_units_may_be_there_when_a_block_begins_and_when_a_rank_leaves_it"
-TRAINING = "test_mixed_precision.py::test_training_is_that_of_the_plain_loop"
-NO_SYNC = "test_mixed_precision.py::test_what_no_sync_adds_up_is_wide_and_rounded_once"
-MADE_IN = "test_mixed_precision.py::test_the_model_may_have_been_made_in_any_dtype"
-FOLLOW = "test_mixed_cases.py::test_masters_follow_what_is_written_into_the_model_element_by_element"
-CAST = "test_mixed_cases.py::test_inputs_unlisted_parameters_and_asked_for_buffers_are_cast"
-EVALUATION = "test_mixed_cases.py::test_an_evaluation_between_steps_changes_nothing"
-OVERFLOW = "test_loss_scaling.py::test_one_element_that_is_not_finite_on_one_rank_skips_the_step_everywhere"
-LEFT = "test_join.py::test_training_is_that_of_the_plain_loop_over_the_union"
-CALLS = "test_join.py::test_a_rank_that_left_makes_every_call_of_the_others"
+RESUMED = "step/test_mixed_cases.py::test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped"
+UNITS = "gradients/test_join.py::test_units_may_be_there_when_a_block_begins_and_when_a_rank_leaves_it"
+TRAINING = "step/test_mixed_precision.py::test_training_is_that_of_the_plain_loop"
+NO_SYNC = "step/test_mixed_precision.py::test_what_no_sync_adds_up_is_wide_and_rounded_once"
+MADE_IN = "step/test_mixed_precision.py::test_the_model_may_have_been_made_in_any_dtype"
+FOLLOW = "step/test_mixed_cases.py::test_masters_follow_what_is_written_into_the_model_element_by_element"
+CAST = "step/test_mixed_cases.py::test_inputs_unlisted_parameters_and_asked_for_buffers_are_cast"
+EVALUATION = "step/test_mixed_cases.py::test_an_evaluation_between_steps_changes_nothing"
+OVERFLOW = "step/test_loss_scaling.py::test_one_element_that_is_not_finite_on_one_rank_skips_the_step_everywhere"
+LEFT = "gradients/test_join.py::test_training_is_that_of_the_plain_loop_over_the_union"
+CALLS = "gradients/test_join.py::test_a_rank_that_left_makes_every_call_of_the_others"
 
 MASTERS = (
     Mutant(
@@ -27,7 +28,7 @@ MASTERS = (
                 "            keep(bucket, whole.to(bucket.dtypes.compute).to(bucket.dtypes.master))\n",
             ),
         ),
-        ("test_mixed_cases.py::test_masters_are_rank_0s_wide_values_and_can_be_read[2]",),
+        ("step/test_mixed_cases.py::test_masters_are_rank_0s_wide_values_and_can_be_read[2]",),
     ),
     Mutant(
         "a-model-made-in-16-bits-has-no-wide-masters",
@@ -74,7 +75,7 @@ MASTERS = (
                 "        for begin in range(0, min(block, self._narrow.numel()), block):\n            narrow, wide",
             ),
         ),
-        ("test_mixed_cases.py::test_what_is_written_far_behind_the_beginning_counts_too",),
+        ("step/test_mixed_cases.py::test_what_is_written_far_behind_the_beginning_counts_too",),
     ),
     Mutant(
         "a-written-sign-of-zero-does-not-count",
@@ -87,7 +88,7 @@ MASTERS = (
                 "written = (rounded != narrow) & (as_integers is not None)",
             ),
         ),
-        ("test_mixed_cases.py::test_a_zero_that_was_written_has_its_sign",),
+        ("step/test_mixed_cases.py::test_a_zero_that_was_written_has_its_sign",),
     ),
     Mutant(
         "masters-of-a-later-group-are-rounded",
@@ -100,7 +101,7 @@ MASTERS = (
                 "                        None if buckets else wide.pop(bucket.index, None),\n",
             ),
         ),
-        ("test_mixed_cases.py::test_a_group_that_is_added_later_has_masters_of_its_own_wide_values[2]",),
+        ("step/test_mixed_cases.py::test_a_group_that_is_added_later_has_masters_of_its_own_wide_values[2]",),
     ),
     Mutant(
         "the-first-of-several-weights-is-cast",
@@ -126,7 +127,7 @@ MASTERS = (
                 "flattened(value.detach().to(bucket.device, bucket.dtypes.compute), spec.stride)",
             ),
         ),
-        ("test_mixed_cases.py::test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped[2-0-model first]",),
+        (f"{RESUMED}[2-0-model first]",),
     ),
     Mutant(
         "an-evaluation-forgets-the-masters",
@@ -174,7 +175,7 @@ MASTERS = (
                 "states.weights if name == _MASTER",
             ),
         ),
-        ("test_mixed_cases.py::test_saved_masters_are_what_the_next_step_would_begin_with",),
+        ("step/test_mixed_cases.py::test_saved_masters_are_what_the_next_step_would_begin_with",),
     ),
     Mutant(
         "reading-masters-changes-them",
@@ -187,7 +188,7 @@ MASTERS = (
                 "self._dtype, self._wide)",
             ),
         ),
-        ("test_mixed_cases.py::test_reading_masters_changes_nothing[2]",),
+        ("step/test_mixed_cases.py::test_reading_masters_changes_nothing[2]",),
     ),
     Mutant(
         "masters-are-dropped",
@@ -200,7 +201,7 @@ MASTERS = (
                 "scatter_masters({}, ",
             ),
         ),
-        ("test_mixed_cases.py::test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped[2-0-model first]",),
+        (f"{RESUMED}[2-0-model first]",),
     ),
     Mutant(
         "masters-of-before-outlive-a-load",
@@ -208,7 +209,7 @@ MASTERS = (
         "After a dict without master weights those of the training before stay.",
         (Edit("zero.state.plain_dicts.scatter_masters", "        states.master.forget()\n", ""),),
         (
-            "test_mixed_cases.py::"
+            "step/test_mixed_cases.py::"
             "test_a_dict_without_masters_leaves_them_to_the_model_and_a_plain_optimizer_takes_one_with",
         ),
     ),
@@ -223,7 +224,7 @@ MASTERS = (
                 "                if members:\n",
             ),
         ),
-        ("test_mixed_cases.py::test_what_is_never_trained_has_no_master_weights[2]",),
+        ("step/test_mixed_cases.py::test_what_is_never_trained_has_no_master_weights[2]",),
     ),
 )
 
@@ -324,7 +325,7 @@ SUMS = (
                 "                    else:\n                        break\n",
             ),
         ),
-        ("test_exact.py::test_clipping_is_that_of_the_plain_loop_for_every_norm[2-2.0]",),
+        ("contract/test_exact.py::test_clipping_is_that_of_the_plain_loop_for_every_norm[2-2.0]",),
     ),
     Mutant(
         "an-unused-parameter-decides-the-norm-s-dtype",
@@ -364,7 +365,7 @@ SUMS = (
                 "        return (self._stage.means_are_gathered and not",
             ),
         ),
-        ("test_mixed_cases.py::test_a_gradient_that_one_rank_used_and_all_zeroed_is_zero_in_every_slice[0]",),
+        ("step/test_mixed_cases.py::test_a_gradient_that_one_rank_used_and_all_zeroed_is_zero_in_every_slice[0]",),
     ),
 )
 
@@ -449,7 +450,7 @@ SCALING = (
                 "",
             ),
         ),
-        ("test_loss_scaling.py::test_a_scaler_asks_once_for_each_dtype_and_all_are_unscaled_once[2]",),
+        ("step/test_loss_scaling.py::test_a_scaler_asks_once_for_each_dtype_and_all_are_unscaled_once[2]",),
     ),
     Mutant(
         "stage-0-unscales-its-own-slice",
@@ -484,7 +485,7 @@ SCALING = (
         ("L16",),
         "Each rank takes out the loss scale of its own scaler, and none notices that they differ.",
         (Edit("zero.gradients.agreement.check", "if record.scale != first.scale:", "if first.divisor is None:"),),
-        ("test_loss_scaling.py::test_scales_that_differ_between_ranks_are_an_error_on_every_rank[2]",),
+        ("step/test_loss_scaling.py::test_scales_that_differ_between_ranks_are_an_error_on_every_rank[2]",),
     ),
     Mutant(
         "a-skipped-step-is-not-cleared",
@@ -523,7 +524,7 @@ JOINING = (
         ("L1",),
         "`sum_over_ranks` adds floats up one after another: a small number is lost between large ones.",
         (Edit("zero.optimizer.ZeroOptimizer.sum_over_ranks", "else math.fsum(told)", "else float(sum(told))"),),
-        ("test_join.py::test_sums_over_ranks_are_exact_and_equal_everywhere",),
+        ("gradients/test_join.py::test_sums_over_ranks_are_exact_and_equal_everywhere",),
     ),
     Mutant(
         "who-left-keeps-its-divisor",
@@ -578,7 +579,7 @@ JOINING = (
                 "return self._means_may_be_shown",
             ),
         ),
-        ("test_join.py::test_a_scaler_works_where_a_rank_left[0-False]",),
+        ("gradients/test_join.py::test_a_scaler_works_where_a_rank_left[0-False]",),
     ),
     Mutant(
         "a-rate-in-a-tensor-becomes-a-number",
@@ -591,7 +592,7 @@ JOINING = (
                 "                group[key] = found.item()\n",
             ),
         ),
-        ("test_join.py::test_options_that_a_rank_takes_over_keep_their_type",),
+        ("gradients/test_join.py::test_options_that_a_rank_takes_over_keep_their_type",),
     ),
     Mutant(
         "betas-become-a-list",
@@ -604,7 +605,7 @@ JOINING = (
                 "return [_rebuilt(item) for item in items]",
             ),
         ),
-        ("test_join.py::test_options_that_a_rank_takes_over_keep_their_type",),
+        ("gradients/test_join.py::test_options_that_a_rank_takes_over_keep_their_type",),
     ),
     Mutant(
         "join-without-finally",
@@ -620,7 +621,7 @@ JOINING = (
                 "        self._storage.tell_gathers(None)\n        self._reducer.leave()\n",
             ),
         ),
-        ("test_join.py::test_join_ends_with_an_exception",),
+        ("gradients/test_join.py::test_join_ends_with_an_exception",),
     ),
     Mutant(
         "who-left-clears-nothing",
@@ -654,7 +655,7 @@ JOINING = (
                 '        if call["name"] != expected["name"]:\n',
             ),
         ),
-        ("test_join.py::test_ranks_that_call_different_things_are_told_on_every_rank",),
+        ("gradients/test_join.py::test_ranks_that_call_different_things_are_told_on_every_rank",),
     ),
     Mutant(
         "options-are-not-compared",
@@ -667,7 +668,7 @@ JOINING = (
                 "record.options.get(key, ours) is None:",
             ),
         ),
-        ("test_join.py::test_options_that_differ_between_ranks_are_an_error_that_names_them",),
+        ("gradients/test_join.py::test_options_that_differ_between_ranks_are_an_error_that_names_them",),
     ),
     Mutant(
         "buffers-are-not-broadcast",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-FORKS, THREADS = "test_forks.py", "test_threads.py"
+FORKS, THREADS = "parameters/test_forks.py", "parameters/test_threads.py"
 RAISES = f"{FORKS}::test_what_a_forked_child_does_at_stage_3_raises_at_once_and_the_ranks_go_on"
 COLLECTS = f"{FORKS}::test_to_collect_an_optimizer_in_a_forked_child_takes_nothing_from_the_ranks"
 BESIDE = f"{THREADS}::test_a_forward_beside_one_of_another_thread_is_refused_and_training_goes_on"
@@ -87,7 +87,7 @@ MUTANTS = (
                 "if False:",
             ),
         ),
-        ("test_threads.py::test_a_forward_that_is_refused_inside_a_backward_releases_nothing[travel]",),
+        ("parameters/test_threads.py::test_a_forward_that_is_refused_inside_a_backward_releases_nothing[travel]",),
     ),
     Mutant(
         "a-thread-that-is-refused-puts-hooks-into-a-compiled-call",
@@ -100,7 +100,9 @@ MUTANTS = (
                 "if module is not None:",
             ),
         ),
-        ("test_threads.py::test_a_thread_that_is_refused_leaves_the_compiled_call_of_another_as_it_is[one-rank]",),
+        (
+            "parameters/test_threads.py::test_a_thread_that_is_refused_leaves_the_compiled_call_of_another_as_it_is[one-rank]",
+        ),
     ),
     Mutant(
         "a-generator-that-yields-ends-a-forward",
@@ -113,7 +115,7 @@ MUTANTS = (
                 "if True:",
             ),
         ),
-        ("test_threads.py::test_a_thread_whose_generators_come_and_go_is_inside_its_forward_still",),
+        ("parameters/test_threads.py::test_a_thread_whose_generators_come_and_go_is_inside_its_forward_still",),
     ),
     Mutant(
         "a-forward-begins-while-another-thread-releases",
@@ -126,6 +128,6 @@ MUTANTS = (
                 "with nullcontext():",
             ),
         ),
-        ("test_threads.py::test_a_forward_begins_when_all_of_another_threads_is_over",),
+        ("parameters/test_threads.py::test_a_forward_begins_when_all_of_another_threads_is_over",),
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-EXACT = "test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
+EXACT = "contract/test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
 DIFFERENT = "test_errors.py::test_ranks_that_built_different_models_learn_the_first_difference"
 
 WAITS = (
@@ -52,7 +52,7 @@ WAITS = (
                 "for store in stores)\n        self._progress.means_divisor",
             ),
         ),
-        ("test_gradients.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
+        ("gradients/test_gradients.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
     ),
     Mutant(
         "one-request-fewer-is-waited-for",
@@ -65,7 +65,7 @@ WAITS = (
                 "        while len(self._works) > 1:\n",
             ),
         ),
-        ("test_collectives.py::test_direct_exchanges_may_be_waited_for_in_any_order", f"{EXACT}[2-sgd]"),
+        ("collectives/test_collectives.py::test_direct_exchanges_may_be_waited_for_in_any_order", f"{EXACT}[2-sgd]"),
     ),
     Mutant(
         "the-gather-after-the-step-is-not-waited-for",
@@ -94,7 +94,7 @@ WAITS = (
                 "            self._start()\n",
             ),
         ),
-        ("test_collectives_memory.py::test_buckets_are_launched_in_order_as_soon_as_they_may",),
+        ("collectives/test_collectives_memory.py::test_buckets_are_launched_in_order_as_soon_as_they_may",),
     ),
     Mutant(
         "any-number-of-buckets-is-in-flight",
@@ -107,14 +107,14 @@ WAITS = (
                 "",
             ),
         ),
-        ("test_bytes.py::test_bytes_of_a_rank_are_those_of_the_formulas[0.01-4-2]",),
+        ("state/test_bytes.py::test_bytes_of_a_rank_are_those_of_the_formulas[0.01-4-2]",),
     ),
     Mutant(
         "stage-2-keeps-whole-gradients",
         ("P27",),
         "The stage table's row of stage 2 is that of stage 1: every rank holds all gradients.",
         (Edit("zero.core.stage", "Stage(2, _W, _S, _S)", "Stage(2, _W, _W, _S)"),),
-        ("test_bytes.py::test_at_stage_2_no_rank_holds_all_reduced_gradients_after_backward",),
+        ("state/test_bytes.py::test_at_stage_2_no_rank_holds_all_reduced_gradients_after_backward",),
     ),
 )
 
@@ -149,7 +149,7 @@ RANKS = (
                 "[t.isend(source, to, tag) for to in t.peers()]",
             ),
         ),
-        ("test_bytes.py::test_traffic_is_the_closed_form[1-1-3-2]",),
+        ("state/test_bytes.py::test_traffic_is_the_closed_form[1-1-3-2]",),
     ),
     Mutant(
         "the-global-rank-for-the-group-rank",
@@ -204,7 +204,7 @@ RANKS = (
                 "(buffer[low:high], padded[low:high])",
             ),
         ),
-        ("test_gloo.py::test_the_native_baseline_takes_uneven_and_empty_slices[dtype1]",),
+        ("contract/test_gloo.py::test_the_native_baseline_takes_uneven_and_empty_slices[dtype1]",),
     ),
     Mutant(
         "nobody-waits-for-who-is-behind",
@@ -218,7 +218,7 @@ RANKS = (
                 "",
             ),
         ),
-        ("test_exact.py::test_ranks_that_have_fewer_micro_batches_contribute_nothing[2]",),
+        ("contract/test_exact.py::test_ranks_that_have_fewer_micro_batches_contribute_nothing[2]",),
     ),
     Mutant(
         "an-abort-is-not-told",
@@ -244,7 +244,9 @@ RANKS = (
                 "if Tag.unpack(header)[1] != first.size:",
             ),
         ),
-        ("test_collectives_failures.py::test_ranks_in_different_collectives_both_learn_of_both[other1-Pairwise]",),
+        (
+            "collectives/test_collectives_failures.py::test_ranks_in_different_collectives_both_learn_of_both[other1-Pairwise]",
+        ),
     ),
     Mutant(
         "two-optimizers-share-a-channel",
@@ -257,7 +259,7 @@ RANKS = (
                 "return Transport(self.carrier, self._channel.ranks, 1 if first else 0)",
             ),
         ),
-        ("test_collectives_groups.py::test_messages_of_forked_channels_do_not_mix",),
+        ("collectives/test_collectives_groups.py::test_messages_of_forked_channels_do_not_mix",),
     ),
     Mutant(
         "the-divisor-is-the-class-s",
@@ -288,7 +290,7 @@ RANKS = (
                 "",
             ),
         ),
-        ("test_face.py::test_construction_copies_rank_0s_parameters_and_buffers",),
+        ("contract/test_face.py::test_construction_copies_rank_0s_parameters_and_buffers",),
     ),
     Mutant(
         "names-are-not-in-the-digest",
@@ -331,14 +333,14 @@ GEOMETRY = (
                 "Slot(position, (offset + 2**31) % 2**32 - 2**31, spec.numel) for",
             ),
         ),
-        ("test_layout.py::test_a_slot_begins_where_the_one_before_ends_also_beyond_two_to_the_31",),
+        ("core/test_layout.py::test_a_slot_begins_where_the_one_before_ends_also_beyond_two_to_the_31",),
     ),
     Mutant(
         "an-exact-fit-is-refused",
         ("R15",),
         "A parameter that fills a bucket to the last byte goes into the next one: more buckets than were asked for.",
         (Edit("zero.core.layout._buckets", "used[key] + nbytes > bucket_bytes", "used[key] + nbytes >= bucket_bytes"),),
-        ("test_layout.py::test_an_exact_fit_is_accepted_and_one_byte_less_is_not",),
+        ("core/test_layout.py::test_an_exact_fit_is_accepted_and_one_byte_less_is_not",),
     ),
     Mutant(
         "cuts-anywhere",
@@ -346,7 +348,7 @@ GEOMETRY = (
         "Slices are cut at any element: vector kernels end elsewhere than in one tensor, and fused steps "
         "differ by bits.",
         (Edit("zero.core.layout", "ALIGNMENT_BYTES = 64  # a", "ALIGNMENT_BYTES = 8  # a"),),
-        (f"{EXACT}[2-adamw fused]", "test_layout.py::test_the_drawing_of_the_module_is_what_is_built"),
+        (f"{EXACT}[2-adamw fused]", "core/test_layout.py::test_the_drawing_of_the_module_is_what_is_built"),
     ),
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-TESTS = "test_sharding_factor.py"
+TESTS = "contract/test_sharding_factor.py"
 FOLD = f"{TESTS}::test_a_sum_over_replicas_is_the_fold_in_rank_order"
 TRAINING = f"{TESTS}::test_training_is_that_of_the_plain_loop"
 KEPT = f"{TESTS}::test_what_is_kept_for_the_backward_changes_no_bit"
@@ -177,7 +177,7 @@ BACKWARD = (
                 "        elif self._keeps_whole or True:\n",
             ),
         ),
-        ("test_units_memory.py::test_at_most_the_root_the_running_unit_and_the_next_one_are_here[3]",),
+        ("parameters/test_units_memory.py::test_at_most_the_root_the_running_unit_and_the_next_one_are_here[3]",),
     ),
     Mutant(
         "nothing-is-kept-for-the-backward",

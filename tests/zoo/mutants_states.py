@@ -53,7 +53,7 @@ MUTANTS = (
                 "                if piece.slot in slots and not shelf.updated:\n                    shelf.shard",
             ),
         ),
-        ("test_stage3_edits.py::test_an_assigned_state_dict_is_rank_0s_on_every_rank",),
+        ("parameters/test_stage3_edits.py::test_an_assigned_state_dict_is_rank_0s_on_every_rank",),
     ),
     Mutant(
         "frozen-weights-are-lost",
@@ -68,7 +68,7 @@ MUTANTS = (
                 "        self._take_out(trained)\n",
             ),
         ),
-        ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[3-sgd]",),
+        ("contract/test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[3-sgd]",),
     ),
     Mutant(
         "a-parameter-is-known-by-its-address",
@@ -131,7 +131,7 @@ MUTANTS = (
                 "                    values[name] = flats[name][slot.offset : end].clone()\n",
             ),
         ),
-        ("test_saving.py::test_a_saved_dict_has_torchs_own_form_and_names",),
+        ("state/test_saving.py::test_a_saved_dict_has_torchs_own_form_and_names",),
     ),
     Mutant(
         "names-are-not-compared",
@@ -170,7 +170,7 @@ MUTANTS = (
                 "                    for name in slots[number].elementwise[-1:]:\n",
             ),
         ),
-        ("test_saving.py::test_a_saved_dict_has_torchs_own_form_and_names",),
+        ("state/test_saving.py::test_a_saved_dict_has_torchs_own_form_and_names",),
     ),
     Mutant(
         "states-are-keyed-by-id",
@@ -183,7 +183,7 @@ MUTANTS = (
                 "                result[id(spec)] = values\n",
             ),
         ),
-        ("test_saving.py::test_a_saved_dict_has_torchs_own_form_and_names",),
+        ("state/test_saving.py::test_a_saved_dict_has_torchs_own_form_and_names",),
     ),
     Mutant(
         "a-replaced-parameter-is-not-noticed",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-NO_SYNC = "test_exact.py::test_no_sync_changes_when_bytes_travel_never_what_they_sum_to"
-CLEARED = "test_exact.py::test_every_way_to_clear_a_gradient_works_after_steps_and_skipped_steps"
-FEWER = "test_exact.py::test_ranks_that_have_fewer_micro_batches_contribute_nothing"
+NO_SYNC = "contract/test_exact.py::test_no_sync_changes_when_bytes_travel_never_what_they_sum_to"
+CLEARED = "contract/test_exact.py::test_every_way_to_clear_a_gradient_works_after_steps_and_skipped_steps"
+FEWER = "contract/test_exact.py::test_ranks_that_have_fewer_micro_batches_contribute_nothing"
 
 MUTANTS = (
     Mutant(
@@ -39,7 +39,7 @@ MUTANTS = (
                 "        return row if self._contiguous and len(arrived) == len(self.bucket.slots) else None\n",
             ),
         ),
-        ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[1-sgd]",),
+        ("contract/test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[1-sgd]",),
     ),
     Mutant(
         "what-no-sync-left-is-not-reduced",
@@ -78,7 +78,7 @@ MUTANTS = (
                 "return not self.contributions_stay or dtypes.widens",
             ),
         ),
-        ("test_gradients.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
+        ("gradients/test_gradients.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
     ),
     Mutant(
         "the-sum-is-divided-at-each-reduction",
@@ -125,7 +125,7 @@ MUTANTS = (
                 "            pass\n",
             ),
         ),
-        ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
+        ("contract/test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
     ),
     Mutant(
         "division-by-a-reciprocal",
@@ -138,7 +138,7 @@ MUTANTS = (
                 "self._sum().mul_(1 / divisor)",
             ),
         ),
-        ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
+        ("contract/test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
     ),
     Mutant(
         "reductions-stay-local",
@@ -152,7 +152,7 @@ MUTANTS = (
                 "                    parts.append(source[low + begin : low + end])\n",
             ),
         ),
-        ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
+        ("contract/test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
     ),
     Mutant(
         "own-contribution-first",
@@ -168,7 +168,7 @@ MUTANTS = (
                 "                parts.insert((start is not None) if rank == t.rank else len(parts), part)\n",
             ),
         ),
-        ("test_exact.py::test_the_number_of_ranks_and_the_bucket_size_do_not_matter[2-3-0.0005]",),
+        ("contract/test_exact.py::test_the_number_of_ranks_and_the_bucket_size_do_not_matter[2-3-0.0005]",),
     ),
     Mutant(
         "the-sum-so-far-last",
@@ -187,7 +187,7 @@ MUTANTS = (
                 "            parts += [] if start is None else [start[begin:end]]\n            pieces.append(",
             ),
         ),
-        ("test_exact.py::test_the_number_of_ranks_and_the_bucket_size_do_not_matter[2-3-0.0005]",),
+        ("contract/test_exact.py::test_the_number_of_ranks_and_the_bucket_size_do_not_matter[2-3-0.0005]",),
     ),
     Mutant(
         "positive-zero-for-nothing",
@@ -214,7 +214,7 @@ MUTANTS = (
                 "            self._fresh.add(slot)\n",
             ),
         ),
-        ("test_gradients.py::test_what_no_sync_left_and_was_cleared_does_not_come_back[1-1]",),
+        ("gradients/test_gradients.py::test_what_no_sync_left_and_was_cleared_does_not_come_back[1-1]",),
     ),
     Mutant(
         "positive-zero-between-those-that-came",
@@ -244,7 +244,7 @@ MUTANTS = (
                 "            places.append(len(row))\n            row.append(nothing.expand(slot.numel))\n",
             ),
         ),
-        ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[1-sgd]",),
+        ("contract/test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[1-sgd]",),
     ),
     Mutant(
         "narrow-sums",
@@ -259,7 +259,7 @@ MUTANTS = (
                 "    running = torch.empty(",
             ),
         ),
-        ("test_collectives.py::test_pairwise_adds_narrow_contributions_in_the_wide_accumulator",),
+        ("collectives/test_collectives.py::test_pairwise_adds_narrow_contributions_in_the_wide_accumulator",),
     ),
     Mutant(
         "each-rank-has-its-own-idea-of-what-was-used",
@@ -273,7 +273,7 @@ MUTANTS = (
                 "        used = [records[self._transport.rank].used]\n",
             ),
         ),
-        ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
+        ("contract/test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
     ),
     Mutant(
         "each-rank-divides-by-its-own-count",
@@ -295,7 +295,7 @@ MUTANTS = (
                 "                    store.divide(self.divisor)\n            return\n",
             ),
         ),
-        ("test_exact.py::test_clipping_is_that_of_the_plain_loop_for_every_norm[2-2.0]",),
+        ("contract/test_exact.py::test_clipping_is_that_of_the_plain_loop_for_every_norm[2-2.0]",),
     ),
     Mutant(
         "hooks-hand-over-the-weights",
@@ -308,7 +308,7 @@ MUTANTS = (
                 "listener.gradient_ready(self._index, parameter.detach())",
             ),
         ),
-        ("test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
+        ("contract/test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
     ),
     Mutant(
         "no-sync-without-finally",
@@ -334,7 +334,7 @@ MUTANTS = (
                 "",
             ),
         ),
-        ("test_gradients.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
+        ("gradients/test_gradients.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
     ),
     Mutant(
         "an-interrupted-backward-is-forgotten",
@@ -360,7 +360,7 @@ MUTANTS = (
                 "",
             ),
         ),
-        ("test_gradients.py::test_full_grad_is_the_plain_mean_before_and_after_clipping[2]",),
+        ("gradients/test_gradients.py::test_full_grad_is_the_plain_mean_before_and_after_clipping[2]",),
     ),
     Mutant(
         "who-is-trainable-is-asked-once",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-EXACT = "test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
-MEMORY, EDITS = "test_units_memory.py", "test_stage3_edits.py"
+EXACT = "contract/test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
+MEMORY, EDITS = "parameters/test_units_memory.py", "parameters/test_stage3_edits.py"
 
 MUTANTS = (
     Mutant(
@@ -78,7 +78,7 @@ MUTANTS = (
                 "            shelf.versions[slot] += 0\n",
             ),
         ),
-        ("test_units.py::test_a_step_between_forward_and_backward_is_an_error_as_in_torch[False-3]",),
+        ("parameters/test_units.py::test_a_step_between_forward_and_backward_is_an_error_as_in_torch[False-3]",),
     ),
     Mutant(
         "an-old-view-keeps-its-old-values",
@@ -200,7 +200,7 @@ MUTANTS = (
             ),
         ),
         (
-            "test_units.py::test_what_cannot_be_is_one_error_on_every_rank_and_the_step_goes_on[an edit "
+            "parameters/test_units.py::test_what_cannot_be_is_one_error_on_every_rank_and_the_step_goes_on[an edit "
             "without gradient of what a unit saved-3]",
         ),
     ),
@@ -243,7 +243,7 @@ MUTANTS = (
                 "            for bound in self.bounds)",
             ),
         ),
-        ("test_layout.py::test_a_part_of_a_bucket_has_the_slots_and_owners_of_the_whole",),
+        ("core/test_layout.py::test_a_part_of_a_bucket_has_the_slots_and_owners_of_the_whole",),
     ),
     Mutant(
         "a-forward-that-raises-stays-entered",
@@ -256,7 +256,7 @@ MUTANTS = (
                 "register_forward_hook(self._leaving)",
             ),
         ),
-        ("test_units.py::test_an_exception_in_a_forward_leaves_nothing_gathered",),
+        ("parameters/test_units.py::test_an_exception_in_a_forward_leaves_nothing_gathered",),
     ),
     Mutant(
         "a-released-parameter-answers",
@@ -269,7 +269,7 @@ MUTANTS = (
                 "        if func in ANSWERABLE or func is not None:\n",
             ),
         ),
-        ("test_stage3_edits.py::test_gathered_shows_what_was_asked_for_and_nothing_else",),
+        ("parameters/test_stage3_edits.py::test_gathered_shows_what_was_asked_for_and_nothing_else",),
     ),
     Mutant(
         "what-is-not-listed-is-not-sharded",

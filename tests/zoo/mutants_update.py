@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-EXACT = "test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
+EXACT = "contract/test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
 
 MUTANTS = (
     Mutant(
@@ -41,7 +41,7 @@ MUTANTS = (
                 "            unhooked_step(built)()\n",
             ),
         ),
-        ("test_saving.py::test_before_the_first_step_there_is_no_state[2]",),
+        ("state/test_saving.py::test_before_the_first_step_there_is_no_state[2]",),
     ),
     Mutant(
         "every-rank-steps-the-first-slice",
@@ -128,7 +128,7 @@ MUTANTS = (
                 "        groups = as_groups(params if module is None else module)\n",
             ),
         ),
-        ("test_stage3_edits.py::test_parameters_that_are_not_listed_are_edited_alike",),
+        ("parameters/test_stage3_edits.py::test_parameters_that_are_not_listed_are_edited_alike",),
     ),
     Mutant(
         "ties-are-cut",
@@ -146,7 +146,7 @@ MUTANTS = (
                 "        self._bindings = bindings(self._module)\n        self._cast_rest()",
             ),
         ),
-        ("test_face.py::test_identity_names_ties_shapes_and_strides_stay[2]",),
+        ("contract/test_face.py::test_identity_names_ties_shapes_and_strides_stay[2]",),
     ),
     Mutant(
         "none-is-zero",
@@ -185,7 +185,7 @@ MUTANTS = (
                 "equal",
             ),
         ),
-        ("test_face.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),
+        ("contract/test_face.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),
     ),
     Mutant(
         "options-are-read-once",
@@ -200,7 +200,7 @@ MUTANTS = (
                 "        groups = self._kept\n        ahead = (states for states,",
             ),
         ),
-        ("test_face.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),
+        ("contract/test_face.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),
     ),
     Mutant(
         "what-a-class-counts-in-its-group-is-lost",
@@ -213,7 +213,7 @@ MUTANTS = (
                 "        for options in changed.values():\n",
             ),
         ),
-        ("test_face.py::test_a_class_counts_steps_also_on_ranks_and_in_groups_that_hold_nothing[Counting-2]",),
+        ("contract/test_face.py::test_a_class_counts_steps_also_on_ranks_and_in_groups_that_hold_nothing[Counting-2]",),
     ),
     Mutant(
         "a-scalar-is-a-vector",
@@ -226,6 +226,6 @@ MUTANTS = (
                 "return False",
             ),
         ),
-        ("test_face.py::test_parameters_without_dimensions_are_promoted_as_torch_promotes_them",),
+        ("contract/test_face.py::test_parameters_without_dimensions_are_promoted_as_torch_promotes_them",),
     ),
 )

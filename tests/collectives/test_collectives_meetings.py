@@ -1,0 +1,158 @@
+"""Ranks that are behind catch up where they meet, and learn of rounds that they missed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives import (
+    Algorithm,
+    Chain,
+    Kind,
+    Loopback,
+    MismatchError,
+    Tag,
+    Transport,
+    Work,
+    on_threads,
+)
+
+from ..carried import (
+    EVERY,
+    FEWER,
+    PATIENT,
+    each,
+    jitter,
+    reduction,
+)
+
+pytestmark = pytest.mark.contract
+
+
+class Rounds:
+    """A rank that enters rounds of reductions, as a reducer does; its own contribute 1 + rank, the others' -0.0."""
+
+    def __init__(self, transport: Transport, algorithm: Algorithm, sizes: Sequence[int], agree: bool) -> None:
+        self.transport, self.collective = transport, algorithm(transport)
+        self.bounds = list(itertools.accumulate(sizes, initial=0))
+        self.agree = agree
+        self.entered = self.meetings = self.caught_up = 0
+        self.sums: list[list[float]] = []
+
+    def enter(self, value: float) -> None:
+        self.entered += 1
+        rank = self.transport.rank
+        works: list[Work] = []
+        for bucket in range(2):
+            out = torch.empty(self.bounds[rank + 1] - self.bounds[rank])
+            source = torch.full((self.bounds[-1],), value)
+            tag = reduction(f"bucket {bucket}", self.entered, bucket)
+            works.append(self.collective.reduce_scatter(source, self.bounds, out, start=None, tag=tag))
+        Chain(works).wait()
+        self.sums.append(out.tolist())
+        if self.agree:
+            self.transport.exchange(b"used", Tag(Kind.EXCHANGE, "which were used", self.entered))
+
+    def catch_up(self) -> None:
+        self.caught_up += 1
+        self.enter(-0.0)
+
+    def meet(self) -> None:
+        self.meetings += 1
+        agreed = self.transport.meet(Tag(Kind.MEET, "step()", self.entered, self.meetings), self.catch_up)
+        assert agreed == Tag(Kind.MEET, "step()", self.entered, self.meetings)
+
+
+def check_meetings(
+    algorithm: Algorithm, sizes: Sequence[int], plan: Sequence[Sequence[int]], agree: bool, seed: int | None
+) -> None:
+    """``plan``: for each meeting, how many rounds each rank enters by itself before it."""
+    world_size = len(sizes)
+
+    def program(transport: Transport) -> tuple[list[int], list[list[float]]]:
+        rounds = Rounds(transport, algorithm, sizes, agree)
+        caught_up = []
+        for before in plan:
+            for _ in range(before[transport.rank]):
+                rounds.enter(1.0 + transport.rank)
+            already = rounds.caught_up
+            rounds.meet()
+            caught_up.append(rounds.caught_up - already)
+        return caught_up, rounds.sums
+
+    interfere = None if seed is None else jitter(seed)
+    results = Loopback[tuple[list[int], list[list[float]]]](world_size, interfere=interfere).run(program)
+    sums: list[float] = []
+    for before in plan:
+        sums += [sum(1.0 + r for r in range(world_size) if before[r] > i) for i in range(max(before))]
+    for rank, (caught_up, found) in enumerate(results):
+        assert caught_up == [max(before) - before[rank] for before in plan]
+        assert found == [[value] * sizes[rank] for value in sums]
+
+
+@EVERY
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@given(data=st.data())
+@FEWER
+def test_a_rank_that_is_behind_catches_up_exactly_what_it_missed(
+    algorithm: Algorithm, world_size: int, data: st.DataObject
+) -> None:
+    """For any number of rounds a rank, any split (empty slices send no bytes), with and without delays."""
+    per_rank = st.lists(st.integers(0, 3), min_size=world_size, max_size=world_size)
+    plan = data.draw(st.lists(per_rank, min_size=1, max_size=3), "rounds a rank before each meeting")
+    sizes = data.draw(st.lists(st.sampled_from([0, 1, 4]), min_size=world_size, max_size=world_size), "slices")
+    agree = data.draw(st.booleans(), "an exchange inside each round")
+    seed = data.draw(st.none() | st.integers(0, 1000), "delays")
+    check_meetings(algorithm, sizes, plan, agree, seed)
+
+
+@EVERY
+@pytest.mark.parametrize("sizes", [[0, 0, 16], [16, 0, 0], [0, 16, 0], [0, 0, 0]])
+@pytest.mark.parametrize("before", list(itertools.permutations([0, 1, 2])))
+def test_a_rank_that_is_behind_learns_of_rounds_that_send_it_no_bytes(
+    algorithm: Algorithm, sizes: list[int], before: tuple[int, ...]
+) -> None:
+    check_meetings(algorithm, sizes, [before], agree=False, seed=None)
+
+
+def test_rounds_in_which_nothing_is_sent_count_too() -> None:
+    """As when every parameter is frozen: the announcement itself says how many there were."""
+
+    def program(transport: Transport) -> int:
+        caught_up: list[int] = []
+        met = transport.meet(Tag(Kind.MEET, "step()", transport.rank), lambda: caught_up.append(1))
+        assert met.round == 2
+        return len(caught_up)
+
+    assert on_threads(3, program) == [2, 1, 0]
+
+
+def test_ranks_at_different_meetings_both_learn_of_both() -> None:
+    purposes = ["clip_grad_norm_()", "step()"]
+
+    def program(transport: Transport) -> None:
+        transport.meet(Tag(Kind.MEET, purposes[transport.rank], 2, 1), lambda: pytest.fail("nobody is ahead"))
+
+    for error in each(Loopback(2, timeout=PATIENT), program):
+        assert isinstance(error, MismatchError)
+        for rank, purpose in enumerate(purposes):
+            assert f"rank {rank} is in {purpose} [meet, round 2, index 1]" in str(error)
+
+
+@EVERY
+def test_ranks_at_different_meetings_after_different_rounds_both_learn_of_both(algorithm: Algorithm) -> None:
+    def program(transport: Transport) -> None:
+        rounds = Rounds(transport, algorithm, [3, 3], agree=False)
+        for _ in range(2 * transport.rank):
+            rounds.enter(1.0)
+        transport.meet(Tag(Kind.MEET, f"purpose {transport.rank}", rounds.entered, 1), rounds.catch_up)
+
+    for error in each(Loopback(2, timeout=PATIENT), program):
+        assert isinstance(error, MismatchError)
+        assert "purpose 0 [meet, round 2" in str(error)
+        assert "purpose 1 [meet, round 2" in str(error)

@@ -1,0 +1,236 @@
+"""A rank that fails at any step of any collective: every other rank says which one, and why, without the time limit.
+
+Each send, receive and wait of a rank is a step at which it may fail. Ranks are threads; `test_deaths` has processes.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives import (
+    Chain,
+    Collective,
+    CollectiveError,
+    Hierarchical,
+    Kind,
+    Loopback,
+    Pairwise,
+    Ring,
+    Shared,
+    Tag,
+    Transport,
+    Work,
+    transport,
+)
+
+from ..carried import FEWER, SOON, reduction
+from ..kills import LABEL, halves, launch
+
+NUMELS = [0, 12, 1 << 17]
+PART = 1 << 13  # elements of a part at least, here: so the last of these is sent in several, and answered
+LIMIT = 5.0
+TAG = Tag(Kind.EXCHANGE, "many bytes")
+ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
+    "pairwise": Pairwise,
+    "ring": Ring,
+    "shared": Shared,
+    "hierarchical": lambda t: Hierarchical(t, halves(t.world_size)),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_parts() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "LEAST", PART)
+        patch.setattr(transport, "CHUNK", 4 * PART)
+        yield
+
+
+class Failing:
+    """Raises in one rank at one of its steps."""
+
+    def __init__(self, victim: int, step: int) -> None:
+        self.victim, self.steps, self.armed = victim, step, False
+
+    def __call__(self, rank: int, event: str, peer: int) -> None:
+        if self.armed and rank == self.victim:
+            self.steps -= 1
+            if self.steps == -1:
+                raise ZeroDivisionError
+
+
+def until_one_fails(collective: Collective, what: str, numel: int) -> str:
+    """Enter the same kind of collective again and again; the error that ends it."""
+    number = 0
+    while True:
+        number += 1
+        try:
+            launch(collective, what, number, numel)()
+        except CollectiveError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("what", ["reduce_scatter", "all_gather", "exchange", "meet"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@given(
+    world_size=st.integers(2, 4),
+    victim=st.integers(0, 3),
+    step=st.integers(0, 80),
+    leaves=st.booleans(),
+    numel=st.sampled_from(NUMELS),
+)
+@FEWER
+def test_a_rank_that_fails_at_any_step_is_named_by_all_at_once(
+    algorithm: str, what: str, world_size: int, victim: int, step: int, leaves: bool, numel: int
+) -> None:
+    victim %= world_size
+    failing = Failing(victim, step)
+    errors: dict[int, str] = {}
+
+    def program(transport: Transport) -> None:
+        collective = ALGORITHMS[algorithm](transport)
+        ready.wait()
+        failing.armed = True
+        try:
+            errors[transport.rank] = until_one_fails(collective, what, numel)
+        except ZeroDivisionError:
+            collective.transport.abort("the disk is full")
+            if leaves:
+                raise
+
+    ready = threading.Barrier(world_size)
+    begin = time.monotonic()
+    group = Loopback[None](world_size, timeout=LIMIT, interfere=failing)
+    try:
+        group.run(program)
+    except ZeroDivisionError:
+        assert leaves
+    assert time.monotonic() - begin < SOON
+    assert set(errors) == set(range(world_size)) - {victim}
+    for rank, error in errors.items():
+        assert error.startswith(f"rank {rank}, in {LABEL}: rank {victim} failed: "), error
+        assert "the disk is full" in error or "ZeroDivisionError" in error
+
+
+class Interrupting:
+    """Raises `KeyboardInterrupt` at one of the lines that a thread runs in what asks for parts and reads them."""
+
+    functions = ("ask_rest", "_post", "recv", "wait")
+
+    def __init__(self, line: int) -> None:
+        self.line, self.reached = line, False
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename.endswith(("messenger.py", "sends.py")) and frame.f_code.co_name in self.functions:
+            self.line -= event == "line"
+            if self.line < 0 and not self.reached:
+                self.reached = True
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return self
+        return None
+
+
+@pytest.mark.parametrize("line", range(60))
+def test_an_interrupt_while_parts_are_asked_for_ends_the_group_or_loses_nothing(line: int) -> None:
+    numel = 1 << 17
+    interrupting = Interrupting(line)
+
+    def program(transport: Transport) -> None:
+        if transport.rank == 1:
+            transport.isend(torch.full((numel,), 3.0), 0, TAG).wait()
+            return
+        found = torch.full((numel,), -7.0)
+        works: Sequence[Work] = ()
+        before = sys.gettrace()
+        sys.settrace(interrupting)
+        try:
+            works = transport.irecv_chunks(found, 1, TAG)
+            Chain(works).wait()
+        except KeyboardInterrupt:
+            assert transport.broken or works or not transport._channel.streams[1].expected, "begun, and forgotten"
+            if transport.broken or not works:
+                raise ZeroDivisionError from None
+            Chain(works).wait()
+        finally:
+            sys.settrace(before)
+        assert torch.equal(found, torch.full((numel,), 3.0))
+
+    group = Loopback[None](2, timeout=LIMIT)
+    try:
+        group.run(program)
+    except (ZeroDivisionError, CollectiveError):
+        assert interrupting.reached
+    assert interrupting.reached or line > 30, "there are so many lines at least"
+
+
+def test_after_a_failure_nothing_more_is_asked_for() -> None:
+    """What nobody will send would keep its memory for as long as the group is there."""
+
+    def program(transport: Transport) -> list[bool]:
+        if transport.rank == 1:
+            return []
+        parts = transport._channel.recv([torch.empty(1 << 17, dtype=torch.uint8)] * 3, 1, TAG)
+        transport.abort("the disk is full")
+        with pytest.raises(CollectiveError, match="the disk is full"):
+            Chain(parts).wait()
+        return [part.payload is None for part in parts]
+
+    assert Loopback[list[bool]](2, timeout=LIMIT).run(program) == [[False, True, True], []]
+
+
+@given(order=st.permutations(range(6)), length=st.integers(3, 6))
+@FEWER
+def test_whoever_waits_for_a_rank_that_waits_for_another_names_the_last(order: Sequence[int], length: int) -> None:
+    """A row of ranks, each of which waits for the one before; the first leaves."""
+    row = order[:length]
+    errors: dict[int, str] = {}
+
+    def program(transport: Transport) -> None:
+        place = row.index(transport.rank) if transport.rank in row else 0
+        if place == 0:
+            raise ZeroDivisionError
+        try:
+            transport.irecv(torch.empty(1), row[place - 1], reduction(f"wait {place}")).wait()
+        except CollectiveError as error:
+            errors[place] = str(error)
+
+    with pytest.raises(ZeroDivisionError):
+        Loopback[None](6, timeout=LIMIT).run(program)
+    first, second = row[0], row[1]
+    witness = f"rank {second}, in wait 1: no answer from rank {first} after "
+    assert errors[1].startswith(witness)
+    for place in range(2, length):
+        assert errors[place].startswith(f"rank {row[place]}, in wait {place}: rank {first} failed: {witness}")
+
+
+def test_what_a_rank_said_before_it_left_is_heard_by_one_who_asks_later() -> None:
+    gone = threading.Event()
+    errors: list[Any] = []
+
+    def program(transport: Transport) -> None:
+        if transport.rank == 1:
+            transport.abort("the disk is full")
+            raise ZeroDivisionError
+        gone.wait()
+        try:
+            transport.exchange(b"", Tag(Kind.EXCHANGE, "step()"))
+        except CollectiveError as error:
+            errors.append(str(error))
+
+    group = Loopback[None](2, timeout=LIMIT)
+    leave = group._world.leave
+    group._world.leave = lambda rank, why: (leave(rank, why), gone.set())[0]  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        group.run(program)
+    assert errors == ["rank 0, in step(): rank 1 failed: the disk is full"]

@@ -1,0 +1,94 @@
+"""Turns of the `zero train` command that people take seldom."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from collectives import Transport
+from zero import ZeroOptimizer
+from zero.commands import cli
+from zero.commands.train import command as train
+from zero.commands.train import data, plots
+from zero.commands.train import memory_stats as measure
+
+from ..test_errors import linear, on_ranks
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher around us."""
+    for name in ("WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_zero_command_reads_its_flags_with_typer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(train, "run", lambda config: given.append(config) or 7)
+    for flags, code in ((["--stage", "1", "--lr=0.5", "--fused"], 7), (["--steps", "0"], 1)):
+        monkeypatch.setattr(sys, "argv", ["zero", "train", *flags])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert stopped.value.code == code
+    assert [(config.stage, config.lr, config.fused) for config in given] == [(1, 0.5, True)]
+    assert capsys.readouterr().err == "error: --steps is 0: it must be at least 1\n"
+
+
+def test_an_interrupt_is_one_word_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "_launch", interrupted)
+    assert train.main([f"--out={tmp_path}", "--ranks=2"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_error_is_told_where_its_traceback_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        (tmp_path / train.TRACEBACK).mkdir()
+        raise RuntimeError("the loss\nis gone")
+
+    monkeypatch.setattr(train, "_launch", fail)
+    assert train.main([f"--out={tmp_path}", "--ranks=2"]) == 1
+    assert capsys.readouterr().err == "error: the loss is gone\n"
+
+
+def test_ranks_with_other_text_are_named() -> None:
+    def program(transport: Transport) -> None:
+        corpus: Any = SimpleNamespace(sha256="abc" if transport.rank < 2 else "xyz")
+        train._agree_on_text(ZeroOptimizer(linear(), process_group=transport), corpus)
+
+    for message in on_ranks(3, program):
+        assert "rank 2 reads other text than rank 0 (SHA-256 xyz and abc)" in message
+
+
+def test_where_there_is_no_library_source_the_error_says_what_to_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "_stdlib", lambda: tmp_path)
+    with pytest.raises(FileNotFoundError, match="name a file or a folder of text with --data"):
+        data.load_corpus(None, 16)
+
+
+def test_where_the_system_does_not_tell_there_is_no_proportional_set_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert measure.proportional_set_size() is None
+
+
+def test_a_long_run_is_drawn_with_a_running_mean(tmp_path: Path) -> None:
+    assert plots._running_mean([0.0, 3.0, 6.0, 9.0], 3) == [1.5, 3.0, 6.0, 7.5]
+    plots.draw_loss(tmp_path / "loss.png", "a long run", [float(step) for step in range(60)], 8.0)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,445 @@
+"""`zero train` from the outside: the parameters of a plain loop, one-line errors, files."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from zero import MixedPrecision
+from zero.commands import cli
+from zero.commands import console as view
+from zero.commands import runner as launch
+from zero.commands.train import command as train
+from zero.commands.train import memory_stats as measure
+from zero.commands.train import plots
+from zero.commands.train.data import load_corpus
+from zero.commands.train.loop import Loop
+from zero.commands.train.model import build_model
+from zero.commands.train.settings import SweepConfig, TrainConfig, parse_arguments, typer_signature
+
+from ..matrix import Variant, trained_sha256
+
+ROOT = Path(__file__).parents[2]
+STEPS, MICRO_BATCHES, BATCH, SEQUENCE = 3, 4, 2, 24
+LIMIT = 100  # seconds for a command; it takes about ten
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(300)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher around us, and the number of threads as it was."""
+    for name in ("WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pictures and hardly a sample: they take longer than the training."""
+    monkeypatch.setattr(plots, "can_draw", lambda: False)
+    monkeypatch.setattr(train, "SAMPLE_LENGTH", 8)
+
+
+def flags(text: Path, out: Path, *more: str) -> list[str]:
+    sizes = {"steps": STEPS, "micro-batches": MICRO_BATCHES, "batch": BATCH, "sequence": SEQUENCE}
+    return [
+        *(f"--{name}={size}" for name, size in sizes.items()),
+        "--preset=tiny",
+        f"--data={text}",
+        f"--out={out}",
+        *more,
+    ]
+
+
+def plain_sha256(text: Path, clip: float | None = None, precision: str = "", **arguments: Any) -> str:
+    """The loop that a person has without us: model and data of `zero train`, the optimizer of torch."""
+    torch.set_num_threads(1)
+    corpus, model = load_corpus(text, SEQUENCE), build_model("tiny", SEQUENCE, seed=0)
+    mixed = MixedPrecision({"bf16": torch.bfloat16, "fp16": torch.float16}[precision]) if precision else None
+    variant = Variant("", clip=clip, precision=mixed, scaled=precision == "fp16")
+    return trained_sha256(corpus, model, STEPS, MICRO_BATCHES, (BATCH, SEQUENCE), variant, **arguments)
+
+
+def run_json(out: Path) -> dict[str, Any]:
+    return cast(dict[str, Any], json.loads((out / "run.json").read_text()))
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- the same bits
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize(
+    ("more", "plain"),
+    [
+        ((), {}),
+        (("--stage=0", "--bucket-cap-mb=0.01"), {}),
+        (("--stage=1", "--fused"), {"fused": True}),
+        (("--clip=0.5", "--weight-decay=0.3", "--lr=0.003"), {"clip": 0.5, "weight_decay": 0.3, "lr": 0.003}),
+        (("--precision=bf16", "--stage=3"), {"precision": "bf16"}),
+        (("--precision=fp16", "--stage=0", "--clip=0.5"), {"precision": "fp16", "clip": 0.5}),
+    ],
+)
+@pytest.mark.by_default("more0-plain0")
+def test_one_rank_gives_the_parameters_of_the_plain_loop(
+    text: Path, tmp_path: Path, more: tuple[str, ...], plain: dict[str, Any]
+) -> None:
+    out = tmp_path / "out"
+    assert train.main(flags(text, out, "--ranks=1", *more)) == 0
+    assert run_json(out)["params_sha256"] == plain_sha256(text, **plain)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """The record of a run on two ranks at each stage: through `zero train`, torchrun and what `python -m zero.train`
+    calls."""
+    outs = [tmp_path_factory.mktemp(f"stage{stage}") for stage in range(3)]
+    ended = command("-m", "zero.commands.cli", "train", "--ranks=2", *flags(text, outs[0], "--stage=0"))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")  # talks about OMP_NUM_THREADS
+    ended = command(*torchrun, "-m", "zero.train", *flags(text, outs[1], "--stage=1"))
+    assert ended.returncode == 0, ended.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        assert train.main(flags(text, outs[2], "--stage=2", "--bucket-cap-mb=0.05")) == 0
+    return {stage: run_json(out) for stage, out in enumerate(outs)}
+
+
+@pytest.mark.timeout(3 * LIMIT)
+@pytest.mark.full
+def test_every_way_to_start_two_ranks_gives_the_parameters_and_losses_of_one(
+    text: Path, tmp_path: Path, two_ranks: dict[int, dict[str, Any]]
+) -> None:
+    assert train.main(flags(text, tmp_path, "--ranks=1")) == 0
+    one = run_json(tmp_path)
+    assert one["params_sha256"] == plain_sha256(text)
+    for stage, record in two_ranks.items():
+        assert (record["world_size"], record["stage"]) == (2, stage)
+        for key in ("params_sha256", "losses", "validation_bits_per_byte", "sample"):
+            assert record[key] == one[key]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("bare")
+@pytest.mark.timeout(3 * LIMIT)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_two_ranks_have_the_hash_of_the_plain_loop_in_sixteen_bits_too(
+    text: Path, tmp_path: Path, precision: str
+) -> None:
+    for stage in (1, 3):
+        ended = command(
+            *("-m", "zero.commands.cli", "train", "--ranks=2", f"--precision={precision}"),
+            *flags(text, tmp_path, f"--stage={stage}", "--bucket-cap-mb=0.05"),
+        )
+        assert (ended.returncode, ended.stderr) == (0, "")
+        record = run_json(tmp_path)
+        assert record["params_sha256"] == plain_sha256(text, precision=precision)
+        assert record["traffic_bytes_per_step"] == record["formula_traffic_bytes_per_step"]
+        held, formula = record["bytes_per_rank"], record["formula_bytes_per_rank"]
+        slack = 3 * 64 * 2 * len(list(build_model("tiny", SEQUENCE, 0).parameters()))
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert formula[kind] <= held[kind] <= formula[kind] + slack, kind
+
+
+# ------------------------------------------------------------------------------------------------ what a run tells
+
+
+@pytest.mark.full
+def test_a_run_leaves_its_record_and_its_pictures(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "deep" / "out"
+    assert train.main(flags(text, out, "--ranks=1", "--stage=2", "--seed=9")) == 0
+    record, shown = run_json(out), capsys.readouterr().out
+    model = build_model("tiny", SEQUENCE, 9)
+    whole = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert record["parameters"] * 4 == whole
+    assert (record["world_size"], record["stage"], record["steps"], record["micro_batches"]) == (1, 2, STEPS, 4)
+    assert len(record["losses"]) == STEPS
+    assert record["losses"][0] == pytest.approx(math.log(256), abs=0.2)
+    assert record["losses"][-1] < record["losses"][0]
+    assert 0 < record["validation_bits_per_byte"] < 8.5
+    assert record["step_ms_median"] > 0
+    assert set(record["bytes_per_rank"]) == {"parameters", "gradients", "optimizer", "gathered_peak", "scratch_peak"}
+    assert set(record["formula_bytes_per_rank"]) == set(record["bytes_per_rank"])
+    slack = 64 * len(list(model.parameters()))
+    for kind, size in (("parameters", whole), ("gradients", whole), ("optimizer", 2 * whole)):
+        assert size <= record["bytes_per_rank"][kind] <= size + slack
+    assert record["traffic_bytes_per_step"] == record["formula_traffic_bytes_per_step"] == 0
+    assert record["config"]["seed"] == 9
+    assert record["versions"]["torch"] == torch.__version__
+    for name in ("loss.png", "memory.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    assert "measured" in shown
+    assert "formula" in shown
+    assert record["params_sha256"] in shown
+
+
+@pytest.mark.timeout(3 * LIMIT)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.full
+def test_two_ranks_hold_and_send_what_the_formulas_say(two_ranks: dict[int, dict[str, Any]], stage: int) -> None:
+    record = two_ranks[stage]
+    assert record["traffic_bytes_per_step"] == record["formula_traffic_bytes_per_step"] > 0
+    assert 0 < record["control_bytes_per_step"] < record["traffic_bytes_per_step"]
+    slack = 64 * (len(list(build_model("tiny", SEQUENCE, 0).parameters())) + 1)
+    for facts in record["ranks"]:
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert abs(facts["measured"][kind] - facts["formula"][kind]) <= slack
+        assert facts["measured"]["scratch_peak"] <= facts["formula"]["scratch_peak"]
+    assert [facts["rank"] for facts in record["ranks"]] == [0, 1]
+
+
+@pytest.mark.full
+def test_without_rich_and_matplotlib_it_trains_and_says_what_to_install(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("rich", "matplotlib", "typer"):
+        monkeypatch.setitem(sys.modules, name, None)
+    out = tmp_path / "out"
+    assert train.main(flags(text, out, "--ranks=1")) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("pip install 'zero-optimizer[cli]'") == 2
+    assert f"step {STEPS}/{STEPS}" in shown
+    assert sorted(path.name for path in out.iterdir()) == ["run.json"]
+
+
+def test_the_zero_command_without_its_extra_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 1
+    assert "needs typer: pip install 'zero-optimizer[cli]'" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--micro-batches=5"], "--micro-batches 5 is not divisible by 2 ranks: "),
+        (["--micro-batches=2", "--ranks=3"], "Use 3, or another number of ranks"),
+        (["--stage=9"], "9"),
+        (["--optimizer=adamu"], "--optimizer adamu: torch.optim has no such class. It has adadelta"),
+        (["--optimizer=lbfgs"], "LBFGS"),
+        (["--optimizer=rprop", "--fused"], "--optimizer rprop takes no --fused"),
+        (["--collective=telepathy"], "telepathy"),
+        (["--data=/no/such/text"], "--data /no/such/text: there is no such file or folder"),
+        (["--sharding-factor=3"], "sharding_factor must divide the number of ranks, 2, so be one of [1, 2], not 3"),
+        (["--sharding-factor=1", "--stage=0"], "sharding_factor=1 with stage 0, which shards nothing"),
+        (["--reshard-after-forward=false"], "reshard_after_forward=False with stage 2, where every rank holds whole"),
+        (["--reshard-after-forward=3", "--stage=3"], "so one of [1, 2], not 3"),
+        (["--reshard-after-forward=some"], "--reshard-after-forward is some: it must be true, false or a number"),
+        (["--sequence=100000"], "less than one sequence of 100000 bytes"),
+        (["--steps=0"], "--steps is 0: it must be at least 1"),
+        (["--lr=nan"], "--lr is nan: it must be finite"),
+        (["--seed=-1"], "--seed is -1"),
+        (["--clip=0"], "--clip is 0.0: it must be above 0"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_started(
+    text: Path,
+    tmp_path: Path,
+    more: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(train, "_launch", lambda *_: pytest.fail("ranks were started"))
+    assert train.main(flags(text, tmp_path / "out", *more)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_an_output_folder_that_cannot_be_written_is_an_error(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert train.main(flags(text, out)) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: --out {out}: cannot write there (")
+        assert error.endswith("Name a folder that can be written\n")
+
+
+def test_ranks_that_contradict_the_launcher_are_an_error(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert train.main(flags(text, tmp_path / "out", "--ranks=2")) == 1
+    assert "--ranks 2, but the launcher started 4 (WORLD_SIZE)" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.full
+def test_an_error_in_the_middle_is_one_line_and_its_traceback_a_file(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: Loop, step: int, **_: object) -> None:
+        raise RuntimeError("the loss is\nnot what it was")
+
+    monkeypatch.setattr(Loop, "_step", fail)
+    assert train.main(flags(text, tmp_path, "--ranks=1")) == 1
+    assert capsys.readouterr().err == f"error: the loss is not what it was (traceback in {tmp_path}/error.txt)\n"
+    assert "in _train" in (tmp_path / "error.txt").read_text()
+    monkeypatch.undo()
+    assert train.main(flags(text, tmp_path, "--ranks=1")) == 0
+    assert not (tmp_path / "error.txt").exists()
+
+
+FAILING_RANKS = {
+    "an error": (
+        "if rank == '1':\n"
+        "    record_error(ValueError('the first\\nerror'))\n"
+        "    record_error(ValueError('what came of it'))\n"
+        "    raise SystemExit(1)\n"
+        "time.sleep(600)\n",
+        "rank 1: the first error",
+    ),
+    "a crash, and what came of it": (
+        "if rank == '1':\n    os.kill(os.getpid(), 9)\nrecord_error(ValueError('connection lost'))\ntime.sleep(600)\n",
+        "rank 1: the process was ended by SIGKILL and left no message: often a lack of memory",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FAILING_RANKS)
+@pytest.mark.full
+def test_the_failure_of_a_rank_that_was_launched_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], what: str
+) -> None:
+    program, told = FAILING_RANKS[what]
+    (tmp_path / "a_rank_fails.py").write_text(
+        "import os, time\n"
+        "from zero.commands.runner import record_error, started_by_us\n"
+        "assert started_by_us()\n"
+        "rank = os.environ['RANK']\n" + program
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    with pytest.raises(launch.RankError) as raised:
+        launch.launch_ranks("a_rank_fails", [], 2)
+    assert (str(raised.value), *capfd.readouterr()) == (told, "", "")
+    assert not raised.value.trace or "ValueError" in raised.value.trace
+    assert not list(temporary.iterdir()), "left behind"
+
+
+# ------------------------------------------------------------------------------------------------------ the parts
+
+
+def test_both_command_lines_have_the_flags_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    config = TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), preset="tiny", lr=1e-7)
+    assert parse_arguments(config.to_arguments(), "test") == config
+    assert parse_arguments([], "test") == TrainConfig()
+    for asked in (TrainConfig, SweepConfig):
+        parameters = typer_signature(asked, lambda help: help).parameters
+        assert {name: parameter.default for name, parameter in parameters.items()} == vars(asked())
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"], "test")
+    shown = capsys.readouterr().out
+    assert all(f"--{name.replace('_', '-')}" in shown for name in inspect.signature(TrainConfig).parameters)
+
+
+@pytest.mark.full
+def test_a_gradient_that_nobody_looked_at_is_found() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1000))
+    before = measure.live_storages()
+    (parameter * 2).sum().backward()
+    found = measure.live_storages()
+    assert sum(found.values()) - sum(before.values()) == 4000
+    view_of_it = parameter.detach()[10:]
+    assert measure.live_storages() == found
+    del view_of_it
+    parameter.grad = None
+    assert measure.live_storages() == before
+
+
+def test_a_storage_of_two_kinds_counts_once() -> None:
+    kinds = {"parameters": frozenset({1, 2}), "gradients": frozenset({2, 3, 9})}
+    sizes = measure.bytes_by_kind({1: 10, 2: 20, 3: 30, 4: 40}, kinds)
+    assert sizes == {"parameters": 30, "gradients": 30, "other": 40}
+
+
+def test_the_proportional_set_size_follows_what_is_allocated() -> None:
+    before = measure.proportional_set_size()
+    if before is None:
+        pytest.skip("this system does not tell the proportional set size")
+    held = torch.ones(16 * 2**20 // 4)
+    after = measure.proportional_set_size()
+    assert after is not None
+    assert after - before > 0.9 * held.numel() * 4
+
+
+def test_the_hash_is_of_whole_float32_parameters_in_order_with_ties_once() -> None:
+    model = torch.nn.Module()
+    model.a = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, -0.0]]).T)
+    model.b = torch.nn.Parameter(torch.tensor([0.5], dtype=torch.bfloat16))
+    model.c = model.a
+    expected = hashlib.sha256(torch.tensor([1.0, 3.0, 2.0, -0.0, 0.5]).numpy().astype("<f4").tobytes())
+    assert measure.parameters_sha256(model) == expected.hexdigest()
+
+
+def test_plain_progress_is_about_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = view.PlainView(steps=250)
+    for step in range(1, 251):
+        plain.advance(view.Progress(step, loss=1.0, tokens_per_second=10.0, rank_bytes=1_500_000))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10
+    assert lines[-1] == "step 250/250  loss 1.000  10 tokens/s  1.5 MB held by a rank"
+
+
+def test_the_rich_view_shows_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        sys, "stdout", SimpleNamespace(isatty=lambda: True, write=sys.stdout.write, flush=sys.stdout.flush)
+    )
+    shown = view.make_view(steps=2)
+    shown.advance(view.Progress(2, loss=1.0, tokens_per_second=10.0, rank_bytes=1_500_000))
+    shown.finish()
+    shown.table("title", ["bytes", "measured"], [["parameters", "1,234"]])
+    shown.line("[not markup]")
+    output = capsys.readouterr().out
+    assert isinstance(shown, view.RichView)
+    assert all(
+        part in output for part in ("2/2", "loss 1.000", "1.5 MB held by a rank", "title", "1,234", "[not markup]")
+    )

@@ -1,0 +1,136 @@
+"""`zero.verify` on processes of its own: what is right, wrong or an error on some rank, and CONTRACT.md's example."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zero import verify
+from zero.commands.verify import verification
+from zero.commands.verify.bit_diff import Difference, ulps_between
+from zero.commands.verify.spec import Run
+
+from .. import verified
+from ..models import odd_loss
+from ..plain import bits, plain_step
+from .test_verify import plain_environment  # noqa: F401  a fixture
+
+pytestmark = pytest.mark.full
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 300  # seconds for real processes; they take about ten where the machine has nothing else to do
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where temporary files go; in the end there is none."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    yield folder
+    assert not list(folder.iterdir()), "left behind"
+
+
+def first_element_that_differs() -> tuple[int, str, tuple[int, ...], float, float, int]:
+    """Two plain loops side by side, of which one does what `wrong_on_rank_one_of_two` does: step, parameter, index,
+    both values, and how many elements differ."""
+    models = verified.build_odd(), verified.build_odd()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+
+    def wrong(model: nn.Module, batch: tuple[Tensor, Any]) -> Tensor:
+        tokens, (extra, odd) = batch
+        loss = odd_loss(model, (tokens, extra))
+        return verified.a_little_more(loss) if odd else loss
+
+    batches = [(tokens, (extra, j % 2 == 1)) for j, (tokens, extra) in enumerate(verified.batches())]
+    for step in range(verified.STEPS):
+        mine = batches[step * verified.MICRO_BATCHES :][: verified.MICRO_BATCHES]
+        right = [(tokens, extra) for tokens, (extra, _) in mine]
+        plain_step(models[0], optimizers[0], odd_loss, right, verified.MICRO_BATCHES, max_norm=0.5)
+        plain_step(models[1], optimizers[1], wrong, mine, verified.MICRO_BATCHES, max_norm=0.5)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        places = [
+            (name, index)
+            for (name, a), (_, b) in zip(models[0].named_parameters(), models[1].named_parameters(), strict=True)
+            for index in itertools.product(*map(range, a.shape))
+            if not torch.equal(bits(a[index]), bits(b[index]))
+        ]
+        if places:
+            name, index = places[0]
+            values = [dict(model.named_parameters())[name][index].item() for model in models]
+            return step + 1, name, index, values[0], values[1], len(places)
+    raise AssertionError("the wrong loop is not wrong")
+
+
+@pytest.mark.timeout(LIMIT)
+@pytest.mark.usefixtures("temporary")
+def test_on_real_ranks_the_right_runs_are_right_and_the_wrong_ones_wrong_where_they_are() -> None:
+    """A model with tied, frozen, unused, scalar, empty and strided parameters; on two ranks, one has another loss."""
+    found = verify(
+        verified.build_odd,
+        verified.batches,
+        loss_fn=verified.wrong_on_rank_one_of_two,
+        world_sizes=(1, 2),
+        micro_batches=verified.MICRO_BATCHES,
+        max_norm=0.5,
+        bucket_cap_mb=0.001,
+        lr=1e-2,
+    )
+    numel = sum(parameter.numel() for parameter in verified.build_odd().parameters())
+    assert found.plain == Run(None, 1, verified.STEPS, numel, (), None)
+    assert [(run.world_size, run.stage) for run in found.runs] == [(w, stage) for w in (2, 1) for stage in range(4)]
+    step, name, index, plain, other, count = first_element_that_differs()
+    for run in found.runs:
+        if run.world_size != 2:
+            assert run == Run(run.stage, run.world_size, verified.STEPS, numel, (), None)
+            continue
+        assert run.difference is not None
+        assert (run.step, run.ranks, run.ok) == (step, (0, 1), False)
+        ulps = ulps_between(torch.tensor(plain), torch.tensor(other))
+        assert run.difference == Difference(name, index, "float32", plain, other, ulps, count, numel)
+    assert not found.ok
+    assert str(found).endswith("4 of 8 runs differ from the plain loop")
+
+
+@pytest.mark.timeout(LIMIT)
+@pytest.mark.usefixtures("temporary")
+def test_what_differs_between_processes_is_not_blamed_on_a_stage() -> None:
+    found = verify(verified.Squares, verified.pairs, loss_fn=verified.other_in_each_process, world_sizes=(2,), lr=0.1)
+    assert found.plain.step == 1
+    assert found.plain.difference is not None
+    assert found.runs == ()
+
+
+@pytest.mark.timeout(LIMIT)
+@pytest.mark.usefixtures("temporary")
+def test_the_error_of_a_rank_is_one_line_and_nothing_hangs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verification.main(["tests.verified:failing_arguments"]) == 1
+    captured = capsys.readouterr()
+    line = (
+        r"error: rank 1: stage 1 on 2 ranks, step 1, batches\[1\]: ArithmeticError: a rank's own trouble "
+        rf"\(at {re.escape(verified.__file__)}:\d+, in fails_on_rank_one_of_two\)\n"
+    )
+    assert re.fullmatch(line, captured.err)
+    assert "the plain loop, again: same bits, 6 steps" in captured.out
+
+
+@pytest.mark.timeout(LIMIT)
+def test_the_example_in_the_contract_runs_as_printed(temporary: Path, tmp_path: Path) -> None:
+    section = (ROOT / "zero" / "CONTRACT.md").read_text().partition("## Check it on your own model")[2]
+    code, printed = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)[:2]
+    (tmp_path / "my_model.py").write_text(code)
+    ended = subprocess.run([sys.executable, "my_model.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, printed, "")

@@ -1,0 +1,266 @@
+"""Every block of zero/LOOPS.md runs as it stands, and trains the bits of the plain loop.
+
+A block is run on two processes, with what the guide's first block makes (`Start` itself, on two that are launched), and
+with the names of the guide's table:
+
+    model, loader     of the `Example` below, from a seed
+    loss_fn           torch's mean squared error
+    stage             each of 0 to 3
+    device, backend   "cpu", "aot_eager"
+    path              a file in a temporary folder
+    optimizer         for `Saving` alone: what `fp32` built and trained with
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from zero import MixedPrecision, ZeroOptimizer
+
+from ..launched import launch
+from ..loops import (
+    BLOCKS,
+    ECOSYSTEM,
+    Conditioned,
+    PlainLoop,
+    autocast_loss,
+    code_of,
+    even,
+    network,
+    second_loss,
+    seeded,
+    sum_of_losses,
+    tokens_of,
+    total_loss,
+    uneven,
+    with_batch_norm,
+)
+from ..plain import assert_same_bits, assert_same_model, assert_same_states
+from ..pool import GlooPool
+
+pytestmark = pytest.mark.contract
+
+STAGES = (0, 1, 2, 3)
+WORLD_SIZE = 2
+BACKEND = "aot_eager"  # inductor would compile C++
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-2, total_steps=10)
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a block is given, and the plain loop over it."""
+
+    plain: PlainLoop
+    build: Callable[[], nn.Module] = network
+    loader: Callable[[int], list[tuple[Tensor, Tensor]]] = even
+    count: int = 8
+    compiled: bool = False
+
+    def model(self) -> nn.Module:
+        return seeded(7, self.build)
+
+    def expected(self) -> nn.Module:
+        model = self.model()
+        if self.compiled:
+            blocks: Any = model.blocks
+            for block in blocks:
+                block.compile(backend=BACKEND)
+        self.plain.run(model, self.loader(self.count))
+        return model
+
+
+EXAMPLES = {
+    "fp32": Example(PlainLoop()),
+    "Gradient accumulation": Example(PlainLoop(together=4)),
+    "Several losses": Example(PlainLoop(sum_of_losses)),
+    "Several backwards": Example(PlainLoop(second_loss)),
+    "Mixed precision": Example(PlainLoop(precision=MixedPrecision(torch.bfloat16))),
+    "fp16 and a GradScaler": Example(PlainLoop(precision=MixedPrecision(torch.float16), scale=1024.0)),
+    "Autocast": Example(PlainLoop(autocast_loss)),
+    "Token counts": Example(PlainLoop(total_loss, divisor=tokens_of), loader=uneven),
+    "Uneven data": Example(PlainLoop(total_loss, divisor=tokens_of), loader=uneven, count=7),
+    "Learning rate schedulers": Example(PlainLoop(scheduler=one_cycle)),
+    "Moving averages": Example(PlainLoop()),
+    "Batch norm": Example(PlainLoop(), build=with_batch_norm),
+    "torch.compile": Example(PlainLoop(), build=Conditioned, compiled=True),
+    "Activation checkpointing": Example(PlainLoop()),
+}
+OTHERS = ("Start", "Saving", "Loading")
+
+
+def names_of(example: Example, stage: int, group: dist.ProcessGroup | None, rank: int) -> dict[str, Any]:
+    """What the first block of the guide makes, for the ranks of a group, and what the guide's table lists."""
+    return {
+        "islice": islice,
+        "torch": torch,
+        "nn": nn,
+        "dist": dist,
+        "MixedPrecision": MixedPrecision,
+        "ZeroOptimizer": partial(ZeroOptimizer, process_group=group),
+        "rank": rank,
+        "world": WORLD_SIZE,
+        "model": example.model(),
+        "loader": example.loader(example.count),
+        "loss_fn": nn.functional.mse_loss,
+        "stage": stage,
+        "device": "cpu",
+        "backend": BACKEND,
+    }
+
+
+def trained(names: dict[str, Any]) -> nn.Module:
+    """The model that a block left, plain and by itself."""
+    names["optimizer"].check_replicas()
+    names["optimizer"].close()
+    model: nn.Module = names["model"]
+    for parameter in model.parameters():
+        parameter.data = parameter.detach().clone()  # out of memory that ends with this process
+    return model
+
+
+def run_block(group: dist.ProcessGroup, rank: int, heading: str) -> list[Any]:
+    """The state of the model, and of what else was trained, after the block, at each stage."""
+    results = []
+    for stage in STAGES:
+        torch._dynamo.reset()  # what was compiled for a stage before is not counted as a graph of this one
+        names = names_of(EXAMPLES[heading], stage, group, rank)
+        exec(code_of(heading), names)
+        average = names.get("average")
+        results.append((trained(names).state_dict(), None if average is None else average.module.state_dict()))
+    return results
+
+
+def assert_same_dict(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert list(ours) == list(theirs)
+    for name, value in theirs.items():
+        assert_same_bits(ours[name], value, name)
+
+
+def test_every_block_of_the_guide_is_run() -> None:
+    assert set(BLOCKS) == {*EXAMPLES, *OTHERS, *ECOSYSTEM}
+
+
+@pytest.mark.parametrize("heading", [name for name in EXAMPLES if name != "Batch norm"])
+@pytest.mark.by_default("fp32", "Uneven data")
+def test_a_block_trains_the_bits_of_the_plain_loop_at_every_stage(gloo: GlooPool, heading: str) -> None:
+    expected = EXAMPLES[heading].expected()
+    before = EXAMPLES[heading].model()
+    assert all(not torch.equal(p.float(), q) for p, q in zip(expected.parameters(), before.parameters(), strict=True))
+    for by_stage in gloo.run(run_block, heading):
+        for state, _ in by_stage:
+            assert_same_dict(state, expected.state_dict())
+
+
+@pytest.mark.full
+def test_a_moving_average_is_that_of_the_plain_loop(gloo: GlooPool) -> None:
+    example = EXAMPLES["Moving averages"]
+    model = example.model()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    PlainLoop(after_step=average.update_parameters).run(model, example.loader(example.count))
+    first, second = gloo.run(run_block, "Moving averages")
+    for _, averaged in first:
+        assert_same_dict(averaged, average.module.state_dict())
+    assert all(averaged is None for _, averaged in second)
+
+
+def test_batch_norm_has_the_plain_loops_parameters_and_rank_0s_statistics_everywhere(gloo: GlooPool) -> None:
+    example = EXAMPLES["Batch norm"]
+    expected = example.expected()
+    batches = example.loader(example.count)
+    alone, statistics = example.model(), example.model()
+
+    def keep_rank_0s(model: nn.Module, batch: Any) -> Tensor:
+        """A plain loop whose running statistics see each second micro-batch."""
+        kept = [buffer.clone() for buffer in model.buffers()]
+        loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+        if next(number for number, known in enumerate(batches) if known is batch) % WORLD_SIZE:
+            for buffer, value in zip(model.buffers(), kept, strict=True):
+                buffer.data.copy_(value)  # past the version counter: the backward has read what it needs
+        return loss
+
+    PlainLoop(keep_rank_0s).run(statistics, batches)
+    assert_same_model(statistics, expected)
+    assert not torch.equal(statistics.state_dict()["1.running_mean"], alone.state_dict()["1.running_mean"])
+    for by_stage in gloo.run(run_block, "Batch norm"):
+        for state, _ in by_stage:
+            assert_same_dict(state, statistics.state_dict())
+
+
+def already(built: ZeroOptimizer, *_: Any, **__: Any) -> ZeroOptimizer:
+    return built
+
+
+def save_and_load(group: dist.ProcessGroup, rank: int, path: str) -> list[Any]:
+    """At each stage the saved file, and the model after training on from it at another stage."""
+    results = []
+    for stage in STAGES:
+        names = {**names_of(EXAMPLES["fp32"], stage, group, rank), "path": f"{path}-{stage}"}
+        exec(code_of("fp32"), names)
+        names["dist"] = Barrier(group)
+        exec(code_of("Saving"), names)
+        names["optimizer"].close()
+        names["dist"].barrier()
+
+        later = {**names_of(EXAMPLES["fp32"], 3 - stage, group, rank), "path": f"{path}-{stage}"}
+        later["model"] = seeded(8, network)
+        exec(code_of("Loading"), later)
+        later["ZeroOptimizer"] = partial(already, later["optimizer"])  # the loop goes on with what was loaded
+        exec(code_of("fp32"), later)
+        results.append((torch.load(f"{path}-{stage}", weights_only=True), trained(later).state_dict()))
+    return results
+
+
+class Barrier:
+    """`torch.distributed`, of which the blocks use the barrier, for the ranks of a group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.barrier = partial(dist.barrier, group)
+
+
+@pytest.mark.full
+def test_what_was_saved_is_plain_and_training_goes_on_from_it(gloo: GlooPool, tmp_path: Path) -> None:
+    example = EXAMPLES["fp32"]
+    model, batches = example.model(), example.loader(example.count)
+    optimizer = example.plain.run(model, batches)
+    weights, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    PlainLoop(optimizer=optimizer).run(model, batches)
+    for by_stage in gloo.run(save_and_load, str(tmp_path / "saved")):
+        for saved, state in by_stage:
+            assert_same_dict(saved["model"], weights)
+            assert_same_states(saved["optimizer"], states)
+            assert_same_dict(state, model.state_dict())
+
+
+def begin(names: dict[str, Any], _: Path) -> list[dict[str, Tensor]]:
+    """After the guide's first block: the world is the group."""
+    results = []
+    for stage in STAGES:
+        given = names_of(EXAMPLES["fp32"], stage, None, names["rank"])
+        scope = {**given, **{name: value for name, value in names.items() if not name.startswith("__")}}
+        exec(code_of("fp32"), scope)
+        results.append(trained(scope).state_dict())
+    return results
+
+
+@pytest.mark.full
+def test_the_first_block_begins_a_world_of_processes(tmp_path: Path) -> None:
+    expected = EXAMPLES["fp32"].expected().state_dict()
+    states = launch("tests.contract.test_loops:begin", tmp_path)
+    assert len(states) == len(STAGES)
+    for state in states:
+        assert_same_dict(state, expected)

@@ -1,0 +1,314 @@
+"""What an optimizer keeps, and what it leaves behind: on parameters, in the user's own things, in the process."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from collectives import CollectiveError, Transport, on_threads
+from zero import ZeroOptimizer
+from zero.core.parameter_specs import is_released
+from zero.core.stage import STAGES
+from zero.gradients.grad_phase import Phase, Progress
+from zero.parameters.unit_buffer import State, Unit
+
+from ..models import Odd, build, odd_batches, odd_loss
+from ..plain import assert_same_model, assert_same_states, plain_step
+from ..programs import CLASSES
+from .test_steps import ALL_STAGES, PLACES, Stop, assert_plain_loop, batch_of, trained
+
+# -- nothing on parameters but data, grad and class -------------------------------------------------------------------
+
+
+def traces(model: nn.Module) -> dict[str, Any]:
+    """What can be seen on a model and its parameters, beside values and gradients, as plain data."""
+    found: dict[str, Any] = {}
+    for name, p in model.named_parameters():
+        found[name] = (sorted(vars(p)), p.requires_grad, p.is_leaf, p.shape, p.dtype, p.retains_grad)
+    for name, part in model.named_modules():
+        found[f"module {name}"] = (type(part), sorted(vars(part)), part.training, [*part._parameters], [*part._buffers])
+    return found
+
+
+def hooks_of(model: nn.Module) -> list[Any]:
+    registries = [value for part in model.modules() for key, value in vars(part).items() if key.endswith("_hooks")]
+    for parameter in model.parameters():
+        registries += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+    return [hook for registry in registries for hook in (registry or {}).values()]
+
+
+@ALL_STAGES
+def test_nothing_is_written_on_parameters_and_modules(stage: int) -> None:
+    """But data, gradient, class and hooks. After close() hooks and class are gone, and memory is as it was."""
+    pristine = build(0)
+    expected, models = traces(pristine), list[Odd]()
+
+    def at(_: str, model: Odd, __: ZeroOptimizer) -> None:
+        assert traces(model) == expected
+        for name, p in model.named_parameters():
+            assert type(p) is nn.Parameter or (stage == 3 and is_released(p)), name
+        models.append(model)
+
+    trained(stage, at)
+    assert models
+    for model in models:
+        assert traces(model) == expected
+        assert hooks_of(model) == []
+        for p, like in zip(model.parameters(), pristine.parameters(), strict=True):
+            assert (type(p), p.stride(), p.storage_offset()) == (nn.Parameter, like.stride(), 0)
+            assert p.untyped_storage().nbytes() == like.untyped_storage().nbytes()
+
+
+@ALL_STAGES
+def test_what_the_user_gave_is_never_edited(stage: int) -> None:
+    """Groups, defaults, betas in a list, a rate in a tensor, and a state dict."""
+    model = build(0)
+    rate, betas = torch.tensor(1e-2), [0.8, 0.95]
+    members = list(model.parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": members[:5], "lr": rate, "betas": betas},
+        {"params": members[5:], "weight_decay": 0.5},
+    ]
+    before = [{**group, "params": list(group["params"])} for group in groups]
+    optimizer = ZeroOptimizer(groups, torch.optim.AdamW, stage=stage, module=model, lr=3e-3)
+    for step in range(2):
+        odd_loss(model, batch_of(step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[1]["lr"] = 0.1
+    saved = optimizer.state_dict()
+    loaded = copy.deepcopy(saved)
+    optimizer.load_state_dict(loaded)
+    odd_loss(model, batch_of(2, 0)).backward()
+    optimizer.step()
+    optimizer.close()
+    assert_same_states(loaded, saved)
+    assert loaded["param_groups"] == saved["param_groups"]
+    assert [list(group) for group in groups] == [list(group) for group in before]
+    for ours, theirs in zip(groups, before, strict=True):
+        assert all(a is b for a, b in zip(ours["params"], theirs["params"], strict=True))
+        assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
+    assert (rate.item(), betas) == (torch.tensor(1e-2).item(), [0.8, 0.95])
+
+
+# -- nothing in the process -------------------------------------------------------------------------------------------
+
+
+def frozen(value: Any, depth: int = 3) -> Any:
+    """What a global holds, so that a change shows: containers by their content, the rest by identity."""
+    if depth and isinstance(value, dict):
+        return ("dict", [(repr(key), frozen(item, depth - 1)) for key, item in value.items()])
+    if depth and isinstance(value, (list, tuple, deque)):
+        return (type(value), [frozen(item, depth - 1) for item in value])
+    if isinstance(value, (set, frozenset)):
+        return (type(value), sorted(map(repr, value)))
+    if isinstance(value, FunctionType):
+        closed = [cell.cell_contents for cell in value.__closure__ or ()]
+        return (id(value), frozen(value.__defaults__, 1), frozen(vars(value), 1), [id(each) for each in closed])
+    return id(value)
+
+
+def globals_of_the_library() -> Iterator[tuple[str, Any]]:
+    """Globals and class attributes of every module of both packages."""
+    for name, module in sorted(sys.modules.items()):
+        if not isinstance(module, ModuleType) or name.partition(".")[0] not in ("zero", "collectives"):
+            continue
+        for key, value in vars(module).items():
+            if key.startswith("__"):
+                continue
+            yield f"{name}.{key}", frozen(value)
+            if isinstance(value, type) and value.__module__ == name:
+                for attribute, inside in vars(value).items():
+                    if not attribute.startswith(("__", "_abc")):
+                        yield f"{name}.{key}.{attribute}", frozen(inside)
+
+
+def test_training_changes_no_global_of_the_library() -> None:
+    trained(0)  # imports what is imported late
+    before = dict(globals_of_the_library())
+    for stage in STAGES:
+        trained(stage)
+    after = dict(globals_of_the_library())
+    assert sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)) == []
+
+
+def test_a_closed_optimizer_leaves_no_object_behind() -> None:
+    """Neither tensors nor anything of ours: what is alive after some trainings was alive after the first."""
+
+    def alive() -> Counter[str]:
+        gc.collect()
+        kinds = [type(each) for each in gc.get_objects()]
+        return Counter(
+            f"{kind.__module__}.{kind.__qualname__}"
+            for kind in kinds
+            if issubclass(kind, Tensor) or str(kind.__module__).partition(".")[0] in ("zero", "collectives")
+        )
+
+    trained(3)  # and with it what is imported late
+    before = alive()
+    for stage in STAGES:
+        trained(stage)
+    assert alive() - before == Counter()  # what earlier tests left may go meanwhile
+
+
+# -- several in one process -------------------------------------------------------------------------------------------
+
+SETTINGS: list[dict[str, Any]] = [
+    {"stage": 0, "optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9, "divisor": 3.0},
+    {"stage": 1, "optimizer_class": torch.optim.AdamW, "lr": 1e-2, "bucket_cap_mb": 1e-6, "fused": True},
+    {"stage": 2, "optimizer_class": torch.optim.RAdam, "collective": "ring", "bucket_cap_mb": 0.0005},
+    {"stage": 3, "optimizer_class": torch.optim.NAdam, "divisor": 7.0, "bucket_cap_mb": 0.001},
+    {"stage": 3, "optimizer_class": torch.optim.Adagrad, "lr": 0.1, "units": lambda part: isinstance(part, nn.Linear)},
+]
+"""A ring of two adds two numbers, which has one order."""
+OURS = ("stage", "optimizer_class", "divisor", "bucket_cap_mb", "collective", "units")
+
+
+def test_optimizers_with_different_settings_share_a_process_a_group_and_a_backward() -> None:
+    """All stages at once, each over a model of its own, in an order of its own on each step; one loss for all."""
+    batches = [[odd_batches(1, 10 * step + rank)[0] for rank in range(2)] for step in range(3)]
+
+    def program(transport: Transport) -> list[nn.Module]:
+        models = all_models[transport.rank]
+        zeros = [ZeroOptimizer(m, process_group=transport, **s) for m, s in zip(models, SETTINGS, strict=True)]
+        for step, each in enumerate(batches):
+            sum(odd_loss(model, each[transport.rank]) for model in models).backward()  # type: ignore[union-attr]
+            order = [*zeros[step:], *zeros[:step]]
+            for optimizer in order:
+                optimizer.clip_grad_norm_(0.1 * (1 + zeros.index(optimizer)))
+            for optimizer in reversed(order):
+                optimizer.step()
+            for optimizer in order:
+                optimizer.zero_grad()
+        for optimizer in zeros:
+            optimizer.close()
+        return models
+
+    all_models: list[list[nn.Module]] = [[build(0) for _ in SETTINGS] for _ in range(2)]
+    found = on_threads(2, program, timeout=10)
+    for number, settings in enumerate(SETTINGS):
+        model = build(0)
+        arguments = {key: value for key, value in settings.items() if key not in OURS}
+        optimizer = settings["optimizer_class"](model.parameters(), **arguments)
+        for each in batches:
+            plain_step(model, optimizer, odd_loss, each, settings.get("divisor", 2), 0.1 * (1 + number))
+            model.zero_grad()
+        for models in found:
+            assert_same_model(models[number], model)
+
+
+# -- no state before its step -----------------------------------------------------------------------------------------
+
+
+class Parts(nn.Module):
+    """Of three layers the second takes part in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        for number, parameter in enumerate(self.parameters()):
+            nn.init.constant_(parameter, 0.1 * (number + 1))
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        for number in (0, 2) if step % 2 else (0, 1, 2):
+            x = torch.tanh(self.layers[number](x))
+        return x.square().sum()
+
+
+@ALL_STAGES
+@pytest.mark.parametrize("name", ["adamw", "adamw fused", "adagrad", "nadam", "asgd", "sgd momentum"])
+@pytest.mark.by_default("adamw-3", "adagrad-0")
+def test_states_are_those_of_the_steps_that_were_taken(stage: int, name: str) -> None:
+    """At every moment what the class itself would have: none before the first step (or what it makes when it is
+    built), and of each parameter as many steps as it took part in."""
+    cls, arguments = CLASSES[name]
+    inputs = [[torch.full((2, 5), 0.3 * (rank + step + 1)) for rank in range(2)] for step in range(4)]
+    plain_model = Parts()
+    optimizer = cls(plain_model.parameters(), **arguments)
+    expected = [copy.deepcopy(optimizer.state_dict())]
+    for step in range(4):
+        optimizer.zero_grad()
+        plain_step(plain_model, optimizer, lambda m, x, s=step: m(x, s), inputs[step], 2)  # type: ignore[misc]
+        expected.append(copy.deepcopy(optimizer.state_dict()))
+
+    def program(transport: Transport) -> list[dict[str, Any]]:
+        model = Parts()
+        optimizer = ZeroOptimizer(model, cls, stage=stage, process_group=transport, bucket_cap_mb=1e-4, **arguments)
+        found = []
+        for step in range(5):
+            optimizer.consolidate_state_dict(0)
+            found.append(optimizer.state_dict() if transport.rank == 0 else {})
+            assert len(optimizer.state) == 0 or step > 0 or name in ("adagrad", "asgd")
+            if step < 4:
+                optimizer.zero_grad()
+                model(inputs[step][transport.rank], step).backward()
+                optimizer.step()
+        return found
+
+    for ours, theirs in zip(on_threads(2, program, timeout=10)[0], expected, strict=True):
+        assert_same_states(ours, theirs)
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+def record_transitions(monkeypatch: pytest.MonkeyPatch, cls: type, attribute: str) -> set[tuple[Any, Any]]:
+    seen: set[tuple[Any, Any]] = set()
+
+    def record(self: Any, name: str, value: Any) -> None:
+        if name == attribute:
+            seen.add((vars(self).get(name, value), value))
+        object.__setattr__(self, name, value)
+
+    monkeypatch.setattr(cls, "__setattr__", record, raising=False)
+    return seen
+
+
+def a_rank_leaves(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
+    """In the middle of a backward, while units are on their way."""
+    if optimizer.rank == 1:
+        raise OSError("unplugged")
+    with pytest.raises(CollectiveError):
+        odd_loss(model, batch_of(9, 0)).backward()
+    raise OSError("alone")
+
+
+def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the drawings at the heads of `residency` and `progress`, whatever is called or goes wrong."""
+    units = record_transitions(monkeypatch, Unit, "state")
+    phases = record_transitions(monkeypatch, Progress, "phase")
+
+    def at(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
+        if moment == "clear":
+            optimizer.step()  # nothing is there to step
+            for place in PLACES:
+                with pytest.raises(Stop):
+                    place(model, optimizer, 5)
+                optimizer.zero_grad()
+
+    for stage in (0, 3):
+        assert_plain_loop(trained(stage, at))
+    with pytest.raises(OSError, match=r"unplugged|alone"):
+        trained(3, a_rank_leaves)
+    assert {arrow for arrow in units if arrow[0] is not arrow[1]} == {
+        (State.SHARDED, State.COMING),
+        (State.COMING, State.WHOLE),
+        (State.WHOLE, State.SHOWN),
+        (State.SHOWN, State.WHOLE),
+        (State.WHOLE, State.SHARDED),
+    }
+    assert {arrow for arrow in phases if arrow[0] is not arrow[1]} == {
+        (Phase.OPEN, Phase.SETTLED),
+        (Phase.SETTLED, Phase.STEPPED),
+        (Phase.SETTLED, Phase.OPEN),
+        (Phase.STEPPED, Phase.OPEN),
+    }

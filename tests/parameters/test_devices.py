@@ -1,0 +1,314 @@
+"""What an accelerator needs of the library, without one: streams are told to wait, captures and several devices are
+refused, and models without memory go where NCCL is.
+
+Devices are device strings here, and streams note what they are told to wait for.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from collectives import Transport, on_threads, solo
+from zero import ZeroOptimizer, streams
+from zero.core.layout import Dtypes, ParameterSpec
+from zero.core.parameter_specs import check_one_device
+from zero.streams import Streams
+
+from ..plain import assert_same_model
+from ..pool import SIZE, GlooPool
+from ..test_close import BATCH, build, train
+from .test_stage3_errors import error_of, zero
+
+ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+RANKS = pytest.mark.parametrize("world_size", [1, 2])
+GPU = torch.device("cuda", 1)
+
+
+# -- several devices ---------------------------------------------------------------------------------------------------
+
+
+def spec(name: str, device: str, trainable: bool = True) -> ParameterSpec:
+    return ParameterSpec((name,), (2,), (1,), Dtypes.all(torch.float32), device, trainable, 0, 0)
+
+
+def test_what_is_trained_is_on_one_device() -> None:
+    check_one_device([])
+    check_one_device([spec("a", "cuda:0"), spec("b", "cuda:0"), spec("mask", "cpu", trainable=False)])
+    check_one_device([spec("mask", "cpu", trainable=False), spec("a", "cuda:0")])
+    for other in ("cuda:1", "cpu"):
+        with pytest.raises(
+            ValueError, match=f"'a' is on cuda:0 and 'c' on {other}: what is trained must be on one device"
+        ):
+            check_one_device([spec("a", "cuda:0"), spec("b", "cuda:0"), spec("c", other)])
+
+
+@ALL
+@RANKS
+def test_trained_parameters_on_two_devices_are_refused_on_every_rank_before_anything_moves(
+    stage: int, world_size: int
+) -> None:
+    def program(transport: Transport) -> str:
+        model = build()
+        model[2] = nn.Linear(4, 4, device="meta")
+        message = error_of(zero, model, transport, stage)
+        assert model[2].weight.is_meta
+        return message
+
+    with mock.patch("zero.optimizer.landing", return_value=GPU):
+        for message in on_threads(world_size, program, timeout=5):
+            assert message.startswith("ValueError: ")
+            assert "'0.weight' is on cpu and '2.weight' on cuda:1" in message
+            assert message.endswith("autograd would run their hooks in two threads, which have no lock yet")
+
+
+def test_so_is_a_group_on_another_device() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = zero(list(model[0].parameters()), solo(), 1, module=model)
+    added = [spec("1.weight", "cuda:1")], list(model[1].parameters())[:1]
+    with mock.patch("zero.setup.specs", return_value=added[::-1]):
+        message = error_of(optimizer.add_param_group, {"params": added[1]})
+    assert "'0.weight' is on cpu and '1.weight' on cuda:1" in message
+    assert len(optimizer.param_groups) == 1
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+_HERE = threading.local()  # a rank is a thread
+
+
+class Stream:
+    """Notes which streams it was told to wait for."""
+
+    def __init__(self, name: str, waits: list[tuple[str, str]]) -> None:
+        self.name, self._waits = name, waits
+
+    def wait_stream(self, other: Stream) -> None:
+        self._waits.append((self.name, other.name))
+
+
+@contextmanager
+def on(stream: Stream) -> Iterator[None]:
+    before, _HERE.current = getattr(_HERE, "current", None), stream
+    try:
+        yield
+    finally:
+        _HERE.current = before
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if parameters lay on a GPU."""
+    monkeypatch.setattr(Streams, "use", lambda self, device: setattr(self, "_device", GPU))
+    monkeypatch.setattr(streams, "_current", lambda device: _HERE.current)
+    monkeypatch.setattr(streams, "_is_recorded", lambda device: getattr(_HERE, "captures", False))
+
+
+@pytest.mark.usefixtures("accelerator")
+@ALL
+@RANKS
+@pytest.mark.by_default("1-1", "1-2", "2-3")
+def test_each_part_of_a_step_waits_for_the_one_before_on_whatever_stream_it_is(stage: int, world_size: int) -> None:
+    """At stages 0 to 2 a forward is the user's own: nothing of the library runs there."""
+
+    def program(transport: Transport) -> tuple[list[tuple[str, str]], nn.Module]:
+        waits: list[tuple[str, str]] = []
+        forward, backward, update, clear = (Stream(name, waits) for name in ("forward", "backward", "step", "clear"))
+        model = build()
+        with on(forward):
+            optimizer = zero(model, transport, stage)
+        for _ in range(2):
+            with on(forward):
+                loss = model(BATCH).square().mean()
+            with on(backward):
+                loss.backward()
+            with on(update):
+                optimizer.step()
+            with on(clear):
+                optimizer.zero_grad()
+        with on(clear):
+            optimizer.close()
+        return waits, model
+
+    plain = build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for _ in range(2):
+        train(plain, optimizer)
+    later = [("step", "backward"), ("clear", "step")]
+    between = [("forward", "clear"), ("backward", "forward")] if stage == 3 else [("backward", "clear")]
+    expected = [("backward", "forward"), *later, *between, *later]  # first what construction told the device
+    for waits, model in on_threads(world_size, program, timeout=5):
+        assert waits == expected
+        assert_same_model(model, plain)
+
+
+@pytest.mark.usefixtures("accelerator")
+@ALL
+def test_a_gradient_that_comes_on_another_stream_is_waited_for(stage: int) -> None:
+    """As where parts of a forward ran on streams of their own: autograd runs their backwards there."""
+    waits: list[tuple[str, str]] = []
+    one, other = Stream("one", waits), Stream("other", waits)
+    model = build()
+
+    def switch(_: Any) -> None:
+        _HERE.current = other
+
+    with on(one):
+        optimizer = zero(model, solo(), stage)
+        loss = model(BATCH).square().mean()
+        model[1].weight.register_hook(switch)
+        loss.backward()
+        _HERE.current = one
+        optimizer.step()
+    assert waits == [("other", "one"), ("one", "other")]
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_on_one_stream_nothing_waits() -> None:
+    waits: list[tuple[str, str]] = []
+    with on(Stream("one", waits)):
+        model = build()
+        optimizer = zero(model, solo(), 3)
+        for _ in range(2):
+            train(model, optimizer)
+        optimizer.close()
+    assert waits == []
+
+
+@ALL
+def test_on_the_cpu_no_stream_is_asked_for(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_current", lambda device: pytest.fail("there are no streams"))
+    monkeypatch.setattr(streams, "_is_recorded", lambda device: pytest.fail("there are no graphs"))
+    model = build()
+    train(model, zero(model, solo(), stage))
+
+
+# -- CUDA graphs -------------------------------------------------------------------------------------------------------
+
+Act = Callable[[nn.Module, ZeroOptimizer], Any]
+
+
+def backward(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+    model(BATCH).square().mean().backward()
+
+
+ACTS: dict[str, Act] = {
+    "backward": backward,
+    "step": lambda _, optimizer: optimizer.step(),
+    "clip": lambda _, optimizer: optimizer.clip_grad_norm_(1.0),
+    "zero_grad": lambda _, optimizer: optimizer.zero_grad(),
+    "forward": lambda model, _: model(BATCH),
+}
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("act", ACTS)
+@ALL
+def test_a_capture_is_refused_and_training_goes_on(stage: int, act: str) -> None:
+    def program(transport: Transport) -> tuple[str, nn.Module]:
+        with on(Stream("one", [])):
+            model = build()
+            optimizer = zero(model, transport, stage)
+            if act in ("step", "clip", "zero_grad"):
+                backward(model, optimizer)
+            _HERE.captures = True
+            try:
+                message = error_of(ACTS[act], model, optimizer)
+            finally:
+                _HERE.captures = False
+            optimizer.zero_grad()
+            train(model, optimizer)
+            optimizer.close()
+        return message, model
+
+    plain = build()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.5))
+    for message, model in on_threads(2, program, timeout=5):
+        if act == "forward" and stage < 3:
+            assert message == "nothing", "which runs nothing of the library"
+        else:
+            assert message.startswith("RuntimeError: a CUDA graph is being captured: ")
+            assert message.endswith("outside torch.cuda.graph()")
+        assert_same_model(model, plain)
+
+
+# -- through the host --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("factor", "device", "warns"), [(2, GPU, 1), (4, GPU, 0), (None, GPU, 0), (2, "cpu", 0)])
+def test_hybrid_sharding_on_gpus_warns_once_that_it_goes_through_the_host(
+    factor: int | None, device: Any, warns: int
+) -> None:
+    def program(transport: Transport) -> None:
+        zero(build(), transport, 2, sharding_factor=factor).close()
+
+    with (
+        mock.patch("zero.optimizer.device_of", return_value=torch.device(device)),
+        warnings.catch_warnings(record=True) as seen,
+    ):
+        warnings.simplefilter("always")
+        on_threads(4, program, timeout=20)
+    found = [str(warning.message) for warning in seen if "sharding_factor" in str(warning.message)]
+    assert len(found) == warns
+    for message in found:
+        assert message.startswith(
+            "sharding_factor=2 of 4 ranks on cuda: gradients and parameters travel through the host"
+        )
+
+
+# -- models without memory ---------------------------------------------------------------------------------------------
+
+
+class ToldError(Exception):
+    pass
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+def lands(group: dist.ProcessGroup | None, backend: str, context: Any) -> torch.device:
+    """Where the optimizer says that a model from the meta device will be, on a machine with a second GPU."""
+    model = nn.Sequential(nn.Linear(2, 2, device="meta"))
+    with (
+        mock.patch("torch.accelerator.current_accelerator", return_value=torch.device("cuda")),
+        mock.patch("torch.accelerator.current_device_index", return_value=1),
+        mock.patch("collectives.backends.gloo._backend", lambda _, device: {"cpu": "gloo"}.get(device.type, backend)),
+        mock.patch("zero.setup.build_collective", side_effect=ToldError) as told_of,
+        context,
+    ):
+        with pytest.raises(ToldError):
+            ZeroOptimizer(model, torch.optim.SGD, process_group=group, lr=0.1)
+        device: torch.device = told_of.call_args.args[2]
+    return device
+
+
+def everywhere(group: dist.ProcessGroup, rank: int) -> list[str]:
+    return [
+        str(lands(each, backend, context))
+        for each in (group, None)
+        for backend, context in (("nccl", nothing()), ("gloo", nothing()), ("nccl", torch.device("cpu")))
+    ]
+
+
+def test_a_model_without_memory_lands_on_the_accelerator_that_nccl_serves(gloo: GlooPool) -> None:
+    """Unless a default device was set, be it the CPU; and where nothing but gloo is there, on the CPU as ever."""
+    for found in gloo.run(everywhere, ranks=range(SIZE)):
+        assert found == ["cuda:1", "cpu", "cpu"] * 2
+
+
+def test_without_a_group_or_an_accelerator_it_lands_on_the_cpu() -> None:
+    assert str(lands(None, "nccl", nothing())) == "cpu"
+    model = nn.Sequential(nn.Linear(2, 2, device="meta"))
+    zero(model, solo(), 3).close()
+    assert model[0].weight.device.type == "cpu"

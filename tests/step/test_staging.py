@@ -1,0 +1,245 @@
+"""States in the host's memory that a device steps: the same bits, copied beside its work, and no more than it needs.
+
+There is no device here: the CPU takes its part, and a copy that runs beside its work runs as late as it may, when
+somebody waits for it. `test_cuda` has a GPU do it, where there is one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from collectives import solo
+from zero import Offload, ZeroOptimizer
+from zero import setup as assembly
+from zero.step import staging
+from zero.step.flat_states import BucketStates
+from zero.step.offload import Keeper, Pinned, Spool
+from zero.step.staging import Staging
+
+from ..contract.test_sharding_factor import STEPS, check
+from ..models import odd_batches, odd_loss
+from ..narrowed import PRECISIONS
+from ..plain import assert_same_model
+from ..programs import Program, locked_build
+
+ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+_HERE = threading.local()  # a rank is a thread
+
+
+def lines() -> list[Line]:
+    found: list[Line] = vars(_HERE).setdefault("lines", [])
+    return found
+
+
+class Line:
+    """A stream whose work runs when somebody waits for it. The main one does at once what it is told."""
+
+    entered = False
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], object]] = []
+        self._is_behind_main = False
+        lines().append(self)
+
+    def wait_stream(self, main: Main) -> None:
+        self._is_behind_main = True
+
+    def __enter__(self) -> None:
+        assert self._is_behind_main
+        self.entered = True
+
+    def __exit__(self, *_: object) -> None:
+        self.entered = self._is_behind_main = False
+
+    def run(self) -> None:
+        for work in self.waiting:
+            work()
+        self.waiting = []
+
+
+class Main:
+    def wait_stream(self, line: Line) -> None:
+        line.run()
+
+
+@pytest.fixture(autouse=True)
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States in pinned memory, for parameters on a device whose copies are late."""
+    copy, empty, settle, let_go = Tensor.copy_, torch.empty, BucketStates.settle, Staging.let_go
+
+    def copied(target: Tensor, source: Tensor, **options: Any) -> Tensor:
+        line = next((line for line in lines() if line.entered), None)
+        if line is None:
+            return copy(target, source, **options)
+        line.waiting.append(partial(copy, target, source))
+        return target
+
+    def emptied(*arguments: Any, **options: Any) -> Tensor:
+        assert not any(line.entered for line in lines()), "memory is the main stream's"
+        made = empty(*arguments, **options)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    def settled(states: BucketStates) -> None:
+        settle(states)
+        for line in lines():
+            line.run()
+
+    def gone(self: Staging) -> None:
+        let_go(self)
+        line: Any = self._stream
+        assert line is None or not line.waiting, "memory is given up that a copy is still to write"
+
+    monkeypatch.setattr(BucketStates, "_is_elsewhere", lambda self, flat: True)
+    monkeypatch.setattr(assembly, "keeper_of", lambda offload, device: Pinned())
+    monkeypatch.setattr(staging, "_line_on", lambda device: Line())
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Main())
+    monkeypatch.setattr(Tensor, "copy_", copied)
+    monkeypatch.setattr(torch, "empty", emptied)
+    monkeypatch.setattr(BucketStates, "settle", settled)
+    monkeypatch.setattr(Staging, "let_go", gone)
+
+
+@ALL
+@pytest.mark.parametrize("precision", ["", "bf16"])
+@pytest.mark.parametrize("optimizer", ["adamw fused", "adagrad"])
+@pytest.mark.by_default("adagrad--1", "adamw fused--2")
+def test_states_that_are_copied_beside_a_step_change_no_bit(stage: int, precision: str, optimizer: str) -> None:
+    mixed = PRECISIONS[precision] if precision else None
+    check(Program(2, stage, optimizer, steps=STEPS, precision=mixed, offload=Offload("cpu")))
+
+
+# -- the order ---------------------------------------------------------------------------------------------------------
+
+
+def train(optimizer: torch.optim.Optimizer, model: nn.Module, steps: range) -> None:
+    for step in steps:
+        odd_loss(model, odd_batches(1, step)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def build(model: nn.Module, optimizer_class: type[torch.optim.Optimizer], **options: Any) -> ZeroOptimizer:
+    options = {"offload": Offload("cpu"), "bucket_cap_mb": 0.0005, **options}
+    return ZeroOptimizer(model, optimizer_class, process_group=solo(), lr=1e-2, **options)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What the host tells the device, with the number of the bucket."""
+    events: list[tuple[str, int]] = []
+    numbers: dict[int, int] = {}
+
+    def note(kind: type[Any], name: str, event: str) -> None:
+        done = getattr(kind, name)
+
+        def noted(self: Any, *arguments: Any) -> Any:
+            if kind is BucketStates:
+                numbers[id(self._staging)] = self.bucket.index
+            if kind is BucketStates or self.tensors or name == "fetch":
+                events.append((event, numbers.get(id(self if kind is Staging else self._staging), -1)))
+            return done(self, *arguments)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    note(BucketStates, "plan", "begin")
+    note(BucketStates, "harvest", "stepped")
+    note(Staging, "fetch", "fetch")
+    note(Staging, "put_back", "back")
+    note(Staging, "let_go", "free")
+    return events
+
+
+def third_step(told: list[tuple[str, int]]) -> tuple[dict[tuple[str, int], int], list[int]]:
+    """When each thing was told, and the buckets that were fetched, in that order."""
+    model = locked_build(0)
+    optimizer = build(model, torch.optim.AdamW)
+    train(optimizer, model, range(2))
+    told.clear()
+    train(optimizer, model, range(1))
+    assert max(Counter(told).values()) == 1
+    fetched = [bucket for event, bucket in told if event == "fetch"]
+    assert len(fetched) > 4
+    return {event: number for number, event in enumerate(told)}, fetched
+
+
+def test_the_next_bucket_is_fetched_and_the_last_goes_back_while_one_is_stepped(told: list[tuple[str, int]]) -> None:
+    place, fetched = third_step(told)
+    here: set[int] = set()
+    for event, bucket in told:
+        if event == "fetch":
+            here.add(bucket)
+        elif event == "free":
+            here.remove(bucket)
+        assert len(here) <= 3
+    assert not here
+    for bucket in fetched:
+        assert place["fetch", bucket] < place["begin", bucket] < place["stepped", bucket] < place["back", bucket]
+    for bucket, following in itertools.pairwise(fetched):
+        assert place["fetch", following] < place["begin", bucket]
+        assert place["stepped", following] < place["free", bucket]  # nobody waits before for what is on its way back
+
+
+def test_from_a_disk_a_bucket_is_copied_when_it_was_read(
+    told: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "keeper_of", lambda offload, device: Spool(tmp_path))
+    place, fetched = third_step(told)
+    for bucket in fetched:
+        assert place["begin", bucket] < place["fetch", bucket] < place["stepped", bucket] < place["back", bucket]
+
+
+@ALL
+def test_where_nothing_is_kept_elsewhere_nothing_waits(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BucketStates, "_is_elsewhere", lambda self, flat: False)
+    lines().clear()
+    model = locked_build(0)
+    train(build(model, torch.optim.AdamW, stage=stage, offload=None), model, range(3))
+    assert lines() == []
+
+
+class Interrupted(torch.optim.AdamW):
+    """Once, after so many buckets."""
+
+    left = 0
+
+    def step(self, closure: Any = None) -> Any:
+        Interrupted.left -= 1
+        if Interrupted.left == 0:
+            raise KeyboardInterrupt
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.by_default("True")
+def test_what_an_interrupted_step_left_is_no_state_of_the_next(
+    tmp_path: Path, on_disk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper: Keeper = Spool(tmp_path) if on_disk else Pinned()
+    monkeypatch.setattr(assembly, "keeper_of", lambda offload, device: keeper)
+    model, plain = locked_build(0), locked_build(0)
+    optimizer = build(model, Interrupted, stage=0)
+    train(optimizer, model, range(2))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    states = optimizer.state_dict()
+    train(optimizer, model, range(2, 4))
+    Interrupted.left = 4
+    with pytest.raises(KeyboardInterrupt):
+        train(optimizer, model, range(4, 5))
+    assert Interrupted.left == 0
+    optimizer.zero_grad()
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(states)
+    train(optimizer, model, range(2, 4))
+    optimizer.close()
+    train(torch.optim.AdamW(plain.parameters(), lr=1e-2), plain, range(4))
+    assert_same_model(model, plain)
