@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 from collectives.backends.gloo import connect
 from zero import ZeroOptimizer
 
 from .models import odd_batches, odd_loss
-from .plain import assert_same_model
+from .plain import assert_same_model, plain_step
 from .programs import locked_build
+from .small import TwoVectors, with_sgd
 
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 
@@ -563,3 +564,144 @@ def test_an_exception_inside_a_backward_leaves_everything_usable(stage: int, fai
 
 def chain() -> nn.Sequential:
     return nn.Sequential(linear_locked(), linear_locked())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_calls_inside_a_backward_are_refused_and_the_step_is_right(stage: int) -> None:
+    def program(transport: Transport) -> tuple[list[str], nn.Module]:
+        model, found = chain(), list[str]()
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, process_group=transport, lr=0.1)
+        more = {"params": [nn.Parameter(torch.zeros(3))]}
+
+        def act(_: Tensor) -> None:
+            for call in (optimizer.zero_grad, optimizer.step, lambda: optimizer.add_param_group(more)):
+                with pytest.raises(RuntimeError) as caught:
+                    call()
+                found.append(str(caught.value))
+
+        hidden = model(torch.ones(1, 3))
+        last = next(iter(model[0].parameters()))  # by then the backward has reached parameters
+        with last.register_post_accumulate_grad_hook(act):
+            hidden.sum().backward()
+        optimizer.step()
+        optimizer.close()
+        return found, model
+
+    plain = chain()
+    plain_step(plain, torch.optim.SGD(plain.parameters(), lr=0.1), lambda m, x: m(x).sum(), [torch.ones(1, 3)] * 2, 2)
+    for found, model in on_threads(2, program, timeout=5):
+        assert [message.split(" inside")[0] for message in found] == ["zero_grad()", "step()", "add_param_group()"]
+        assert_same_model(model, plain)
+
+
+def test_ranks_that_clear_or_freeze_alone_are_told_where_no_bucket_can_tell() -> None:
+    def clears(transport: Transport) -> None:
+        model = linear()
+        optimizer = ZeroOptimizer(model, process_group=transport)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.clip_grad_norm_(1.0)
+        if transport.rank == 1:
+            optimizer.zero_grad()
+        optimizer.step()
+
+    def freezes(transport: Transport) -> None:
+        model = linear()
+        optimizer = ZeroOptimizer(model, process_group=transport)
+        model.bias.requires_grad_(transport.rank == 0)
+        optimizer.step()
+
+    for message in on_ranks(2, clears):
+        assert "step(): the gradients of rank 0 are settled, those of rank 1 open: clip, step and clear" in message
+    for message in on_ranks(2, freezes):
+        assert "step(): 'bias' is trainable on rank 0, but frozen on rank 1: freeze and unfreeze on every" in message
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_parameters_and_arguments_that_cannot_be() -> None:
+    result = nn.Parameter(torch.ones(3)) * 2
+    result.retain_grad()  # then torch itself would take it
+    with pytest.raises(ValueError, match="'p' is the result of a computation"):
+        ZeroOptimizer([("p", result)])
+    scripted: Any = torch.jit.script(linear())
+    with pytest.raises(ValueError, match="'the module' is a ScriptModule"):
+        ZeroOptimizer(scripted)
+    with pytest.raises(TypeError, match="units must be a function of a module that returns a bool, not 'blocks'"):
+        ZeroOptimizer(chain(), stage=3, units="blocks")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="consolidate_state_dict: rank 9 is not one of the 1 ranks"):
+        ZeroOptimizer(linear()).consolidate_state_dict(9)
+
+
+class OddState(torch.optim.SGD):
+    """Keeps a state of another shape than the parameter's."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["history"] = torch.zeros(2, 2)
+
+
+def test_a_state_of_another_shape_makes_a_class_not_element_wise() -> None:
+    with pytest.raises(ValueError, match=r"OddState is not element-wise: .*its state 'history' has shape \(2, 2\)"):
+        ZeroOptimizer(linear(), OddState, lr=0.1)
+
+
+def test_ranks_with_the_same_shapes_in_another_order_are_told() -> None:
+    def program(transport: Transport) -> str:
+        names = ("left", "right") if transport.rank == 0 else ("right", "left")
+        with pytest.raises(ValueError, match="the ranks built different models") as caught:
+            with_sgd(nn.ModuleDict({name: nn.Linear(3, 3) for name in names}), transport)
+        return str(caught.value)
+
+    for message in on_threads(2, program, timeout=5):
+        assert "rank 0 has [left.weight [3, 3]" in message
+        assert "rank 1 has [right.weight [3, 3]" in message
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_parameter_that_one_rank_alone_freezes_is_an_error_on_every_rank(stage: int) -> None:
+    """Also where it shares a bucket with others, which travel as if nothing had happened."""
+
+    def program(transport: Transport) -> str:
+        model = TwoVectors()
+        optimizer = with_sgd(model, transport, stage=stage)
+        model.a.requires_grad_(transport.rank == 0)
+        try:
+            model(1.0).backward()
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+        return "nothing"
+
+    messages = on_threads(2, program, timeout=5)
+    assert all("trainable" in message for message in messages), messages
+    assert any("'a'" in message for message in messages), messages
+
+
+class Rate(float):
+    """Equal to the others' number, and of no use to a step."""
+
+    def __neg__(self) -> float:
+        raise TypeError("this rate cannot be used")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_error_in_one_ranks_step_is_told_to_the_others(stage: int) -> None:
+    """Long before a time limit would end their waits, and with the reason."""
+
+    def program(transport: Transport) -> str:
+        model = TwoVectors()
+        optimizer = with_sgd(model, transport, stage=stage)
+        model(1.0).backward()
+        if transport.rank == 1:
+            optimizer.param_groups[0]["lr"] = Rate(0.1)
+        try:
+            optimizer.step()
+            optimizer.check_replicas()
+        except Exception as error:
+            return str(error)
+        return "nothing"
+
+    messages = on_threads(3, program, timeout=5)
+    assert messages[1] != "nothing"
+    for rank in (0, 2):
+        assert "rank 1 failed: rank 1, in step(): TypeError" in messages[rank]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import CollectiveError, Loopback, Transport, on_threads
-from zero import ZeroOptimizer
+from zero import ZeroOptimizer, clip_grad_norm_
 from zero.gradients.hooks import ShardedGradient
 
 from .faces import ALL_STAGES, SGD, Two, trained
@@ -22,6 +22,7 @@ from .generator import CALLS
 from .models import odd_batches, odd_loss
 from .plain import assert_same_bits, assert_same_model, plain_step
 from .programs import locked_build
+from .small import plain_two, with_sgd
 
 
 @ALL_STAGES
@@ -159,3 +160,44 @@ def test_threads_that_save_and_restore_the_generator_do_not_stop_the_process() -
     assert all(hasattr(getattr(module, name), "__wrapped__") for module in (torch, torch.random) for name in CALLS)
     command = [sys.executable, "-m", "tests.generator", "alone"]
     assert subprocess.run(command, cwd=Path(__file__).resolve().parent.parent, timeout=100).returncode == 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_groups_of_one_world_train_apart(stage: int) -> None:
+    """{1, 3} and {0, 2} of four, at the same time, with data, sums and norms of their own."""
+
+    def program(transport: Transport) -> tuple[nn.Module, Tensor]:
+        odd = transport.rank % 2
+        group = transport.split([1, 3] if odd else [0, 2])
+        model = TwoVectors()
+        optimizer = with_sgd(model, group, stage=stage, module=model)
+        model(1.0 + group.rank + 10 * odd).backward()
+        norm = optimizer.clip_grad_norm_(50.0)
+        optimizer.step()
+        optimizer.close()
+        return model, norm
+
+    for rank, (model, norm) in enumerate(on_threads(4, program, timeout=5)):
+        batches = [(1.0 + group_rank + 10 * (rank % 2), True) for group_rank in range(2)]
+        assert_same_model(model, plain_two(batches, 2, clip=50.0))
+        unclipped = plain_two(batches, 2, steps=0)
+        for batch in batches:
+            (unclipped(*batch) / 2).backward()  # a power of two: the same bits
+        assert_same_bits(norm, clip_grad_norm_(unclipped.parameters(), 50.0))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_second_optimizer_changes_nothing_of_the_first(stage: int) -> None:
+    def program(transport: Transport) -> tuple[nn.Module, nn.Module]:
+        one, two = TwoVectors(), TwoVectors()
+        first = with_sgd(one, transport, stage=stage, divisor=3)
+        second = with_sgd(two, transport, stage=stage, divisor=7)
+        for model, optimizer in ((one, first), (two, second)):
+            model(1.0 + transport.rank).backward()
+            optimizer.step()
+        return one, two
+
+    batches = [(1.0, True), (2.0, True)]
+    for one, two in on_threads(2, program, timeout=5):
+        assert_same_model(one, plain_two(batches, 3))
+        assert_same_model(two, plain_two(batches, 7))

@@ -6,6 +6,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from collectives import (
     Kind,
     Loopback,
     Pairwise,
+    PeerError,
     Ring,
     Tag,
     Traffic,
@@ -448,3 +450,37 @@ def test_a_message_in_chunks_has_one_header_and_is_read_chunk_by_chunk() -> None
         return seen
 
     assert on_threads(2, program)[1] == [float(end - 1) for _, end in chunks(numel)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_half_a_sum_is_no_sum_on_any_rank(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(parts: Any, out: Any) -> None:
+        raise error("in the middle")
+
+    def program(transport: Transport) -> str:
+        work = Pairwise(transport).reduce_scatter(
+            torch.ones(4), [0, 2, 4], torch.empty(2), start=None, tag=Tag(Kind.REDUCE_SCATTER, "bucket 0")
+        )
+        with pytest.raises(error):
+            work.wait()
+        with pytest.raises(CollectiveError) as caught:
+            transport.exchange(b"", Tag(Kind.EXCHANGE, "later"))
+        transport.abort("another reason")
+        with pytest.raises(CollectiveError, match="while adding up"):
+            transport.check()
+        return str(caught.value)
+
+    monkeypatch.setattr("collectives.algorithms.pairwise.fold", fail)
+    for rank, message in enumerate(on_threads(2, program, timeout=5)):
+        assert f"rank {rank}, while adding up: {error.__name__}: in the middle" in message
+
+
+def test_a_carrier_never_cuts_a_message_to_fit() -> None:
+    def program(transport: Transport) -> None:
+        tensor = torch.zeros(3 + transport.rank, dtype=torch.uint8)
+        carrier = transport.carrier
+        side = carrier.recv(tensor, 0, 0) if transport.rank else carrier.send(tensor, 1, 0)
+        with pytest.raises(PeerError, match="3 bytes came where 4 fit"):
+            side.wait(5)
+
+    on_threads(2, program, timeout=5)

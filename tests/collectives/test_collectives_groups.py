@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,6 +22,7 @@ from collectives import (
     Transport,
     on_threads,
 )
+from collectives.backends.gloo import DEFAULT_TIMEOUT, Native, _timeout, connect
 from collectives.messages import HEADER_BYTES, LABEL_BYTES, at, place_of
 
 from ..carried import (
@@ -27,6 +32,7 @@ from ..carried import (
     plain_sum,
     reduction,
 )
+from ..pool import GlooPool
 
 # -- exchange ----------------------------------------------------------------------------------------------------------
 
@@ -222,3 +228,25 @@ def test_long_labels_in_many_scripts_are_no_mismatch() -> None:
         )
 
     assert on_threads(2, program) == [[b"x", b"x", b"y", b"y"]] * 2
+
+
+def strange_groups(group: dist.ProcessGroup, rank: int) -> list[str]:
+    with pytest.raises(ValueError, match="not a rank of the process group") as stranger:
+        connect(dist.GroupMember.NON_GROUP_MEMBER)
+    other = pytest.raises(NotImplementedError, match="'cpu:gloo,cuda:nccl'")
+    with mock.patch("torch.distributed.get_backend_config", return_value="cuda:nccl"), other:
+        connect(group)
+    with pytest.raises(CollectiveError, match="exactly these ranks") as part:
+        Native(connect(group).split([0, 1] if rank < 2 else [2, 1]))
+    work = Native(connect(group)).all_gather(torch.zeros(3), [0, 1, 2, 3], tag=Tag(Kind.ALL_GATHER, "twice"))
+    work.wait()
+    work.wait()
+    return [str(each.value) for each in (stranger, part)]
+
+
+def test_groups_that_cannot_be_used_say_why(gloo: GlooPool) -> None:
+    assert all(len(found) == 2 for found in gloo.run(strange_groups, ranks=range(3)))
+
+
+def test_where_torch_does_not_tell_a_time_limit_it_is_torchs_default() -> None:
+    assert _timeout(SimpleNamespace()) == DEFAULT_TIMEOUT  # type: ignore[arg-type]

@@ -14,11 +14,17 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from collectives import Transport, on_threads
+from zero import ZeroOptimizer, clip_grad_norm_
 from zero.core.norm import PowerSum
-from zero.step.clip import check_norm_arguments, clip_factor, clip_grad_norm_, in_memory_order
+from zero.step.clip import check_norm_arguments, clip_factor, in_memory_order
+
+from ..plain import assert_same_bits, assert_same_model, plain_step
+from ..small import TwoVectors, with_sgd
+from ..test_errors import linear
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NORM_TYPES = (1.0, 2.0, 3.0, math.inf, 2.5)
@@ -583,3 +589,61 @@ def test_the_graph_of_a_gradient_plays_no_part() -> None:
     parameter.grad = gradient
     norm = clip_grad_norm_([parameter], math.inf)
     assert (norm.item(), norm.requires_grad) == (5.0, False)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_norm_is_asked_to_be_finite_and_clips_where_it_is(bad: bool) -> None:
+    model = linear()
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+    (model(torch.ones(1, 3)).sum() * (float("inf") if bad else 1)).backward()
+    if bad:
+        with pytest.raises(RuntimeError, match="non-finite"):
+            optimizer.clip_grad_norm_(0.5, error_if_nonfinite=True)
+    else:
+        optimizer.clip_grad_norm_(0.5, error_if_nonfinite=True)
+        found = [optimizer.full_grad(p) for p in model.parameters()]
+        assert abs(torch.cat([g.view(-1) for g in found if g is not None]).norm().item() - 0.5) < 1e-5  # of rounding
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_rank_that_owns_nothing_takes_part(stage: int) -> None:
+    """Four ranks and a single element: the other three clip, step and check, too."""
+
+    def program(transport: Transport) -> tuple[nn.Module, Tensor]:
+        model = TwoVectors()
+        model.b = nn.Parameter(torch.tensor([2.0]))
+        model.a.requires_grad_(False)
+        optimizer = with_sgd(model, transport, stage=stage)
+        model(1.0 + transport.rank, use_a=False).backward()
+        norm = optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.check_replicas()
+        return model, norm
+
+    for model, norm in on_threads(4, program, timeout=5):
+        gradient = torch.tensor([sum(2 * 2.0 * (1.0 + rank) ** 2 for rank in range(4)) / 4])
+        assert_same_bits(norm, gradient[0])
+        assert_same_bits(model.b, 2.0 - 0.1 * (gradient * clip_factor(norm, 0.5)))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_parameter_that_no_rank_used_has_no_part_in_the_norm_not_even_its_dtype(stage: int) -> None:
+    def program(transport: Transport) -> tuple[nn.Module, Tensor]:
+        model = TwoVectors()
+        model.a = nn.Parameter(torch.arange(32.0, dtype=torch.float64))
+        optimizer = with_sgd(model, transport, stage=stage)
+        model(1.0 + transport.rank, use_a=False).backward()
+        norm = optimizer.clip_grad_norm_(0.3)
+        optimizer.step()
+        optimizer.close()
+        return model, norm
+
+    plain = TwoVectors()
+    plain.a = nn.Parameter(torch.arange(32.0, dtype=torch.float64))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected = plain_step(plain, optimizer, lambda m, scale: m(scale, use_a=False), [1.0, 2.0], 2, max_norm=0.3)
+    assert expected is not None
+    assert expected.dtype is torch.float32
+    for model, norm in on_threads(2, program, timeout=5):
+        assert_same_bits(norm, expected)
+        assert_same_model(model, plain)

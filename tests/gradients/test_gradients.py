@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads
+from collectives import CollectiveError, Loopback, Transport, on_threads
 from zero import ZeroOptimizer, clip_grad_norm_
 from zero.gradients.accumulator import GradientStore
 from zero.gradients.hooks import ShardedGradient
@@ -19,6 +19,8 @@ from ..faces import ALL_STAGES, SGD, SHARDED, Two, solo_transport, trained
 from ..models import odd_batches, odd_loss
 from ..plain import assert_same_bits, assert_same_model, plain_step
 from ..programs import Clear, clear, locked_build
+from ..small import TwoVectors, with_sgd
+from ..test_errors import chain, linear, on_ranks
 
 READS: dict[str, Callable[[Tensor], Any]] = {
     "torch.nn.utils.clip_grad_norm_": lambda p: torch.nn.utils.clip_grad_norm_([p], 1.0),
@@ -452,3 +454,106 @@ def test_full_grad_is_the_plain_mean_before_and_after_clipping(stage: int) -> No
                 if a is not None and b is not None:
                     assert_same_bits(a, b)
                     assert a.stride() == b.stride() or a.numel() < 2
+
+
+def test_a_backward_that_a_broken_connection_ended_is_forgotten_without_a_wait() -> None:
+    """Gradients can be cleared; what needs the other ranks names the failure."""
+    armed = [False]
+
+    def interfere(rank: int, event: str, peer: int) -> None:
+        if armed[0] and rank == 0 and event == "send":
+            armed[0] = False
+            raise OSError("unplugged")
+
+    def program(transport: Transport) -> None:
+        model = chain()
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, process_group=transport, lr=0.1, bucket_cap_mb=1e-6)
+        loss = model(torch.ones(1, 3)).sum()
+        armed[0] = armed[0] or transport.rank == 0
+        with pytest.raises((OSError, CollectiveError)):
+            loss.backward()
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        with pytest.raises(CollectiveError, match="unplugged"):
+            optimizer.step()
+
+    Loopback[None](2, timeout=5, interfere=interfere).run(program)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_gradient_of_which_a_part_waits_is_not_shown(stage: int) -> None:
+    def program(transport: Transport) -> None:
+        model = linear()
+        optimizer = ZeroOptimizer(model, stage=stage, process_group=transport)
+        with optimizer.no_sync():
+            model(torch.ones(1, 3)).sum().backward()
+        optimizer.full_grad(model.weight)
+
+    for message in on_ranks(2, program):
+        assert "full_grad of 'weight': what no_sync() left is not reduced yet" in message
+
+
+def test_another_optimizer_may_set_our_gradients_to_zero() -> None:
+    """As `torch.optim` does for all of its parameters at once: they exist, and are zero."""
+
+    def program(transport: Transport) -> nn.Module:
+        model = chain()
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, process_group=transport, lr=0.1, momentum=0.9)
+        other = torch.optim.SGD(model.parameters(), lr=1.0, foreach=True)
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            other.zero_grad(set_to_none=False)
+        optimizer.step()
+        return model
+
+    plain = chain()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        plain_step(plain, sgd, lambda m, x: m(x).sum(), [torch.ones(1, 3)] * 2, 2)
+        sgd.zero_grad(set_to_none=False)
+    sgd.step()
+    for model in on_threads(2, program, timeout=5):
+        assert_same_model(model, plain)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("bucket_cap_mb", [1.0, 0.0001])
+def test_a_missing_gradient_leaves_a_negative_zero(stage: int, bucket_cap_mb: float) -> None:
+    """A rank that has no gradient of a parameter adds nothing: not even +0.0, which would turn -0.0 into 0.0. Both
+    beside a gradient that it has and where it has none of the whole bucket."""
+
+    def program(transport: Transport) -> Tensor | None:
+        model = TwoVectors()
+        optimizer = with_sgd(model, transport, stage=stage, bucket_cap_mb=bucket_cap_mb)
+        model(-0.0, transport.rank == 1).backward()
+        return optimizer.full_grad(model.a)
+
+    for gradient in on_threads(2, program, timeout=5):
+        assert gradient is not None
+        assert_same_bits(gradient, torch.full((32,), -0.0))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_parameter_that_is_unfrozen_later_is_trained_from_then_on(stage: int) -> None:
+    def program(transport: Transport) -> nn.Module:
+        model = TwoVectors()
+        model.a.requires_grad_(False)
+        optimizer = with_sgd(model, transport, stage=stage, module=model, divisor=4)
+        for step in range(2):
+            model.a.requires_grad_(step == 1)
+            for scale in (1.0, 3.0):
+                model(scale + transport.rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return model
+
+    plain = TwoVectors()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        plain.a.requires_grad_(step == 1)
+        plain_step(plain, sgd, lambda m, scale: m(scale), [1.0, 2.0, 3.0, 4.0], 4)
+        sgd.zero_grad()
+    for model in on_threads(2, program, timeout=5):
+        assert_same_model(model, plain)

@@ -26,7 +26,9 @@ from zero.streams import Streams
 
 from ..plain import assert_same_model
 from ..pool import SIZE, GlooPool
+from ..sockets import on_sockets, on_wires
 from ..test_close import BATCH, build, train
+from ..test_errors import linear_locked
 from .test_stage3_errors import error_of, zero
 
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -312,3 +314,29 @@ def test_without_a_group_or_an_accelerator_it_lands_on_the_cpu() -> None:
     model = nn.Sequential(nn.Linear(2, 2, device="meta"))
     zero(model, solo(), 3).close()
     assert model[0].weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize("ranks", [on_threads, on_wires, on_sockets])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_default_device_is_for_the_users_tensors_alone(ranks: Callable[..., list[nn.Module]], stage: int) -> None:
+    """As `torch.set_default_device("cuda")`; of "meta" there are no values at all."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        torch.autograd.backward(model(torch.ones(2, 3, device="cpu")).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        return model
+
+    def program(transport: Transport) -> nn.Module:
+        model = linear_locked()
+        with torch.device("meta"):
+            optimizer = ZeroOptimizer(model, torch.optim.Adam, stage=stage, process_group=transport)
+            step(model, optimizer)
+            optimizer.consolidate_state_dict(1)
+            optimizer.close()
+        return model
+
+    expected = linear_locked()
+    step(expected, torch.optim.Adam(expected.parameters()))
+    for model in ranks(2, program, timeout=10):
+        assert_same_model(model, expected)

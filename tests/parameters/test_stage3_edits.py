@@ -11,9 +11,14 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
+from zero.core.parameter_specs import as_plain
 
+from ..cases import Case, batches_of, one_backward, sharded
+from ..cases import Net as CasesNet
 from ..plain import assert_same_bits, assert_same_model
+from ..small import blocks, with_sgd
 from ..sockets import on_sockets
+from ..test_errors import on_ranks
 from ..wrong_moments import Net, loss_of
 from .test_stage3_errors import INPUTS, error_of, plain, train, zero
 
@@ -309,3 +314,43 @@ def train_words(model: Words, optimizer: torch.optim.Optimizer) -> None:
     model.table.max_norm = None
     torch.autograd.backward(model(torch.tensor([1, 2])))
     optimizer.step()
+
+
+def test_memory_that_was_put_into_a_released_parameter_is_told_on_every_rank() -> None:
+    def program(transport: Transport) -> None:
+        model, optimizer = sharded(Case(CasesNet), transport)
+        one_backward(model, batches_of(0, 1)[0])
+        if transport.rank == 1:
+            with as_plain():
+                model.head.weight.data = torch.zeros_like(model.head.weight)
+        optimizer.step()
+
+    for message in on_ranks(2, program):
+        assert "rank 1: the memory of 'head.weight' was replaced" in message
+
+
+def test_an_edit_past_the_version_counter_is_told_by_the_owner() -> None:
+    def program(transport: Transport) -> str:
+        model = blocks()
+        optimizer = with_sgd(model, transport, stage=3)
+        model[1].register_forward_pre_hook(lambda layer, _: layer.weight.data.mul_(2))
+        model(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    for message in on_threads(2, program, timeout=5):
+        assert "'1.weight' was edited while its unit was gathered" in message
+
+
+def test_weights_that_are_not_listed_are_rank_0s_too() -> None:
+    def program(transport: Transport) -> nn.Module:
+        model = blocks()
+        with torch.no_grad():
+            model[2].weight.mul_(1 + transport.rank)
+        optimizer = zero(model[0].parameters(), transport, module=model)
+        optimizer.close()
+        return model
+
+    for model in on_threads(3, program, timeout=5):
+        assert_same_model(model, blocks())

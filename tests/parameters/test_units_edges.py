@@ -9,10 +9,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads
+from collectives import Loopback, Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..cases import Case, Net, assert_nothing_is_here, batches_of, check, loss_of, sharded, train
+from ..cases import (
+    Block,
+    Case,
+    Net,
+    assert_nothing_is_here,
+    assert_plain,
+    batches_of,
+    check,
+    loss_of,
+    net_of,
+    one_backward,
+    residency_of,
+    sharded,
+    train,
+)
 from ..plain import assert_same_bits, assert_same_model
 
 SIZES = [1, 2, 3]
@@ -267,3 +281,43 @@ def test_a_graph_of_parameters_that_were_laid_out_anew_says_so() -> None:
         optimizer.close()
 
     on_threads(2, program, timeout=20)
+
+
+class Complex(Block):
+    """Uses its weight as complex numbers, which are another dtype on the same memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_complex(self.inner.weight.view(8, 3, 2)) * torch.complex(x[0, :3], x[1, :3])
+        found: Tensor = super().forward(x) + turned.abs().sum()
+        return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_weight_that_is_seen_as_another_dtype_is_restored_as_that(world_size: int) -> None:
+    check(Case(net_of(Complex)), world_size)
+
+
+def test_a_users_backward_hook_comes_and_goes_and_leaves_nothing() -> None:
+    def program(transport: Transport) -> None:
+        model, optimizer = sharded(Case(Net), transport)
+        seen: list[bool] = []
+        handle = model.blocks[1].register_full_backward_pre_hook(
+            lambda part, _: seen.append(bool(part.inner.weight.isfinite().all()))
+        )
+        one_backward(model, batches_of(0, 1)[0])
+        assert seen == [True]
+        assert len(model.blocks[1]._backward_pre_hooks) == 2
+        handle.remove()
+        one_backward(model, batches_of(0, 1)[0])
+        assert seen == [True]
+        assert len(model.blocks[1]._backward_pre_hooks) == 0
+        optimizer.step()
+        optimizer.close()
+        assert_plain(model)
+
+    on_threads(2, program, timeout=5)
+
+
+def test_a_stranger_has_no_name_among_units() -> None:
+    _, optimizer = sharded(Case(Net), Loopback[None](1).transports[0])
+    assert residency_of(optimizer).spec_of(torch.zeros(3)) is None

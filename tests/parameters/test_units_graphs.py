@@ -19,7 +19,11 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from ..cases import WIDTH, WORLD_SIZES, Apart, Batch, Block, Case, Net, check, loss_of, net_of
+from collectives import Transport, on_threads
+
+from ..cases import WIDTH, WORLD_SIZES, Apart, Batch, Block, Case, Net, check, lent, loss_of, net_of, residency_of
+from ..plain import assert_same_bits, assert_same_model
+from ..small import blocks, with_sgd
 
 # -- checkpointing and saved tensors ----------------------------------------------------------------------------------
 
@@ -323,3 +327,60 @@ CASES: dict[str, Case] = {
 @pytest.mark.full
 def test_training_equals_the_plain_loop_and_leaves_nothing_gathered(name: str, world_size: int) -> None:
     check(CASES[name], world_size)
+
+
+def test_a_view_that_is_kept_over_a_step_shows_no_old_value() -> None:
+    def program(transport: Transport) -> Tensor:
+        model = blocks()
+        optimizer = with_sgd(model, transport, stage=3)
+        with optimizer.gathered():
+            view = model[1].weight.detach()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        return view.clone()
+
+    for view in on_threads(2, program, timeout=5):
+        assert bool(view.isnan().all())
+
+
+def test_a_view_that_is_kept_within_a_step_follows_its_own_parameter() -> None:
+    """Not what is gathered into free buffers of its size meanwhile."""
+
+    def program(transport: Transport) -> list[Tensor]:
+        model = blocks()
+        optimizer = with_sgd(model, transport, stage=3)
+        with optimizer.gathered():
+            views = [model[number].weight.detach() for number in range(3)]
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        return [view.clone() for view in views]
+
+    for views in on_threads(2, program, timeout=5):
+        for view, layer in zip(views, blocks(), strict=True):
+            assert_same_bits(view, layer.weight)  # type: ignore[arg-type]
+
+
+def test_a_graph_takes_the_weights_of_its_own_unit_also_where_another_lay_there_before() -> None:
+    def program(transport: Transport) -> tuple[list[int], list[str], nn.Module]:
+        model = blocks()
+        optimizer = with_sgd(model, transport, stage=3)
+        places: list[int] = []
+        for number in (0, 2):
+            model[number].register_forward_pre_hook(lambda layer, _: places.append(layer.weight.data_ptr()))
+        inputs = torch.ones(1, 4, requires_grad=True)  # so that the first unit's weight, too, is saved
+        loss = model(inputs).sum()
+        with torch.no_grad():
+            model(inputs)  # drops every unit at its end
+        held = lent(residency_of(optimizer))
+        loss.backward()
+        optimizer.step()
+        optimizer.close()
+        return places[:2], held, model
+
+    expected = blocks()
+    expected(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    for (first, last), held, model in on_threads(2, program, timeout=5):
+        assert first == last, "the last unit is gathered into the buffer of the first one"
+        assert held == [], "the graph holds places, not weights"
+        assert_same_model(model, expected)

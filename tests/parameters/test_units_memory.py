@@ -31,6 +31,7 @@ from ..cases import (
     train,
 )
 from ..plain import share
+from ..small import blocks, with_sgd
 
 DEEP = 12
 Events = list[tuple[str, str]]
@@ -229,3 +230,37 @@ def test_what_travels_in_a_step_is_what_the_formula_says(name: str, synchronised
     results = on_threads(world_size, program, timeout=5)
     for step, total in enumerate(zip(*(sent for sent, _ in results), strict=True)):
         assert [sum(total)] * world_size == [formula for _, formula in results], step
+
+
+class Path(nn.Module):
+    """Runs the blocks that ``order`` names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks())
+        self.order: tuple[int, ...] = (0, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x
+
+
+def test_a_unit_that_was_fetched_in_vain_is_given_back() -> None:
+    """The last forward says which unit follows; where it does not, what was fetched goes when the next one comes."""
+
+    def program(transport: Transport) -> list[list[bool]]:
+        model = Path()
+        optimizer = with_sgd(model, transport, stage=3)
+        units = optimizer._storage.residency.units[1:]  # type: ignore[attr-defined]
+        here = []
+        for order in ((0, 1, 2), (0, 2)):
+            model.order = order
+            loss = model(torch.ones(1, 4)).sum()
+            here.append([unit.state is not State.SHARDED for unit in units])
+            loss.backward()
+            optimizer.zero_grad()
+        return here
+
+    for here in on_threads(2, program, timeout=5):
+        assert here == [[False, False, True]] * 2

@@ -10,15 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer
 
 from ..faces import ALL_STAGES, SGD, Two, trained
 from ..models import odd_batches, odd_loss
-from ..plain import assert_same_bits, assert_same_states, plain_step, share
+from ..plain import assert_same_bits, assert_same_model, assert_same_states, plain_step, share
 from ..pool import GlooPool
 from ..programs import locked_build
+from ..small import TwoVectors, adam_steps
+from ..test_errors import linear
 
 
 def test_loading_shares_nothing_with_the_dict_and_saving_nothing_with_the_optimizer() -> None:
@@ -217,3 +220,111 @@ def test_a_saved_dict_has_torchs_own_form_and_names() -> None:
     for index, state in theirs["state"].items():
         for key, value in state.items():
             assert ours["state"][index][key].stride() == value.stride(), (index, key)
+
+
+def test_a_state_dict_of_another_class_with_equal_options_changes_nothing() -> None:
+    model = linear()
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    foreign = copy.deepcopy(before)
+    foreign["state"][0]["square_avg"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match="state 'square_avg' of 'weight' belongs to another optimizer class"):
+        optimizer.load_state_dict(foreign)
+    assert_same_states(optimizer.state_dict(), before)
+
+
+def test_hooks_on_saving_and_loading_are_called_as_torch_calls_them() -> None:
+    def with_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+        calls: list[Any] = []
+        optimizer.register_state_dict_pre_hook(lambda _: calls.append("before saving"))
+        optimizer.register_state_dict_post_hook(lambda _, found: {**found, "mine": 1})
+        optimizer.register_state_dict_post_hook(lambda _, found: calls.append(("saved", sorted(found))))
+        optimizer.register_load_state_dict_pre_hook(lambda _, given: {k: v for k, v in given.items() if k != "mine"})
+        optimizer.register_load_state_dict_pre_hook(lambda _, given: calls.append(("loading", sorted(given))))
+        optimizer.register_load_state_dict_post_hook(lambda _: calls.append("loaded"))
+        saved = optimizer.state_dict()
+        assert saved["mine"] == 1
+        optimizer.load_state_dict(saved)
+        return calls
+
+    model, plain = linear(), linear()
+    found = with_hooks(ZeroOptimizer(model, torch.optim.SGD, lr=0.1))
+    assert found == with_hooks(torch.optim.SGD(plain.parameters(), lr=0.1))
+    assert len(found) == 4
+
+
+def test_states_of_parameters_without_elements_are_told_apart() -> None:
+    """They all lie at address 0, so an address is no name."""
+    model = nn.ParameterDict({name: torch.zeros(0) for name in ("first", "second")})
+    model["third"] = nn.Parameter(torch.ones(3))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = model["third"].sum() + model["second"].sum()
+        (loss + model["first"].sum() if step else loss).backward()
+        optimizer.step()
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["param_names"] == ["first", "second", "third"]
+    assert [int(saved["state"][index]["step"]) for index in range(3)] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_parameter_that_was_left_out_of_a_step_keeps_its_own_count(stage: int) -> None:
+    """Also beside one that was not, in one run of memory."""
+
+    def train(model: nn.ParameterList, optimizer: torch.optim.Optimizer, scales: list[float], divisor: float) -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            used = model if step != 1 else model[:1]
+            for scale in scales:
+                torch.stack([(p * scale).square().sum() for p in used]).sum().backward()
+            for p in model:
+                if p.grad is not None and divisor != 1:
+                    p.grad.div_(divisor)
+            optimizer.step()
+
+    def build() -> nn.ParameterList:
+        return nn.ParameterList([torch.arange(32.0) + number for number in range(3)])
+
+    def program(transport: Transport) -> nn.Module:
+        model = build()
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=transport, lr=0.1)
+        train(model, optimizer, [1.0 + transport.rank], 1)
+        return model
+
+    plain = build()
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), [1.0, 2.0], 2)
+    for model in on_threads(2, program, timeout=5):
+        assert_same_model(model, plain)
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (1, 3), (2, 3), (3, 3)])
+def test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped(stage: int, world_size: int) -> None:
+    """In a new optimizer, to whose param groups nobody says anything but what the dict does."""
+
+    def run(steps: range, weights: Any, states: Any) -> Any:
+        def program(transport: Transport) -> Any:
+            model = TwoVectors()
+            if weights is not None:
+                model.load_state_dict(weights)
+            optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=transport, lr=9.0)
+            if states is not None:
+                optimizer.load_state_dict(states)
+                assert optimizer.param_groups[0]["lr"] == 0.05
+            adam_steps(model, optimizer, [1.0 + transport.rank], steps)
+            optimizer.consolidate_state_dict(to=0)
+            saved = optimizer.state_dict() if transport.rank == 0 else None
+            optimizer.close()
+            return model.state_dict(), saved
+
+        return on_threads(world_size, program, timeout=5)[0]
+
+    weights, states = run(range(3, 5), *run(range(3), None, None))
+    plain = TwoVectors()
+    adamw = torch.optim.AdamW(plain.parameters(), lr=9.0)
+    adam_steps(plain, adamw, [1.0 + rank for rank in range(world_size)], range(5), world_size)
+    for name, value in plain.state_dict().items():
+        assert_same_bits(weights[name], value, name)
+    assert_same_states(states, adamw.state_dict())

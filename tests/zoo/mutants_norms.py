@@ -107,7 +107,7 @@ MUTANTS = (
                 "        mine = PowerSum.of(pieces, norm_type)",
             ),
         ),
-        ("test_properties.py::test_a_rank_that_owns_nothing_takes_part[2]",),
+        ("core/test_norm.py::test_a_rank_that_owns_nothing_takes_part[2]",),
     ),
     Mutant(
         "norms-are-added-instead-of-squares",

@@ -338,7 +338,7 @@ SUMS = (
                 "        return bool(doubles)\n",
             ),
         ),
-        ("test_properties.py::test_a_parameter_that_no_rank_used_has_no_part_in_the_norm_not_even_its_dtype[2]",),
+        ("core/test_norm.py::test_a_parameter_that_no_rank_used_has_no_part_in_the_norm_not_even_its_dtype[2]",),
     ),
     Mutant(
         "stage-0-steps-with-the-means-of-before",

@@ -162,7 +162,7 @@ RANKS = (
                 "self.rank, self.timeout = carrier.rank % len(ranks)",
             ),
         ),
-        ("test_properties.py::test_groups_of_one_world_train_apart[2]",),
+        ("test_lifetimes.py::test_groups_of_one_world_train_apart[2]",),
     ),
     Mutant(
         "the-owner-is-looked-up-by-another-number",
@@ -177,7 +177,7 @@ RANKS = (
                 "                    parts.append((source[low:high] if own else arriving[rank])[begin:end])\n",
             ),
         ),
-        ("test_properties.py::test_groups_of_one_world_train_apart[2]",),
+        ("test_lifetimes.py::test_groups_of_one_world_train_apart[2]",),
     ),
     Mutant(
         "the-norm-of-the-world",
@@ -191,7 +191,7 @@ RANKS = (
                 '        for data in world.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):',
             ),
         ),
-        ("test_properties.py::test_groups_of_one_world_train_apart[2]",),
+        ("test_lifetimes.py::test_groups_of_one_world_train_apart[2]",),
     ),
     Mutant(
         "equal-splits-of-uneven-slices",
@@ -231,7 +231,7 @@ RANKS = (
                 "        for to in ():\n            try:\n                kept.append(",
             ),
         ),
-        ("test_properties.py::test_an_error_in_one_ranks_step_is_told_to_the_others[2]",),
+        ("test_errors.py::test_an_error_in_one_ranks_step_is_told_to_the_others[2]",),
     ),
     Mutant(
         "headers-are-not-compared",
@@ -277,7 +277,7 @@ RANKS = (
                 "        type(self._progress).divisor = value\n",
             ),
         ),
-        ("test_properties.py::test_a_second_optimizer_changes_nothing_of_the_first",),
+        ("test_lifetimes.py::test_a_second_optimizer_changes_nothing_of_the_first",),
     ),
     Mutant(
         "every-rank-keeps-its-own-weights",
@@ -303,7 +303,7 @@ RANKS = (
                 '        return f"{list(self.shape)}',
             ),
         ),
-        ("test_properties.py::test_ranks_with_the_same_shapes_in_another_order_are_told",),
+        ("test_errors.py::test_ranks_with_the_same_shapes_in_another_order_are_told",),
     ),
     Mutant(
         "who-is-trainable-is-not-compared",
@@ -317,7 +317,7 @@ RANKS = (
                 "if first.trainable is None:",
             ),
         ),
-        ("test_properties.py::test_a_parameter_that_one_rank_alone_freezes_is_an_error_on_every_rank",),
+        ("test_errors.py::test_a_parameter_that_one_rank_alone_freezes_is_an_error_on_every_rank",),
     ),
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-RESUME = "test_properties.py::test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped"
+RESUME = "state/test_saving.py::test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped"
 
 MUTANTS = (
     Mutant(
@@ -88,7 +88,7 @@ MUTANTS = (
                 "names.get(parameter.data_ptr()) or ([name]",
             ),
         ),
-        ("test_properties.py::test_states_of_parameters_without_elements_are_told_apart",),
+        ("state/test_saving.py::test_states_of_parameters_without_elements_are_told_apart",),
     ),
     Mutant(
         "moments-are-dropped",

@@ -200,7 +200,7 @@ MUTANTS = (
                 "for slot in self._fresh:\n                self._view(slot).fill_(0.0)",
             ),
         ),
-        ("test_properties.py::test_a_missing_gradient_leaves_a_negative_zero",),
+        ("gradients/test_gradients.py::test_a_missing_gradient_leaves_a_negative_zero",),
     ),
     Mutant(
         "a-cleared-gradient-comes-back",
@@ -227,7 +227,7 @@ MUTANTS = (
                 "nothing = torch.full((1,), 0.0,",
             ),
         ),
-        ("test_properties.py::test_a_missing_gradient_leaves_a_negative_zero[1.0-1]",),
+        ("gradients/test_gradients.py::test_a_missing_gradient_leaves_a_negative_zero[1.0-1]",),
     ),
     Mutant(
         "padding-before-its-gradient",
@@ -373,6 +373,6 @@ MUTANTS = (
                 "can_train = [spec.trainable for spec in self.layout.parameters]",
             ),
         ),
-        ("test_properties.py::test_a_parameter_that_is_unfrozen_later_is_trained_from_then_on[2]",),
+        ("gradients/test_gradients.py::test_a_parameter_that_is_unfrozen_later_is_trained_from_then_on[2]",),
     ),
 )

@@ -91,7 +91,7 @@ MUTANTS = (
                 "            assert shelf.lent.numel()\n",
             ),
         ),
-        ("test_stage3_properties.py::test_a_view_that_is_kept_over_a_step_shows_no_old_value",),
+        ("parameters/test_units_graphs.py::test_a_view_that_is_kept_over_a_step_shows_no_old_value",),
     ),
     Mutant(
         "a-lent-buffer-is-used-for-another-unit",
@@ -105,7 +105,7 @@ MUTANTS = (
             ),
             Edit("collectives.pool._Block.free", "return _uses(self.storage) == 1", "return _uses(self.storage) <= 2"),
         ),
-        ("test_stage3_properties.py::test_a_view_that_is_kept_within_a_step_follows_its_own_parameter",),
+        ("parameters/test_units_graphs.py::test_a_view_that_is_kept_within_a_step_follows_its_own_parameter",),
     ),
     Mutant(
         "the-weights-of-another-slot",
@@ -132,7 +132,7 @@ MUTANTS = (
             ),
         ),
         (
-            "test_stage3_properties.py::"
+            "parameters/test_units_graphs.py::"
             "test_a_graph_takes_the_weights_of_its_own_unit_also_where_another_lay_there_before",
         ),
     ),
@@ -160,7 +160,7 @@ MUTANTS = (
                 "            for number in (before,):\n",
             ),
         ),
-        ("test_stage3_properties.py::test_a_unit_that_was_fetched_in_vain_is_given_back",),
+        ("parameters/test_units_memory.py::test_a_unit_that_was_fetched_in_vain_is_given_back",),
     ),
     Mutant(
         "the-order-of-units-is-never-learned",
@@ -215,7 +215,7 @@ MUTANTS = (
                 "        if shelf.whole[low:high].numel() == shelf.shard.numel():\n",
             ),
         ),
-        ("test_stage3_properties.py::test_an_edit_past_the_version_counter_is_told_by_the_owner",),
+        ("parameters/test_stage3_edits.py::test_an_edit_past_the_version_counter_is_told_by_the_owner",),
     ),
     Mutant(
         "edits-in-common-memory-go-unseen",
@@ -282,6 +282,6 @@ MUTANTS = (
                 "        if layout is self.layout:\n            broadcast(self._direct, self._transport, [whole])\n",
             ),
         ),
-        ("test_stage3_properties.py::test_weights_that_are_not_listed_are_rank_0s_too",),
+        ("parameters/test_stage3_edits.py::test_weights_that_are_not_listed_are_rank_0s_too",),
     ),
 )

@@ -172,7 +172,7 @@ MUTANTS = (
                 "        equal = (state is None) == (before is None)\n",
             ),
         ),
-        ("test_properties.py::test_a_parameter_that_was_left_out_of_a_step_keeps_its_own_count[2]",),
+        ("state/test_saving.py::test_a_parameter_that_was_left_out_of_a_step_keeps_its_own_count[2]",),
     ),
     Mutant(
         "neighbours-share-a-group",

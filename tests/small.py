@@ -1,0 +1,63 @@
+"""Small models whose gradients are known, and the plain loops beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from collectives import Transport
+from zero import ZeroOptimizer
+
+from .plain import plain_step
+
+
+class TwoVectors(nn.Module):
+    """``a`` is used where the input says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.arange(32.0))
+        self.b = nn.Parameter(torch.arange(40.0) / 7)
+
+    def forward(self, scale: float, use_a: bool = True) -> Tensor:
+        loss = (self.b * scale).square().sum()
+        return loss + (self.a * scale).sum() if use_a else loss
+
+
+def with_sgd(model: nn.Module, transport: Transport, **arguments: Any) -> ZeroOptimizer:
+    return ZeroOptimizer(model, torch.optim.SGD, process_group=transport, lr=0.1, **arguments)
+
+
+def plain_two(
+    batches: list[tuple[float, bool]], divisor: float, steps: int = 1, clip: float | None = None
+) -> TwoVectors:
+    """The plain loop over micro-batches (scale, whether ``a`` is used)."""
+    model = TwoVectors()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        plain_step(model, optimizer, lambda m, batch: m(*batch), batches, divisor, clip)
+    return model
+
+
+def adam_steps(model: TwoVectors, optimizer: Any, scales: list[float], steps: range, divisor: float = 1) -> None:
+    """Steps of Adam whose learning rate falls; ``a`` is left out of the second."""
+    for step in steps:
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step // 2)
+        for scale in scales:
+            model(scale + step, use_a=step != 1).backward()
+        for p in model.parameters():
+            if p.grad is not None and divisor != 1:
+                p.grad.div_(divisor)
+        optimizer.step()
+
+
+def blocks() -> nn.Sequential:
+    """Three units of one size, the same every time."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for number, parameter in enumerate(model.parameters()):
+        nn.init.constant_(parameter, 0.25 + number / 8)
+    return model
