@@ -22,7 +22,7 @@ from .generator import CALLS
 from .models import odd_batches, odd_loss
 from .plain import assert_same_bits, assert_same_model, plain_step
 from .programs import locked_build
-from .small import plain_two, with_sgd
+from .small import TwoVectors, plain_two, with_sgd
 
 
 @ALL_STAGES
