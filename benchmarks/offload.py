@@ -105,8 +105,8 @@ def measure(folder: Path) -> dict[str, list[float]]:
     plain, spooled = Training(None), Training(Offload(folder))
     nbytes = 8 * MODEL.numel
     disk = Disk(folder, nbytes, int(CAP_MB * (1 << 20)))
-    keeper = spooled.optimizer._assembly._keeper
-    file: int = keeper._file.fileno()  # type: ignore[union-attr]
+    offload_backend = spooled.optimizer._builder._offload_backend
+    file: int = offload_backend._file.fileno()  # type: ignore[union-attr]
     found: dict[str, list[float]] = {name: [] for name in ("read", "write", "memory", "offload", "written")}
     for number in range(WARM + ROUNDS):
         seconds = [disk.read(), disk.write(), plain.step(None)[0], *spooled.step(file)]

@@ -249,7 +249,7 @@ class Line:
                         self.memory.give_up(self.ranks[to], self.slot(lane))
             except Exception:  # a peer that is gone cannot be told; the others still are
                 untold.append(to)
-        keeper = threading.Timer(min(self.timeout, LAST_WORDS), lambda kept: None, [kept])
-        keeper.daemon = True
-        keeper.start()
+        offload_backend = threading.Timer(min(self.timeout, LAST_WORDS), lambda kept: None, [kept])
+        offload_backend.daemon = True
+        offload_backend.start()
         return untold

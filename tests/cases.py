@@ -23,7 +23,7 @@ from zero import ZeroOptimizer
 from zero.core.parameter_specs import FLOATS, is_released
 from zero.parameters.sharded import ShardedStorage
 from zero.parameters.unit_buffer import State
-from zero.parameters.unit_manager import Residency
+from zero.parameters.unit_manager import UnitManager
 
 from .plain import assert_same_bits, share
 
@@ -230,28 +230,28 @@ def check_rank(case: Case, transport: Transport, expected: Sequence[dict[str, Te
     assert_plain(model)
 
 
-def residency_of(optimizer: ZeroOptimizer) -> Residency:
+def residency_of(optimizer: ZeroOptimizer) -> UnitManager:
     storage = optimizer._storage
     assert isinstance(storage, ShardedStorage)
-    return storage.residency
+    return storage.manager
 
 
 def assert_nothing_is_here(model: nn.Module, optimizer: ZeroOptimizer, lends: bool = False) -> None:
     """No unit is gathered, held or under way, every parameter is released, and nobody else holds a buffer."""
-    residency = residency_of(optimizer)
-    for unit in residency.units:
+    manager = residency_of(optimizer)
+    for unit in manager.units:
         assert (unit.state, unit.held, unit.work) == (State.SHARDED, False, []), unit
         assert all(shelf.whole is None for shelf in unit.shelves), unit.name
     for name, parameter in model.named_parameters():
         assert is_released(parameter) == (parameter.dtype in FLOATS), name
-    if not lends and lent(residency):
+    if not lends and lent(manager):
         gc.collect()
-        assert not lent(residency)
+        assert not lent(manager)
 
 
-def lent(residency: Residency) -> list[str]:
+def lent(manager: UnitManager) -> list[str]:
     """Whose memory somebody else holds."""
-    shelves = [shelf for shelf in residency.shelves() if shelf.lent is not None and shelf.strangers(shelf.lent)]
+    shelves = [shelf for shelf in manager.shelves() if shelf.lent is not None and shelf.strangers(shelf.lent)]
     return [shelf.name(slot) for shelf in shelves for slot in range(len(shelf.parameters))]
 
 

@@ -85,7 +85,7 @@ def methods_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values cannot be seen at once."""
     for module in ("core.bits", "parameters.edit_detector", "gradients.grad_access", "step.master_weights"):
-        monkeypatch.setattr(f"zero.{module}.seen_at_once", lambda device: False)
+        monkeypatch.setattr(f"zero.{module}.host_readable", lambda device: False)
 
 
 Act = Callable[[nn.Module, ZeroOptimizer, Any], None]

@@ -21,7 +21,7 @@ from collectives import CollectiveError, Kind, Tag
 from .consistency import compare, gather_slot
 from .events import LOG, Event
 from .gradients.join import Call, adopt_options, digests_of
-from .setup import Assembly
+from .setup import Builder
 from .state.live_states import States
 from .state.plain_dicts import PlainDicts
 from .step.flat_states import Options
@@ -36,7 +36,7 @@ def _told(method: Callable[..., _Result]) -> Callable[..., _Result]:
     @functools.wraps(method)
     def call(self: Engine, **arguments: Any) -> _Result:
         self.check()
-        with self.parts.reducer.in_turn(method.__name__, **arguments):
+        with self.parts.reducer.broadcast_call(method.__name__, **arguments):
             return method(self, **arguments)
 
     return call
@@ -45,7 +45,7 @@ def _told(method: Callable[..., _Result]) -> Callable[..., _Result]:
 class Engine:
     """One optimizer on one rank. Every call is collective, unless it says otherwise."""
 
-    def __init__(self, parts: Assembly) -> None:
+    def __init__(self, parts: Builder) -> None:
         self.parts = parts
         self._transport, self._storage, self._reducer = parts.transport, parts.storage, parts.reducer
         self._inner, self._update = parts.inner, parts.update
@@ -75,11 +75,11 @@ class Engine:
     def join(self, groups: Sequence[Options]) -> Iterator[None]:
         """Inside, a rank that leaves makes the others' calls with them until all have left."""
         self.check()
-        turns = self._reducer.join(groups, gathers_nothing=self._storage.gathers_nothing)
-        self._storage.tell_gathers(self._reducer.in_turn)
+        turns = self._reducer.join(groups, needs_no_gather=self._storage.needs_no_gather)
+        self._storage.set_join_announcer(self._reducer.broadcast_call)
         try:
             yield
-            self._storage.begin_again()
+            self._storage.reset_order()
             for call in turns.others():
                 self._follow(call, groups)
         except Exception as error:
@@ -89,7 +89,7 @@ class Engine:
             while self._blocks:
                 self._blocks.pop().__exit__(None, None, None)
             try:
-                self._storage.tell_gathers(None)
+                self._storage.set_join_announcer(None)
             finally:
                 self._reducer.leave()
 
@@ -135,11 +135,11 @@ class Engine:
 
     def step(self, groups: Sequence[Options]) -> None:
         """Update every parameter that some rank used."""
-        with self._reducer.in_turn("step"), self._stepping():
+        with self._reducer.broadcast_call("step"), self._stepping():
             self._agree_and_update(groups)
 
     def _agree_and_update(self, groups: Sequence[Options]) -> None:
-        free = self._storage.retire()
+        free = self._storage.end_iteration()
         problem = self._storage.problem() if free else "step() inside gathered() or inside a forward: leave it first"
         problem = problem or self._storage.unfrozen_problem()
         told = digests_of(groups, self._inner.defaults.keys() - self._counted)
@@ -189,12 +189,12 @@ class Engine:
         self.check()
         places = self._storage.places(chosen) if self._reducer.joining else None
         with ExitStack() as block:
-            with self._reducer.in_turn("gathered", places=places):
+            with self._reducer.broadcast_call("gathered", places=places):
                 block.enter_context(self._storage.gathered(chosen))
             try:
                 yield
             finally:
-                with self._reducer.in_turn("end of gathered", places=places, write=write):
+                with self._reducer.broadcast_call("end of gathered", places=places, write=write):
                     if write:
                         self._overwrite(chosen)
 
@@ -224,7 +224,7 @@ class Engine:
     def exchange(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order."""
         self.check()
-        with self._reducer.in_turn("exchange"):
+        with self._reducer.broadcast_call("exchange"):
             return self._transport.exchange(data, Tag(Kind.EXCHANGE, "exchange()"))
 
     # -- the end ------------------------------------------------------------------------------------------------------

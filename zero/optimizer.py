@@ -26,7 +26,7 @@ from .core.stage import stage_of
 from .core.units import Predicate
 from .engine import Engine
 from .parameters.materialize import InitFunction, StateDict, landing, materializer_of
-from .setup import Assembly, backend_of
+from .setup import Builder, backend_of
 from .state.describe import Description, describe
 from .step.clip import check_norm_arguments
 from .step.inner import InnerOptimizer
@@ -126,13 +126,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if device.type == "meta":
             device = land()
         listed = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
-        parts = Assembly(
+        parts = Builder(
             config,
             inner,
             device,
             lambda: materializer_of(self._module, listed, param_init_fn, init_state_dict, land),
         )
-        self._assembly, self._transport, self._inner = parts, parts.transport, inner
+        self._builder, self._transport, self._inner = parts, parts.transport, inner
         self._storage, self._reducer = parts.storage, parts.reducer
         self._engine = Engine(parts)
         check_listed_once(groups, self._module)
@@ -153,7 +153,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._engine.check()
         if self._reducer.hooks.inside_backward or self._reducer.joining:
             raise RuntimeError("add_param_group() inside a backward or inside join(): leave it first")
-        if not self._storage.retire():
+        if not self._storage.end_iteration():
             raise RuntimeError("add_param_group() inside gathered() or inside a forward: leave it first")
         group = dict(param_group)
         group["params"] = members_of(group["params"], "param_group['params']")
@@ -169,7 +169,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group["params"] = with_names(group["params"], self._module, len(before))
         super().add_param_group(group)
         try:
-            self._assembly.adopt(self.param_groups, len(self.param_groups) - 1)
+            self._builder.adopt(self.param_groups, len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
             raise
@@ -210,8 +210,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def describe(self) -> Description:
         """What this rank holds, read from the tensors themselves, beside what the formulas say. Local."""
         self._engine.check_usable()
-        parts = self._assembly
-        return describe(parts.stage, parts.choice, self._storage, self._reducer, self._inner, parts.kept_by)
+        parts = self._builder
+        return describe(parts.stage, parts.choice, self._storage, self._reducer, self._inner, parts.reshard_group_size)
 
     def check_replicas(self) -> str:
         """SHA-256 over the parameters' SHA-256s, after comparing these over the ranks. All ranks.
@@ -386,5 +386,5 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
 
     def __repr__(self) -> str:
-        name = f"{self._inner.name}, stage={self._assembly.stage.number}, rank {self.rank} of {self.world_size}"
+        name = f"{self._inner.name}, stage={self._builder.stage.number}, rank {self.rank} of {self.world_size}"
         return f"ZeroOptimizer({name})\n{super().__repr__() if self._built else ''}"

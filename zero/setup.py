@@ -35,8 +35,8 @@ from .parameters.storage import ParameterStorage
 from .step.elementwise import check_elementwise
 from .step.flat_states import BucketStates, Options
 from .step.inner import InnerOptimizer
-from .step.master_weights import Master
-from .step.offload import Keeper, StateStore, keeper_of
+from .step.master_weights import MasterWeights
+from .step.offload import OffloadBackend, OffloadedStates, backend_for
 from .step.update import Update
 from .streams import Streams
 
@@ -51,7 +51,7 @@ NOTHING_TO_TRAIN = (
 _MASTER = "master weights"  # among the names of states, of which none has a space
 
 
-class Assembly:
+class Builder:
     """The parts of one optimizer on one rank: `transport`, `shards`, `collective`, `inner`, `storage`, `reducer`,
     `update`."""
 
@@ -66,13 +66,13 @@ class Assembly:
         self.config, self.inner = config, inner
         self.stage, module, offload = config.stage, config.module, config.offload
         group = _transport(config.process_group).fork()
-        self.kept_by = _agree_on_sharing(group, config)
+        self.reshard_group_size = _agree_on_sharing(group, config)
         _warn_of_the_host(group, config.sharding_factor, device)
         self.streams = Streams()
         self.choice = build_collective(group, config.collective, device, config.sharding_factor)
         self.collective: Collective = self.choice.collective
         self.transport, self.shards = self.collective.transport, self.choice.shards
-        self._keeper: Keeper | None = None
+        self._offload_backend: OffloadBackend | None = None
         nearby = self._nearby(device)
         try:
             check_modules(module)
@@ -81,7 +81,7 @@ class Assembly:
             if offload is not None:
                 if offload.parameters:
                     check_offloaded_parameters(self.stage, device)
-                self._keeper = keeper_of(offload, device)
+                self._offload_backend = backend_for(offload, device)
             self.storage = self._make_storage(nearby)
         except Exception as error:
             agree_on_construction(self.transport, [], error)
@@ -118,8 +118,8 @@ class Assembly:
             config.bucket_bytes,
             config.precision,
             nearby,
-            self.kept_by == 1 < self.shards.world_size,
-            self._keeper if config.offload is not None and config.offload.parameters else None,
+            self.reshard_group_size == 1 < self.shards.world_size,
+            self._offload_backend if config.offload is not None and config.offload.parameters else None,
             self._unborn,
             self.streams,
         )
@@ -127,9 +127,9 @@ class Assembly:
     def _nearby(self, device: torch.device) -> Choice | None:
         """Who shares what is kept for a backward, where that is not everybody who shares a copy. Collective."""
         shards = self.shards
-        if self.kept_by in (1, shards.world_size):
+        if self.reshard_group_size in (1, shards.world_size):
             return None
-        choice = build_collective(shards.sibling(3), "auto", device, self.kept_by)
+        choice = build_collective(shards.sibling(3), "auto", device, self.reshard_group_size)
         shards.adopt(choice.collective.transport, range(shards.world_size))
         return choice
 
@@ -199,8 +199,8 @@ class Assembly:
         self.reducer.close()
         self.inner.close()
         self.storage.release()
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._offload_backend is not None:
+            self._offload_backend.close()
 
     def _take_over(self, all_groups: Sequence[Options], first: int) -> None:
         groups = all_groups[first:]
@@ -261,7 +261,7 @@ class Assembly:
                 interval = self.storage.interval(bucket, begin, end)
                 master, store = None, stores.get(bucket.index)
                 if bucket.dtypes.has_master:
-                    master = Master(
+                    master = MasterWeights(
                         interval,
                         bucket.dtypes.master,
                         wide.pop(bucket.index, None),
@@ -276,25 +276,25 @@ class Assembly:
         for parameter in self.storage.not_updated():
             self.reducer.hooks.take_over(parameter)
 
-    def _reserve(self, buckets: Sequence[Bucket], found: Sequence[Tensor]) -> dict[int, StateStore]:
+    def _reserve(self, buckets: Sequence[Bucket], found: Sequence[Tensor]) -> dict[int, OffloadedStates]:
         """Where the states of new buckets are kept, by bucket, if not beside the parameters, which are ``found``.
         Collective then: every rank must have room."""
-        if self._keeper is None:
+        if self._offload_backend is None:
             return {}
-        keeper = self._keeper
+        offload_backend = self._offload_backend
         problem: Exception | None = None
         names = {bucket.index: self._names_of_states(bucket) for bucket in buckets}
         widths = {bucket.index: _length(self.stage.stepped(bucket, self.shards.rank)) for bucket in buckets}
         wanted = [(widths[bucket.index], bucket.dtypes.master) for bucket in buckets for _ in names[bucket.index]]
         try:
-            keeper.reserve([*wanted, *self.storage.slices(buckets, found)])
+            offload_backend.reserve([*wanted, *self.storage.slices(buckets, found)])
         except (ValueError, OSError) as error:
             problem = error
         agree_on_construction(self.transport, [], problem)
         rank = self.transport.called
         return {
-            bucket.index: StateStore(
-                keeper,
+            bucket.index: OffloadedStates(
+                offload_backend,
                 widths[bucket.index],
                 names[bucket.index],
                 bucket.dtypes.master,
@@ -309,7 +309,7 @@ class Assembly:
         masters = bucket.dtypes.has_master and torch.device(bucket.device).type == "cpu"
         return [*sorted(self.inner.elementwise), *([_MASTER] if masters else [])]
 
-    def _room_for_masters(self, bucket: Bucket, stores: Mapping[int, StateStore]) -> Callable[[], Tensor] | None:
+    def _room_for_masters(self, bucket: Bucket, stores: Mapping[int, OffloadedStates]) -> Callable[[], Tensor] | None:
         """Where master weights of a bucket are kept, if not beside the parameters: those on a GPU stay there."""
         if bucket.index not in stores or torch.device(bucket.device).type != "cpu":
             return None

@@ -580,8 +580,8 @@ def train_with_trainer(started: dict[str, Any], folder: Path) -> list[Any]:
         later.zero.close()
         by_rank: list[Any] = [None] * WORLD_SIZE
         dist.all_gather_object(by_rank, calls)
-        in_turn = [call for calls_of_all in zip(*by_rank, strict=True) for call in calls_of_all]
-        results.append((in_turn, state_of(names["model"]), state_of(later.model), loss))
+        broadcast_call = [call for calls_of_all in zip(*by_rank, strict=True) for call in calls_of_all]
+        results.append((broadcast_call, state_of(names["model"]), state_of(later.model), loss))
     return results
 
 

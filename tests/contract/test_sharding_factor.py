@@ -343,11 +343,11 @@ def test_after_an_evaluation_or_a_step_nothing_is_kept(reshard: bool | int) -> N
     def program(transport: Transport) -> None:
         model = locked_wide()
         optimizer = ZeroOptimizer(model, stage=3, process_group=transport, reshard_after_forward=reshard)
-        residency: Any = optimizer._storage.residency  # type: ignore[attr-defined]
+        manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
 
         def kept() -> int:
-            whole = sum(shelf.whole is not None for shelf in residency.shelves())
-            return whole + sum(shelf.kept is not None for shelf in residency.shelves())
+            whole = sum(shelf.whole is not None for shelf in manager.shelves())
+            return whole + sum(shelf.kept is not None for shelf in manager.shelves())
 
         with torch.no_grad():
             model(torch.ones(2, 67))
@@ -572,9 +572,9 @@ def test_ranks_that_share_what_is_kept_are_called_what_the_group_calls_them() ->
     def program(transport: Transport) -> list[str]:
         model = locked_build(0)
         optimizer = ZeroOptimizer(model, stage=3, process_group=transport, reshard_after_forward=2)
-        residency: Any = optimizer._storage.residency  # type: ignore[attr-defined]
-        nearby = residency._gathers.nearby.shards
-        return [nearby.called, optimizer._assembly.shards.called]
+        manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
+        nearby = manager._gathers.nearby.shards
+        return [nearby.called, optimizer._builder.shards.called]
 
     assert on_wires(4, program) == [[f"rank {rank}"] * 2 for rank in range(4)]
 

@@ -150,7 +150,7 @@ def everything_but_step(moment: str, model: Odd, optimizer: ZeroOptimizer) -> No
         with torch.inference_mode():
             odd_loss(model, batch_of(7, 0))
     another = nn.ParameterList([torch.ones(3)])
-    other = ZeroOptimizer(another, process_group=optimizer._transport, stage=optimizer._assembly.stage.number)
+    other = ZeroOptimizer(another, process_group=optimizer._transport, stage=optimizer._builder.stage.number)
     other.close()
 
 
@@ -199,10 +199,10 @@ def poison_padding(flat: Tensor, bucket: Bucket, begin: int, end: int) -> None:
 
 def poison(_: str, __: Odd, optimizer: ZeroOptimizer) -> None:
     storage, rank = optimizer._storage, optimizer.rank
-    pools, stage = [optimizer._transport.pool], optimizer._assembly.stage
+    pools, stage = [optimizer._transport.pool], optimizer._builder.stage
     if isinstance(storage, ShardedStorage):
-        pools.append(storage.residency.pool)
-        for shelf in storage.residency.shelves():
+        pools.append(storage.manager.pool)
+        for shelf in storage.manager.shelves():
             poison_padding(shelf.shard, shelf.bucket, *shelf.bucket.owned(rank))
             if shelf.whole is not None:
                 poison_padding(shelf.whole.data, shelf.bucket, 0, shelf.bucket.numel)
@@ -210,7 +210,7 @@ def poison(_: str, __: Odd, optimizer: ZeroOptimizer) -> None:
         for bucket, flat in zip(storage.layout.buckets, storage.flats, strict=True):
             poison_padding(flat, bucket, 0, bucket.numel)
     for store in optimizer._reducer.stores:
-        for tensor in [*store.tensors(), *(t for t in (store._local, store._aside) if t is not None)]:
+        for tensor in [*store.tensors(), *(t for t in (store._local, store._saved_sum) if t is not None)]:
             whole = tensor.numel() == store.bucket.numel
             poison_padding(tensor, store.bucket, *((0, tensor.numel()) if whole else (store.low, store.high)))
     for bucket, states in zip(storage.layout.buckets, optimizer._inner.states, strict=True):

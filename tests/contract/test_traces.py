@@ -283,7 +283,7 @@ def a_rank_leaves(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
 
 
 def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the drawings at the heads of `residency` and `progress`, whatever is called or goes wrong."""
+    """Those of the drawings at the heads of `manager` and `progress`, whatever is called or goes wrong."""
     units = record_transitions(monkeypatch, Unit, "state")
     phases = record_transitions(monkeypatch, Progress, "phase")
 
@@ -300,10 +300,10 @@ def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(OSError, match=r"unplugged|alone"):
         trained(3, a_rank_leaves)
     assert {arrow for arrow in units if arrow[0] is not arrow[1]} == {
-        (State.SHARDED, State.COMING),
-        (State.COMING, State.WHOLE),
-        (State.WHOLE, State.SHOWN),
-        (State.SHOWN, State.WHOLE),
+        (State.SHARDED, State.GATHERING),
+        (State.GATHERING, State.WHOLE),
+        (State.WHOLE, State.INSTALLED),
+        (State.INSTALLED, State.WHOLE),
         (State.WHOLE, State.SHARDED),
     }
     assert {arrow for arrow in phases if arrow[0] is not arrow[1]} == {

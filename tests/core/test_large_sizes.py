@@ -20,8 +20,8 @@ from zero.core.bits import dense_stride
 from zero.core.formulas import formula_bytes, formula_traffic
 from zero.core.layout import Dtypes, Layout, ParameterSpec, build
 from zero.core.stage import STAGES
-from zero.gradients.accumulator import GradientStore
-from zero.parameters.unit_buffer import Shelf
+from zero.gradients.accumulator import GradAccumulator
+from zero.parameters.unit_buffer import UnitBuffer
 from zero.step.flat_states import BucketStates
 from zero.step.inner import InnerOptimizer, _param_groups
 
@@ -69,7 +69,7 @@ def test_slots_and_slices_beyond_two_to_the_31_tile_the_bucket(world_size: int, 
             end = piece.end
     assert covered == {number: slot.numel for number, slot in enumerate(bucket.slots)}
     parameters = [torch.empty_strided(spec.shape, spec.stride, device=META) for spec in layout.parameters]
-    shelf = Shelf(bucket, layout, [parameters[slot.parameter] for slot in bucket.slots], flat, True, whole=flat)
+    shelf = UnitBuffer(bucket, layout, [parameters[slot.parameter] for slot in bucket.slots], flat, True, whole=flat)
     shelf.put_whole()
     for number, (slot, view) in enumerate(zip(bucket.slots, shelf.parameters, strict=True)):
         spec = layout.parameters[slot.parameter]
@@ -107,7 +107,7 @@ def test_gradients_beyond_two_to_the_31_are_taken_reduced_and_gathered(
     (bucket,) = layout.buckets
 
     def program(transport: Transport) -> Traffic:
-        store = GradientStore(bucket, layout, STAGES[stage], transport)
+        store = GradAccumulator(bucket, layout, STAGES[stage], transport)
         collective = algorithm(transport)
         for _ in range(2):
             for number, slot in enumerate(bucket.slots):
@@ -117,13 +117,13 @@ def test_gradients_beyond_two_to_the_31_are_taken_reduced_and_gathered(
         total = store.running_sum()
         assert total is not None
         assert total.numel() == store.high - store.low > LIMIT
-        if STAGES[stage].means_are_gathered:
+        if STAGES[stage].grads_replicated:
             store.gather_means(collective, 2**40, 3.0).wait()
             assert store.mean_view(1).shape == layout.parameters[bucket.slots[1].parameter].shape
         return transport.traffic
 
     found = on_threads(3, program, timeout=10)
-    passes = 3 if STAGES[stage].means_are_gathered else 2
+    passes = 3 if STAGES[stage].grads_replicated else 2
     assert sum(traffic.payload_sent for traffic in found) == passes * 2 * 4 * bucket.numel
 
 
@@ -150,7 +150,7 @@ def test_states_beyond_two_to_the_31_have_a_run_for_every_piece(
         run.parameter.grad = torch.empty_like(run.parameter)
     states.instance.param_groups = _param_groups(states, groups)
     states.instance.step()
-    states.harvest(frozenset({"momentum_buffer"}))
+    states.adopt_states(frozenset({"momentum_buffer"}))
     assert states.flat["momentum_buffer"].numel() == end - begin
 
 

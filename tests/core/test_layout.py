@@ -522,8 +522,8 @@ def test_the_stage_table_is_that_of_the_paper(number: int, parameters: str, grad
     stage = stage_of(number)
     assert stage.number == number
     assert (stage.parameters.value, stage.gradients.value, stage.states.value) == (parameters, gradients, states)
-    assert stage.contributions_stay == (gradients == "whole")
-    assert stage.means_are_gathered == (number == 0)
+    assert stage.keeps_full_grads == (gradients == "whole")
+    assert stage.grads_replicated == (number == 0)
     assert stage.parameters_are_gathered == (number in (1, 2))
     bucket = build([spec("a", (100,))], 2, 1000).buckets[0]
     assert stage.stepped(bucket, 1) == ((0, 112) if number == 0 else (48, 112))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from collectives import CollectiveError, Loopback, Transport, on_threads
 from zero import ZeroOptimizer, clip_grad_norm_
-from zero.gradients.accumulator import GradientStore
+from zero.gradients.accumulator import GradAccumulator
 from zero.gradients.hooks import ShardedGradient
 
 from ..faces import ALL_STAGES, SGD, SHARDED, Two, solo_transport, trained
@@ -367,16 +367,16 @@ def test_means_that_an_interrupt_left_ungathered_are_gathered_before_they_are_us
     """In the second backward, when those of the first lie where they will: these must not count as its own."""
     model, plain = Two(), Two()
     optimizer = ZeroOptimizer(model, SGD, stage=0, lr=0.1, divisor=2)
-    gather, interrupted = GradientStore.gather_means, list[bool]()
+    gather, interrupted = GradAccumulator.gather_means, list[bool]()
 
-    def interrupt(store: GradientStore, *arguments: Any) -> Any:
+    def interrupt(store: GradAccumulator, *arguments: Any) -> Any:
         if len(interrupted) == 1:
             interrupted.append(True)
             raise KeyboardInterrupt
         interrupted.append(False)
         return gather(store, *arguments)
 
-    monkeypatch.setattr(GradientStore, "gather_means", interrupt)
+    monkeypatch.setattr(GradAccumulator, "gather_means", interrupt)
     model(1.0).backward()
     with pytest.raises(KeyboardInterrupt):
         model(3.0).backward()

@@ -426,19 +426,19 @@ def test_methods_inside_a_forward_begin_no_order_of_their_own() -> None:
         model, optimizer = sharded(Case(Halves), transport)
         for name in ("first", "second"):
             zero.register_forward_method(model, name)
-        residency, seen = residency_of(optimizer), list[list[int]]()
-        fetch = residency.fetch
+        manager, seen = residency_of(optimizer), list[list[int]]()
+        fetch = manager.fetch
 
         def noted(number: int) -> None:
             seen[-1].append(number)
             fetch(number)
 
-        residency.fetch = noted  # type: ignore[method-assign]
+        manager.fetch = noted  # type: ignore[method-assign]
         for _ in range(3):
             seen.append([])
             with torch.no_grad():
                 model(batches_of(0, 1)[0].x)
-        residency.fetch = fetch  # type: ignore[method-assign]
+        manager.fetch = fetch  # type: ignore[method-assign]
         return seen
 
     for seen in on_threads(2, program, timeout=10):

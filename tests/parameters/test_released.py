@@ -85,7 +85,7 @@ def same_names(run: Run) -> bool:
     return parameters[NAME] is run.p and list(parameters) == [name for name, _ in Net().named_parameters()]
 
 
-SHOWN = (
+INSTALLED = (
     f"<Parameter {NAME!r}, released (values inside optimizer.gathered()): shape (3, 3), torch.float32, cpu, "
     "requires_grad=True>"
 )
@@ -114,11 +114,11 @@ def plain_optimizer(run: Run) -> bool:
 ACTIONS: dict[str, tuple[str, Action]] = {
     "p + 1": ("raises", lambda run: run.p + 1),
     "1 - p": ("raises", lambda run: 1 - run.p),
-    "repr(p)": ("right", lambda run: repr(run.p) == SHOWN),
+    "repr(p)": ("right", lambda run: repr(run.p) == INSTALLED),
     "print(p)": ("done", lambda run: print(run.p)),
-    "f'{p}'": ("right", lambda run: f"{run.p}{run.p!r}{format(run.p)}" == 3 * SHOWN),
-    "'%s' % p": ("right", lambda run: "%s %r" % (run.p, [run.p]) == f"{SHOWN} [{SHOWN}]"),  # noqa: UP031
-    "Tensor.__repr__(p)": ("right", lambda run: nn.Parameter.__repr__(run.p).endswith(SHOWN)),
+    "f'{p}'": ("right", lambda run: f"{run.p}{run.p!r}{format(run.p)}" == 3 * INSTALLED),
+    "'%s' % p": ("right", lambda run: "%s %r" % (run.p, [run.p]) == f"{INSTALLED} [{INSTALLED}]"),  # noqa: UP031
+    "Tensor.__repr__(p)": ("right", lambda run: nn.Parameter.__repr__(run.p).endswith(INSTALLED)),
     "f'{scalar:.2f}'": ("raises", lambda run: f"{run.scalar:.2f}"),
     "p.sum()": ("raises", lambda run: run.p.sum()),
     "p.tolist()": ("raises", lambda run: run.p.tolist()),

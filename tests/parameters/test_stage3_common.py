@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
-from zero.parameters.unit_buffer import Common
+from zero.parameters.unit_buffer import SharedBucketMemory
 
 from ..plain import assert_same_bits, assert_same_model, plain_step
 from ..sockets import on_sockets
@@ -168,14 +168,14 @@ def test_a_forward_waits_for_the_slices_of_every_rank_also_where_parameters_were
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 1 is late in writing what it owns, until rank 0's forward is over or has surely begun."""
-    here, over, own = threading.local(), threading.Event(), Common.own
+    here, over, own = threading.local(), threading.Event(), SharedBucketMemory.own
 
-    def when_late(self: Common, begin: int, end: int) -> Tensor:
+    def when_late(self: SharedBucketMemory, begin: int, end: int) -> Tensor:
         if getattr(here, "late", False):
             over.wait(0.5)
         return own(self, begin, end)
 
-    monkeypatch.setattr(Common, "own", when_late)
+    monkeypatch.setattr(SharedBucketMemory, "own", when_late)
 
     def program(transport: Transport) -> Tensor:
         model = Blocks(40)
@@ -261,9 +261,9 @@ def test_what_was_written_stays_in_an_outer_block_before_its_owners_have_it(rank
     looked = threading.Event()
 
     def act(model: Blocks, optimizer: ZeroOptimizer) -> Tensor:
-        residency: Any = optimizer._storage.residency  # type: ignore[attr-defined]
+        manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
         with optimizer.gathered(model.weight(1)):
-            with late(residency, "accept", looked if optimizer.rank else done), suppress(PlannedError):  # noqa: SIM117
+            with late(manager, "accept", looked if optimizer.rank else done), suppress(PlannedError):  # noqa: SIM117
                 with optimizer.gathered(model.weight(1), write=True):
                     model.weight(1).data.mul_(2)
                     raise PlannedError
@@ -386,7 +386,7 @@ def test_views_that_a_backward_needs_are_right_and_few_stay_and_one_that_is_kept
     def program(transport: Transport) -> tuple[list[Tensor], bool, int, list[int]]:
         model = Blocks(4)
         optimizer = zero(model, transport)
-        residency: Any = optimizer._storage.residency  # type: ignore[attr-defined]
+        manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
         seen: list[Tensor] = []
 
         def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -400,12 +400,12 @@ def test_views_that_a_backward_needs_are_right_and_few_stay_and_one_that_is_kept
             seen.clear()
         optimizer.step()
         shows_old = bool((kept == values[3]).any())
-        waiting = [len(residency._lenders)]
+        waiting = [len(manager._externally_held)]
         del kept
         optimizer.zero_grad()
         train(model, optimizer)
-        waiting.append(len(residency._lenders))
-        return values, shows_old, max(len(shelf._restored) for shelf in residency.shelves()), waiting
+        waiting.append(len(manager._externally_held))
+        return values, shows_old, max(len(shelf._restored) for shelf in manager.shelves()), waiting
 
     weight = Blocks(4).weight(1).detach().reshape(-1)
     for values, shows_old, most, waiting in ranks(2, program, timeout=LIMIT):
@@ -529,14 +529,14 @@ def test_what_lies_where_a_buffer_was_before_it_was_moved_is_not_taken_for_it() 
     def program(transport: Transport) -> list[bool]:
         model = Blocks(4)
         optimizer = zero(model, transport)
-        residency: Any = optimizer._storage.residency  # type: ignore[attr-defined]
+        manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
         found = []
         with optimizer.gathered():
-            (shelf,) = residency.units[2].shelves
+            (shelf,) = manager.units[2].shelves
             there = shelf.common.whole(shelf.begin, shelf.begin + shelf.bucket.numel)
-            found.append(residency.places.find(there) is not None)
+            found.append(manager.places.find(there) is not None)
             model.weight(1).detach().share_memory_()  # type: ignore[no-untyped-call]
-            found.append(residency.places.find(there) is not None)
+            found.append(manager.places.find(there) is not None)
         return found
 
     assert on_sockets(2, program, timeout=LIMIT) == [[True, False]] * 2

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 from zero.parameters.unit_hooks import _forward_codes, _runs
-from zero.parameters.unit_manager import Residency
+from zero.parameters.unit_manager import UnitManager
 
 from ..models import build, odd_batches, odd_loss
 from ..plain import assert_same_model, plain_step
@@ -360,17 +360,17 @@ def test_a_thread_whose_generators_come_and_go_is_inside_its_forward_still() -> 
 
 def test_a_forward_begins_when_all_of_another_threads_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     releasing = threading.Event()
-    release = Residency._release
+    release = UnitManager._release
 
-    def slowly(residency: Residency, shelf: Any) -> None:
+    def slowly(manager: UnitManager, shelf: Any) -> None:
         if threading.current_thread().name == "first" and not releasing.is_set():
             releasing.set()
             threading.Event().wait(0.3)  # long enough for another forward to begin, if nothing kept it from that
-        release(residency, shelf)
+        release(manager, shelf)
 
     def evaluate(run: Rank) -> None:
         expected = run.evaluate()
-        monkeypatch.setattr(Residency, "_release", slowly)
+        monkeypatch.setattr(UnitManager, "_release", slowly)
         thread = Thread(run.enter_a_unit, "first")  # alone, and so outermost
         thread.start()
         assert releasing.wait(LIMIT)

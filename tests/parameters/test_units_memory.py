@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from collectives import Pairwise, Tag, Transport, Work, on_threads
 from zero.parameters.unit_buffer import State
-from zero.parameters.unit_manager import Residency
+from zero.parameters.unit_manager import UnitManager
 
 from ..cases import (
     TURNS,
@@ -37,13 +37,13 @@ DEEP = 12
 Events = list[tuple[str, str]]
 
 
-def in_use(residency: Residency) -> int:
+def in_use(manager: UnitManager) -> int:
     """Bytes of gathered buffers that somebody holds, a graph included."""
-    return sum(block.storage.nbytes() for block in residency.pool._blocks if not block.free)
+    return sum(block.storage.nbytes() for block in manager.pool._blocks if not block.free)
 
 
-def whole_bytes(residency: Residency, units: Sequence[int]) -> int:
-    shelves = [shelf for number in units for shelf in residency.units[number].shelves]
+def whole_bytes(manager: UnitManager, units: Sequence[int]) -> int:
+    shelves = [shelf for number in units for shelf in manager.units[number].shelves]
     return sum(shelf.bucket.numel * shelf.shard.itemsize for shelf in shelves)
 
 
@@ -54,19 +54,19 @@ def test_after_a_forward_the_graph_holds_no_weights(world_size: int) -> None:
 
     def program(transport: Transport) -> None:
         model, optimizer = sharded(Case(net_of(Block, DEEP)), transport)
-        residency = residency_of(optimizer)
+        manager = residency_of(optimizer)
         for step in range(2):
             loss = loss_of(model, batches_of(step, 1)[0])
-            here = [number for number, unit in enumerate(residency.units) if unit.state is not State.SHARDED]
+            here = [number for number, unit in enumerate(manager.units) if unit.state is not State.SHARDED]
             assert here == [0, DEEP]
-            assert in_use(residency) == whole_bytes(residency, here)
+            assert in_use(manager) == whole_bytes(manager, here)
             loss.backward()
-            assert in_use(residency) == 0
+            assert in_use(manager) == 0
             assert_nothing_is_here(model, optimizer)
             optimizer.zero_grad()
         with torch.no_grad():
             loss_of(model, batches_of(0, 1)[0])
-        assert in_use(residency) == 0
+        assert in_use(manager) == 0
 
     on_threads(world_size, program, timeout=5)
 
@@ -76,10 +76,10 @@ def test_after_a_forward_the_graph_holds_no_weights(world_size: int) -> None:
 def test_at_most_the_root_the_running_unit_and_the_next_one_are_here(world_size: int) -> None:
     def program(transport: Transport) -> None:
         model, optimizer = sharded(Case(net_of(Block, DEEP)), transport)
-        residency, seen = residency_of(optimizer), []
+        manager, seen = residency_of(optimizer), []
 
         def look(*_: Any) -> None:
-            seen.append(in_use(residency))
+            seen.append(in_use(manager))
 
         for part in model.modules():
             part.register_forward_hook(look)
@@ -89,7 +89,7 @@ def test_at_most_the_root_the_running_unit_and_the_next_one_are_here(world_size:
             optimizer.step()
             optimizer.zero_grad()
         found = optimizer.describe()
-        bound = whole_bytes(residency, (0, 1, 2)) if world_size > 1 else 0
+        bound = whole_bytes(manager, (0, 1, 2)) if world_size > 1 else 0
         assert max(seen) == found.bytes["gathered_peak"] == found.formula_bytes["gathered_peak"] == bound
 
     on_threads(world_size, program, timeout=5)
@@ -252,7 +252,7 @@ def test_a_unit_that_was_fetched_in_vain_is_given_back() -> None:
     def program(transport: Transport) -> list[list[bool]]:
         model = Path()
         optimizer = with_sgd(model, transport, stage=3)
-        units = optimizer._storage.residency.units[1:]  # type: ignore[attr-defined]
+        units = optimizer._storage.manager.units[1:]  # type: ignore[attr-defined]
         here = []
         for order in ((0, 1, 2), (0, 2)):
             model.order = order

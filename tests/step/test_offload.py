@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads, solo
 from zero import Offload, ZeroOptimizer
 from zero.step.flat_states import BucketStates
-from zero.step.offload import Spool
+from zero.step.offload import DiskOffload
 
 from ..contract.test_sharding_factor import STEPS, check
 from ..descriptors import opened
@@ -195,9 +195,9 @@ def held(
         offload=Offload(folder, parameters) if folder else None,
         sharding_factor=factor if stage else None,
     )
-    most, leave = 0, Spool.leave
+    most, leave = 0, DiskOffload.leave
 
-    def look_and_leave(spool: Spool, tensors: Iterable[Tensor]) -> None:
+    def look_and_leave(spool: DiskOffload, tensors: Iterable[Tensor]) -> None:
         """When a bucket leaves, what follows it has arrived: more is never there. (What a thread reads meanwhile, from
         one end to the other, may see the first and the third.)"""
         nonlocal most
@@ -206,7 +206,7 @@ def held(
         most = max(most, mapped())
         leave(spool, tensors)
 
-    Spool.leave = look_and_leave  # type: ignore[method-assign]
+    DiskOffload.leave = look_and_leave  # type: ignore[method-assign]
     for _ in range(4):
         model(torch.ones(1, WIDTH)).sum().backward()
         optimizer.step()
@@ -312,7 +312,7 @@ def test_scratch_memory_stays_within_its_bound_where_slices_are_shown_to_peers(t
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_is_to_arrive_is_read_before_it_is_touched_and_leaves_as_a_whole(tmp_path: Path) -> None:
-    spool = Spool(tmp_path)
+    spool = DiskOffload(tmp_path)
     spool.reserve([(4 * MIB, torch.float32)] * 2)
     first, second = (spool.empty(4 * MIB, torch.float32).fill_(number) for number in (1.0, 2.0))
     spool.leave([first, second])
@@ -463,8 +463,8 @@ def test_what_further_groups_leave_is_used_again(tmp_path: Path) -> None:
     optimizer = ZeroOptimizer(listed, module=model, stage=3, lr=0.1, offload=offload, bucket_cap_mb=1e-4)
 
     def size() -> int:
-        spool = optimizer._assembly._keeper
-        assert isinstance(spool, Spool)
+        spool = optimizer._builder._offload_backend
+        assert isinstance(spool, DiskOffload)
         return os.fstat(spool._file.fileno()).st_size
 
     values = [parameter.clone() for parameter in gathered(optimizer, model)]

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from collectives import solo
 from zero import Offload, ZeroOptimizer
-from zero import setup as assembly
+from zero import setup
 from zero.step import staging
 from zero.step.flat_states import BucketStates
-from zero.step.offload import Keeper, Pinned, Spool
+from zero.step.offload import DiskOffload, HostOffload, OffloadBackend
 from zero.step.staging import Staging
 
 from ..contract.test_sharding_factor import STEPS, check
@@ -100,7 +100,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
         assert line is None or not line.waiting, "memory is given up that a copy is still to write"
 
     monkeypatch.setattr(BucketStates, "_is_elsewhere", lambda self, flat: True)
-    monkeypatch.setattr(assembly, "keeper_of", lambda offload, device: Pinned())
+    monkeypatch.setattr(setup, "backend_for", lambda offload, device: HostOffload())
     monkeypatch.setattr(staging, "_line_on", lambda device: Line())
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Main())
     monkeypatch.setattr(Tensor, "copy_", copied)
@@ -152,7 +152,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         monkeypatch.setattr(kind, name, noted)
 
     note(BucketStates, "plan", "begin")
-    note(BucketStates, "harvest", "stepped")
+    note(BucketStates, "adopt_states", "stepped")
     note(Staging, "fetch", "fetch")
     note(Staging, "put_back", "back")
     note(Staging, "let_go", "free")
@@ -192,7 +192,7 @@ def test_the_next_bucket_is_fetched_and_the_last_goes_back_while_one_is_stepped(
 def test_from_a_disk_a_bucket_is_copied_when_it_was_read(
     told: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly, "keeper_of", lambda offload, device: Spool(tmp_path))
+    monkeypatch.setattr(setup, "backend_for", lambda offload, device: DiskOffload(tmp_path))
     place, fetched = third_step(told)
     for bucket in fetched:
         assert place["begin", bucket] < place["fetch", bucket] < place["stepped", bucket] < place["back", bucket]
@@ -224,8 +224,8 @@ class Interrupted(torch.optim.AdamW):
 def test_what_an_interrupted_step_left_is_no_state_of_the_next(
     tmp_path: Path, on_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeper: Keeper = Spool(tmp_path) if on_disk else Pinned()
-    monkeypatch.setattr(assembly, "keeper_of", lambda offload, device: keeper)
+    offload_backend: OffloadBackend = DiskOffload(tmp_path) if on_disk else HostOffload()
+    monkeypatch.setattr(setup, "backend_for", lambda offload, device: offload_backend)
     model, plain = locked_build(0), locked_build(0)
     optimizer = build(model, Interrupted, stage=0)
     train(optimizer, model, range(2))

@@ -14,7 +14,7 @@ MUTANTS = (
         "The hooks of a unit break the graph that `module.compile()` made: it is another one than in the plain loop.",
         (
             Edit(
-                "zero.parameters.module_hooks._Place.arrange",
+                "zero.parameters.module_hooks.ModuleHooks.arrange",
                 "if module._compiled_call_impl is not self._surrounded:\n            self._surround(module)",
                 "if module._compiled_call_impl is self._compiled is not None:\n            self._surround(module)",
             ),
@@ -34,7 +34,7 @@ MUTANTS = (
         "Dynamo traces the hooks for saved tensors where it passes over a forward: other graphs, of our own code.",
         (
             Edit(
-                "zero.parameters.saved_tensor_hooks.Saver._hooks.pack",
+                "zero.parameters.saved_tensor_hooks.SavedTensorHooks._hooks.pack",
                 "        @untraced\n        def pack",
                 "        def pack",
             ),
@@ -47,7 +47,7 @@ MUTANTS = (
         "Torch's composable checkpoint saves parameters in the forward that are ours when it recomputes: an error.",
         (
             Edit(
-                "zero.parameters.module_hooks._Place.arrange",
+                "zero.parameters.module_hooks.ModuleHooks.arrange",
                 "        if len(module._forward_pre_hooks) > 1 and self._surrounded is None:\n",
                 "        if len(module._forward_pre_hooks) > 1 and self._surrounded is not None:\n",
             ),

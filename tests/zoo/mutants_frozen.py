@@ -88,7 +88,7 @@ MUTANTS = (
         "A further group is numbered after the parameters in buckets: two parameters have one index in a saved dict.",
         (
             Edit(
-                "zero.setup.Assembly._take_over",
+                "zero.setup.Builder._take_over",
                 '            known = sum(len(group["params"]) for group in all_groups[:first])\n',
                 "            known = len(self.storage.parameters)\n",
             ),

@@ -88,7 +88,7 @@ MUTANTS = (
         "Where torch refuses a placeholder, what this rank alone has found stays in p.grad, and the backward goes on.",
         (
             Edit(
-                "zero.gradients.grad_slots.Faces._give",
+                "zero.gradients.grad_slots.GradSlots._give",
                 "            self._parameters[index].grad = self._held[index] = None\n            return refused\n",
                 "            return None\n",
             ),
@@ -136,7 +136,7 @@ MUTANTS = (
         "Stage 3 shards parameters that an older optimizer trains, and that one is not told.",
         (
             Edit(
-                "zero.setup.Assembly._take_over",
+                "zero.setup.Builder._take_over",
                 "            self.reducer.hooks.take_over(parameter)\n",
                 "            pass\n",
             ),

@@ -85,7 +85,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.materialize.Materializer._initialize",
-                "                own.registry[own.key] = self._stand_in(own)\n",
+                "                own.registry[own.key] = self._temporary_copy(own)\n",
                 "                pass\n",
             ),
         ),

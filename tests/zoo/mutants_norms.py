@@ -15,7 +15,7 @@ MUTANTS = (
             Edit(
                 "zero.step.update.Update.clip",
                 "        if not bool(factor == 1.0):\n",
-                "        if not bool(factor == 1.0) and not self._stage.means_are_gathered:\n",
+                "        if not bool(factor == 1.0) and not self._stage.grads_replicated:\n",
             ),
         ),
         (f"{CLIPPING}[0-2.0]",),

@@ -99,7 +99,7 @@ MUTANTS = (
         "A bucket that was stepped stays in memory: after a step all states are resident.",
         (
             Edit(
-                "zero.step.offload.Spool.leave",
+                "zero.step.offload.DiskOffload.leave",
                 "            region.mapping.madvise(mmap.MADV_DONTNEED, begin, nbytes)\n",
                 "",
             ),
@@ -113,7 +113,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.sharded.ShardedStorage.leave",
-                "        if self._keeper is not None:\n            self._keeper.leave([self.flats[bucket]])\n",
+                "        if self._offload_backend is not None:\n"
+                "            self._offload_backend.leave([self.flats[bucket]])\n",
                 "        return\n",
             ),
         ),
@@ -123,7 +124,7 @@ MUTANTS = (
         "states-lie-on-top-of-each-other",
         ("L5", "L18"),
         "Every tensor begins at the same place in the file.",
-        (Edit("zero.step.offload.Spool.empty", "region.taken, region.taken + nbytes", "region.taken, 0"),),
+        (Edit("zero.step.offload.DiskOffload.empty", "region.taken, region.taken + nbytes", "region.taken, 0"),),
         (STATES,),
     ),
     Mutant(
@@ -132,7 +133,7 @@ MUTANTS = (
         "The file is only made longer: a full disk is a signal in the middle of a step.",
         (
             Edit(
-                "zero.step.offload.Spool.reserve",
+                "zero.step.offload.DiskOffload.reserve",
                 "            os.posix_fallocate(number, self._end, nbytes)\n",
                 "            os.ftruncate(number, self._end + nbytes)\n",
             ),

@@ -57,7 +57,7 @@ MASTERS = (
         "Where one element was written, all of them become what the model computes with: masters lose their low bits.",
         (
             Edit(
-                "zero.step.master_weights.Master.follow",
+                "zero.step.master_weights.MasterWeights.follow",
                 "wide.copy_(torch.where(written, narrow.to(wide.dtype), wide))",
                 "wide.copy_(narrow if bool(written.any()) else wide)",
             ),
@@ -70,7 +70,7 @@ MASTERS = (
         "What is written behind the first 65,536 elements of a slice is not seen, and lost at the next step.",
         (
             Edit(
-                "zero.step.master_weights.Master.follow",
+                "zero.step.master_weights.MasterWeights.follow",
                 "        for begin in range(0, self._narrow.numel(), block):\n            narrow, wide",
                 "        for begin in range(0, min(block, self._narrow.numel()), block):\n            narrow, wide",
             ),
@@ -83,7 +83,7 @@ MASTERS = (
         "Weights are compared by value: -0.0 that was written over 0.0 is not seen.",
         (
             Edit(
-                "zero.step.master_weights.Master.follow",
+                "zero.step.master_weights.MasterWeights.follow",
                 "written = rounded.view(as_integers) != narrow.view(as_integers)",
                 "written = (rounded != narrow) & (as_integers is not None)",
             ),
@@ -96,7 +96,7 @@ MASTERS = (
         "Parameters that are added to an optimizer get masters that are made of what they were cast to.",
         (
             Edit(
-                "zero.setup.Assembly._take_over",
+                "zero.setup.Builder._take_over",
                 "                        wide.pop(bucket.index, None),\n",
                 "                        None if buckets else wide.pop(bucket.index, None),\n",
             ),
@@ -136,7 +136,7 @@ MASTERS = (
         "checkpoint has 16 bits in 32.",
         (
             Edit(
-                "zero.setup.Assembly._cast_inputs",
+                "zero.setup.Builder._cast_inputs",
                 "                InputCast.put(self.config.module, self.config.precision.param_dtype, self)\n",
                 "                InputCast.put(self.config.module, self.config.precision.param_dtype, self)\n"
                 "                self.config.module.register_forward_pre_hook(self._narrowed)\n\n"
@@ -183,7 +183,7 @@ MASTERS = (
         "To read master weights makes them what was written into the model, which may be taken back before a step.",
         (
             Edit(
-                "zero.step.master_weights.Master.followed",
+                "zero.step.master_weights.MasterWeights.followed",
                 "self._dtype, self._wide.clone())",
                 "self._dtype, self._wide)",
             ),
@@ -248,7 +248,7 @@ SUMS = (
         "With one rank a contribution is put where the sum is, in its dtype, and not rounded to what travels.",
         (
             Edit(
-                "zero.gradients.accumulator.GradientStore._to_travel",
+                "zero.gradients.accumulator.GradAccumulator._to_travel",
                 "not self.has_sum and not bucket.dtypes.widens:",
                 "not self.has_sum:",
             ),
@@ -276,7 +276,7 @@ SUMS = (
         "What `no_sync` keeps is as narrow as what travels: each micro-batch is rounded.",
         (
             Edit(
-                "zero.gradients.accumulator.GradientStore._open",
+                "zero.gradients.accumulator.GradAccumulator._open",
                 "        if travels or not self.bucket.dtypes.widens:\n            self._local",
                 "        if travels or not self.bucket.dtypes.widens or self.has_sum is not None:\n"
                 "            self._local",
@@ -291,7 +291,7 @@ SUMS = (
         "in a wide one: it is left out.",
         (
             Edit(
-                "zero.gradients.accumulator.GradientStore.absorb",
+                "zero.gradients.accumulator.GradAccumulator.flush",
                 "            if first:\n",
                 "            if first and travels and self._local.dtype is not self.bucket.dtypes.travel:\n"
                 "                torch._foreach_zero_([self._view(slot) for slot in first])\n"
@@ -306,7 +306,7 @@ SUMS = (
         "At stage 0 alone the wide means are gathered into what travels, and so rounded to 16 bits.",
         (
             Edit(
-                "zero.gradients.accumulator.GradientStore.gather_means",
+                "zero.gradients.accumulator.GradAccumulator.gather_means",
                 "            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.accumulate)\n",
                 "            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.travel)\n",
             ),
@@ -360,9 +360,9 @@ SUMS = (
         "ranks' slices it is -0.0.",
         (
             Edit(
-                "zero.gradients.grad_access.Shown._used_is_known",
+                "zero.gradients.grad_access.GradAccess._used_is_known",
                 "        return (self.means_are_shown and not",
-                "        return (self._stage.means_are_gathered and not",
+                "        return (self._stage.grads_replicated and not",
             ),
         ),
         ("step/test_mixed_cases.py::test_a_gradient_that_one_rank_used_and_all_zeroed_is_zero_in_every_slice[0]",),
@@ -402,7 +402,7 @@ CASTS = (
         "After `close()` the model still casts what it is called with.",
         (
             Edit(
-                "zero.setup.Assembly.release",
+                "zero.setup.Builder.release",
                 "            InputCast.remove(self.config.module, self)\n        self.reducer.close()\n",
                 "            self.config.module.zero_grad()\n        self.reducer.close()\n",
             ),
@@ -493,7 +493,7 @@ SCALING = (
         "`zero_grad` takes gradients that were unscaled and not stepped with for already cleared: an overflow stays.",
         (
             Edit(
-                "zero.gradients.grad_access.Shown.zero_grad",
+                "zero.gradients.grad_access.GradAccess.zero_grad",
                 "            self._faces.clear()  # also what was there before this object\n"
                 "            self._clear()\n",
                 "            self._faces.clear()  # also what was there before this object\n"
@@ -551,7 +551,7 @@ JOINING = (
         "units-stay-over-the-end-of-a-turn",
         ("L14",),
         "What a rank's last forward gathered is still there when it has run out of batches: it gathers nothing.",
-        (Edit("zero.engine.Engine.join", "            self._storage.begin_again()\n", ""),),
+        (Edit("zero.engine.Engine.join", "            self._storage.reset_order()\n", ""),),
         (f"{UNITS}[False-counts1-True]",),
     ),
     Mutant(
@@ -560,9 +560,9 @@ JOINING = (
         "After the block ranks fetch ahead what their own forwards taught them: not all the same.",
         (
             Edit(
-                "zero.parameters.unit_hooks.UnitHooks.begin_again",
-                "            self.retire()\n        self._order = Order(self._units)\n",
-                "            self.retire()\n",
+                "zero.parameters.unit_hooks.UnitHooks.reset_order",
+                "            self.end_iteration()\n        self._order = PrefetchOrder(self._units)\n",
+                "            self.end_iteration()\n",
             ),
         ),
         (f"{UNITS}[False-counts0-True]",),
@@ -574,7 +574,7 @@ JOINING = (
         "those that are still scaled.",
         (
             Edit(
-                "zero.gradients.grad_access.Shown.means_are_shown",
+                "zero.gradients.grad_access.GradAccess.means_are_shown",
                 "return self._means_may_be_shown and not self.inside_join",
                 "return self._means_may_be_shown",
             ),
@@ -616,9 +616,9 @@ JOINING = (
                 "zero.engine.Engine.join",
                 "        finally:\n            while self._blocks:\n"
                 "                self._blocks.pop().__exit__(None, None, None)\n"
-                "            try:\n                self._storage.tell_gathers(None)\n"
+                "            try:\n                self._storage.set_join_announcer(None)\n"
                 "            finally:\n                self._reducer.leave()\n",
-                "        self._storage.tell_gathers(None)\n        self._reducer.leave()\n",
+                "        self._storage.set_join_announcer(None)\n        self._reducer.leave()\n",
             ),
         ),
         ("gradients/test_join.py::test_join_ends_with_an_exception",),
@@ -641,7 +641,7 @@ JOINING = (
         "who-left-does-not-catch-up",
         ("L14",),
         "A rank that has run out of batches listens without entering the rounds that the others began.",
-        (Edit("zero.gradients.join.Turns._exchange", '        self._meet("join()")\n', ""),),
+        (Edit("zero.gradients.join.JoinProtocol._exchange", '        self._meet("join()")\n', ""),),
         (f"{LEFT}[2-counts0-None]",),
     ),
     Mutant(

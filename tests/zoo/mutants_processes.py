@@ -17,7 +17,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_hooks.UnitHooks.entered",
-                "        self._residency.shards.check_process()  # before a lock",
+                "        self._manager.shards.check_process()  # before a lock",
                 "        pass  # before a lock",
             ),
         ),
@@ -95,7 +95,7 @@ MUTANTS = (
         "Hooks of a unit reappear inside the compiled call of another thread, and become part of its graph.",
         (
             Edit(
-                "zero.parameters.module_hooks._Place._leave_compiled",
+                "zero.parameters.module_hooks.ModuleHooks._leave_compiled",
                 "if module is not None and taken_away:",
                 "if module is not None:",
             ),

@@ -34,7 +34,7 @@ WAITS = (
         "A bucket leaves before its last gradient is there, which is lost.",
         (
             Edit(
-                "zero.gradients.backward_schedule.Rounds.arrived",
+                "zero.gradients.backward_schedule.BackwardSchedule.arrived",
                 "        if self._missing[bucket] == 0:\n",
                 "        if self._missing[bucket] <= 1:\n",
             ),
@@ -267,7 +267,7 @@ RANKS = (
         "The divisor is kept where all instances share it: building or setting one optimizer changes another.",
         (
             Edit(
-                "zero.gradients.grad_phase.Progress.__init__",
+                "zero.gradients.grad_phase.GradPhase.__init__",
                 "        self.divisor = divisor  # of the next settling\n",
                 "        type(self).divisor = divisor\n",
             ),
@@ -310,7 +310,7 @@ RANKS = (
         ("L4",),
         "A parameter that one rank alone has unfrozen is trained on the gradient of that rank.",
         (
-            Edit("zero.gradients.accumulator.GradientStore._launch", "zlib.crc32(bytes(trainable))", "0"),
+            Edit("zero.gradients.accumulator.GradAccumulator._launch", "zlib.crc32(bytes(trainable))", "0"),
             Edit(
                 "zero.gradients.agreement.check",
                 "if record.trainable != first.trainable:",

@@ -46,7 +46,7 @@ REPLICAS = (
             Edit(
                 "zero.optimizer.ZeroOptimizer.__init__",
                 "self._transport.world_size if divisor is None",
-                "self._assembly.shards.world_size if divisor is None",
+                "self._builder.shards.world_size if divisor is None",
             ),
         ),
         (f"{TESTS}::test_without_a_word_the_sum_is_divided_by_all_ranks",),
@@ -139,7 +139,7 @@ BACKWARD = (
         "A unit that ranks nearby share is used in the backward before their parts have arrived.",
         (
             Edit(
-                "zero.parameters.unit_buffer.Gathers.start",
+                "zero.parameters.unit_buffer.UnitGathers.start",
                 "            return self.nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))\n",
                 "            self.nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))\n"
                 "            return Chain(())\n",
@@ -158,11 +158,13 @@ BACKWARD = (
         "What ranks nearby kept for a backward that never came is gathered after the step as if it were new.",
         (
             Edit(
-                "zero.parameters.unit_manager.Residency.changed",
+                "zero.parameters.unit_manager.UnitManager.changed",
                 "        shelf.kept = None\n        for slot in slots:\n",
                 "        for slot in slots:\n",
             ),
-            Edit("zero.parameters.unit_hooks.UnitHooks._over", "        self._residency.forget_kept()\n", ""),
+            Edit(
+                "zero.parameters.unit_hooks.UnitHooks._over", "        self._manager.free_post_forward_shards()\n", ""
+            ),
         ),
         (f"{TESTS}::test_after_an_evaluation_or_a_step_nothing_is_kept[2]",),
     ),

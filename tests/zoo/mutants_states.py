@@ -48,7 +48,7 @@ MUTANTS = (
         "the values before.",
         (
             Edit(
-                "zero.parameters.unit_manager.Residency.accept",
+                "zero.parameters.unit_manager.UnitManager.accept",
                 "                if piece.slot in slots:\n                    shelf.shard",
                 "                if piece.slot in slots and not shelf.updated:\n                    shelf.shard",
             ),
@@ -62,8 +62,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.sharded.ShardedStorage.release",
-                "        self._take_out(list(self.residency.shelves()))\n",
-                "        trained = [s for s in self.residency.shelves() if any(p.requires_grad for p in "
+                "        self._take_out(list(self.manager.shelves()))\n",
+                "        trained = [s for s in self.manager.shelves() if any(p.requires_grad for p in "
                 "s.parameters)]\n"
                 "        self._take_out(trained)\n",
             ),

@@ -15,8 +15,8 @@ MUTANTS = (
         "Each reduction begins anew, so that of several backwards only the last one counts.",
         (
             Edit(
-                "zero.gradients.accumulator.GradientStore._launch",
-                "start = (self._aside if self._aside is not None else self._sum()) if self.has_sum else None",
+                "zero.gradients.accumulator.GradAccumulator._launch",
+                "start = (self._saved_sum if self._saved_sum is not None else self._sum()) if self.has_sum else None",
                 "start = None",
             ),
         ),
@@ -28,13 +28,13 @@ MUTANTS = (
         "A parameter without a gradient in this micro-batch contributes what the buffer held before.",
         (
             Edit(
-                "zero.gradients.accumulator.GradientStore._launch",
-                "        if not self._blank:\n            for slot in self._fresh:\n"
+                "zero.gradients.accumulator.GradAccumulator._launch",
+                "        if not self._prefilled:\n            for slot in self._unwritten:\n"
                 "                self._view(slot).fill_(-0.0)\n        if self._local.dtype",
                 "        if self._local.dtype",
             ),
             Edit(
-                "zero.gradients.accumulator.GradientStore._row",
+                "zero.gradients.accumulator.GradAccumulator._cat_list",
                 "        return row if self._contiguous else None\n",
                 "        return row if self._contiguous and len(arrived) == len(self.bucket.slots) else None\n",
             ),
@@ -60,7 +60,7 @@ MUTANTS = (
         "`zero_grad()` clears what is shown, not the running sum: gradients of all steps add up.",
         (
             Edit(
-                "zero.gradients.accumulator.GradientStore.clear",
+                "zero.gradients.accumulator.GradAccumulator.clear",
                 '''is a zero gradient's opposite."""\n        self.has_sum = False\n''',
                 '''is a zero gradient's opposite."""\n''',
             ),
@@ -74,8 +74,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.core.stage.Stage.sum_lies_apart",
-                "return not self.contributions_stay or self.means_are_gathered or dtypes.widens",
-                "return not self.contributions_stay or dtypes.widens",
+                "return not self.keeps_full_grads or self.grads_replicated or dtypes.widens",
+                "return not self.keeps_full_grads or dtypes.widens",
             ),
         ),
         ("gradients/test_gradients.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
@@ -86,7 +86,7 @@ MUTANTS = (
         "What was accumulated is divided by the ranks at every backward: 1/W compounds.",
         (
             Edit(
-                "zero.gradients.accumulator.GradientStore.reduced",
+                "zero.gradients.accumulator.GradAccumulator.reduced",
                 '''contribution has arrived everywhere."""\n        self.has_sum = True\n''',
                 '''contribution has arrived everywhere."""\n        self.has_sum = True\n'''
                 "        self._sum().div_(self.bucket.world_size)\n",
@@ -100,7 +100,7 @@ MUTANTS = (
         "With one rank the running sum is the buffer that the next gradient fills: each one counts twice.",
         (
             Edit(
-                "zero.gradients.accumulator.GradientStore._to_travel",
+                "zero.gradients.accumulator.GradAccumulator._to_travel",
                 "if self._shards.world_size == 1 and not self.has_sum and not",
                 "if self._shards.world_size == 1 and not",
             ),
@@ -111,7 +111,7 @@ MUTANTS = (
         "no-sync-overwrites",
         ("S9",),
         "Under `no_sync` a new gradient replaces the one before it instead of being added.",
-        (Edit("zero.gradients.accumulator.GradientStore.absorb", "foreach_add_(", "foreach_copy_("),),
+        (Edit("zero.gradients.accumulator.GradAccumulator.flush", "foreach_add_(", "foreach_copy_("),),
         (f"{NO_SYNC}[2]",),
     ),
     Mutant(
@@ -120,7 +120,7 @@ MUTANTS = (
         "Gradients are summed over the ranks and not divided: W times too large.",
         (
             Edit(
-                "zero.gradients.accumulator.GradientStore.divide",
+                "zero.gradients.accumulator.GradAccumulator.divide",
                 "            self._sum().div_(divisor)\n",
                 "            pass\n",
             ),
@@ -133,7 +133,7 @@ MUTANTS = (
         "The sum is multiplied by 1/D, which rounds twice: some elements are a bit off.",
         (
             Edit(
-                "zero.gradients.accumulator.GradientStore.divide",
+                "zero.gradients.accumulator.GradAccumulator.divide",
                 "self._sum().div_(divisor)",
                 "self._sum().mul_(1 / divisor)",
             ),
@@ -195,9 +195,9 @@ MUTANTS = (
         "A missing gradient contributes +0.0, which turns a sum of -0.0 into 0.0.",
         (
             Edit(
-                "zero.gradients.accumulator.GradientStore._launch",
-                "for slot in self._fresh:\n                self._view(slot).fill_(-0.0)",
-                "for slot in self._fresh:\n                self._view(slot).fill_(0.0)",
+                "zero.gradients.accumulator.GradAccumulator._launch",
+                "for slot in self._unwritten:\n                self._view(slot).fill_(-0.0)",
+                "for slot in self._unwritten:\n                self._view(slot).fill_(0.0)",
             ),
         ),
         ("gradients/test_gradients.py::test_a_missing_gradient_leaves_a_negative_zero",),
@@ -209,9 +209,9 @@ MUTANTS = (
         "reach it.",
         (
             Edit(
-                "zero.gradients.accumulator.GradientStore.clear_slot",
-                "            self._view(slot).fill_(-0.0)\n            self._fresh.add(slot)\n",
-                "            self._fresh.add(slot)\n",
+                "zero.gradients.accumulator.GradAccumulator.clear_slot",
+                "            self._view(slot).fill_(-0.0)\n            self._unwritten.add(slot)\n",
+                "            self._unwritten.add(slot)\n",
             ),
         ),
         ("gradients/test_gradients.py::test_what_no_sync_left_and_was_cleared_does_not_come_back[1-1]",),
@@ -222,7 +222,7 @@ MUTANTS = (
         "A missing gradient is +0.0 where those of its bucket that came are put together in one call.",
         (
             Edit(
-                "zero.gradients.accumulator.GradientStore._nothing",
+                "zero.gradients.accumulator.GradAccumulator._nothing",
                 "nothing = torch.full((1,), -0.0,",
                 "nothing = torch.full((1,), 0.0,",
             ),
@@ -235,7 +235,7 @@ MUTANTS = (
         "Of a contribution that is put together in one call, a slot's padding lies before it: gradients are shifted.",
         (
             Edit(
-                "zero.gradients.accumulator.GradientStore._nothing",
+                "zero.gradients.accumulator.GradAccumulator._nothing",
                 "            places.append(len(row))\n            row.append(nothing.expand(slot.numel))\n"
                 "            if end > slot.end:\n"
                 "                row.append(torch.zeros(end - slot.end, dtype=dtype, device=device))\n",
@@ -291,7 +291,7 @@ MUTANTS = (
                 "zero.gradients.reducer.Reducer.settle",
                 "            self._progress.agree_used(used)\n            return\n",
                 "            self._progress.agree_used(used)\n            for store in self.stores:\n"
-                "                if not self._stage.means_are_gathered and purpose == 'step()':\n"
+                "                if not self._stage.grads_replicated and purpose == 'step()':\n"
                 "                    store.divide(self.divisor)\n            return\n",
             ),
         ),
@@ -368,7 +368,7 @@ MUTANTS = (
         "A parameter that is unfrozen later is not counted, and its bucket leaves before its gradient comes.",
         (
             Edit(
-                "zero.gradients.backward_schedule.Rounds._activate",
+                "zero.gradients.backward_schedule.BackwardSchedule._activate",
                 "can_train = [parameter.requires_grad for parameter in self.parameters]",
                 "can_train = [spec.trainable for spec in self.layout.parameters]",
             ),

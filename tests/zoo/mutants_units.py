@@ -14,9 +14,9 @@ MUTANTS = (
         "A rank does not put its own slice into the gathered buffer: that part of every weight is what lay there.",
         (
             Edit(
-                "zero.parameters.unit_buffer.Gathers.start",
-                "            target[low:high].copy_(shelf.shard)\n            self._at_rest",
-                "            assert high - low == shelf.shard.numel()\n            self._at_rest",
+                "zero.parameters.unit_buffer.UnitGathers.start",
+                "            target[low:high].copy_(shelf.shard)\n            self._on_idle",
+                "            assert high - low == shelf.shard.numel()\n            self._on_idle",
             ),
         ),
         (f"{EXACT}[3-sgd]",),
@@ -27,7 +27,7 @@ MUTANTS = (
         "A unit's forward begins while its weights are on their way.",
         (
             Edit(
-                "zero.parameters.unit_manager.Residency._arrive",
+                "zero.parameters.unit_manager.UnitManager._arrive",
                 "            with unit.waiting():\n                while unit.work:\n"
                 "                    unit.work[0].wait()\n                    unit.work.pop(0)\n",
                 "            unit.under_way, unit.work = list(unit.work), []\n",
@@ -47,15 +47,15 @@ MUTANTS = (
         "What the last backward had gathered of the root is used again after the step: stale weights.",
         (
             Edit(
-                "zero.parameters.unit_manager.Residency.drop_all",
+                "zero.parameters.unit_manager.UnitManager.drop_all",
                 '''"""Drop every unit that nobody holds."""\n        for number in range(len(self.units)):\n''',
                 '''"""Drop every unit that nobody holds."""\n        self.hide(0)\n'''
                 """        for number in range(1, len(self.units)):\n""",
             ),
             Edit(
-                "zero.parameters.sharded.ShardedStorage.retire",
-                "all(unit.state is State.SHARDED for unit in self.residency.units)",
-                "not any(unit.held for unit in self.residency.units)",
+                "zero.parameters.sharded.ShardedStorage.end_iteration",
+                "all(unit.state is State.SHARDED for unit in self.manager.units)",
+                "not any(unit.held for unit in self.manager.units)",
             ),
         ),
         (f"{EXACT}[3-sgd]",),
@@ -73,7 +73,7 @@ MUTANTS = (
         "A step does not change what graphs know of a weight: a backward after it uses the new values in silence.",
         (
             Edit(
-                "zero.parameters.unit_manager.Residency.changed",
+                "zero.parameters.unit_manager.UnitManager.changed",
                 "            shelf.versions[slot] += 1\n",
                 "            shelf.versions[slot] += 0\n",
             ),
@@ -86,7 +86,7 @@ MUTANTS = (
         "A view that a module kept over a step shows the values before it instead of NaN.",
         (
             Edit(
-                "zero.parameters.unit_manager.Residency.changed",
+                "zero.parameters.unit_manager.UnitManager.changed",
                 '            shelf.lent.fill_(float("nan"))\n',
                 "            assert shelf.lent.numel()\n",
             ),
@@ -99,8 +99,8 @@ MUTANTS = (
         "A buffer of which somebody holds a view is taken for free: the view shows a neighbouring unit's weights.",
         (
             Edit(
-                "zero.parameters.unit_manager.Residency._sweep",
-                "if shelf.lent is not None and shelf.strangers(shelf.lent) == 0:",
+                "zero.parameters.unit_manager.UnitManager._sweep",
+                "if shelf.lent is not None and shelf.external_refs(shelf.lent) == 0:",
                 "if shelf.lent is not None:",
             ),
             Edit("collectives.pool._Block.free", "return _uses(self.storage) == 1", "return _uses(self.storage) <= 2"),
@@ -113,7 +113,7 @@ MUTANTS = (
         "A tensor that a graph saved is restored from the beginning of its bucket, where another parameter lies.",
         (
             Edit(
-                "zero.parameters.saved_tensor_index.Places.restore",
+                "zero.parameters.saved_tensor_index.SavedTensorIndex.restore",
                 "return shelf.view(place.size, place.stride, place.offset)",
                 "return shelf.view(place.size, place.stride, shelf.offsets[0])",
             ),
@@ -126,7 +126,7 @@ MUTANTS = (
         "What a unit's buffer held is remembered when another unit has it: a graph takes that weight for this one.",
         (
             Edit(
-                "zero.parameters.saved_tensor_index.Places.forget",
+                "zero.parameters.saved_tensor_index.SavedTensorIndex.forget",
                 "        if self._shelves.pop(shelf.address, None) is not None:\n            self._known.clear()\n",
                 "        self._shelves.pop(shelf.address, None)\n",
             ),
@@ -143,8 +143,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_hooks.UnitHooks._over",
-                "        self._task = _NO_TASK\n        self._drop_all()\n        self._residency.forget",
-                "        self._task = _NO_TASK\n        self._residency.forget",
+                "        self._task = _NO_TASK\n        self._drop_all()\n        self._manager.free_post",
+                "        self._task = _NO_TASK\n        self._manager.free_post",
             ),
         ),
         (f"{MEMORY}::test_after_a_forward_the_graph_holds_no_weights[2]",),
@@ -168,7 +168,7 @@ MUTANTS = (
         "The guess which unit follows is not corrected when a model uses them in another order: no gather overlaps.",
         (
             Edit(
-                "zero.parameters.prefetch_order.Order.forward",
+                "zero.parameters.prefetch_order.PrefetchOrder.forward",
                 "        self._forward[position:] = [unit]\n",
                 "        self._forward[position:] = self._forward[position:]\n",
             ),
@@ -181,9 +181,9 @@ MUTANTS = (
         "Graphs hold the gathered tensors themselves: after a forward all weights are here.",
         (
             Edit(
-                "zero.parameters.saved_tensor_hooks.Saver._hooks.pack",
-                "if residency is not None and (saved := residency.places.find(tensor)) is not None:",
-                "if residency is None and (saved := None) is not None:",
+                "zero.parameters.saved_tensor_hooks.SavedTensorHooks._hooks.pack",
+                "if manager is not None and (saved := manager.places.find(tensor)) is not None:",
+                "if manager is None and (saved := None) is not None:",
             ),
         ),
         (f"{MEMORY}::test_after_a_forward_the_graph_holds_no_weights[2]",),
@@ -194,7 +194,7 @@ MUTANTS = (
         "An activation that was edited in place after the forward is used for the gradient without an error.",
         (
             Edit(
-                "zero.parameters.saved_tensor_hooks.Saver._hooks.unpack",
+                "zero.parameters.saved_tensor_hooks.SavedTensorHooks._hooks.unpack",
                 "            if tensor._version != version:\n",
                 "            if tensor._version < version:\n",
             ),
@@ -210,7 +210,7 @@ MUTANTS = (
         "A weight that one rank edits through `.data` in a forward is used there and lost, and nobody is told.",
         (
             Edit(
-                "zero.parameters.edit_detector.Edits.compare",
+                "zero.parameters.edit_detector.EditDetector.compare",
                 "        if same_bits(shelf.whole[low:high], shelf.shard):\n",
                 "        if shelf.whole[low:high].numel() == shelf.shard.numel():\n",
             ),
@@ -223,7 +223,7 @@ MUTANTS = (
         "Pages of common memory that a rank has written are not compared: an edit is used there and lost in silence.",
         (
             Edit(
-                "zero.parameters.unit_buffer.Common.edited",
+                "zero.parameters.unit_buffer.SharedBucketMemory.edited",
                 "found += [(shelf, piece.slot) for piece in self._differing(shelf, begin, end)]",
                 "self._differing(shelf, begin, end)",
             ),
@@ -251,7 +251,7 @@ MUTANTS = (
         "After an exception in a forward its unit counts as running: it is never dropped again.",
         (
             Edit(
-                "zero.parameters.module_hooks._Place.__init__",
+                "zero.parameters.module_hooks.ModuleHooks.__init__",
                 "register_forward_hook(self._leaving, always_call=True)",
                 "register_forward_hook(self._leaving)",
             ),

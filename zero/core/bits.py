@@ -39,7 +39,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 # -- looking at values, which on an accelerator holds up the host until the device has done what it was told -----------
 
 
-def seen_at_once(device: torch.device) -> bool:
+def host_readable(device: torch.device) -> bool:
     """True where the host reads a value without waiting for anything."""
     return device.type == "cpu"
 
@@ -66,6 +66,6 @@ def read_scalars(scalars: Sequence[Tensor]) -> list[int]:
 
 def all_zero(tensors: Sequence[Tensor]) -> list[bool]:
     """Of each tensor, all on one kind of device, whether it has no element but zeros."""
-    if not tensors or seen_at_once(tensors[0].device):
+    if not tensors or host_readable(tensors[0].device):
         return [not torch.count_nonzero(tensor) for tensor in tensors]
     return [not found for found in read_scalars([tensor.any() for tensor in tensors])]

@@ -17,7 +17,7 @@ def formula_bytes(
     stage: Stage,
     state_tensors: int,
     rest: Layout | None = None,
-    kept_by: int | None = None,
+    reshard_group_size: int | None = None,
     *,
     slices_are_shown: bool = False,
 ) -> dict[str, int]:
@@ -25,8 +25,8 @@ def formula_bytes(
 
     ``state_tensors``: tensors as large as the parameter that the optimizer keeps for it (Adam: 2); a master weight that
     is kept beside the parameter is one more. ``rest``: of parameters that are stored beside those of ``layout`` and not
-    updated. ``kept_by``: of `check_reshard`; None: all. ``gathered_peak`` and ``scratch_peak`` are bounds: the root's
-    rest and the two largest units, and what is kept for the backward; three of the largest bucket, and where
+    updated. ``reshard_group_size``: of `check_reshard`; None: all. ``gathered_peak`` and ``scratch_peak`` are bounds:
+    the root's rest and the two largest units, and what is kept for the backward; three of the largest bucket, and where
     ``slices_are_shown`` to peers who read them where they lie, a copy of this rank's slices of those units.
     """
 
@@ -41,14 +41,14 @@ def formula_bytes(
     all_units = sum(units.values())
     gathered = units.pop(0, 0) + sum(sorted(units.values())[-2:])
     shown = sharded_bytes(gathered, layout.world_size) if slices_are_shown else 0
-    if kept_by is not None and kept_by < layout.world_size:
-        gathered = all_units if kept_by == 1 else gathered + sharded_bytes(all_units, kept_by)
+    if reshard_group_size is not None and reshard_group_size < layout.world_size:
+        gathered = all_units if reshard_group_size == 1 else gathered + sharded_bytes(all_units, reshard_group_size)
 
     def placed(nbytes: int, placement: Placement) -> int:
         return nbytes if placement is Placement.WHOLE else sharded_bytes(nbytes, layout.world_size)
 
     contributed = [spec for spec in trainable if stage.contributes_in_place(spec.dtypes)]
-    means = [spec for spec in trainable if stage.means_are_gathered and not stage.contributes_in_place(spec.dtypes)]
+    means = [spec for spec in trainable if stage.grads_replicated and not stage.contributes_in_place(spec.dtypes)]
     summed = [spec for spec in trainable if stage.sum_lies_apart(spec.dtypes)]
     kept = [spec for spec in trainable if spec.dtypes.has_master]
     states = state_tensors * total("master", trainable) + total("master", kept)
@@ -81,19 +81,19 @@ def formula_traffic(
     synchronised: int,
     rest: Layout | None = None,
     *,
-    units_travel: bool = True,
+    units_need_gather: bool = True,
     means_are_shown: bool = True,
     replicas: int = 1,
-    kept_by: int | None = None,
+    reshard_group_size: int | None = None,
 ) -> int:
     """Payload bytes that a step sends, summed over the ranks, with one forward to each backward.
 
     In each of ``replicas`` of W ranks, (W - 1) x (passes x padded trainable elements + gathers x padded elements of all
     units), and between them each sum twice, on the way through all and on the way home. A backward finds the
     root's rest and the last unit still here: they are gathered once, for the forward. The other gathers for a backward
-    are among ``kept_by`` ranks (of `check_reshard`; None: all W). This supposes that forwards enter
-    every unit once, in order of registration, and that backwards reach every unit. ``units_travel``: False where every
-    rank sees every slice of a unit in memory that all share.
+    are among ``reshard_group_size`` ranks (of `check_reshard`; None: all W). This supposes that forwards enter
+    every unit once, in order of registration, and that backwards reach every unit. ``units_need_gather``: False where
+    every rank sees every slice of a unit in memory that all share.
     """
     trainable = [bucket for bucket in layout.buckets if layout.parameters[bucket.slots[0].parameter].trainable]
     passed = sum(
@@ -101,10 +101,10 @@ def formula_traffic(
         for which, passes in stage.passes(synchronised, means_are_shown=means_are_shown).items()
         for bucket in trainable
     )
-    units = _unit_bytes(layout, rest) if units_travel else {}
+    units = _unit_bytes(layout, rest) if units_need_gather else {}
     still_here = sum(units[unit] for unit in {0, max(units, default=0)} & set(units))
     ranks, forwards = layout.world_size, stage.gathers(backwards) // 2
-    near = ranks if kept_by is None else kept_by
+    near = ranks if reshard_group_size is None else reshard_group_size
     again = forwards * (sum(units.values()) - still_here) * (near - 1) * (ranks // near)
     sums = synchronised * sum(bucket.numel * bucket.dtypes.accumulate.itemsize for bucket in trainable)
     inside = (ranks - 1) * (passed + forwards * sum(units.values())) + again

@@ -30,21 +30,21 @@ class Stage:
     states: Placement
 
     @property
-    def contributions_stay(self) -> bool:
+    def keeps_full_grads(self) -> bool:
         """A rank keeps whole buffers for gradients, rather than scratch while a bucket travels."""
         return self.gradients is Placement.WHOLE
 
     def contributes_in_place(self, dtypes: Dtypes) -> bool:
         """The whole buffer that a rank keeps for gradients is also what it contributes from: not where the means lie
         there, in another dtype."""
-        return self.contributions_stay and not (self.means_are_gathered and dtypes.widens)
+        return self.keeps_full_grads and not (self.grads_replicated and dtypes.widens)
 
     def sum_lies_apart(self, dtypes: Dtypes) -> bool:
         """The running sum of a rank's slice has memory of its own, rather than its place in that buffer."""
-        return not self.contributions_stay or self.means_are_gathered or dtypes.widens
+        return not self.keeps_full_grads or self.grads_replicated or dtypes.widens
 
     @property
-    def means_are_gathered(self) -> bool:
+    def grads_replicated(self) -> bool:
         """Every rank steps all parameters, so it needs the whole mean gradient after each reduction."""
         return self.states is Placement.WHOLE
 
@@ -67,7 +67,7 @@ class Stage:
         means = synchronised if means_are_shown else 1
         return {
             "travel": synchronised,
-            "accumulate": means if self.means_are_gathered else 0,
+            "accumulate": means if self.grads_replicated else 0,
             "compute": int(self.parameters_are_gathered),
         }
 

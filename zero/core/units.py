@@ -26,7 +26,7 @@ ROOT = 0  # the number of the root's rest
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class UnitModule:
     """A module whose forward needs units: the unit of its own, and the root's rest where it uses that; none where only
     modules below it do."""
 
@@ -42,7 +42,7 @@ class Units:
 
     names: tuple[str, ...]
     parameters: tuple[tuple[Tensor, ...], ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[UnitModule, ...]
 
     def numbers(self) -> dict[int, int]:
         """id of a parameter -> its unit; valid as long as the parameters live."""
@@ -69,15 +69,15 @@ def find_units(root: nn.Module, predicate: Predicate | None = None) -> Units:
         whose = users[id(parameter)]
         members[next(iter(whose)) if len(whose) == 1 else ROOT].append(parameter)
     of_root = {id(parameter) for parameter in members[ROOT]}
-    entries = [Entry("", root, (ROOT,))]
+    entries = [UnitModule("", root, (ROOT,))]
     for name, part in outside.values():
         if part is not root and _own(part):
-            entries.append(Entry(name, part, (ROOT,)))
+            entries.append(UnitModule(name, part, (ROOT,)))
         elif part is not root and _has_forward(part) and any(id(below) in units for below in part.modules()):
-            entries.append(Entry(name, part, ()))  # its forward is that of several units
+            entries.append(UnitModule(name, part, ()))  # its forward is that of several units
     for number, (name, module) in enumerate(chosen, start=1):
         shares = any(id(parameter) in of_root for parameter in _sharded(module))
-        entries.append(Entry(name, module, (ROOT, number) if shares else (number,)))
+        entries.append(UnitModule(name, module, (ROOT, number) if shares else (number,)))
     names = ("the root's rest", *(name for name, _ in chosen))
     return Units(names, tuple(tuple(m) for m in members), tuple(entries))
 

@@ -34,8 +34,8 @@ from ..events import Event, Waited
 class _Reduction:
     """A bucket under way to its owners."""
 
-    def __init__(self, store: GradientStore, work: Work) -> None:
-        self._store: GradientStore | None = store
+    def __init__(self, store: GradAccumulator, work: Work) -> None:
+        self._store: GradAccumulator | None = store
         self._work = work
 
     def wait(self) -> None:
@@ -50,7 +50,7 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return torch.empty(tuple(shape), device="meta").stride()
 
 
-class GradientStore:
+class GradAccumulator:
     """See the module. Buffers are allocated with the first gradient."""
 
     def __init__(self, bucket: Bucket, layout: Layout, stage: Stage, shards: Transport) -> None:
@@ -72,9 +72,9 @@ class GradientStore:
         self._views: dict[int, Tensor] = {}  # of its slots
         self._kept_sum: Tensor | None = None
         self._local: Tensor | None = None
-        self._aside: Tensor | None = None  # the running sum, while a contribution fills its place
-        self._fresh: set[int] = set()  # slots of the contribution that hold nothing yet
-        self._blank = False  # what holds nothing yet is -0.0 already
+        self._saved_sum: Tensor | None = None  # the running sum, while a contribution fills its place
+        self._unwritten: set[int] = set()  # slots of the contribution that hold nothing yet
+        self._prefilled = False  # what holds nothing yet is -0.0 already
         self.has_sum = False
         self.arrived: dict[int, Tensor] = {}  # slot -> gradient that autograd gave and that is not copied yet
         self._versions: dict[int, int] = {}  # of these, when they came
@@ -111,7 +111,7 @@ class GradientStore:
         self.arrived[slot] = gradient
         self._versions[slot] = gradient._version
 
-    def absorb(self, *, travels: bool) -> None:
+    def flush(self, *, travels: bool) -> None:
         """Add the gradients that arrived to this rank's contribution, as autograd would have: the first is assigned.
         ``travels``: at once, so that no other will be added."""
         arrived = self.arrived
@@ -124,25 +124,25 @@ class GradientStore:
                 f"the gradient of {name!r} was modified in place after autograd had handed it over: a hook must "
                 "return a new tensor instead"
             )
-        row = self._row(arrived) if self._local is None and (travels or not self.bucket.dtypes.widens) else None
+        row = self._cat_list(arrived) if self._local is None and (travels or not self.bucket.dtypes.widens) else None
         self._open(travels=travels)
         assert self._local is not None
         if row is not None:
             torch.cat(row, out=self._local)
-            self._blank = True
+            self._prefilled = True
         else:
-            first = {slot: gradient for slot, gradient in arrived.items() if slot in self._fresh}
-            later = {slot: gradient for slot, gradient in arrived.items() if slot not in self._fresh}
+            first = {slot: gradient for slot, gradient in arrived.items() if slot in self._unwritten}
+            later = {slot: gradient for slot, gradient in arrived.items() if slot not in self._unwritten}
             if first:
                 foreach_copy_([self._view(slot) for slot in first], list(first.values()))
             if later:
                 dtype = self._local.dtype  # in which a gradient is added: a wider one is rounded first
                 narrowed = [g.to(dtype) if g.itemsize > dtype.itemsize else g for g in later.values()]
                 foreach_add_([self._view(slot) for slot in later], narrowed)
-        self._fresh.difference_update(arrived)
+        self._unwritten.difference_update(arrived)
         self.arrived = {}
 
-    def _row(self, arrived: Mapping[int, Tensor]) -> list[Tensor] | None:
+    def _cat_list(self, arrived: Mapping[int, Tensor]) -> list[Tensor] | None:
         """The whole contribution as tensors in a row, -0.0 for what is missing: they are copied in one call, without a
         view for each. None where memory has another order than the slots, or another dtype."""
         row = self._empty_row.copy()
@@ -159,7 +159,7 @@ class GradientStore:
             self._local = self._to_travel()
         else:
             self._local = self._scratch(self.bucket.numel, self.bucket.dtypes.accumulate)
-        self._fresh, self._blank = set(range(len(self.bucket.slots))), False
+        self._unwritten, self._prefilled = set(range(len(self.bucket.slots))), False
 
     def _to_travel(self) -> Tensor:
         """A buffer from which a contribution can travel."""
@@ -168,8 +168,8 @@ class GradientStore:
             if self._whole is None:
                 self._whole = self._empty(bucket.numel, bucket.dtypes.travel)
             if self.has_sum and not self._sum_apart:
-                self._aside = self._scratch(self.high - self.low, bucket.dtypes.accumulate)
-                self._aside.copy_(self._whole[self.low : self.high])
+                self._saved_sum = self._scratch(self.high - self.low, bucket.dtypes.accumulate)
+                self._saved_sum.copy_(self._whole[self.low : self.high])
             return self._whole
         if self._shards.world_size == 1 and not self.has_sum and not bucket.dtypes.widens:
             return self._sum()  # what one rank contributes first is the sum: nothing is copied
@@ -200,17 +200,17 @@ class GradientStore:
             return self._launch(collective, label, round_, trainable)
 
     def _launch(self, collective: Collective, label: str, round_: int, trainable: Sequence[bool]) -> Work:
-        self.absorb(travels=True)
+        self.flush(travels=True)
         self._open(travels=True)
         assert self._local is not None
-        if not self._blank:
-            for slot in self._fresh:
+        if not self._prefilled:
+            for slot in self._unwritten:
                 self._view(slot).fill_(-0.0)
         if self._local.dtype is not self.bucket.dtypes.travel:
             self._local = self._to_travel().copy_(self._local)
         source = self._local
         tag = Tag(Kind.REDUCE_SCATTER, label, round_, self.bucket.index, zlib.crc32(bytes(trainable)))
-        start = (self._aside if self._aside is not None else self._sum()) if self.has_sum else None
+        start = (self._saved_sum if self._saved_sum is not None else self._sum()) if self.has_sum else None
         work = collective.reduce_scatter(source, self.bucket.bounds, self._sum(), start=start, tag=tag)
         return _Reduction(self, work)
 
@@ -221,8 +221,8 @@ class GradientStore:
 
     def _close(self) -> None:
         self.touched = False
-        self._local = self._aside = None
-        self._fresh, self.arrived = set(), {}
+        self._local = self._saved_sum = None
+        self._unwritten, self.arrived = set(), {}
 
     def _sum(self) -> Tensor:
         """The owner's slice, allocated when first asked for."""
@@ -239,13 +239,13 @@ class GradientStore:
         """The undivided sum of this rank's own slice, wherever it lies now; None before the first reduction."""
         if not self.has_sum:
             return None
-        return self._aside if self._aside is not None else self._sum()
+        return self._saved_sum if self._saved_sum is not None else self._sum()
 
     def settled(self) -> Tensor | None:
         """What the update reads, of the interval that this rank steps; None where nothing was reduced."""
         if not self.has_sum:
             return None
-        return self._whole if self._stage.means_are_gathered else self._sum()
+        return self._whole if self._stage.grads_replicated else self._sum()
 
     def divide(self, divisor: float) -> None:
         """Turn the sum into the mean, where the owner alone needs it."""
@@ -273,9 +273,9 @@ class GradientStore:
     def clear_slot(self, slot: int) -> None:
         """Forget one parameter's gradient."""
         self.arrived.pop(slot, None)
-        if self._local is not None and slot not in self._fresh:
+        if self._local is not None and slot not in self._unwritten:
             self._view(slot).fill_(-0.0)
-            self._fresh.add(slot)
+            self._unwritten.add(slot)
         self._fill_sum(slot, -0.0)
 
     def zero_slot(self, slot: int) -> None:
@@ -288,7 +288,7 @@ class GradientStore:
         self.clear_slot(slot)
         self._open(travels=False)
         self._view(slot).zero_()
-        self._fresh.discard(slot)
+        self._unwritten.discard(slot)
 
     def _fill_sum(self, slot: int, value: float) -> None:
         total = self.running_sum()
@@ -303,7 +303,7 @@ class GradientStore:
     @property
     def shows_means(self) -> bool:
         """True while the whole means lie here, and this rank's own slice of them beside its sum."""
-        return self._stage.means_are_gathered and self._whole is not None and self.has_sum and self._local is None
+        return self._stage.grads_replicated and self._whole is not None and self.has_sum and self._local is None
 
     def edited(self, divisor: float) -> Tensor:
         """Whether this rank's own slice was edited since it was gathered: 0-dim, where the gradients are."""

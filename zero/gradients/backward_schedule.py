@@ -16,10 +16,10 @@ from collectives import BucketQueue, Collective, MismatchError, Transport, Work
 from ..core.layout import Layout
 from ..core.parameter_specs import as_plain
 from ..core.stage import Stage
-from .accumulator import GradientStore
+from .accumulator import GradAccumulator
 
 
-class Rounds:
+class BackwardSchedule:
     """The buckets of one optimizer on one rank. ``parameters`` are in the layout's order: none, until `extend`."""
 
     def __init__(
@@ -29,18 +29,18 @@ class Rounds:
         self._stage, self._transport, self._shards, self._collective = stage, transport, shards, collective
         self.layout = layout
         self.parameters: list[Tensor] = []
-        self.stores: list[GradientStore] = []
-        self.places: list[tuple[GradientStore, int]] = []  # of each parameter: its store, and its slot there
+        self.stores: list[GradAccumulator] = []
+        self.places: list[tuple[GradAccumulator, int]] = []  # of each parameter: its store, and its slot there
         self.seen: list[bool] = []  # of each parameter: trainable in a backward since gradients were cleared
         self.number = 0  # rounds that this rank entered
         self._position = 0  # of the round since gradients were cleared: ranks that skip a step alone are found
         self.at_the_end = False  # a round begins when its backward is over: gathers come first, and nothing between
         self._in_round = False  # what is under way is a round
         self._entered = False  # it has begun
-        self._active: list[GradientStore] = []
+        self._active: list[GradAccumulator] = []
         self._missing: dict[int, int] = {}
         self._trainable: dict[int, list[bool]] = {}
-        in_flight = 2 if stage.contributions_stay else 1  # at most three buckets of scratch with direct exchange
+        in_flight = 2 if stage.keeps_full_grads else 1  # at most three buckets of scratch with direct exchange
         this = weakref.ref(self)  # a strong one would be a cycle, and buffers would wait for the collector
 
         def launch(bucket: int) -> Work:
@@ -54,7 +54,7 @@ class Rounds:
         """Take up further parameters, which ``layout`` has in further buckets."""
         self.layout = layout
         new = layout.buckets[len(self.stores) :]
-        self.stores += [GradientStore(bucket, layout, self._stage, self._shards) for bucket in new]
+        self.stores += [GradAccumulator(bucket, layout, self._stage, self._shards) for bucket in new]
         self.parameters += parameters
         places = {slot.parameter: (self.stores[bucket.index], number) for bucket, number, slot in layout.slots()}
         self.places = [places[index] for index in range(len(self.parameters))]
@@ -105,7 +105,7 @@ class Rounds:
             if self._entered:
                 self._queue.ready(bucket)
             elif not self._in_round:
-                store.absorb(travels=False)
+                store.flush(travels=False)
 
     def _launch(self, bucket: int) -> Work:
         store = self.stores[bucket]
@@ -117,7 +117,7 @@ class Rounds:
         interrupt both are asked for again. A mismatch of ranks says what is frozen on this one."""
         if not self._in_round:
             for store in self._active:
-                store.absorb(travels=False)
+                store.flush(travels=False)
             return
         try:
             if not self._entered:

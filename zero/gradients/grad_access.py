@@ -16,27 +16,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..core.bits import all_zero, read_scalars, seen_at_once
+from ..core.bits import all_zero, host_readable, read_scalars
 from ..core.layout import Layout
 from ..core.stage import Stage
-from .accumulator import GradientStore
-from .backward_schedule import Rounds
-from .grad_phase import Progress
-from .grad_slots import Faces
+from .accumulator import GradAccumulator
+from .backward_schedule import BackwardSchedule
+from .grad_phase import GradPhase
+from .grad_slots import GradSlots
 from .hooks import Listener
 
 
-class Shown:
+class GradAccess:
     """The p.grad of all parameters of one optimizer on one rank, each by its index in the layout."""
 
     def __init__(
-        self, listener: Listener, stage: Stage, rounds: Rounds, progress: Progress, *, means_may_be_shown: bool
+        self,
+        listener: Listener,
+        stage: Stage,
+        rounds: BackwardSchedule,
+        progress: GradPhase,
+        *,
+        means_may_be_shown: bool,
     ) -> None:
         """``listener``: of the placeholders; ``means_may_be_shown``: whole means, where the stage has them, have the
         dtype that p.grad must have."""
         self._stage, self._rounds, self._progress = stage, rounds, progress
-        self._means_may_be_shown = stage.means_are_gathered and means_may_be_shown
-        self._faces = Faces(listener)
+        self._means_may_be_shown = stage.grads_replicated and means_may_be_shown
+        self._faces = GradSlots(listener)
         self.inside_join = False
 
     @property
@@ -65,7 +71,7 @@ class Shown:
     def means_are_true(self) -> bool:
         """Every rank holds the means of all that was added, divided by the divisor."""
         known = self._progress
-        return self._stage.means_are_gathered and not self._rounds.pending and known.means_divisor == known.divisor
+        return self._stage.grads_replicated and not self._rounds.pending and known.means_divisor == known.divisor
 
     def show(self) -> None:
         """Put into every p.grad what is true now."""
@@ -137,10 +143,10 @@ class Shown:
                 )
         return None
 
-    def _doubtful(self, divisor: float) -> list[GradientStore]:
+    def _doubtful(self, divisor: float) -> list[GradAccumulator]:
         """Stores whose means may have been edited since they were gathered."""
         stores = [store for store in self._rounds.stores if store.shows_means]
-        if not stores or seen_at_once(torch.device(stores[0].bucket.device)):
+        if not stores or host_readable(torch.device(stores[0].bucket.device)):
             return stores
         # host synchronisation: one for all, in a backward that is not the first since gradients were cleared
         return list(itertools.compress(stores, read_scalars([store.edited(divisor) for store in stores])))
@@ -169,7 +175,7 @@ class Shown:
         self._rounds.clear()
 
     def _used_is_known(self) -> bool:
-        """`Progress.used` says what all ranks used, rather than this one."""
+        """`GradPhase.used` says what all ranks used, rather than this one."""
         return (self.means_are_shown and not self._rounds.pending) or not self._progress.is_open
 
     def _zero(self, index: int, known: bool) -> None:

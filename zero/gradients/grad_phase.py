@@ -24,7 +24,7 @@ class Phase(Enum):
     STEPPED = "a step has used them"
 
 
-class Progress:
+class GradPhase:
     """Of the gradients of all parameters, each by its index in the layout."""
 
     def __init__(self, divisor: float) -> None:

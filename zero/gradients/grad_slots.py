@@ -27,7 +27,7 @@ class Changes:
     stranger: str | None
 
 
-class Faces:
+class GradSlots:
     """The p.grad of each parameter, by its index in the layout."""
 
     def __init__(self, listener: Listener) -> None:

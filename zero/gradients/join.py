@@ -43,7 +43,7 @@ LEAVING = b""
 FAILED = b"!"  # before an error's text
 
 
-class Turns:
+class JoinProtocol:
     """The calls of one optimizer inside `join`."""
 
     def __init__(self, transport: Transport, meet: Callable[[str], object], groups: Sequence[Options]) -> None:

@@ -11,13 +11,13 @@ from collectives.torch_internals import amp_unscale_
 
 from ..core.layout import Piece
 from ..core.stage import Stage
-from .accumulator import GradientStore
+from .accumulator import GradAccumulator
 
 
 class OwnedMeans:
     """Those of one optimizer on one rank, when ranks have agreed on them."""
 
-    def __init__(self, stage: Stage, rank: int, stores: Sequence[GradientStore], used: Sequence[bool]) -> None:
+    def __init__(self, stage: Stage, rank: int, stores: Sequence[GradAccumulator], used: Sequence[bool]) -> None:
         """``rank``: among those that own slices; ``stores`` and ``used``: of all buckets and parameters, live lists."""
         self._stage, self._rank = stage, rank
         self._stores, self._used = stores, used
@@ -42,7 +42,7 @@ class OwnedMeans:
             amp_unscale_(pieces, found, inverse)
         return bool(found.item())  # host synchronisation: every rank must take or skip the same step
 
-    def _pieces(self, pieces_of: Callable[[GradientStore], Sequence[Piece]]) -> list[Tensor]:
+    def _pieces(self, pieces_of: Callable[[GradAccumulator], Sequence[Piece]]) -> list[Tensor]:
         found = []
         for store in self._stores:
             gradient = store.settled()

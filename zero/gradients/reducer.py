@@ -25,13 +25,13 @@ from ..core.parameter_specs import as_plain, changed
 from ..core.stage import Placement, Stage
 from ..events import Event
 from ..streams import Streams
-from .accumulator import GradientStore
+from .accumulator import GradAccumulator
 from .agreement import Record, check
-from .backward_schedule import Rounds
-from .grad_access import Shown
-from .grad_phase import Phase, Progress
+from .backward_schedule import BackwardSchedule
+from .grad_access import GradAccess
+from .grad_phase import GradPhase, Phase
 from .hooks import GradientHooks
-from .join import Options, Turns
+from .join import JoinProtocol, Options
 from .owned_means import OwnedMeans
 
 
@@ -49,20 +49,20 @@ class Reducer:
         *,
         means_may_be_shown: bool,
     ) -> None:
-        """``shards``: the ranks that own the slices of buckets; ``means_may_be_shown``: of `Shown`."""
+        """``shards``: the ranks that own the slices of buckets; ``means_may_be_shown``: of `GradAccess`."""
         self._stage, self._transport, self._collective = stage, transport, collective
         self._place, self._streams = shards.rank, streams
-        self._rounds = Rounds(layout, stage, transport, shards, collective)
-        self._progress = Progress(transport.world_size)
+        self._rounds = BackwardSchedule(layout, stage, transport, shards, collective)
+        self._progress = GradPhase(transport.world_size)
         self.means = OwnedMeans(stage, shards.rank, self.stores, self._progress.used)
-        self._shown = Shown(self, stage, self._rounds, self._progress, means_may_be_shown=means_may_be_shown)
+        self._shown = GradAccess(self, stage, self._rounds, self._progress, means_may_be_shown=means_may_be_shown)
         self._meeting = 0
         rank = transport.called
         self._agreeing, self._catching_up = Event("agree", rank), Event("catch_up", rank)
         self._unscaling = Event("unscale", rank)
         self._sync = True
         self._unscaled: Tensor | None = None  # what a `GradScaler` was last told into
-        self._turns: Turns | None = None  # inside `join`
+        self._turns: JoinProtocol | None = None  # inside `join`
         self._assigned: str | None = None  # what is wrong with a gradient that the user made before a backward
         self.hooks = GradientHooks(self, exclusive=stage.parameters is Placement.SHARD, ahead=self.means_are_shown)
 
@@ -87,7 +87,7 @@ class Reducer:
         return self._rounds.parameters
 
     @property
-    def stores(self) -> list[GradientStore]:
+    def stores(self) -> list[GradAccumulator]:
         """Of all buckets."""
         return self._rounds.stores
 
@@ -223,7 +223,7 @@ class Reducer:
         if pending:
             self._empty_round(pending)
         self._progress.agree_used(used)
-        if self._stage.means_are_gathered:
+        if self._stage.grads_replicated:
             if self._progress.means_divisor != self.divisor:
                 self._gather_means()
         else:
@@ -291,8 +291,8 @@ class Reducer:
 
     # -- for the optimizer --------------------------------------------------------------------------------------------
 
-    def join(self, groups: Sequence[Options], *, gathers_nothing: bool) -> Turns:
-        """From now on calls are told, until `leave`. ``gathers_nothing``: no forward and no backward is told."""
+    def join(self, groups: Sequence[Options], *, needs_no_gather: bool) -> JoinProtocol:
+        """From now on calls are told, until `leave`. ``needs_no_gather``: no forward and no backward is told."""
         if self._turns is not None:
             raise RuntimeError("join() inside join()")
 
@@ -304,8 +304,8 @@ class Reducer:
 
         self.finish_interrupted()
         self._shown.look()
-        self._rounds.at_the_end = not gathers_nothing
-        self._turns, self._shown.inside_join = Turns(self._transport, meet, groups), True
+        self._rounds.at_the_end = not needs_no_gather
+        self._turns, self._shown.inside_join = JoinProtocol(self._transport, meet, groups), True
         self._shown.hide()
         return self._turns
 
@@ -319,7 +319,7 @@ class Reducer:
         """Inside `join`."""
         return self._turns is not None
 
-    def in_turn(self, name: str, **arguments: Any) -> AbstractContextManager[None]:
+    def broadcast_call(self, name: str, **arguments: Any) -> AbstractContextManager[None]:
         """Around a call that all ranks make: those that have nothing more to do inside `join` make it, too."""
         return nullcontext() if self._turns is None else self._turns.taken(name, arguments, self.divisor)
 
@@ -331,7 +331,7 @@ class Reducer:
         if found is self._unscaled:
             return
         factor = inverse.item()  # host synchronisation: ranks compare it, once a step
-        with self._unscaling(), self.in_turn("unscale", inverse=factor):
+        with self._unscaling(), self.broadcast_call("unscale", inverse=factor):
             self.settle("GradScaler.unscale_()", scale=1 / factor if factor else math.inf)
             mine = bytes([self.means.unscale(torch.zeros_like(found), inverse)])
             tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self._rounds.number, self._meeting)

@@ -9,28 +9,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.bits import first_difference, read_scalars, same_bits, seen_at_once
-from .unit_buffer import Common, Shelf
+from ..core.bits import first_difference, host_readable, read_scalars, same_bits
+from .unit_buffer import SharedBucketMemory, UnitBuffer
 
 
-class Edits:
+class EditDetector:
     """What was edited on one rank since it was last told."""
 
     def __init__(self, rank: int) -> None:
-        self.common: list[Common] = []
+        self.common: list[SharedBucketMemory] = []
         self._rank = rank
         self._found: str | None = None  # the first that would be lost
         self.looked = True  # at common memory, since a unit was shown
-        self._doubts: dict[Shelf, Tensor] = {}  # which element of a slice is not what it was; -1: all are
+        self._doubts: dict[UnitBuffer, Tensor] = {}  # which element of a slice is not what it was; -1: all are
 
-    def add(self, shelf: Shelf) -> None:
+    def add(self, shelf: UnitBuffer) -> None:
         """Take up a shelf."""
         if shelf.common is not None:
             shelf.common.shelves.append(shelf)
             if shelf.common not in self.common:
                 self.common.append(shelf.common)
 
-    def remove(self, shelf: Shelf) -> None:
+    def remove(self, shelf: UnitBuffer) -> None:
         """Forget a shelf."""
         if shelf.common is not None:
             shelf.common.shelves.remove(shelf)
@@ -47,7 +47,7 @@ class Edits:
         problem, self._found = self._found, None
         return problem
 
-    def note_slot(self, shelf: Shelf, slot: int) -> None:
+    def note_slot(self, shelf: UnitBuffer, slot: int) -> None:
         """A parameter was edited while it was shown."""
         now = shelf.parameters[slot].dtype
         if now is not shelf.nans[slot].dtype:
@@ -72,11 +72,11 @@ class Edits:
         in_use = [common for common in self.common if not self._find_in(common)]
         self.looked = not in_use
 
-    def find_in(self, common: Common) -> None:
+    def find_in(self, common: SharedBucketMemory) -> None:
         """Look at some of it."""
         self.looked = self._find_in(common) and self.looked
 
-    def _find_in(self, common: Common) -> bool:
+    def _find_in(self, common: SharedBucketMemory) -> bool:
         """False where some of it is in use, and must be looked at again."""
         found, everywhere = common.edited()
         for shelf, slot in found:
@@ -85,11 +85,11 @@ class Edits:
 
     # -- elsewhere ------------------------------------------------------------------------------------------------
 
-    def compare(self, shelf: Shelf) -> None:
+    def compare(self, shelf: UnitBuffer) -> None:
         """Compare this rank's own slice, which was gathered, with what it was."""
         assert shelf.whole is not None
         low, high = shelf.bucket.owned(self._rank)
-        if not seen_at_once(shelf.shard.device):
+        if not host_readable(shelf.shard.device):
             self._doubt(shelf, low, high)
             return
         if same_bits(shelf.whole[low:high], shelf.shard):
@@ -99,7 +99,7 @@ class Edits:
             if not same_bits(shelf.whole[piece.begin : piece.end], kept):
                 self.note_slot(shelf, piece.slot)
 
-    def _doubt(self, shelf: Shelf, low: int, high: int) -> None:
+    def _doubt(self, shelf: UnitBuffer, low: int, high: int) -> None:
         """Compare where the host would have to wait for the device: `take` looks."""
         if shelf.whole is not None and high > low:
             doubt = first_difference(shelf.whole[low:high], shelf.shard)

@@ -33,7 +33,7 @@ def is_meta(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Own:
+class _OwnedTensor:
     """A tensor that a module holds itself: where, and as what it was made. ``names``: all that it has."""
 
     registry: dict[str, Any]
@@ -48,12 +48,12 @@ class _Own:
 
 
 @dataclass(frozen=True)
-class _Unborn:
+class _MetaModule:
     """A module, some of whose own tensors have no memory, with all of these tensors."""
 
     name: str
     module: nn.Module
-    own: tuple[_Own, ...]
+    own: tuple[_OwnedTensor, ...]
     meta: frozenset[int]  # by id, those that had none
 
 
@@ -81,7 +81,7 @@ class Materializer:
             if name is not None and found is not None:
                 _check_shape(own, name, found)
 
-    def _check(self, part: _Unborn) -> None:
+    def _check(self, part: _MetaModule) -> None:
         for own in part.own:
             if id(own.tensor) in part.meta and not is_copied(own.tensor):
                 raise ValueError(
@@ -104,7 +104,7 @@ class Materializer:
                     "register them when the optimizer is built"
                 )
 
-    def _given_as(self, own: _Own) -> str | None:
+    def _given_as(self, own: _OwnedTensor) -> str | None:
         """By which of its names the state dict has a tensor; None where it has not."""
         return next((name for name in own.names if name in self._given), None)
 
@@ -127,13 +127,13 @@ class Materializer:
         for _ in self.steps():
             pass
 
-    def _materialize(self, part: _Unborn) -> None:
+    def _materialize(self, part: _MetaModule) -> None:
         fresh = [own for own in part.own if is_meta(own.tensor)]  # others came with a module that they are tied to
         drawn = [own for own in part.own if id(own.tensor) in part.meta and self._given_as(own) is None]
         try:
             for own in fresh:
                 _give_memory(own, self.device)
-                _mark(own.tensor)
+                _fill_sentinel(own.tensor)
             with torch.no_grad():
                 if drawn:
                     self._initialize(part, frozenset(id(own.tensor) for own in fresh))
@@ -155,12 +155,12 @@ class Materializer:
     def _what(self) -> str:
         return "param_init_fn" if self._init is not None else "its module's reset_parameters()"
 
-    def _initialize(self, part: _Unborn, fresh: Set[int]) -> None:
+    def _initialize(self, part: _MetaModule, fresh: Set[int]) -> None:
         """Let a module draw its values. What has some already is out of its reach: others stand there for a while."""
         expected = []
         for own in part.own:
             if id(own.tensor) not in fresh:
-                own.registry[own.key] = self._stand_in(own)
+                own.registry[own.key] = self._temporary_copy(own)
             expected.append(own.registry[own.key])
         try:
             if self._init is not None:
@@ -178,7 +178,7 @@ class Materializer:
             for own in part.own:
                 own.registry[own.key] = own.tensor
 
-    def _stand_in(self, own: _Own) -> Tensor:
+    def _temporary_copy(self, own: _OwnedTensor) -> Tensor:
         """Drawn like the tensor itself, so that what is drawn later is as in plain construction."""
         if has_own_dispatch(own.tensor):
             values = own.tensor.detach().clone()
@@ -188,7 +188,7 @@ class Materializer:
                 values.copy_(own.tensor.detach())
         return nn.Parameter(values, own.made.requires_grad) if isinstance(own.made, nn.Parameter) else values
 
-    def _read(self, own: _Own) -> None:
+    def _read(self, own: _OwnedTensor) -> None:
         """What the state dict has."""
         name = self._given_as(own)
         if name is None:
@@ -272,7 +272,7 @@ def _check_keys(module: nn.Module, given: Sequence[str], *, may_miss: bool) -> N
             )
 
 
-def _parts(module: nn.Module) -> Iterator[_Unborn]:
+def _parts(module: nn.Module) -> Iterator[_MetaModule]:
     """Each module that has tensors of its own, in order of registration."""
     aliases: dict[int, list[str]] = {}
     for name, tensor in _named(module):
@@ -286,10 +286,10 @@ def _parts(module: nn.Module) -> Iterator[_Unborn]:
                     names = (name, *(other for other in aliases[id(tensor)] if other != name))
                     made = _as_made(tensor)
                     made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-                    own.append(_Own(registry, key, names, tensor, made))
+                    own.append(_OwnedTensor(registry, key, names, tensor, made))
         if own:
             meta = frozenset(id(entry.tensor) for entry in own if is_meta(entry.tensor))
-            yield _Unborn(prefix, part, tuple(own), meta)
+            yield _MetaModule(prefix, part, tuple(own), meta)
 
 
 def _as_made(tensor: Tensor) -> Tensor:
@@ -298,7 +298,7 @@ def _as_made(tensor: Tensor) -> Tensor:
     return tensor.detach().to("meta")
 
 
-def _give_memory(own: _Own, device: torch.device) -> None:
+def _give_memory(own: _OwnedTensor, device: torch.device) -> None:
     """Undefined values; the tensor stays the object that modules and groups hold."""
     tensor = own.tensor
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -311,7 +311,7 @@ def _give_memory(own: _Own, device: torch.device) -> None:
         raise ValueError(f"{own.name!r} is on the meta device and cannot be given memory: {error}") from error
 
 
-def _mark(tensor: Tensor) -> None:
+def _fill_sentinel(tensor: Tensor) -> None:
     """Values that no initialisation leaves everywhere."""
     with torch.no_grad():
         if tensor.is_floating_point() or tensor.is_complex():
@@ -330,7 +330,7 @@ def _is_marked(tensor: Tensor) -> bool:
     return tensor.dtype in _WHOLE and bool((tensor == torch.iinfo(tensor.dtype).max).all())
 
 
-def _check_shape(own: _Own, name: str, found: tuple[int, ...]) -> None:
+def _check_shape(own: _OwnedTensor, name: str, found: tuple[int, ...]) -> None:
     if found != tuple(own.made.shape):
         raise ValueError(f"{name!r} has shape {tuple(own.made.shape)}, but {found} in the state dict")
 

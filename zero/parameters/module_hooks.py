@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..core.parameter_specs import is_released
-from ..core.units import Entry
+from ..core.units import UnitModule
 from .compiled_calls import inside_compiled_call, interrupting, untraced, wrap_compiled_call
 
 Before = Callable[[nn.Module], None]
@@ -87,29 +87,29 @@ def check_method(module: nn.Module, name: str) -> Callable[..., Any]:
 class Owner(Protocol):
     """Who is told of what happens to a module."""
 
-    def entered(self, place: _Place) -> None:
+    def entered(self, place: ModuleHooks) -> None:
         """A forward begins."""
 
-    def left(self, place: _Place, output: Any) -> None:
+    def left(self, place: ModuleHooks, output: Any) -> None:
         """It is over."""
 
-    def save_on_top(self, place: _Place) -> None:
+    def save_on_top(self, place: ModuleHooks) -> None:
         """Other hooks before the forward are over: they may save tensors from then on."""
 
-    def save_as_before(self, place: _Place) -> None:
+    def save_as_before(self, place: ModuleHooks) -> None:
         """Other hooks after the forward begin."""
 
-    def reached(self, place: _Place) -> None:
+    def reached(self, place: ModuleHooks) -> None:
         """A backward comes to what the forward gave out."""
 
-    def graph_broken(self, place: _Place) -> None:
+    def graph_broken(self, place: ModuleHooks) -> None:
         """A compiled call was interrupted at the module."""
 
 
-class _Place:
+class ModuleHooks:
     """The hooks on one module, and on the graphs of what its forward gives out. They hold their owner weakly."""
 
-    def __init__(self, owner: Owner, entry: Entry) -> None:
+    def __init__(self, owner: Owner, entry: UnitModule) -> None:
         self.name, self.needs, self.is_root = entry.name, entry.needs, not entry.name
         self.refused: set[int] = set()  # threads whose call of this module was refused before it was entered
         self._owner, self._module = weakref.ref(owner), weakref.ref(entry.module)
@@ -249,7 +249,7 @@ class _Hook:
     """What a module calls. A compiler leaves it alone; copies of the module, pickled ones too, get one that does
     nothing."""
 
-    def __init__(self, place: _Place, action: Callable[..., None]) -> None:
+    def __init__(self, place: ModuleHooks, action: Callable[..., None]) -> None:
         self.place, self._action = place, action
 
     @interrupting
@@ -309,7 +309,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
                 )
 
 
-def _places(module: nn.Module) -> list[_Place]:
+def _places(module: nn.Module) -> list[ModuleHooks]:
     """The places, at most one, of an optimizer that gathers around the module's forward."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Hook)]
     return [hook.place for hook in hooks if hook.place.gathers(module)]

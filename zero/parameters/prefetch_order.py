@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-class Order:
+class PrefetchOrder:
     """In which order units are used, as far as the last time tells. What it says decides when a gather begins, never
     what is right; it is equal on all ranks, since they enter the same units."""
 

@@ -22,19 +22,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from collectives.torch_internals import top_saved_tensors_hooks
 
 from .compiled_calls import untraced
-from .saved_tensor_index import Saved
-from .unit_manager import Residency
+from .saved_tensor_index import PackedParam
+from .unit_manager import UnitManager
 
 _Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Any]]
 
 
-class Saver:
+class SavedTensorHooks:
     """The hooks of one optimizer. ``needed`` is called with a unit before a tensor of it is restored. Which hooks a
     thread saves through, torch knows for each thread."""
 
-    def __init__(self, residency: Residency, needed: Callable[[int], None]) -> None:
-        self._home = residency.places.home
-        self._residency, self._needed = weakref.ref(residency), weakref.WeakMethod(needed)
+    def __init__(self, manager: UnitManager, needed: Callable[[int], None]) -> None:
+        self._home = manager.places.home
+        self._manager, self._needed = weakref.ref(manager), weakref.WeakMethod(needed)
         self._alone = saved_tensors_hooks(*self._hooks(None))  # as almost always
 
     def push(self) -> bool:
@@ -54,12 +54,12 @@ class Saver:
         self._alone.__exit__()  # takes away the hooks that were pushed last, whichever they are
 
     def _hooks(self, before: _Pair | None) -> _Pair:
-        known, needed, home = self._residency, self._needed, self._home  # weakly: a graph may outlive the optimizer
+        known, needed, home = self._manager, self._needed, self._home  # weakly: a graph may outlive the optimizer
 
         @untraced
         def pack(tensor: Tensor, _owner: object = home) -> Any:  # by which `push` knows it
-            residency = known()
-            if residency is not None and (saved := residency.places.find(tensor)) is not None:
+            manager = known()
+            if manager is not None and (saved := manager.places.find(tensor)) is not None:
                 return saved
             if before is not None:
                 return before[0](tensor)
@@ -68,12 +68,12 @@ class Saver:
 
         @untraced
         def unpack(kept: Any) -> Any:
-            if isinstance(kept, Saved) and kept.place.home is home:
-                residency, need = known(), needed()
-                if residency is None or need is None:
+            if isinstance(kept, PackedParam) and kept.place.home is home:
+                manager, need = known(), needed()
+                if manager is None or need is None:
                     raise RuntimeError("this graph belongs to an optimizer that is gone: its parameters are, too")
                 need(kept.place.unit)
-                return residency.places.restore(kept)
+                return manager.places.restore(kept)
             if before is not None:
                 return before[1](kept)
             tensor, version = kept

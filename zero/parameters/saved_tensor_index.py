@@ -12,18 +12,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .unit_buffer import Shelf
+from .unit_buffer import UnitBuffer
 
 _MOST_KNOWN = 1 << 16  # places; a program that makes ever new ones would fill the memory
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class ParamView:
     """Where a tensor lies in a shelf's whole."""
 
     home: object  # whose it is
     unit: int
-    shelf: Shelf
+    shelf: UnitBuffer
     slot: int
     dtype: torch.dtype
     offset: int
@@ -31,25 +31,25 @@ class Place:
     stride: tuple[int, ...]
 
 
-class Saved(NamedTuple):
+class PackedParam(NamedTuple):
     """What a graph keeps of a tensor: a place instead of memory, and how often its parameter had changed."""
 
-    place: Place
+    place: ParamView
     version: int
 
 
-class Places:
+class SavedTensorIndex:
     """The buffers in which units are, or were where somebody else holds them still."""
 
     def __init__(self, *, alone: bool) -> None:
         """``alone``: buffers are the shards themselves, where edits are kept, and so count as changes."""
         self.home = object()
         self._alone = alone
-        self._shelves: dict[int, tuple[int, Shelf]] = {}  # address of a buffer -> unit, and what lies there
+        self._shelves: dict[int, tuple[int, UnitBuffer]] = {}  # address of a buffer -> unit, and what lies there
         self._low, self._high = sys.maxsize, 0  # between which addresses buffers have been
-        self._known: dict[tuple[object, ...], Place] = {}  # a tensor's address and geometry -> its place
+        self._known: dict[tuple[object, ...], ParamView] = {}  # a tensor's address and geometry -> its place
 
-    def remember(self, unit: int, shelf: Shelf, buffer: Tensor) -> None:
+    def remember(self, unit: int, shelf: UnitBuffer, buffer: Tensor) -> None:
         """What lies in a buffer is of this unit."""
         address = _address(buffer)
         if not address:  # no elements, which lie nowhere
@@ -61,13 +61,13 @@ class Places:
             end = address + buffer.untyped_storage().nbytes()
             self._low, self._high = min(self._low, address), max(self._high, end)
 
-    def forget(self, shelf: Shelf) -> None:
+    def forget(self, shelf: UnitBuffer) -> None:
         """What lies at a buffer's address from now on is somebody else's."""
         if self._shelves.pop(shelf.address, None) is not None:
             self._known.clear()
         shelf.address = 0
 
-    def find(self, tensor: Tensor) -> Saved | None:
+    def find(self, tensor: Tensor) -> PackedParam | None:
         """Where a tensor lies in a gathered buffer; None for any other."""
         try:
             begin = tensor.data_ptr()  # 0 of what has no elements, which may lie in a buffer
@@ -79,9 +79,9 @@ class Places:
             return None
         if place is None or tensor.is_conj() or tensor.is_neg() or not self._is_there(place.shelf):
             return None
-        return Saved(place, self._version(place))
+        return PackedParam(place, self._version(place))
 
-    def _find(self, tensor: Tensor, key: tuple[object, ...]) -> Place | None:
+    def _find(self, tensor: Tensor, key: tuple[object, ...]) -> ParamView | None:
         found = self._shelves.get(_address(tensor))
         if found is None:
             return None
@@ -89,24 +89,24 @@ class Places:
         offset = int(tensor.storage_offset())
         slot = shelf.slot_at(offset * tensor.itemsize // shelf.shard.itemsize)
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        place = Place(self.home, unit, shelf, slot, tensor.dtype, offset, shape, stride)
+        place = ParamView(self.home, unit, shelf, slot, tensor.dtype, offset, shape, stride)
         if tensor.data_ptr():
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             self._known[key] = place
         return place
 
-    def _is_there(self, shelf: Shelf) -> bool:
+    def _is_there(self, shelf: UnitBuffer) -> bool:
         """False after share_memory(): what lies at a buffer's address may be anybody's."""
         buffer = shelf.shard if self._alone else shelf.lent if shelf.whole is None else shelf.whole
         return buffer is not None and buffer.data_ptr() == shelf.address
 
-    def _version(self, place: Place) -> int:
+    def _version(self, place: ParamView) -> int:
         """How often a parameter's values were changed; edits count where they are kept."""
         shelf, slot = place.shelf, place.slot
         return shelf.versions[slot] + (shelf.parameters[slot]._version if self._alone else 0)
 
-    def restore(self, saved: Saved) -> Tensor:
+    def restore(self, saved: PackedParam) -> Tensor:
         """The tensor at a place; its unit is here."""
         place, shelf = saved.place, saved.place.shelf
         if self._version(place) != saved.version:

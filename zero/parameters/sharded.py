@@ -24,13 +24,13 @@ from ..core.units import Predicate, find_units
 from ..streams import Streams
 from .materialize import Materializer, is_meta
 from .storage import Keep, ParameterStorage
-from .unit_buffer import Common, Shelf, State
+from .unit_buffer import SharedBucketMemory, State, UnitBuffer
 from .unit_hooks import UnitHooks
-from .unit_manager import Residency
+from .unit_manager import UnitManager
 
 
 @dataclass
-class _Lot:
+class _ParamSet:
     """Buckets of a layout, which take their values from these parameters. ``keep``: None of those that the optimizer
     does not update."""
 
@@ -39,7 +39,7 @@ class _Lot:
     parameters: Sequence[Tensor]
     keep: Keep | None
     flats: dict[int, Tensor] = field(default_factory=dict)  # this rank's slices, by bucket
-    shelves: list[Shelf] = field(default_factory=list)  # what stands on them
+    shelves: list[UnitBuffer] = field(default_factory=list)  # what stands on them
 
 
 class SliceMemory(Protocol):
@@ -71,13 +71,13 @@ class ShardedStorage(ParameterStorage):
         precision: MixedPrecision | None,
         nearby: Choice | None,
         keeps_whole: bool,
-        keeper: SliceMemory | None,
+        offload_backend: SliceMemory | None,
         unborn: Materializer | None,
         streams: Streams,
     ) -> None:
         """``nearby``: the ranks, of those that share a copy, who share what is kept for a backward; None: all;
         ``keeps_whole``: each keeps all of it.
-        ``keeper``: where this rank's slices are kept, if not in memory; ``unborn``: what has no memory yet."""
+        ``offload_backend``: where this rank's slices are kept, if not in memory; ``unborn``: what has no memory yet."""
         super().__init__(transport, shards, direct, module, precision)
         self._root, self._bucket_bytes, self._streams = module, bucket_bytes, streams
         self._unborn = unborn
@@ -86,12 +86,12 @@ class ShardedStorage(ParameterStorage):
         self._on_host = all((self._meta or device).type == "cpu" for device in there)
         self._units = find_units(module, predicate)
         self._registered = {id(parameter): number for number, parameter in enumerate(module.parameters())}
-        self._keeper = keeper
-        at_rest = None if keeper is None else lambda shard: keeper.leave([shard])
-        self.residency = Residency(shards, collective, self._units.names, nearby, at_rest)
+        self._offload_backend = offload_backend
+        on_idle = None if offload_backend is None else lambda shard: offload_backend.leave([shard])
+        self.manager = UnitManager(shards, collective, self._units.names, nearby, on_idle)
         self._keeps_whole = keeps_whole
         self._hooks: UnitHooks | None = None
-        self._rest_lot: _Lot | None = None
+        self._rest_lot: _ParamSet | None = None
 
     # -- construction ---------------------------------------------------------------------------------------------
 
@@ -100,7 +100,9 @@ class ShardedStorage(ParameterStorage):
 
     @property
     def buckets_cross_units(self) -> bool:
-        return self._on_host and self._keeper is None and self._shards.has_common and self._shards.world_size > 1
+        return (
+            self._on_host and self._offload_backend is None and self._shards.has_common and self._shards.world_size > 1
+        )
 
     def lines(self) -> list[str]:
         units = zip(self._units.names, self._units.parameters, strict=True)
@@ -113,7 +115,7 @@ class ShardedStorage(ParameterStorage):
             check_memory(parameter, name, may_be_meta=True)
 
     def slices(self, buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
-        if self._keeper is None:
+        if self._offload_backend is None:
             return []
         adopted = [*self.parameters, *parameters]
         rest, described = self._describe_rest(adopted)
@@ -127,15 +129,15 @@ class ShardedStorage(ParameterStorage):
         """Parameters that were not listed so far become plain, whole ones, until `end`."""
         if self._rest_lot is not None:
             self._take_out(self._rest_lot.shelves)
-            if self._keeper is not None:
-                self._keeper.give_back(self.rest_flats())
+            if self._offload_backend is not None:
+                self._offload_backend.give_back(self.rest_flats())
             self._rest_lot = None
 
     def adopt(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> None:
         new = layout.buckets[len(self.flats) :]
         self.layout = layout
         self.parameters += parameters
-        lot, self._rest_lot = _Lot(new, layout, self.parameters, keep), self._lay_out_rest()
+        lot, self._rest_lot = _ParamSet(new, layout, self.parameters, keep), self._lay_out_rest()
         self._shelve([lot, self._rest_lot])
         self.flats += [lot.flats[bucket.index] for bucket in new]
 
@@ -148,10 +150,10 @@ class ShardedStorage(ParameterStorage):
             self._rest_lot = self._lay_out_rest()
             self._shelve([self._rest_lot])
         self._cast_rest()
-        self.residency.announce()
+        self.manager.announce()
         self._copy(self.replicas())
         if self._hooks is None:
-            self._hooks = UnitHooks(self._units, self.residency, self._streams, keeps_whole=self._keeps_whole)
+            self._hooks = UnitHooks(self._units, self.manager, self._streams, keeps_whole=self._keeps_whole)
             self._copy(self._buffers())
 
     def replicas(self) -> list[tuple[str, Tensor]]:
@@ -167,33 +169,33 @@ class ShardedStorage(ParameterStorage):
         dtypes = Dtypes.all if self._precision is None else self._precision.unlisted
         return specs([{"params": rest}], self._module, units=self.units(), dtypes=dtypes, meta=self._meta)
 
-    def _lay_out_rest(self) -> _Lot:
+    def _lay_out_rest(self) -> _ParamSet:
         parameters, described = self._describe_rest(self.parameters)
         self.rest = self._layout_of(described)
-        return _Lot(self.rest.buckets, self.rest, parameters, None)
+        return _ParamSet(self.rest.buckets, self.rest, parameters, None)
 
-    def _shelve(self, lots: Sequence[_Lot]) -> None:
+    def _shelve(self, lots: Sequence[_ParamSet]) -> None:
         """Fill lots with rank 0's values, of which this rank keeps its slices. Collective."""
         entries = [(lot, bucket) for lot in lots for bucket in lot.buckets]
         on_host = all(bucket.device == "cpu" for _, bucket in entries)
         sizes = [bucket.numel * bucket.dtypes.compute.itemsize for _, bucket in entries]
-        shared = on_host and self._keeper is None and self._shards.world_size > 1
+        shared = on_host and self._offload_backend is None and self._shards.world_size > 1
         regions = self._agreed(self._shards.common(sizes) if shared else None)
         for number in self._as_they_come(entries):
             lot, bucket = entries[number]
             self._fill(lot, bucket, None if regions is None else regions[number])
 
-    def _fill(self, lot: _Lot, bucket: Bucket, region: Region | None) -> None:
+    def _fill(self, lot: _ParamSet, bucket: Bucket, region: Region | None) -> None:
         """Rank 0's values of a bucket, to lie in ``region`` where all ranks see them. Collective."""
         whole = self._values(bucket, lot.layout, lot.parameters, _nothing if lot.keep is None else lot.keep)
         low, high = bucket.owned(self._shards.rank)
-        common = None if region is None else Common(region, whole.dtype)
+        common = None if region is None else SharedBucketMemory(region, whole.dtype)
         flat = whole
         if common is not None:
             flat = common.own(low, high).copy_(whole[low:high])
-        elif self._keeper is not None:
-            flat = self._keeper.empty(high - low, whole.dtype).copy_(whole[low:high])
-            self._keeper.leave([flat])
+        elif self._offload_backend is not None:
+            flat = self._offload_backend.empty(high - low, whole.dtype).copy_(whole[low:high])
+            self._offload_backend.leave([flat])
         elif self._shards.world_size > 1:
             flat = self._shards.empty(high - low, whole.dtype, torch.device(bucket.device)).copy_(whole[low:high])
         for unit, first, last in lot.layout.runs(bucket):
@@ -201,8 +203,8 @@ class ShardedStorage(ParameterStorage):
             here, there = (bound + begin - low for bound in part.owned(self._shards.rank))
             members = [lot.parameters[slot.parameter] for slot in part.slots]
             shard = flat[here:there] if there > here else flat[:0]
-            shelf = Shelf(part, lot.layout, members, shard, lot.keep is not None, common, begin)
-            self.residency.put(unit, shelf)
+            shelf = UnitBuffer(part, lot.layout, members, shard, lot.keep is not None, common, begin)
+            self.manager.put(unit, shelf)
             lot.shelves.append(shelf)
         lot.flats[bucket.index] = flat
 
@@ -213,7 +215,7 @@ class ShardedStorage(ParameterStorage):
         told = self._transport.exchange(b"" if regions else b"none", Tag(Kind.EXCHANGE, "memory in common"))
         return None if any(told) else regions
 
-    def _as_they_come(self, entries: Sequence[tuple[_Lot, Bucket]]) -> Iterator[int]:
+    def _as_they_come(self, entries: Sequence[tuple[_ParamSet, Bucket]]) -> Iterator[int]:
         """Places in ``entries`` in an order that all ranks share, also where some have no values yet: as the last
         parameter of each bucket is registered. No more of what has no memory gets some than a bucket needs."""
         steps = iter(()) if self._unborn is None else self._unborn.steps()
@@ -228,16 +230,16 @@ class ShardedStorage(ParameterStorage):
         """Of a bucket's parameters, which are among these, the number of the one that was registered last."""
         return max(self._registered[id(parameters[slot.parameter])] for slot in bucket.slots)
 
-    def _take_out(self, shelves: Sequence[Shelf]) -> None:
+    def _take_out(self, shelves: Sequence[UnitBuffer]) -> None:
         """Make the parameters of these shelves plain ones, with memory of their own. Collective."""
-        self.residency.look()  # before what is edited becomes what is kept
-        for number, unit in enumerate(self.residency.units):
+        self.manager.look()  # before what is edited becomes what is kept
+        for number, unit in enumerate(self.manager.units):
             leaving = [shelf for shelf in unit.shelves if shelf in shelves]
             if leaving:
-                self.residency.show(number)
+                self.manager.show(number)
                 for shelf in leaving:
-                    self.residency.part(number, shelf)
-                self.residency.drop(number)
+                    self.manager.part(number, shelf)
+                self.manager.drop(number)
 
     # -- what is where --------------------------------------------------------------------------------------------
 
@@ -246,9 +248,9 @@ class ShardedStorage(ParameterStorage):
 
     def fingerprints(self) -> list[tuple[str, bytes]]:
         found: dict[str, bytes] = {}
-        for number in range(len(self.residency.units)):
-            with self.residency.gathered([number]):
-                for shelf in self.residency.units[number].shelves:
+        for number in range(len(self.manager.units)):
+            with self.manager.gathered([number]):
+                for shelf in self.manager.units[number].shelves:
                     if shelf.updated:
                         for slot, parameter in enumerate(shelf.parameters):
                             found[shelf.name(slot)] = fingerprint(parameter)
@@ -257,11 +259,11 @@ class ShardedStorage(ParameterStorage):
         return [(spec.name, found[spec.name]) for spec in self.listed()]
 
     def problem(self) -> str | None:
-        found = self.residency.edits() or self.residency.lasting
+        found = self.manager.edits() or self.manager.lasting
         if found is not None:
             return found
         with as_plain():
-            for shelf in self.residency.shelves():
+            for shelf in self.manager.shelves():
                 for slot in shelf.displaced():
                     return (
                         f"the memory of {shelf.name(slot)!r} was replaced after the optimizer was built (by moving "
@@ -269,32 +271,32 @@ class ShardedStorage(ParameterStorage):
                     )
         return misplaced(self._bindings)
 
-    def tell_gathers(self, telling: Callable[..., AbstractContextManager[None]] | None) -> None:
-        self.residency.telling = None if self.gathers_nothing else telling
-        self.begin_again()
+    def set_join_announcer(self, join_announcer: Callable[..., AbstractContextManager[None]] | None) -> None:
+        self.manager.join_announcer = None if self.needs_no_gather else join_announcer
+        self.reset_order()
 
-    def begin_again(self) -> None:
+    def reset_order(self) -> None:
         assert self._hooks is not None
-        self._hooks.begin_again()
+        self._hooks.reset_order()
 
     def gather(self, unit: int) -> None:
-        self.residency.fetch(unit)
-        self.residency.drop(unit)
+        self.manager.fetch(unit)
+        self.manager.drop(unit)
 
     @property
-    def gathers_nothing(self) -> bool:
-        return self._shards.world_size == 1 or not self.units_travel
+    def needs_no_gather(self) -> bool:
+        return self._shards.world_size == 1 or not self.units_need_gather
 
     @property
-    def units_travel(self) -> bool:
-        return all(shelf.common is None for shelf in self.residency.shelves())
+    def units_need_gather(self) -> bool:
+        return all(shelf.common is None for shelf in self.manager.shelves())
 
     def common_memory(self) -> str:
-        if not self.units_travel:
+        if not self.units_need_gather:
             return "yes (the ranks that share a copy are on one host)"
         if self._shards.world_size == 1:
             return "no (one rank holds the whole copy)"
-        if self._keeper is not None:
+        if self._offload_backend is not None:
             return "no (the slices are on disk)"
         if not self._on_host:
             return "no (the parameters are on a device)"
@@ -306,7 +308,7 @@ class ShardedStorage(ParameterStorage):
 
     def _numbers(self, parameters: Sequence[Tensor] | None) -> list[int]:
         if parameters is None:
-            return list(range(len(self.residency.units)))
+            return list(range(len(self.manager.units)))
         numbers = self.units()
         others = [parameter for parameter in parameters if id(parameter) not in numbers]
         replicas = {id(parameter) for _, parameter in self.replicas()} if others else set()
@@ -321,19 +323,19 @@ class ShardedStorage(ParameterStorage):
     @contextmanager
     def _gathered(self, numbers: Sequence[int]) -> Iterator[None]:
         assert self._hooks is not None
-        with self._hooks.saving(), self.residency.gathered(numbers):
+        with self._hooks.saving(), self.manager.gathered(numbers):
             yield
 
     def overwrite(self, parameters: Sequence[Tensor] | None) -> None:
         chosen = None if parameters is None else {id(parameter) for parameter in parameters}
         for number in self._numbers(parameters):
-            for shelf in self.residency.units[number].shelves:
+            for shelf in self.manager.units[number].shelves:
                 slots = [n for n, p in enumerate(shelf.parameters) if chosen is None or id(p) in chosen]
                 assert shelf.whole is not None
                 flats = [shelf.whole[shelf.bucket.slots[n].offset : shelf.bucket.slots[n].end] for n in slots]
                 broadcast(self._direct, self._transport, flats)
-                self.residency.accept(shelf, slots)
-        self.residency.announce()
+                self.manager.accept(shelf, slots)
+        self.manager.announce()
         replicas = self._chosen(self.replicas(), parameters)
         self._copy(replicas)
         self._compare(replicas)
@@ -341,21 +343,21 @@ class ShardedStorage(ParameterStorage):
     def busy(self) -> bool:
         return self._hooks is not None and self._hooks.busy()
 
-    def retire(self) -> bool:
+    def end_iteration(self) -> bool:
         assert self._hooks is not None
-        self._hooks.retire()
-        return all(unit.state is State.SHARDED for unit in self.residency.units)
+        self._hooks.end_iteration()
+        return all(unit.state is State.SHARDED for unit in self.manager.units)
 
     def leave(self, bucket: int) -> None:
-        if self._keeper is not None:
-            self._keeper.leave([self.flats[bucket]])
+        if self._offload_backend is not None:
+            self._offload_backend.leave([self.flats[bucket]])
 
     def stepped(self, used: Sequence[bool]) -> None:
-        for shelf in self.residency.shelves():
+        for shelf in self.manager.shelves():
             if shelf.updated:
                 slots = enumerate(shelf.bucket.slots)
-                self.residency.changed(shelf, [number for number, slot in slots if used[slot.parameter]])
-        self.residency.announce()
+                self.manager.changed(shelf, [number for number, slot in slots if used[slot.parameter]])
+        self.manager.announce()
 
     def replaced(self) -> list[str]:
         return list(replaced(self._bindings))
@@ -367,19 +369,19 @@ class ShardedStorage(ParameterStorage):
         return [] if self._rest_lot is None else list(self._rest_lot.flats.values())
 
     def kept(self) -> list[Tensor]:
-        return [] if self._keeper is None else [*self.flats, *self.rest_flats()]
+        return [] if self._offload_backend is None else [*self.flats, *self.rest_flats()]
 
     def transient(self) -> tuple[frozenset[int], int]:
-        return self.residency.pool.storages(), self.residency.pool.peak_bytes
+        return self.manager.pool.storages(), self.manager.pool.peak_bytes
 
     def in_common(self) -> frozenset[int]:
-        return frozenset(address for shelf in self.residency.shelves() if (address := shelf.common_address))
+        return frozenset(address for shelf in self.manager.shelves() if (address := shelf.common_address))
 
     def release(self) -> None:
         if self._hooks is not None:
-            self._hooks.retire()
+            self._hooks.end_iteration()
             self._hooks.remove()
-        self._take_out(list(self.residency.shelves()))
+        self._take_out(list(self.manager.shelves()))
         self.flats, self._rest_lot = [], None
 
 

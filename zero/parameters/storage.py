@@ -217,14 +217,14 @@ class ParameterStorage:
         return [(spec.name, fingerprint(parameter)) for parameter, spec in known]
 
     @property
-    def gathers_nothing(self) -> bool:
+    def needs_no_gather(self) -> bool:
         """True where a forward needs nothing of the other ranks that they have to send."""
         return True
 
-    def tell_gathers(self, telling: Callable[..., AbstractContextManager[None]] | None) -> None:
+    def set_join_announcer(self, join_announcer: Callable[..., AbstractContextManager[None]] | None) -> None:
         """Inside `join`: ranks without a forward of their own must be told of each gather."""
 
-    def begin_again(self) -> None:
+    def reset_order(self) -> None:
         """Ranks have run different forwards, or will: what these left is no use to all. Waits for what is under way."""
 
     def gather(self, unit: int) -> None:
@@ -242,7 +242,7 @@ class ParameterStorage:
         return self.flats[0].device
 
     @property
-    def units_travel(self) -> bool:
+    def units_need_gather(self) -> bool:
         """False where every rank sees every slice of a unit in memory that all share."""
         return True
 
@@ -283,7 +283,7 @@ class ParameterStorage:
         """True inside a forward or a backward that uses what comes and goes."""
         return False
 
-    def retire(self) -> bool:
+    def end_iteration(self) -> bool:
         """Let go of what was kept for a backward; False where somebody is using whole parameters now."""
         return True
 

@@ -25,7 +25,7 @@ _MOST_RESTORED = 1 << 10  # views; a program that makes ever new ones would fill
 
 
 @dataclass(eq=False)
-class Shelf:
+class UnitBuffer:
     """A bucket on this rank, or the part of one that belongs to a unit: its parameters by slot, this rank's slice, and
     the whole while it is here."""
 
@@ -34,12 +34,14 @@ class Shelf:
     parameters: list[Tensor]
     shard: Tensor
     updated: bool  # by the optimizer
-    common: Common | None = None  # where every rank sees every slice, the whole; None where slices must travel
+    common: SharedBucketMemory | None = (
+        None  # where every rank sees every slice, the whole; None where slices must travel
+    )
     begin: int = 0  # in the common memory, in elements
     whole: Tensor | None = None
     kept: Tensor | None = None  # of the whole, between a forward and its backward: what ranks nearby share
     lent: Tensor | None = None  # a buffer that was dropped while somebody else held it
-    estranged: bool = False  # somebody else has held what is lent, and may have written there
+    maybe_dirty: bool = False  # somebody else has held what is lent, and may have written there
     shown: bool = False  # in the parameters
     unchecked: bool = False  # it was shown since somebody last looked for edits
     address: int = 0  # of the whole or lent buffer's memory, when it came
@@ -154,7 +156,7 @@ class Shelf:
         """True for the tensor of `in_common`, as long as it was not moved."""
         return buffer is not None and buffer is self._common_whole and buffer.data_ptr() == self.common_address
 
-    def strangers(self, buffer: Tensor) -> int:
+    def external_refs(self, buffer: Tensor) -> int:
         """How many others hold the memory of a buffer that was dropped."""
         return holders(buffer) - (self._own_holders if buffer is self._common_whole else 0)
 
@@ -179,12 +181,12 @@ class Shelf:
             yield flat.as_strided(shape, stride, begin + offset)
 
 
-class Common:
+class SharedBucketMemory:
     """A bucket in memory that all ranks share, and its shelves."""
 
     def __init__(self, region: Region, dtype: torch.dtype) -> None:
         self._region, self._dtype = region, dtype
-        self.shelves: list[Shelf] = []
+        self.shelves: list[UnitBuffer] = []
 
     def whole(self, begin: int, end: int) -> Tensor:
         """What all ranks wrote into these elements, 1-D."""
@@ -194,12 +196,12 @@ class Common:
         """The elements where this rank writes for all, 1-D."""
         return self._region.own(begin * self._dtype.itemsize, end * self._dtype.itemsize).view(self._dtype)
 
-    def edited(self) -> tuple[list[tuple[Shelf, int]], bool]:
+    def edited(self) -> tuple[list[tuple[UnitBuffer, int]], bool]:
         """Slots into which this rank has written what is not everybody's, and whether all pages could be looked at:
         one with a shelf in use stays as it is. All others are forgotten, but for those that lie in dropped buffers
         alone, where somebody may have written."""
-        found: list[tuple[Shelf, int]] = []
-        kept: set[Shelf] = set()
+        found: list[tuple[UnitBuffer, int]] = []
+        kept: set[UnitBuffer] = set()
         for begin, end in self._written():
             there = self._on(begin, end)
             if any(shelf.in_use for shelf in there):
@@ -216,7 +218,7 @@ class Common:
                 shelf.accepted.clear()
         return found, not kept
 
-    def restore(self, shelf: Shelf) -> None:
+    def restore(self, shelf: UnitBuffer) -> None:
         """Undo what this rank wrote into a shelf's whole, but for what was accepted, and nothing that lies beside it.
         Every rank must have written its slices."""
         for begin, end in self._written():
@@ -228,7 +230,7 @@ class Common:
                     place = shelf.begin + piece.begin, shelf.begin + piece.end
                     self.whole(*place).copy_(self.own(*place))
 
-    def _on(self, begin: int, end: int) -> list[Shelf]:
+    def _on(self, begin: int, end: int) -> list[UnitBuffer]:
         """The shelves that have a part of these elements."""
         return [shelf for shelf in self.shelves if shelf.begin < end and begin < shelf.begin + shelf.bucket.numel]
 
@@ -240,7 +242,7 @@ class Common:
     def _forget(self, begin: int, end: int) -> None:
         self._region.refresh(begin * self._dtype.itemsize, end * self._dtype.itemsize)
 
-    def _differing(self, shelf: Shelf, begin: int, end: int) -> Iterator[Piece]:
+    def _differing(self, shelf: UnitBuffer, begin: int, end: int) -> Iterator[Piece]:
         low, high = max(begin - shelf.begin, 0), min(end - shelf.begin, shelf.bucket.numel)
         for piece in shelf.bucket.pieces(low, high):
             place = shelf.begin + piece.begin, shelf.begin + piece.end
@@ -257,19 +259,19 @@ class State(Enum):
     """Where a unit's whole parameters are."""
 
     SHARDED = "nowhere: each rank has its slices"
-    COMING = "on their way"
+    GATHERING = "on their way"
     WHOLE = "in buffers"
-    SHOWN = "in the parameters"
+    INSTALLED = "in the parameters"
 
 
 @dataclass(eq=False)
 class Unit:
     name: str
     rank: InitVar[str]
-    shelves: list[Shelf] = field(default_factory=list)
+    shelves: list[UnitBuffer] = field(default_factory=list)
     state: State = State.SHARDED
     runs: int = 0  # forwards under way that need it
-    pins: int = 0  # blocks of `gathered` that need it
+    gather_refs: int = 0  # blocks of `gathered` that need it
     work: list[Work] = field(default_factory=list)
 
     def __post_init__(self, rank: str) -> None:
@@ -281,25 +283,25 @@ class Unit:
 
     @property
     def held(self) -> bool:
-        return bool(self.runs or self.pins)
+        return bool(self.runs or self.gather_refs)
 
 
-class Gathers:
+class UnitGathers:
     """The all-gathers of units: among the ranks that share a copy, or among those nearby of what they keep."""
 
     def __init__(
-        self, rank: int, collective: Collective, nearby: Choice | None, pool: Pool, at_rest: Callable[[Tensor], None]
+        self, rank: int, collective: Collective, nearby: Choice | None, pool: Pool, on_idle: Callable[[Tensor], None]
     ) -> None:
-        """``rank``: among those that share a copy; ``at_rest``: is told of a slice that was read."""
+        """``rank``: among those that share a copy; ``on_idle``: is told of a slice that was read."""
         self.nearby = nearby
-        self._rank, self._collective, self._pool, self._at_rest = rank, collective, pool, at_rest
+        self._rank, self._collective, self._pool, self._on_idle = rank, collective, pool, on_idle
 
-    def room(self, shelf: Shelf) -> Tensor:
+    def room(self, shelf: UnitBuffer) -> Tensor:
         """A buffer for the whole of a bucket."""
         bucket = shelf.bucket
         return self._pool.take(bucket.numel, bucket.dtypes.compute, torch.device(bucket.device))
 
-    def start(self, unit: Unit, shelf: Shelf, target: Tensor) -> Work:
+    def start(self, unit: Unit, shelf: UnitBuffer, target: Tensor) -> Work:
         """Start to gather a bucket into ``target``. Collective."""
         bucket, (kept, shelf.kept) = shelf.bucket, (shelf.kept, None)
         if kept is not None and self.nearby is not None:
@@ -309,10 +311,10 @@ class Gathers:
         low, high = bucket.owned(self._rank)
         if target is not shelf.shard:
             target[low:high].copy_(shelf.shard)
-            self._at_rest(shelf.shard)
+            self._on_idle(shelf.shard)
         return self._collective.all_gather(target, bucket.bounds, tag=_tag(unit, shelf))
 
-    def keep(self, shelf: Shelf) -> Tensor:
+    def keep(self, shelf: UnitBuffer) -> Tensor:
         """A copy of what this rank keeps of a whole bucket for the ranks nearby."""
         assert shelf.whole is not None
         assert self.nearby is not None
@@ -322,6 +324,6 @@ class Gathers:
         return kept.copy_(shelf.whole.data[low:high])
 
 
-def _tag(unit: Unit, shelf: Shelf) -> Tag:
+def _tag(unit: Unit, shelf: UnitBuffer) -> Tag:
     digest = zlib.crc32(f"{unit.name} {shelf.updated}".encode())  # the label may be cut
     return Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=shelf.bucket.index, digest=digest)

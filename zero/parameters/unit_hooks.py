@@ -1,7 +1,7 @@
 """Turns the events of modules and of their graphs into "unit u is needed", "unit u is not".
 
 Knows: forwards, saved tensors, backwards, and in which order units were used. Does not know: memory or ranks; what is
-to come, be shown or go is `Residency`'s work.
+to come, be shown or go is `UnitManager`'s work.
 
     forward    enters u      drop the unit before, show u, fetch the unit that the last forward used next
                leaves u      hide u; it stays until another unit is entered (the last one: until the backward asks)
@@ -37,11 +37,11 @@ from collectives.torch_internals import (
 
 from ..core.units import ROOT, Units
 from ..streams import Streams
-from .module_hooks import ForwardMethod, _Place
-from .prefetch_order import Order
+from .module_hooks import ForwardMethod, ModuleHooks
+from .prefetch_order import PrefetchOrder
 from .released import refuse_transforms
-from .saved_tensor_hooks import Saver
-from .unit_manager import Residency
+from .saved_tensor_hooks import SavedTensorHooks
+from .unit_manager import UnitManager
 
 _NO_TASK = -1
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -51,12 +51,14 @@ _MOST_LOOKS = 1000
 class UnitHooks:
     """The hooks of one optimizer on one module's units, until `remove`."""
 
-    def __init__(self, units: Units, residency: Residency, streams: Streams, *, keeps_whole: bool) -> None:
+    def __init__(self, units: Units, manager: UnitManager, streams: Streams, *, keeps_whole: bool) -> None:
         """``keeps_whole``: what a forward gathered stays for its backward."""
-        self._residency, self._streams, self._keeps_whole = residency, streams, keeps_whole
+        self._manager, self._streams, self._keeps_whole = manager, streams, keeps_whole
         self._units = len(units.names)
-        self._order = Order(self._units)
-        self._running: list[tuple[_Place, int, bool]] = []  # forwards: thread, and whether it pushed the saver's hooks
+        self._order = PrefetchOrder(self._units)
+        self._running: list[
+            tuple[ModuleHooks, int, bool]
+        ] = []  # forwards: thread, and whether it pushed the saver's hooks
         # held while an outermost forward or a backward checks whether it may begin, and while an outermost forward ends
         self._beginning = threading.RLock()
         self._current: int | None = None  # the unit that runs, or ran last
@@ -65,8 +67,8 @@ class UnitHooks:
         self._task_thread = 0
         self._starting = False  # a backward began, and no unit was asked for yet
         self._warned = False  # that a graph was broken
-        self._saver = Saver(residency, self._needed_again)
-        self._places = [_Place(self, entry) for entry in units.entries]
+        self._saver = SavedTensorHooks(manager, self._needed_again)
+        self._places = [ModuleHooks(self, entry) for entry in units.entries]
 
     def remove(self) -> None:
         """Take all hooks away."""
@@ -78,21 +80,21 @@ class UnitHooks:
         """True inside a forward or a backward."""
         return self._inside_a_forward() or _in_backward()
 
-    def retire(self) -> None:
+    def end_iteration(self) -> None:
         """A step begins: what was kept for a backward is of no use any more. Waits for what is under way."""
         self._end_interrupted()
         if not self._running:
-            self._residency.let_all_go()
+            self._manager.release_all()
         self._order.close()
         self._over()
 
-    def begin_again(self) -> None:
+    def reset_order(self) -> None:
         """As after construction: nothing is here, and no order is known. Where ranks have entered different units."""
-        if self._residency.shards.broken:
-            self._residency.abandon()
+        if self._manager.shards.broken:
+            self._manager.abandon()
         else:
-            self.retire()
-        self._order = Order(self._units)
+            self.end_iteration()
+        self._order = PrefetchOrder(self._units)
 
     # -- which thread -------------------------------------------------------------------------------------------------
 
@@ -122,18 +124,18 @@ class UnitHooks:
     def _refuse(self, thread: int, what: str) -> None:
         name = next((repr(other.name) for other in threading.enumerate() if other.ident == thread), str(thread))
         raise RuntimeError(
-            f"{self._residency.shards.called}: another thread, {name}, is inside {what}: at stage 3 parameters come "
+            f"{self._manager.shards.called}: another thread, {name}, is inside {what}: at stage 3 parameters come "
             "and go with the forwards and backwards of one thread at a time; run one after the other, or give the "
             "threads a copy of the model that was made inside 'with optimizer.gathered():'"
         )
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def entered(self, place: _Place) -> None:
+    def entered(self, place: ModuleHooks) -> None:
         """A module's forward begins."""
         thread = threading.get_ident()
         place.refused.add(thread)
-        self._residency.shards.check_process()  # before a lock that another thread may have held at the fork
+        self._manager.shards.check_process()  # before a lock that another thread may have held at the fork
         refuse_transforms(place.name or "the root's rest")
         pushed = self._saver.push()  # torch may refuse
         place.refused.discard(thread)
@@ -143,14 +145,14 @@ class UnitHooks:
         else:
             self._begin_outermost(place, thread, pushed)
         for unit in place.needs:
-            self._residency.hold(unit)
+            self._manager.hold(unit)
         self._begin()
         if place.is_root and all(place is not other for other, _, _ in self._running[:-1]) and not _in_backward():
             self._order.begin_forward()
         for unit in place.needs:
             self._demand(unit)
 
-    def _begin_outermost(self, place: _Place, thread: int, pushed: bool) -> None:
+    def _begin_outermost(self, place: ModuleHooks, thread: int, pushed: bool) -> None:
         try:
             with self._beginning:
                 self._check_no_other_forward()
@@ -164,7 +166,7 @@ class UnitHooks:
                 self._saver.pop()
             raise
 
-    def left(self, place: _Place, output: Any) -> None:
+    def left(self, place: ModuleHooks, output: Any) -> None:
         """A module's forward is over, well or by an exception (then ``output`` is None)."""
         thread = threading.get_ident()
         if thread in place.refused:
@@ -186,30 +188,30 @@ class UnitHooks:
             self._save_as_before(place, thread)
             self._running.pop()
             for unit in place.needs:
-                self._residency.let_go(unit)
+                self._manager.release(unit)
         finally:
             if pushed and thread == threading.get_ident():
                 self._saver.pop()
-        if self._residency.shards.broken:
-            self._residency.abandon()
+        if self._manager.shards.broken:
+            self._manager.abandon()
         elif not _in_backward():
             for unit in place.needs:
                 if unit in (ROOT, self._current):
-                    self._residency.hide(unit)
+                    self._manager.hide(unit)
                 else:
                     self._has_run(unit)
 
-    def save_on_top(self, place: _Place) -> None:
+    def save_on_top(self, place: ModuleHooks) -> None:
         """Save through these hooks again, where others were put on top of them since a module was entered."""
         place.pushed.append((threading.get_ident(), len(self._running), self._saver.push()))
 
-    def save_as_before(self, place: _Place) -> None:
+    def save_as_before(self, place: ModuleHooks) -> None:
         """Take away what `save_on_top` did in the forward that runs, if it did: a hook before it may have raised."""
         thread = threading.get_ident()
         if thread not in place.refused:
             self._save_as_before(place, thread)
 
-    def _save_as_before(self, place: _Place, thread: int) -> None:
+    def _save_as_before(self, place: ModuleHooks, thread: int) -> None:
         while place.pushed and place.pushed[-1][0] == thread and place.pushed[-1][1] >= len(self._running):
             _, _, pushed = place.pushed.pop()
             if pushed and thread == threading.get_ident():
@@ -218,13 +220,13 @@ class UnitHooks:
     def _has_run(self, unit: int) -> None:
         """A unit is not needed now; perhaps by a backward."""
         if _in_backward() or not torch.is_grad_enabled():
-            self._residency.drop(unit)
+            self._manager.drop(unit)
         elif self._keeps_whole:
-            self._residency.hide(unit)
+            self._manager.hide(unit)
         else:
-            self._residency.drop(unit, for_now=True)
+            self._manager.drop(unit, for_now=True)
 
-    def graph_broken(self, place: _Place) -> None:
+    def graph_broken(self, place: ModuleHooks) -> None:
         """Warn, once, that the graph of a compiled call around several units was broken at a module."""
         if not self._warned:
             self._warned = True
@@ -246,12 +248,12 @@ class UnitHooks:
             for number in (before, expected):
                 if number is not None and number != unit:
                     self._has_run(number)
-            self._residency.fetch(unit)
+            self._manager.fetch(unit)
             following = (self._order.backward if _in_backward() else self._order.forward)(unit)
             if following not in (None, unit) and self._goes_on():
                 self._ahead = following
-                self._residency.fetch(following)
-        self._residency.show(unit)
+                self._manager.fetch(following)
+        self._manager.show(unit)
 
     def _goes_on(self) -> bool:
         """False where nothing says that another unit follows: one is called alone, and for no backward."""
@@ -259,11 +261,11 @@ class UnitHooks:
 
     def _drop_all(self) -> None:
         self._current = self._ahead = None
-        self._residency.drop_all()
+        self._manager.drop_all()
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def reached(self, place: _Place) -> None:
+    def reached(self, place: ModuleHooks) -> None:
         """A backward comes to what a module's forward gave out."""
         self._begin()
         for unit in place.needs:
@@ -271,12 +273,12 @@ class UnitHooks:
 
     def _demand_in_backward(self, unit: int) -> None:
         """Nothing stays shown when the ranks' communication fails in a backward."""
-        self._residency.shards.check_process()
+        self._manager.shards.check_process()
         try:
             self._demand(unit)
         finally:
-            if self._residency.shards.broken:
-                self._residency.abandon()
+            if self._manager.shards.broken:
+                self._manager.abandon()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -291,7 +293,7 @@ class UnitHooks:
     def _needed_again(self, unit: int) -> None:
         """Somebody asks for a tensor that a unit's forward saved."""
         self._begin()
-        if unit != self._current or self._starting or not self._residency.shows(unit):
+        if unit != self._current or self._starting or not self._manager.shows(unit):
             self._demand_in_backward(unit)
 
     def _begin(self) -> None:
@@ -300,7 +302,7 @@ class UnitHooks:
         task = current_graph_task_id()
         if task == self._task:
             return
-        self._residency.shards.check_process()
+        self._manager.shards.check_process()
         with self._beginning:
             self._check_no_other_forward()
             if self._task != _NO_TASK:
@@ -315,7 +317,7 @@ class UnitHooks:
     def _over(self) -> None:
         self._task = _NO_TASK
         self._drop_all()
-        self._residency.forget_kept()
+        self._manager.free_post_forward_shards()
 
 
 def _in_backward() -> bool:

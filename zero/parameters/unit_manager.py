@@ -26,15 +26,15 @@ from collectives.pool import Pool
 
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import as_plain
-from .edit_detector import Edits
+from .edit_detector import EditDetector
 from .released import refuse_transforms, released_class, weakly
-from .saved_tensor_index import Places
-from .unit_buffer import Gathers, Shelf, State, Unit
+from .saved_tensor_index import SavedTensorIndex
+from .unit_buffer import State, Unit, UnitBuffer, UnitGathers
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
-class Residency:
+class UnitManager:
     """The parameters of all units of one optimizer on one rank. A unit is known by its number."""
 
     def __init__(
@@ -43,27 +43,27 @@ class Residency:
         collective: Collective,
         names: Sequence[str],
         nearby: Choice | None = None,
-        at_rest: Callable[[Tensor], None] | None = None,
+        on_idle: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """``nearby``: some of the ranks, who share what is kept for a backward; ``at_rest``: is told of a slice that
+        """``nearby``: some of the ranks, who share what is kept for a backward; ``on_idle``: is told of a slice that
         will not be needed for a while."""
-        self._at_rest: Callable[[Tensor], None] = at_rest or _nothing
+        self._on_idle: Callable[[Tensor], None] = on_idle or _nothing
         self.shards = shards
         self._alone = shards.world_size == 1  # then the shard is the whole
         self.units = [Unit(name, shards.called) for name in names]
         self.pool = Pool(exact=True)
-        self._gathers = Gathers(shards.rank, collective, nearby, self.pool, self._at_rest)
-        self.places = Places(alone=self._alone)
+        self._gathers = UnitGathers(shards.rank, collective, nearby, self.pool, self._on_idle)
+        self.places = SavedTensorIndex(alone=self._alone)
         self.lasting: str | None = None  # what cannot be mended; told at every agreement
-        self._edits = Edits(shards.rank)
-        self._lenders: list[Shelf] = []
+        self._edits = EditDetector(shards.rank)
+        self._externally_held: list[UnitBuffer] = []
         self._classes: dict[type[Tensor], type[Tensor]] = {}
         self._written: Work | None = None  # that every rank has written its slices of common memory
-        self.telling: Callable[..., AbstractContextManager[None]] | None = None  # around a gather, inside `join`
+        self.join_announcer: Callable[..., AbstractContextManager[None]] | None = None  # around a gather, inside `join`
 
     # -- what is where --------------------------------------------------------------------------------------------
 
-    def put(self, unit: int, shelf: Shelf) -> None:
+    def put(self, unit: int, shelf: UnitBuffer) -> None:
         """Take up a shelf. Its parameters have memory of their own, which they lose: from now on they are released."""
         self.units[unit].shelves.append(shelf)
         for base in shelf.bases:
@@ -74,7 +74,7 @@ class Residency:
             self.places.remember(unit, shelf, shelf.shard)
         self._edits.add(shelf)
 
-    def part(self, number: int, shelf: Shelf) -> None:
+    def part(self, number: int, shelf: UnitBuffer) -> None:
         """Give the parameters of a shelf, whose unit is shown, memory of their own, and forget the shelf."""
         for parameter in shelf.parameters:
             parameter.data = parameter.detach().clone()
@@ -83,7 +83,7 @@ class Residency:
         self.places.forget(shelf)
         self._edits.remove(shelf)
 
-    def shelves(self) -> Iterator[Shelf]:
+    def shelves(self) -> Iterator[UnitBuffer]:
         for unit in self.units:
             yield from unit.shelves
 
@@ -98,30 +98,30 @@ class Residency:
     # -- coming and going -----------------------------------------------------------------------------------------
 
     def hold(self, number: int) -> None:
-        """A forward needs a unit: it is not dropped until `let_go`."""
+        """A forward needs a unit: it is not dropped until `release`."""
         self.units[number].runs += 1
 
-    def let_go(self, number: int) -> None:
+    def release(self, number: int) -> None:
         self.units[number].runs -= 1
 
-    def let_all_go(self) -> None:
+    def release_all(self) -> None:
         """No forward is under way, whatever an interrupt left."""
         for unit in self.units:
             unit.runs = 0
 
     def shows(self, number: int) -> bool:
         """True where a unit's parameters have their values."""
-        return self.units[number].state is State.SHOWN
+        return self.units[number].state is State.INSTALLED
 
     def fetch(self, number: int) -> None:
         """Start to gather a unit, where it is not here. Collective."""
         unit = self.units[number]
         if unit.state is not State.SHARDED:
             return
-        if self.telling is None:
+        if self.join_announcer is None:
             self._fetch(number)
         else:
-            with self.telling("gather", unit=number):
+            with self.join_announcer("gather", unit=number):
                 self._fetch(number)
                 self._arrive(unit)  # who gathers for others alone waits here, until all have read
 
@@ -130,18 +130,18 @@ class Residency:
         with unit.unsharding():
             with _usable_later():
                 self._sweep()
-                if self._lenders:
+                if self._externally_held:
                     self._edits.find()  # who holds a dropped buffer may have written beside it
                 for shelf in unit.shelves:
                     unit.work.append(self._gather(unit, shelf))
                     assert shelf.whole is not None
                     self.places.remember(number, shelf, shelf.whole)
-            unit.state = State.COMING
+            unit.state = State.GATHERING
 
-    def _gather(self, unit: Unit, shelf: Shelf) -> Work:
+    def _gather(self, unit: Unit, shelf: UnitBuffer) -> Work:
         lent = shelf.lent
         if lent is not None:
-            self._lenders.remove(shelf)
+            self._externally_held.remove(shelf)
             shelf.lent = None
         if shelf.common is not None:
             shelf.whole = shelf.in_common() if lent is None else lent
@@ -156,16 +156,16 @@ class Residency:
         return self._gathers.start(unit, shelf, target)
 
     def _arrive(self, unit: Unit) -> None:
-        if unit.state is State.COMING:
+        if unit.state is State.GATHERING:
             with unit.waiting():
                 while unit.work:
                     unit.work[0].wait()
                     unit.work.pop(0)
             for shelf in unit.shelves:
                 shelf.accepted.clear()  # its owners, too, have written it
-                if shelf.estranged and shelf.common is not None:
+                if shelf.maybe_dirty and shelf.common is not None:
                     shelf.common.restore(shelf)  # of a NaN, or what a stranger wrote
-                shelf.estranged = False
+                shelf.maybe_dirty = False
                 if shelf.moved and shelf.whole is not None and shelf.common is not None:
                     shelf.whole.data.copy_(shelf.common.whole(shelf.begin, shelf.begin + shelf.bucket.numel))
             unit.state = State.WHOLE
@@ -173,7 +173,7 @@ class Residency:
     def show(self, number: int) -> None:
         """Give a unit's parameters their values. Collective where the unit was not fetched yet."""
         unit = self.units[number]
-        if unit.state is State.SHOWN:
+        if unit.state is State.INSTALLED:
             return
         refuse_transforms(unit.name)
         self.fetch(number)
@@ -182,9 +182,9 @@ class Residency:
             with _usable_later():
                 for shelf in unit.shelves:
                     self._show(shelf)
-            unit.state = State.SHOWN
+            unit.state = State.INSTALLED
 
-    def _show(self, shelf: Shelf) -> None:
+    def _show(self, shelf: UnitBuffer) -> None:
         shelf.shown = shelf.unchecked = True
         released = [self._classes[base] for base in shelf.bases]
         if [parameter.__class__ for parameter in shelf.parameters] != released:
@@ -197,7 +197,7 @@ class Residency:
                 shelf.renew(slot)
         shelf.put_whole()
 
-    def _tell_swapped(self, shelf: Shelf, released: Sequence[type[Tensor]]) -> None:
+    def _tell_swapped(self, shelf: UnitBuffer, released: Sequence[type[Tensor]]) -> None:
         for slot, (parameter, known) in enumerate(zip(shelf.parameters, released, strict=True)):
             if parameter.__class__ is not known:
                 self.lasting = f"{shelf.name(slot)!r} was swapped for another tensor: build a new model and optimizer"
@@ -205,7 +205,7 @@ class Residency:
     def hide(self, number: int) -> None:
         """Release a unit's parameters, unless somebody holds it; its buffers stay. One rank alone keeps edits."""
         unit = self.units[number]
-        if unit.state is State.SHOWN and not unit.held:
+        if unit.state is State.INSTALLED and not unit.held:
             with unit.uninstalling():
                 self._hide(unit)
 
@@ -218,9 +218,9 @@ class Residency:
             self._release(shelf)
             if not self._alone and (shelf.common is None or shelf.moved):
                 self._edits.compare(shelf)
-                self._at_rest(shelf.shard)
+                self._on_idle(shelf.shard)
 
-    def _release(self, shelf: Shelf) -> None:
+    def _release(self, shelf: UnitBuffer) -> None:
         shelf.shown = False
         shelf.put_nans()
         for parameter, base in zip(shelf.parameters, shelf.bases, strict=True):
@@ -237,21 +237,21 @@ class Residency:
 
     def _drop(self, unit: Unit, for_now: bool) -> None:
         self._arrive(unit)
-        if unit.state is State.SHOWN:
+        if unit.state is State.INSTALLED:
             self._hide(unit)
         unit.state = State.SHARDED
         for shelf in unit.shelves:
-            if for_now and self._gathers.nearby and self.telling is None and shelf.common is None:
+            if for_now and self._gathers.nearby and self.join_announcer is None and shelf.common is None:
                 shelf.kept = self._gathers.keep(shelf)
             if self._alone:
-                self._at_rest(shelf.shard)
+                self._on_idle(shelf.shard)
             else:
                 shelf.lent = shelf.whole
-                self._lenders.append(shelf)
+                self._externally_held.append(shelf)
             shelf.whole = None
         self._sweep()
 
-    def forget_kept(self) -> None:
+    def free_post_forward_shards(self) -> None:
         """No backward will ask any more."""
         for shelf in self.shelves():
             shelf.kept = None
@@ -264,32 +264,32 @@ class Residency:
     def abandon(self) -> None:
         """After a failure that no wait can end well: forget what is under way, and release everything."""
         for number, unit in enumerate(self.units):
-            runs, pins = unit.runs, unit.pins
-            unit.runs, unit.pins, unit.work = 0, 0, []
-            if unit.state is State.COMING:
+            runs, gather_refs = unit.runs, unit.gather_refs
+            unit.runs, unit.gather_refs, unit.work = 0, 0, []
+            if unit.state is State.GATHERING:
                 unit.state = State.WHOLE
             self.drop(number)
-            unit.runs, unit.pins = runs, pins
+            unit.runs, unit.gather_refs = runs, gather_refs
 
     def _sweep(self) -> None:
         """Take back the buffers that strangers have let go since. What a stranger wrote while the unit was shown is
         looked for as soon as one is seen, and what he wrote later is forgotten as soon as he is gone."""
         changed = []
-        for shelf in list(self._lenders):
-            if shelf.lent is not None and shelf.strangers(shelf.lent) == 0:
+        for shelf in list(self._externally_held):
+            if shelf.lent is not None and shelf.external_refs(shelf.lent) == 0:
                 self._reclaim(shelf)
-                changed += [shelf] if shelf.estranged else []
-            elif not shelf.estranged:
-                shelf.estranged = True
+                changed += [shelf] if shelf.maybe_dirty else []
+            elif not shelf.maybe_dirty:
+                shelf.maybe_dirty = True
                 changed.append(shelf)
         for common in dict.fromkeys(shelf.common for shelf in changed if shelf.common is not None):
             self._edits.find_in(common)
 
-    def _reclaim(self, shelf: Shelf) -> None:
+    def _reclaim(self, shelf: UnitBuffer) -> None:
         if shelf.common is None or not shelf.is_in_common(shelf.lent):
             self.places.forget(shelf)  # common memory stays where it is
         shelf.lent = None
-        self._lenders.remove(shelf)
+        self._externally_held.remove(shelf)
 
     # -- edits ----------------------------------------------------------------------------------------------------
 
@@ -300,16 +300,16 @@ class Residency:
 
     def look(self) -> None:
         """Look for edits, where there may be some."""
-        if not self._edits.looked or self._lenders:
+        if not self._edits.looked or self._externally_held:
             self._edits.find()
 
-    def _keeps_edit(self, shelf: Shelf, slot: int) -> bool:
+    def _keeps_edit(self, shelf: UnitBuffer, slot: int) -> bool:
         """True where an edit of a released parameter was made through a view of the shard, which is the whole."""
         if not (self._alone and shelf.owns(slot)):
             return False
         return bool(shelf.nans[slot].isnan().all())  # host synchronisation: only after such an edit
 
-    def accept(self, shelf: Shelf, slots: Sequence[int]) -> None:
+    def accept(self, shelf: UnitBuffer, slots: Sequence[int]) -> None:
         """The values of these slots, which are shown, are equal on all ranks: they are the parameters' own from now."""
         low, high = shelf.bucket.owned(self.shards.rank)
         shelf.accepted.update(slots)
@@ -317,14 +317,14 @@ class Residency:
             for piece in shelf.bucket.pieces(low, high):
                 if piece.slot in slots:
                     shelf.shard[piece.begin - low : piece.end - low].copy_(shelf.whole[piece.begin : piece.end])
-            self._at_rest(shelf.shard)
+            self._on_idle(shelf.shard)
         self.changed(shelf, slots)
 
     def _undo_edits(self, number: int) -> None:
         """An exception left a block, and tells enough: what was edited in it is not told again. Where another block is
         around it, what was edited there is that one's."""
         unit = self.units[number]
-        if unit.state is State.SHOWN and unit.pins == 1:
+        if unit.state is State.INSTALLED and unit.gather_refs == 1:
             for shelf in unit.shelves:
                 for slot in range(len(shelf.parameters)):
                     shelf.note(slot)
@@ -333,11 +333,11 @@ class Residency:
                 elif not self._alone and shelf.whole is not None:
                     low, high = shelf.bucket.owned(self.shards.rank)
                     shelf.whole.data[low:high].copy_(shelf.shard)
-                    self._at_rest(shelf.shard)
+                    self._on_idle(shelf.shard)
 
     # -- changes --------------------------------------------------------------------------------------------------
 
-    def changed(self, shelf: Shelf, slots: Sequence[int]) -> None:
+    def changed(self, shelf: UnitBuffer, slots: Sequence[int]) -> None:
         """The values of these slots are others now: what a graph or a stranger holds of them is out of date."""
         if not slots:
             return
@@ -366,7 +366,7 @@ class Residency:
     def gathered(self, numbers: Sequence[int]) -> Iterator[None]:
         """Units, whole, inside the block. Collective."""
         for number in numbers:
-            self.units[number].pins += 1
+            self.units[number].gather_refs += 1
         try:
             self._edits.find()  # what is written from now on is this block's
             for number in numbers:
@@ -380,7 +380,7 @@ class Residency:
             raise
         finally:
             for number in numbers:
-                self.units[number].pins -= 1
+                self.units[number].gather_refs -= 1
             if self.shards.broken:
                 self.abandon()
             else:

@@ -89,14 +89,14 @@ def describe(
     storage: ParameterStorage,
     reducer: Reducer,
     inner: InnerOptimizer,
-    kept_by: int,
+    reshard_group_size: int,
 ) -> Description:
-    """Describe one rank. Local, and changes nothing. ``kept_by``: of `check_reshard`."""
+    """Describe one rank. Local, and changes nothing. ``reshard_group_size``: of `check_reshard`."""
     layout, collective = storage.layout, choice.collective
     transport, shards = collective.transport, choice.shards
     parameters = [*storage.flats, *storage.rest_flats()]
     gathered, gathered_peak = storage.transient()
-    units_travel = storage.units_travel
+    units_need_gather = storage.units_need_gather
     gradients = [tensor for store in reducer.stores for tensor in store.tensors()]
     states = [tensor for held in inner.states for tensor in inner.tensors_of(held)]
     tensors_of_state = max((len(held.flat) for held in inner.states), default=0)
@@ -128,8 +128,8 @@ def describe(
             stage,
             tensors_of_state,
             storage.rest,
-            kept_by,
-            slices_are_shown=bool(stage.gathers(1)) and units_travel and shards.memory is not None,
+            reshard_group_size,
+            slices_are_shown=bool(stage.gathers(1)) and units_need_gather and shards.memory is not None,
         ),
         {name: sum(part.nbytes for part in parts_of(parameter)) for name, parameter in storage.replicas()},
         _bytes([*storage.kept(), *(tensor for held in inner.states for tensor in held.kept())]),
@@ -139,10 +139,10 @@ def describe(
             backwards,
             synchronised,
             storage.rest,
-            units_travel=units_travel,
+            units_need_gather=units_need_gather,
             means_are_shown=reducer.means_are_shown,
             replicas=transport.world_size // shards.world_size,
-            kept_by=kept_by,
+            reshard_group_size=reshard_group_size,
         ),
     )
 

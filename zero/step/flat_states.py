@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from ..core.layout import Bucket, Piece
-from .master_weights import Master
-from .offload import StateStore
+from .master_weights import MasterWeights
+from .offload import OffloadedStates
 from .staging import Staging
 
 CUT = 1 << 16
@@ -35,7 +35,7 @@ Options = dict[str, Any]
 
 
 @dataclass
-class _Run:
+class _FlatParam:
     """A 1-D view that the class steps as one parameter. ``pieces`` index the interval's pieces, first and last + 1;
     a cut run shares its piece with its neighbours."""
 
@@ -75,8 +75,8 @@ class BucketStates:
         parameters: Tensor,
         groups: Sequence[int],
         scalars: Sequence[bool],
-        master: Master | None = None,
-        store: StateStore | None = None,
+        master: MasterWeights | None = None,
+        store: OffloadedStates | None = None,
     ) -> None:
         """``instance``: of the class, for this bucket alone; ``parameters``: of the interval, 1-D; ``master``: what is
         updated instead, where that is something else; of each slot ``groups``, and ``scalars``: no dimensions;
@@ -92,7 +92,7 @@ class BucketStates:
         self._states: list[PieceState | None] = [None] * len(self.pieces)
         self._staging = Staging(parameters.device)
         self.stepped_groups: set[int] = set()  # of the runs
-        self.runs: list[_Run] = []
+        self.runs: list[_FlatParam] = []
         self._key: tuple[Any, ...] | None = None
 
     @property
@@ -154,13 +154,13 @@ class BucketStates:
             high = min(low + step, end)
             shape = () if self._is_scalar(first) else (high - low,)
             parameter = weights[low:high].detach().view(shape).requires_grad_()
-            run = _Run(parameter, low, high, first, last)
+            run = _FlatParam(parameter, low, high, first, last)
             if state is not None:
                 run.views = {name: self.flat[name][low:high].view(shape) for name in state.elementwise}
                 self.instance.state[parameter] = {**copy.deepcopy(dict(state.scalars)), **run.views}
             self.runs.append(run)
 
-    def harvest(self, names: frozenset[str]) -> None:
+    def adopt_states(self, names: frozenset[str]) -> None:
         """Take states that the class made or replaced into the flat tensors."""
         for run in self.runs:
             state: dict[str, Any] = self.instance.state.get(run.parameter, {})

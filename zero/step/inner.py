@@ -71,7 +71,7 @@ class InnerOptimizer:
         if states.runs:
             built = self._class(_param_groups(states, groups), **self._arguments)
             states.instance.state.update(built.state)
-        states.harvest(self.elementwise)
+        states.adopt_states(self.elementwise)
         if late and states.master is not None:
             states.collect()  # the runs are views of weights that may never be updated
             states.master.forget()
@@ -101,7 +101,7 @@ class InnerOptimizer:
                     _arrive(next(ahead, None))
                 with stepping(number):
                     found.append((states, _step(states, gradients[number], present[number], cut, groups)))
-                    states.harvest(self.elementwise)
+                    states.adopt_states(self.elementwise)
                     states.unstage()
                     states.cast(present[number])
                     states.leave()

@@ -14,12 +14,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..core.bits import INTEGERS, same_bits, seen_at_once
+from ..core.bits import INTEGERS, host_readable, same_bits
 
 _BLOCK = 1 << 16  # elements that stay in the cache while they are compared
 
 
-class Master:
+class MasterWeights:
     """The weights of one interval in the master's dtype, on a rank that updates them, 1-D; the model computes with the
     interval itself.
 
@@ -50,7 +50,7 @@ class Master:
         """What `follow` would make of them, a copy."""
         if self._wide is None:
             return self._narrow.to(self._dtype)
-        copied = Master(self._narrow, self._dtype, self._wide.clone())
+        copied = MasterWeights(self._narrow, self._dtype, self._wide.clone())
         copied.follow()
         return copied.wide
 
@@ -58,7 +58,7 @@ class Master:
         """Take over what was written into the narrow ones."""
         if self._wide is None:
             return
-        at_once = seen_at_once(self._narrow.device)
+        at_once = host_readable(self._narrow.device)
         block = _BLOCK if at_once else max(1, self._narrow.numel())
         for begin in range(0, self._narrow.numel(), block):
             narrow, wide = self._narrow[begin : begin + block], self._wide[begin : begin + block]

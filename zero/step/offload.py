@@ -38,17 +38,17 @@ _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin to write, wait for nothing
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: read pages, and make them ready to be written; of Linux 5.14
 
 
-def keeper_of(offload: Offload, device: torch.device) -> Keeper | None:
+def backend_for(offload: Offload, device: torch.device) -> OffloadBackend | None:
     """What keeps states so, for parameters on ``device``; None where there is nothing to do."""
     if not offload.on_host:
-        return Spool(offload.states)
+        return DiskOffload(offload.states)
     if device.type != "cpu":
-        return Pinned()
+        return HostOffload()
     warnings.warn('offload: states="cpu", but the parameters are on the CPU: nothing to do', stacklevel=2)
     return None
 
 
-class Keeper(Protocol):
+class OffloadBackend(Protocol):
     """Where the states of buckets are kept. ``is_copied_ahead``: a device may copy them before they are needed, by
     itself, so that nobody waits for it."""
 
@@ -73,7 +73,7 @@ class Keeper(Protocol):
         """No further tensor will be asked for."""
 
 
-class Pinned:
+class HostOffload:
     """Memory of the host from which a GPU copies by itself."""
 
     is_copied_ahead = True
@@ -112,7 +112,7 @@ class _Region:
         return self.end - self.taken
 
 
-class Spool:
+class DiskOffload:
     """A file of this rank alone, in which tensors lie one after the other, each on pages of its own."""
 
     is_copied_ahead = False  # a copy would wait for the disk, and the host for the copy
@@ -234,17 +234,23 @@ def _begin_to_write(file: int, begin: int, nbytes: int) -> None:
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
-class StateStore:
+class OffloadedStates:
     """What is kept of one bucket's interval, by name."""
 
     def __init__(
-        self, keeper: Keeper, numel: int, names: Iterable[str], dtype: torch.dtype, prefetch: Event, evict: Event
+        self,
+        offload_backend: OffloadBackend,
+        numel: int,
+        names: Iterable[str],
+        dtype: torch.dtype,
+        prefetch: Event,
+        evict: Event,
     ) -> None:
         """``names``: of the tensors that there will be, each of ``numel`` elements of ``dtype``; others may come."""
         self._prefetch, self._evict = prefetch, evict
-        self._keeper, self._numel = keeper, numel
-        self._tensors = {(name, dtype): keeper.empty(numel, dtype) for name in sorted(names)}
-        self.is_copied_ahead = keeper.is_copied_ahead
+        self._offload_backend, self._numel = offload_backend, numel
+        self._tensors = {(name, dtype): offload_backend.empty(numel, dtype) for name in sorted(names)}
+        self.is_copied_ahead = offload_backend.is_copied_ahead
 
     def tensors(self) -> list[Tensor]:
         """All that there are."""
@@ -253,15 +259,15 @@ class StateStore:
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         """The tensor of this name, with what was last written there."""
         if (name, dtype) not in self._tensors:
-            self._tensors[name, dtype] = self._keeper.empty(self._numel, dtype)
+            self._tensors[name, dtype] = self._offload_backend.empty(self._numel, dtype)
         return self._tensors[name, dtype]
 
     def arrive(self) -> None:
         """They will be needed soon."""
         with self._prefetch():
-            self._keeper.arrive(self._tensors.values())
+            self._offload_backend.arrive(self._tensors.values())
 
     def leave(self) -> None:
         """They will not be needed for a while."""
         with self._evict():
-            self._keeper.leave(self._tensors.values())
+            self._offload_backend.leave(self._tensors.values())
