@@ -91,7 +91,7 @@ class Engine:
             try:
                 self._storage.set_join_announcer(None)
             finally:
-                self._reducer.leave()
+                self._reducer.end_join()
 
     def _follow(self, call: Call, groups: Sequence[Options]) -> None:
         """Make another rank's call with it."""
@@ -130,7 +130,9 @@ class Engine:
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the mean gradient by its norm; returns the norm before."""
         with self._clipping():
-            self._reducer.settle("clip_grad_norm_()", self._storage.problem() or self._storage.unfrozen_problem())
+            self._reducer.finalize_grads(
+                "clip_grad_norm_()", self._storage.problem() or self._storage.unfrozen_problem()
+            )
             return self._update.clip(max_norm, norm_type, error_if_nonfinite)
 
     def step(self, groups: Sequence[Options]) -> None:
@@ -143,7 +145,7 @@ class Engine:
         problem = self._storage.problem() if free else "step() inside gathered() or inside a forward: leave it first"
         problem = problem or self._storage.unfrozen_problem()
         told = digests_of(groups, self._inner.defaults.keys() - self._counted)
-        self._reducer.settle("step()", problem, options=told)
+        self._reducer.finalize_grads("step()", problem, options=told)
         try:
             changed = self._update.step(groups)
         except CollectiveError:
@@ -173,14 +175,14 @@ class Engine:
     def full_master(self, index: int) -> Tensor:
         """The whole master weights of a parameter, a copy."""
         spec = self._storage.layout.parameters[index]
-        self._reducer.agree(f"full_master of {spec.name!r}", self._storage.problem())
+        self._reducer.check_consistency(f"full_master of {spec.name!r}", self._storage.problem())
         bucket, _, slot = next(found for found in self._storage.layout.slots() if found[2].parameter == index)
         states = self._inner.states[bucket.index]
         tag = Tag(Kind.ALL_GATHER, f"full_master of {spec.name!r}", index=bucket.index)
-        held = (states.begin, states.followed_weights())
+        held = (states.begin, states.synced_weights())
         whole = gather_slot(self.parts.collective, self.parts.shards.rank, bucket, slot, held, tag)
-        states.leave()
-        self._storage.leave(bucket.index)
+        states.evict()
+        self._storage.evict(bucket.index)
         return whole.as_strided(spec.shape, spec.stride)
 
     @contextmanager
@@ -199,26 +201,26 @@ class Engine:
                         self._overwrite(chosen)
 
     def _overwrite(self, chosen: Sequence[Tensor] | None) -> None:
-        self._reducer.agree("gathered(write=True)", self._storage.problem())
+        self._reducer.check_consistency("gathered(write=True)", self._storage.problem())
         self._storage.overwrite(chosen)
 
     @_told
     def broadcast_buffers(self) -> None:
         """Rank 0's buffers for all."""
-        self._reducer.agree("broadcast_buffers()", self._storage.problem())
+        self._reducer.check_consistency("broadcast_buffers()", self._storage.problem())
         self._storage.broadcast_buffers()
 
     @_told
     def check_replicas(self) -> str:
         """SHA-256 over the parameters, after comparing them over the ranks."""
-        self._reducer.agree("check_replicas()", self._storage.problem())
+        self._reducer.check_consistency("check_replicas()", self._storage.problem())
         return compare(self._transport, self._storage.fingerprints(), "check_replicas()")
 
     @_told
     def consolidate_state_dict(self, to: int | None) -> None:
         """Bring all states to rank ``to``, or to every rank."""
         purpose = f"consolidate_state_dict(to={to})"
-        self._reducer.agree(purpose)
+        self._reducer.check_consistency(purpose)
         self.dicts.consolidate(to, purpose)
 
     def exchange(self, data: bytes) -> list[bytes]:
@@ -257,7 +259,7 @@ class Engine:
         names = self._storage.replaced()
         try:
             if not self._transport.broken:
-                self._reducer.agree("close()", self._storage.problem())
+                self._reducer.check_consistency("close()", self._storage.problem())
         except CollectiveError:
             raise
         except (RuntimeError, ValueError) as error:

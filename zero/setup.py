@@ -248,7 +248,7 @@ class Builder:
                 mine, empty = whole[begin:end], self._room_for_masters(bucket, stores)
                 wide[bucket.index] = mine.clone() if empty is None else empty().copy_(mine)
                 if bucket.index in stores:
-                    stores[bucket.index].leave()
+                    stores[bucket.index].evict()
 
         with self._failing_for_all():
             self.storage.replicated.update(replicated)
@@ -270,7 +270,7 @@ class Builder:
                 instance = self.inner.instance()
                 states = BucketStates(instance, bucket, begin, end, interval, slot_groups, scalars, master, store)
                 self.inner.add(states, all_groups)
-                states.leave()
+                states.evict()
         self.reducer.extend(found, layout)
         self.update.extend()
         for parameter in self.storage.not_updated():

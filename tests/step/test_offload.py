@@ -195,7 +195,7 @@ def held(
         offload=Offload(folder, parameters) if folder else None,
         sharding_factor=factor if stage else None,
     )
-    most, leave = 0, DiskOffload.leave
+    most, evict = 0, DiskOffload.evict
 
     def look_and_leave(spool: DiskOffload, tensors: Iterable[Tensor]) -> None:
         """When a bucket leaves, what follows it has arrived: more is never there. (What a thread reads meanwhile, from
@@ -204,9 +204,9 @@ def held(
         for coming in spool._coming.values():
             coming.result()
         most = max(most, mapped())
-        leave(spool, tensors)
+        evict(spool, tensors)
 
-    DiskOffload.leave = look_and_leave  # type: ignore[method-assign]
+    DiskOffload.evict = look_and_leave  # type: ignore[method-assign]
     for _ in range(4):
         model(torch.ones(1, WIDTH)).sum().backward()
         optimizer.step()
@@ -315,24 +315,24 @@ def test_what_is_to_arrive_is_read_before_it_is_touched_and_leaves_as_a_whole(tm
     spool = DiskOffload(tmp_path)
     spool.reserve([(4 * MIB, torch.float32)] * 2)
     first, second = (spool.empty(4 * MIB, torch.float32).fill_(number) for number in (1.0, 2.0))
-    spool.leave([first, second])
+    spool.evict([first, second])
     before = mapped()
-    spool.arrive([first])
+    spool.prefetch([first])
     deadline = time.monotonic() + 10
     while mapped() - before < 16 * MIB and time.monotonic() < deadline:
         time.sleep(0.01)
     assert mapped() - before == 16 * MIB
-    spool.arrive([second])
-    spool.leave([second, first])
+    spool.prefetch([second])
+    spool.evict([second, first])
     assert mapped() == before
     assert (first.eq(1).all(), second.eq(2).all()) == (True, True)
-    spool.arrive([first])
+    spool.prefetch([first])
     spool.close()
 
 
 def test_states_of_what_is_not_updated_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    monkeypatch.setattr(BucketStates, "arrive", lambda self: read.append(self.bucket.index))
+    monkeypatch.setattr(BucketStates, "prefetch", lambda self: read.append(self.bucket.index))
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
     optimizer = ZeroOptimizer(model, lr=0.1, bucket_cap_mb=0.0001, offload=Offload(tmp_path))
     assert len(optimizer._storage.layout.buckets) == 4

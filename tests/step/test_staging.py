@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import solo
-from zero import Offload, ZeroOptimizer
-from zero import setup
+from zero import Offload, ZeroOptimizer, setup
 from zero.step import staging
 from zero.step.flat_states import BucketStates
 from zero.step.offload import DiskOffload, HostOffload, OffloadBackend
@@ -75,7 +74,7 @@ class Main:
 @pytest.fixture(autouse=True)
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """States in pinned memory, for parameters on a device whose copies are late."""
-    copy, empty, settle, let_go = Tensor.copy_, torch.empty, BucketStates.settle, Staging.let_go
+    copy, empty, wait_for_copies, let_go = Tensor.copy_, torch.empty, BucketStates.wait_for_copies, Staging.let_go
 
     def copied(target: Tensor, source: Tensor, **options: Any) -> Tensor:
         line = next((line for line in lines() if line.entered), None)
@@ -90,7 +89,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
         return made.fill_(float("nan")) if made.is_floating_point() else made
 
     def settled(states: BucketStates) -> None:
-        settle(states)
+        wait_for_copies(states)
         for line in lines():
             line.run()
 
@@ -105,7 +104,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Main())
     monkeypatch.setattr(Tensor, "copy_", copied)
     monkeypatch.setattr(torch, "empty", emptied)
-    monkeypatch.setattr(BucketStates, "settle", settled)
+    monkeypatch.setattr(BucketStates, "wait_for_copies", settled)
     monkeypatch.setattr(Staging, "let_go", gone)
 
 

@@ -99,7 +99,7 @@ MUTANTS = (
         "A bucket that was stepped stays in memory: after a step all states are resident.",
         (
             Edit(
-                "zero.step.offload.DiskOffload.leave",
+                "zero.step.offload.DiskOffload.evict",
                 "            region.mapping.madvise(mmap.MADV_DONTNEED, begin, nbytes)\n",
                 "",
             ),
@@ -112,9 +112,9 @@ MUTANTS = (
         "Slices of parameters that a step has written stay until the next forward.",
         (
             Edit(
-                "zero.parameters.sharded.ShardedStorage.leave",
+                "zero.parameters.sharded.ShardedStorage.evict",
                 "        if self._offload_backend is not None:\n"
-                "            self._offload_backend.leave([self.flats[bucket]])\n",
+                "            self._offload_backend.evict([self.flats[bucket]])\n",
                 "        return\n",
             ),
         ),

@@ -48,7 +48,7 @@ MASTERS = (
         ("S54",),
         "A step begins with the master weights as they were: what was loaded into the model is overwritten by their "
         "cast.",
-        (Edit("zero.step.inner._step", "        states.master.follow()\n", "        pass\n"),),
+        (Edit("zero.step.inner._step", "        states.master.sync_from_param()\n", "        pass\n"),),
         (f"{FOLLOW}[2]",),
     ),
     Mutant(
@@ -57,7 +57,7 @@ MASTERS = (
         "Where one element was written, all of them become what the model computes with: masters lose their low bits.",
         (
             Edit(
-                "zero.step.master_weights.MasterWeights.follow",
+                "zero.step.master_weights.MasterWeights.sync_from_param",
                 "wide.copy_(torch.where(written, narrow.to(wide.dtype), wide))",
                 "wide.copy_(narrow if bool(written.any()) else wide)",
             ),
@@ -70,7 +70,7 @@ MASTERS = (
         "What is written behind the first 65,536 elements of a slice is not seen, and lost at the next step.",
         (
             Edit(
-                "zero.step.master_weights.MasterWeights.follow",
+                "zero.step.master_weights.MasterWeights.sync_from_param",
                 "        for begin in range(0, self._narrow.numel(), block):\n            narrow, wide",
                 "        for begin in range(0, min(block, self._narrow.numel()), block):\n            narrow, wide",
             ),
@@ -83,7 +83,7 @@ MASTERS = (
         "Weights are compared by value: -0.0 that was written over 0.0 is not seen.",
         (
             Edit(
-                "zero.step.master_weights.MasterWeights.follow",
+                "zero.step.master_weights.MasterWeights.sync_from_param",
                 "written = rounded.view(as_integers) != narrow.view(as_integers)",
                 "written = (rounded != narrow) & (as_integers is not None)",
             ),
@@ -171,7 +171,7 @@ MASTERS = (
         (
             Edit(
                 "zero.state.plain_dicts.gather",
-                "states.followed_weights() if name == _MASTER",
+                "states.synced_weights() if name == _MASTER",
                 "states.weights if name == _MASTER",
             ),
         ),
@@ -183,7 +183,7 @@ MASTERS = (
         "To read master weights makes them what was written into the model, which may be taken back before a step.",
         (
             Edit(
-                "zero.step.master_weights.MasterWeights.followed",
+                "zero.step.master_weights.MasterWeights.synced",
                 "self._dtype, self._wide.clone())",
                 "self._dtype, self._wide)",
             ),
@@ -617,8 +617,8 @@ JOINING = (
                 "        finally:\n            while self._blocks:\n"
                 "                self._blocks.pop().__exit__(None, None, None)\n"
                 "            try:\n                self._storage.set_join_announcer(None)\n"
-                "            finally:\n                self._reducer.leave()\n",
-                "        self._storage.set_join_announcer(None)\n        self._reducer.leave()\n",
+                "            finally:\n                self._reducer.end_join()\n",
+                "        self._storage.set_join_announcer(None)\n        self._reducer.end_join()\n",
             ),
         ),
         ("gradients/test_join.py::test_join_ends_with_an_exception",),

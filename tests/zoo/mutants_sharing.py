@@ -159,7 +159,7 @@ BACKWARD = (
         (
             Edit(
                 "zero.parameters.unit_manager.UnitManager.changed",
-                "        shelf.kept = None\n        for slot in slots:\n",
+                "        shelf.post_forward_shard = None\n        for slot in slots:\n",
                 "        for slot in slots:\n",
             ),
             Edit(

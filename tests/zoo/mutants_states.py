@@ -48,7 +48,7 @@ MUTANTS = (
         "the values before.",
         (
             Edit(
-                "zero.parameters.unit_manager.UnitManager.accept",
+                "zero.parameters.unit_manager.UnitManager.commit",
                 "                if piece.slot in slots:\n                    shelf.shard",
                 "                if piece.slot in slots and not shelf.updated:\n                    shelf.shard",
             ),

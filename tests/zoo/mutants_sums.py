@@ -47,7 +47,7 @@ MUTANTS = (
         "The micro-batches after the last synchronised backward never leave their rank.",
         (
             Edit(
-                "zero.gradients.reducer.Reducer.settle",
+                "zero.gradients.reducer.Reducer.finalize_grads",
                 "        if pending:\n",
                 "        if pending and not any(store.has_sum for store in self.stores):\n",
             ),
@@ -268,7 +268,7 @@ MUTANTS = (
         "ranks only.",
         (
             Edit(
-                "zero.gradients.reducer.Reducer.settle",
+                "zero.gradients.reducer.Reducer.finalize_grads",
                 "        used = [record.used for record in records]\n",
                 "        used = [records[self._transport.rank].used]\n",
             ),
@@ -288,7 +288,7 @@ MUTANTS = (
         "Clip and step both prepare the gradients: after a clip they are divided by the divisor a second time.",
         (
             Edit(
-                "zero.gradients.reducer.Reducer.settle",
+                "zero.gradients.reducer.Reducer.finalize_grads",
                 "            self._progress.agree_used(used)\n            return\n",
                 "            self._progress.agree_used(used)\n            for store in self.stores:\n"
                 "                if not self._stage.grads_replicated and purpose == 'step()':\n"
@@ -330,7 +330,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.gradients.reducer.Reducer.backward_is_near",
-                "        if self.means_are_shown:\n            self._shown.hide()\n",
+                "        if self.means_are_shown:\n            self._shown.withdraw()\n",
                 "",
             ),
         ),

@@ -27,7 +27,7 @@ MUTANTS = (
         "A unit's forward begins while its weights are on their way.",
         (
             Edit(
-                "zero.parameters.unit_manager.UnitManager._arrive",
+                "zero.parameters.unit_manager.UnitManager._wait",
                 "            with unit.waiting():\n                while unit.work:\n"
                 "                    unit.work[0].wait()\n                    unit.work.pop(0)\n",
                 "            unit.under_way, unit.work = list(unit.work), []\n",
@@ -47,9 +47,9 @@ MUTANTS = (
         "What the last backward had gathered of the root is used again after the step: stale weights.",
         (
             Edit(
-                "zero.parameters.unit_manager.UnitManager.drop_all",
+                "zero.parameters.unit_manager.UnitManager.reshard_all",
                 '''"""Drop every unit that nobody holds."""\n        for number in range(len(self.units)):\n''',
-                '''"""Drop every unit that nobody holds."""\n        self.hide(0)\n'''
+                '''"""Drop every unit that nobody holds."""\n        self.uninstall(0)\n'''
                 """        for number in range(1, len(self.units)):\n""",
             ),
             Edit(
@@ -87,8 +87,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_manager.UnitManager.changed",
-                '            shelf.lent.fill_(float("nan"))\n',
-                "            assert shelf.lent.numel()\n",
+                '            shelf.externally_held.fill_(float("nan"))\n',
+                "            assert shelf.externally_held.numel()\n",
             ),
         ),
         ("parameters/test_units_graphs.py::test_a_view_that_is_kept_over_a_step_shows_no_old_value",),
@@ -100,8 +100,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_manager.UnitManager._sweep",
-                "if shelf.lent is not None and shelf.external_refs(shelf.lent) == 0:",
-                "if shelf.lent is not None:",
+                "if shelf.externally_held is not None and shelf.external_refs(shelf.externally_held) == 0:",
+                "if shelf.externally_held is not None:",
             ),
             Edit("collectives.pool._Block.free", "return _uses(self.storage) == 1", "return _uses(self.storage) <= 2"),
         ),
@@ -143,7 +143,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_hooks.UnitHooks._over",
-                "        self._task = _NO_TASK\n        self._drop_all()\n        self._manager.free_post",
+                "        self._task = _NO_TASK\n        self._reshard_all()\n        self._manager.free_post",
                 "        self._task = _NO_TASK\n        self._manager.free_post",
             ),
         ),

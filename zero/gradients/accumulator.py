@@ -106,7 +106,7 @@ class GradAccumulator:
         """True when this rank has a contribution that was not reduced."""
         return self._local is not None or bool(self.arrived)
 
-    def arrive(self, slot: int, gradient: Tensor) -> None:
+    def stash(self, slot: int, gradient: Tensor) -> None:
         """Hold a gradient that autograd gave until it is copied."""
         self.arrived[slot] = gradient
         self._versions[slot] = gradient._version

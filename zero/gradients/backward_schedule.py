@@ -98,7 +98,7 @@ class BackwardSchedule:
         store, slot = self.places[index]
         if slot in store.arrived:  # pragma: no cover - autograd has never done that; if it did, a sum would be wrong
             raise RuntimeError(f"{self.layout.parameters[index].name!r} received two gradients in one backward")
-        store.arrive(slot, gradient)
+        store.stash(slot, gradient)
         bucket = store.bucket.index
         self._missing[bucket] = self._missing.get(bucket, 0) - 1
         if self._missing[bucket] == 0:

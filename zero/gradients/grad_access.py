@@ -59,9 +59,9 @@ class GradAccess:
         """A gradient arrived; returns why it cannot be taken, where the parameter was cast or moved."""
         return self._faces.put_placeholder(index)
 
-    def hide(self) -> None:
+    def withdraw(self) -> None:
         """Let no mean be where autograd would add to it."""
-        self._faces.hide()
+        self._faces.withdraw()
 
     def release(self) -> None:
         """Make p.grad the user's own: a copy of a mean, or None."""
@@ -73,11 +73,11 @@ class GradAccess:
         known = self._progress
         return self._stage.grads_replicated and not self._rounds.pending and known.means_divisor == known.divisor
 
-    def show(self) -> None:
+    def publish(self) -> None:
         """Put into every p.grad what is true now."""
         used, seen = self._progress.used, self._rounds.seen
         if not self.means_are_shown:
-            self._faces.shelter([one or other for one, other in zip(used, seen, strict=True)])
+            self._faces.put_placeholders([one or other for one, other in zip(used, seen, strict=True)])
             return
         means = self.means_are_true
         for index, (store, slot) in enumerate(self._rounds.places):
@@ -88,9 +88,9 @@ class GradAccess:
 
     # -- what the user did --------------------------------------------------------------------------------------------
 
-    def look(self) -> str | None:
+    def detect_changes(self) -> str | None:
         """Take note of what was done to gradients since they were shown; returns what is wrong with one of them."""
-        changes = self._faces.look()
+        changes = self._faces.detect_changes()
         self.forget(changes.cleared)
         for index, gradient in changes.replaced:
             store, slot = self._rounds.places[index]
@@ -112,7 +112,7 @@ class GradAccess:
 
     def cleared(self) -> list[int]:
         """Gradients that were set to None since they were shown. They count as cleared from now."""
-        return self._faces.look().cleared
+        return self._faces.detect_changes().cleared
 
     def forget(self, cleared: Sequence[int]) -> None:
         """These gradients were set to None."""
@@ -159,7 +159,7 @@ class GradAccess:
             self._faces.clear()  # also what was there before this object
             self._clear()
         else:
-            self.look()
+            self.detect_changes()
             known = self._used_is_known()
             for index, (used, seen) in enumerate(zip(self._progress.used, self._rounds.seen, strict=True)):
                 if used or seen:

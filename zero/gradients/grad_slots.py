@@ -66,7 +66,7 @@ class GradSlots:
             self._placeholders[index] = made
         return self._give(index, made)
 
-    def hide(self) -> None:
+    def withdraw(self) -> None:
         """Put placeholders where the means are, so that autograd does not add to these."""
         for index, held in enumerate(self._held):
             if held is not None:
@@ -85,7 +85,7 @@ class GradSlots:
         """Indices of the parameters into whose p.grad something was put."""
         return (index for index, held in enumerate(self._held) if held is not None)
 
-    def look(self) -> Changes:
+    def detect_changes(self) -> Changes:
         """What the user did since tensors were put; what was cleared counts as cleared from now."""
         with as_plain():  # a released parameter would be asked in Python
             found = [
@@ -104,7 +104,7 @@ class GradSlots:
                 changes.stranger = self._specs[index].name
         return changes
 
-    def shelter(self, indices: Sequence[bool]) -> None:
+    def put_placeholders(self, indices: Sequence[bool]) -> None:
         """Put placeholders wherever ``indices`` is true, and they are not."""
         with as_plain():
             bare = [

@@ -53,7 +53,7 @@ class JoinProtocol:
         self._over = False  # a rank failed, and all know
 
     @contextmanager
-    def taken(self, name: str, arguments: dict[str, Any], divisor: float) -> Iterator[None]:
+    def broadcast(self, name: str, arguments: dict[str, Any], divisor: float) -> Iterator[None]:
         """Tell a call, then make it inside. Collective."""
         if self._inside:
             yield

@@ -3,8 +3,8 @@
 Knows: when a round is due. A backward outside `no_sync` is one, and so is what `no_sync` left pending when somebody
 needs it. Does not know: what stands in p.grad, how the optimizer uses a gradient, how bytes travel.
 
-What no bucket can tell is agreed in `settle`: how many rounds each rank entered (a rank behind catches up), which
-parameters were used, what is pending, the divisor, and errors that one rank alone found.
+What no bucket can tell is agreed in `finalize_grads`: how many rounds each rank entered (a rank behind catches up),
+which parameters were used, what is pending, the divisor, and errors that one rank alone found.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class Reducer:
     def backward_is_near(self) -> None:
         self._streams.wait_for_previous()
         self.finish_interrupted()
-        self._assigned = self._shown.look()
+        self._assigned = self._shown.detect_changes()
         if self.means_are_shown:
-            self._shown.hide()
+            self._shown.withdraw()
 
     def backward_began(self) -> None:
         self._transport.check()
@@ -120,7 +120,7 @@ class Reducer:
                     self._transport.abort(problem)  # the others cannot be asked whether they found one
                 raise RuntimeError(problem)
         except RuntimeError:
-            self._shown.show()
+            self._shown.publish()
             raise
         self._rounds.begin(is_round=self._sync)
 
@@ -144,10 +144,10 @@ class Reducer:
     def backward_ended(self) -> None:
         self._streams.wait_for_previous()
         self._rounds.complete(self._round_is_over)
-        self._shown.show()
+        self._shown.publish()
 
     def outside_backward(self) -> None:
-        self._shown.show()
+        self._shown.publish()
 
     def gradient_zeroed(self, index: int) -> None:
         self._shown.zeroed(index)
@@ -167,7 +167,9 @@ class Reducer:
             records = [Record.unpack(r) for r in self._transport.exchange(self._record().pack(), tag)]
         self._progress.agree_used([record.used for record in records])
         if any(record.divisor != self.divisor for record in records):
-            self._progress.means_divisor = None  # nobody's p.grad would be right; `settle` agrees and comes back
+            self._progress.means_divisor = (
+                None  # nobody's p.grad would be right; `finalize_grads` agrees and comes back
+            )
             return
         stores = [store for store in self.stores if store.has_sum]
         Chain(store.gather_means(self._collective, self._rounds.number, self.divisor) for store in stores).wait()
@@ -178,7 +180,7 @@ class Reducer:
         with self._catching_up():
             self._rounds.begin(is_round=True, also=also)
             self._rounds.complete(self._round_is_over)
-            self._shown.show()
+            self._shown.publish()
 
     def finish_interrupted(self) -> None:
         """Complete the round of a backward that an exception left, so that collectives stay matched."""
@@ -191,11 +193,11 @@ class Reducer:
             return
         self._rounds.complete(self._round_is_over)
         self._shown.forget(cleared)
-        self._shown.show()
+        self._shown.publish()
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
-    def settle(
+    def finalize_grads(
         self,
         purpose: str,
         problem: str | None = None,
@@ -214,7 +216,7 @@ class Reducer:
             raise RuntimeError(
                 f"{purpose} inside no_sync(): leave the block first, what it left pending is reduced then"
             )
-        records = self.agree(purpose, problem, scale=scale, options=options)
+        records = self.check_consistency(purpose, problem, scale=scale, options=options)
         used = [record.used for record in records]
         if not self._progress.is_open:
             self._progress.agree_used(used)
@@ -230,9 +232,9 @@ class Reducer:
             for store in self.stores:
                 store.divide(self.divisor)
         self._progress.settled(purpose)
-        self._shown.show()
+        self._shown.publish()
 
-    def agree(
+    def check_consistency(
         self,
         purpose: str,
         problem: str | None = None,
@@ -243,7 +245,7 @@ class Reducer:
         """Meet all ranks and compare what they hold. Collective; raises the same error on every rank."""
         self._streams.wait_for_previous()
         self.finish_interrupted()
-        assigned = self._shown.look()
+        assigned = self._shown.detect_changes()
         if self._progress.is_open and self._progress.means_divisor != self.divisor:  # the means will be gathered anew
             problem = problem or self._shown.edited()
         problem = problem or assigned
@@ -292,27 +294,27 @@ class Reducer:
     # -- for the optimizer --------------------------------------------------------------------------------------------
 
     def join(self, groups: Sequence[Options], *, needs_no_gather: bool) -> JoinProtocol:
-        """From now on calls are told, until `leave`. ``needs_no_gather``: no forward and no backward is told."""
+        """From now on calls are told, until `end_join`. ``needs_no_gather``: no forward and no backward is told."""
         if self._turns is not None:
             raise RuntimeError("join() inside join()")
 
         def meet(purpose: str) -> None:
             if not self.hooks.inside_backward:
                 self.finish_interrupted()
-                self._shown.look()
+                self._shown.detect_changes()
             self._meet(purpose)
 
         self.finish_interrupted()
-        self._shown.look()
+        self._shown.detect_changes()
         self._rounds.at_the_end = not needs_no_gather
         self._turns, self._shown.inside_join = JoinProtocol(self._transport, meet, groups), True
-        self._shown.hide()
+        self._shown.withdraw()
         return self._turns
 
-    def leave(self) -> None:
+    def end_join(self) -> None:
         """What `join` began is over."""
         self._turns, self._shown.inside_join, self._rounds.at_the_end = None, False, False
-        self._shown.show()
+        self._shown.publish()
 
     @property
     def joining(self) -> bool:
@@ -321,7 +323,7 @@ class Reducer:
 
     def broadcast_call(self, name: str, **arguments: Any) -> AbstractContextManager[None]:
         """Around a call that all ranks make: those that have nothing more to do inside `join` make it, too."""
-        return nullcontext() if self._turns is None else self._turns.taken(name, arguments, self.divisor)
+        return nullcontext() if self._turns is None else self._turns.broadcast(name, arguments, self.divisor)
 
     def unscale(self, found: Tensor, inverse: Tensor) -> None:
         """Take the loss scale out of the means, and tell every rank whether any of all is not finite. Collective.
@@ -332,7 +334,7 @@ class Reducer:
             return
         factor = inverse.item()  # host synchronisation: ranks compare it, once a step
         with self._unscaling(), self.broadcast_call("unscale", inverse=factor):
-            self.settle("GradScaler.unscale_()", scale=1 / factor if factor else math.inf)
+            self.finalize_grads("GradScaler.unscale_()", scale=1 / factor if factor else math.inf)
             mine = bytes([self.means.unscale(torch.zeros_like(found), inverse)])
             tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self._rounds.number, self._meeting)
             if any(told[0] for told in self._transport.exchange(mine, tag)):
@@ -346,7 +348,7 @@ class Reducer:
     def set_divisor(self, value: float) -> None:
         """Set the divisor of the next settling."""
         if not self.hooks.interrupted:
-            self._shown.look()
+            self._shown.detect_changes()
         if self._progress.phase is Phase.SETTLED:
             raise RuntimeError(
                 f"the divisor was set after {self._progress.settled_by}, which has already divided by "
@@ -354,7 +356,7 @@ class Reducer:
             )
         self._progress.divisor = value
         if self.means_are_shown and self._progress.is_open:
-            self._shown.show()
+            self._shown.publish()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear every gradient, or set those that exist to zero."""
@@ -375,7 +377,7 @@ class Reducer:
     def full_gradient(self, index: int) -> Tensor | None:
         """The whole mean gradient of a parameter; None where no rank used it. Collective."""
         purpose = f"full_grad of {self._name(index)}"
-        records = self.agree(purpose)
+        records = self.check_consistency(purpose)
         store, slot_number = self._rounds.places[index]
         if any(record.pending for record in records):
             raise RuntimeError(f"{purpose}: what no_sync() left is not reduced yet; run a backward outside it, or clip")

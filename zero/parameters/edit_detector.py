@@ -20,7 +20,7 @@ class EditDetector:
         self.common: list[SharedBucketMemory] = []
         self._rank = rank
         self._found: str | None = None  # the first that would be lost
-        self.looked = True  # at common memory, since a unit was shown
+        self.is_checked = True  # at common memory, since a unit was shown
         self._doubts: dict[UnitBuffer, Tensor] = {}  # which element of a slice is not what it was; -1: all are
 
     def add(self, shelf: UnitBuffer) -> None:
@@ -70,11 +70,11 @@ class EditDetector:
     def find(self) -> None:
         """Look at all common memory."""
         in_use = [common for common in self.common if not self._find_in(common)]
-        self.looked = not in_use
+        self.is_checked = not in_use
 
     def find_in(self, common: SharedBucketMemory) -> None:
         """Look at some of it."""
-        self.looked = self._find_in(common) and self.looked
+        self.is_checked = self._find_in(common) and self.is_checked
 
     def _find_in(self, common: SharedBucketMemory) -> bool:
         """False where some of it is in use, and must be looked at again."""

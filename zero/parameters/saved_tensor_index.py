@@ -98,7 +98,7 @@ class SavedTensorIndex:
 
     def _is_there(self, shelf: UnitBuffer) -> bool:
         """False after share_memory(): what lies at a buffer's address may be anybody's."""
-        buffer = shelf.shard if self._alone else shelf.lent if shelf.whole is None else shelf.whole
+        buffer = shelf.shard if self._alone else shelf.externally_held if shelf.whole is None else shelf.whole
         return buffer is not None and buffer.data_ptr() == shelf.address
 
     def _version(self, place: ParamView) -> int:

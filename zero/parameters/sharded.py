@@ -48,7 +48,7 @@ class SliceMemory(Protocol):
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor."""
 
-    def leave(self, tensors: Iterable[Tensor]) -> None:
+    def evict(self, tensors: Iterable[Tensor]) -> None:
         """These will not be needed for a while."""
 
     def give_back(self, tensors: Iterable[Tensor]) -> None:
@@ -87,7 +87,7 @@ class ShardedStorage(ParameterStorage):
         self._units = find_units(module, predicate)
         self._registered = {id(parameter): number for number, parameter in enumerate(module.parameters())}
         self._offload_backend = offload_backend
-        on_idle = None if offload_backend is None else lambda shard: offload_backend.leave([shard])
+        on_idle = None if offload_backend is None else lambda shard: offload_backend.evict([shard])
         self.manager = UnitManager(shards, collective, self._units.names, nearby, on_idle)
         self._keeps_whole = keeps_whole
         self._hooks: UnitHooks | None = None
@@ -195,7 +195,7 @@ class ShardedStorage(ParameterStorage):
             flat = common.own(low, high).copy_(whole[low:high])
         elif self._offload_backend is not None:
             flat = self._offload_backend.empty(high - low, whole.dtype).copy_(whole[low:high])
-            self._offload_backend.leave([flat])
+            self._offload_backend.evict([flat])
         elif self._shards.world_size > 1:
             flat = self._shards.empty(high - low, whole.dtype, torch.device(bucket.device)).copy_(whole[low:high])
         for unit, first, last in lot.layout.runs(bucket):
@@ -232,14 +232,14 @@ class ShardedStorage(ParameterStorage):
 
     def _take_out(self, shelves: Sequence[UnitBuffer]) -> None:
         """Make the parameters of these shelves plain ones, with memory of their own. Collective."""
-        self.manager.look()  # before what is edited becomes what is kept
+        self.manager.find_edits()  # before what is edited becomes what is kept
         for number, unit in enumerate(self.manager.units):
             leaving = [shelf for shelf in unit.shelves if shelf in shelves]
             if leaving:
-                self.manager.show(number)
+                self.manager.install(number)
                 for shelf in leaving:
                     self.manager.part(number, shelf)
-                self.manager.drop(number)
+                self.manager.reshard(number)
 
     # -- what is where --------------------------------------------------------------------------------------------
 
@@ -280,8 +280,8 @@ class ShardedStorage(ParameterStorage):
         self._hooks.reset_order()
 
     def gather(self, unit: int) -> None:
-        self.manager.fetch(unit)
-        self.manager.drop(unit)
+        self.manager.unshard(unit)
+        self.manager.reshard(unit)
 
     @property
     def needs_no_gather(self) -> bool:
@@ -334,7 +334,7 @@ class ShardedStorage(ParameterStorage):
                 assert shelf.whole is not None
                 flats = [shelf.whole[shelf.bucket.slots[n].offset : shelf.bucket.slots[n].end] for n in slots]
                 broadcast(self._direct, self._transport, flats)
-                self.manager.accept(shelf, slots)
+                self.manager.commit(shelf, slots)
         self.manager.announce()
         replicas = self._chosen(self.replicas(), parameters)
         self._copy(replicas)
@@ -348,9 +348,9 @@ class ShardedStorage(ParameterStorage):
         self._hooks.end_iteration()
         return all(unit.state is State.SHARDED for unit in self.manager.units)
 
-    def leave(self, bucket: int) -> None:
+    def evict(self, bucket: int) -> None:
         if self._offload_backend is not None:
-            self._offload_backend.leave([self.flats[bucket]])
+            self._offload_backend.evict([self.flats[bucket]])
 
     def stepped(self, used: Sequence[bool]) -> None:
         for shelf in self.manager.shelves():

@@ -287,7 +287,7 @@ class ParameterStorage:
         """Let go of what was kept for a backward; False where somebody is using whole parameters now."""
         return True
 
-    def leave(self, bucket: int) -> None:
+    def evict(self, bucket: int) -> None:
         """This rank has updated its slice of a bucket, and does not need it for a while."""
 
     def stepped(self, used: Sequence[bool]) -> None:

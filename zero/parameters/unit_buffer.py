@@ -39,15 +39,17 @@ class UnitBuffer:
     )
     begin: int = 0  # in the common memory, in elements
     whole: Tensor | None = None
-    kept: Tensor | None = None  # of the whole, between a forward and its backward: what ranks nearby share
-    lent: Tensor | None = None  # a buffer that was dropped while somebody else held it
+    post_forward_shard: Tensor | None = (
+        None  # of the whole, between a forward and its backward: what ranks nearby share
+    )
+    externally_held: Tensor | None = None  # a buffer that was dropped while somebody else held it
     maybe_dirty: bool = False  # somebody else has held what is lent, and may have written there
     shown: bool = False  # in the parameters
     unchecked: bool = False  # it was shown since somebody last looked for edits
     address: int = 0  # of the whole or lent buffer's memory, when it came
 
     def __post_init__(self) -> None:
-        self.accepted: set[int] = set()  # slots where what was written into the whole is everybody's
+        self.committed: set[int] = set()  # slots where what was written into the whole is everybody's
         self._noted_versions = [p._version for p in self.parameters]  # of each slot, of what was put into its data
         self._noted_addresses = [0] * len(self.parameters)
         self.offsets = [slot.offset for slot in self.bucket.slots]
@@ -77,7 +79,7 @@ class UnitBuffer:
     @property
     def in_use(self) -> bool:
         """True while what is in the whole must stay: it is being used, or its owners may still have to write it."""
-        return self.shown or (bool(self.accepted) and self.whole is not None)
+        return self.shown or (bool(self.committed) and self.whole is not None)
 
     def slot_at(self, element: int) -> int:
         """The slot in which an element of the bucket lies."""
@@ -201,29 +203,29 @@ class SharedBucketMemory:
         one with a shelf in use stays as it is. All others are forgotten, but for those that lie in dropped buffers
         alone, where somebody may have written."""
         found: list[tuple[UnitBuffer, int]] = []
-        kept: set[UnitBuffer] = set()
+        post_forward_shard: set[UnitBuffer] = set()
         for begin, end in self._written():
             there = self._on(begin, end)
             if any(shelf.in_use for shelf in there):
-                kept.update(there)
+                post_forward_shard.update(there)
                 continue
             for shelf in there:
                 if shelf.unchecked:  # of any other a page may have been copied before all ranks had written there
                     found += [(shelf, piece.slot) for piece in self._differing(shelf, begin, end)]
-            if any(shelf.lent is None for shelf in there):
+            if any(shelf.externally_held is None for shelf in there):
                 self._forget(begin, end)
         for shelf in self.shelves:
-            if shelf not in kept and not shelf.in_use:
+            if shelf not in post_forward_shard and not shelf.in_use:
                 shelf.unchecked = False
-                shelf.accepted.clear()
-        return found, not kept
+                shelf.committed.clear()
+        return found, not post_forward_shard
 
     def restore(self, shelf: UnitBuffer) -> None:
         """Undo what this rank wrote into a shelf's whole, but for what was accepted, and nothing that lies beside it.
         Every rank must have written its slices."""
         for begin, end in self._written():
             there = self._on(begin, end)
-            if there == [shelf] and not shelf.accepted:
+            if there == [shelf] and not shelf.committed:
                 self._forget(begin, end)
             elif shelf in there:
                 for piece in self._differing(shelf, begin, end):
@@ -246,7 +248,7 @@ class SharedBucketMemory:
         low, high = max(begin - shelf.begin, 0), min(end - shelf.begin, shelf.bucket.numel)
         for piece in shelf.bucket.pieces(low, high):
             place = shelf.begin + piece.begin, shelf.begin + piece.end
-            if piece.slot not in shelf.accepted and not same_bits(self.whole(*place), self.own(*place)):
+            if piece.slot not in shelf.committed and not same_bits(self.whole(*place), self.own(*place)):
                 yield piece  # of those that are accepted, the owners are writing what is here
 
 
@@ -270,7 +272,7 @@ class Unit:
     rank: InitVar[str]
     shelves: list[UnitBuffer] = field(default_factory=list)
     state: State = State.SHARDED
-    runs: int = 0  # forwards under way that need it
+    forward_refs: int = 0  # forwards under way that need it
     gather_refs: int = 0  # blocks of `gathered` that need it
     work: list[Work] = field(default_factory=list)
 
@@ -283,7 +285,7 @@ class Unit:
 
     @property
     def held(self) -> bool:
-        return bool(self.runs or self.gather_refs)
+        return bool(self.forward_refs or self.gather_refs)
 
 
 class UnitGathers:
@@ -303,10 +305,10 @@ class UnitGathers:
 
     def start(self, unit: Unit, shelf: UnitBuffer, target: Tensor) -> Work:
         """Start to gather a bucket into ``target``. Collective."""
-        bucket, (kept, shelf.kept) = shelf.bucket, (shelf.kept, None)
-        if kept is not None and self.nearby is not None:
+        bucket, (post_forward_shard, shelf.post_forward_shard) = shelf.bucket, (shelf.post_forward_shard, None)
+        if post_forward_shard is not None and self.nearby is not None:
             place, bounds = self.nearby.shards.rank, bucket.cut(self.nearby.shards.world_size)
-            target[bounds[place] : bounds[place + 1]].copy_(kept)
+            target[bounds[place] : bounds[place + 1]].copy_(post_forward_shard)
             return self.nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))
         low, high = bucket.owned(self._rank)
         if target is not shelf.shard:
@@ -320,8 +322,8 @@ class UnitGathers:
         assert self.nearby is not None
         nearby = self.nearby.shards
         low, high = shelf.bucket.cut(nearby.world_size)[nearby.rank :][:2]
-        kept = self._pool.take(high - low, shelf.bucket.dtypes.compute, shelf.whole.device)
-        return kept.copy_(shelf.whole.data[low:high])
+        post_forward_shard = self._pool.take(high - low, shelf.bucket.dtypes.compute, shelf.whole.device)
+        return post_forward_shard.copy_(shelf.whole.data[low:high])
 
 
 def _tag(unit: Unit, shelf: UnitBuffer) -> Tag:

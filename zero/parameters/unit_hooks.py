@@ -145,7 +145,7 @@ class UnitHooks:
         else:
             self._begin_outermost(place, thread, pushed)
         for unit in place.needs:
-            self._manager.hold(unit)
+            self._manager.acquire(unit)
         self._begin()
         if place.is_root and all(place is not other for other, _, _ in self._running[:-1]) and not _in_backward():
             self._order.begin_forward()
@@ -180,7 +180,7 @@ class UnitHooks:
             if not _in_backward():
                 graphs = place.watch(output)
                 if not self._running and not graphs:
-                    self._drop_all()
+                    self._reshard_all()
 
     def _end(self) -> None:
         place, thread, pushed = self._running[-1]
@@ -197,7 +197,7 @@ class UnitHooks:
         elif not _in_backward():
             for unit in place.needs:
                 if unit in (ROOT, self._current):
-                    self._manager.hide(unit)
+                    self._manager.uninstall(unit)
                 else:
                     self._has_run(unit)
 
@@ -220,11 +220,11 @@ class UnitHooks:
     def _has_run(self, unit: int) -> None:
         """A unit is not needed now; perhaps by a backward."""
         if _in_backward() or not torch.is_grad_enabled():
-            self._manager.drop(unit)
+            self._manager.reshard(unit)
         elif self._keeps_whole:
-            self._manager.hide(unit)
+            self._manager.uninstall(unit)
         else:
-            self._manager.drop(unit, for_now=True)
+            self._manager.reshard(unit, for_now=True)
 
     def graph_broken(self, place: ModuleHooks) -> None:
         """Warn, once, that the graph of a compiled call around several units was broken at a module."""
@@ -248,20 +248,20 @@ class UnitHooks:
             for number in (before, expected):
                 if number is not None and number != unit:
                     self._has_run(number)
-            self._manager.fetch(unit)
+            self._manager.unshard(unit)
             following = (self._order.backward if _in_backward() else self._order.forward)(unit)
             if following not in (None, unit) and self._goes_on():
                 self._ahead = following
-                self._manager.fetch(following)
-        self._manager.show(unit)
+                self._manager.unshard(following)
+        self._manager.install(unit)
 
     def _goes_on(self) -> bool:
         """False where nothing says that another unit follows: one is called alone, and for no backward."""
         return _in_backward() or len(self._running) > 1 or torch.is_grad_enabled()
 
-    def _drop_all(self) -> None:
+    def _reshard_all(self) -> None:
         self._current = self._ahead = None
-        self._manager.drop_all()
+        self._manager.reshard_all()
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class UnitHooks:
     def _needed_again(self, unit: int) -> None:
         """Somebody asks for a tensor that a unit's forward saved."""
         self._begin()
-        if unit != self._current or self._starting or not self._manager.shows(unit):
+        if unit != self._current or self._starting or not self._manager.is_installed(unit):
             self._demand_in_backward(unit)
 
     def _begin(self) -> None:
@@ -316,7 +316,7 @@ class UnitHooks:
 
     def _over(self) -> None:
         self._task = _NO_TASK
-        self._drop_all()
+        self._reshard_all()
         self._manager.free_post_forward_shards()
 
 

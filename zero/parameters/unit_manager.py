@@ -97,35 +97,35 @@ class UnitManager:
 
     # -- coming and going -----------------------------------------------------------------------------------------
 
-    def hold(self, number: int) -> None:
+    def acquire(self, number: int) -> None:
         """A forward needs a unit: it is not dropped until `release`."""
-        self.units[number].runs += 1
+        self.units[number].forward_refs += 1
 
     def release(self, number: int) -> None:
-        self.units[number].runs -= 1
+        self.units[number].forward_refs -= 1
 
     def release_all(self) -> None:
         """No forward is under way, whatever an interrupt left."""
         for unit in self.units:
-            unit.runs = 0
+            unit.forward_refs = 0
 
-    def shows(self, number: int) -> bool:
+    def is_installed(self, number: int) -> bool:
         """True where a unit's parameters have their values."""
         return self.units[number].state is State.INSTALLED
 
-    def fetch(self, number: int) -> None:
+    def unshard(self, number: int) -> None:
         """Start to gather a unit, where it is not here. Collective."""
         unit = self.units[number]
         if unit.state is not State.SHARDED:
             return
         if self.join_announcer is None:
-            self._fetch(number)
+            self._unshard(number)
         else:
             with self.join_announcer("gather", unit=number):
-                self._fetch(number)
-                self._arrive(unit)  # who gathers for others alone waits here, until all have read
+                self._unshard(number)
+                self._wait(unit)  # who gathers for others alone waits here, until all have read
 
-    def _fetch(self, number: int) -> None:
+    def _unshard(self, number: int) -> None:
         unit = self.units[number]
         with unit.unsharding():
             with _usable_later():
@@ -139,30 +139,30 @@ class UnitManager:
             unit.state = State.GATHERING
 
     def _gather(self, unit: Unit, shelf: UnitBuffer) -> Work:
-        lent = shelf.lent
-        if lent is not None:
+        externally_held = shelf.externally_held
+        if externally_held is not None:
             self._externally_held.remove(shelf)
-            shelf.lent = None
+            shelf.externally_held = None
         if shelf.common is not None:
-            shelf.whole = shelf.in_common() if lent is None else lent
+            shelf.whole = shelf.in_common() if externally_held is None else externally_held
             assert self._written is not None, "whoever wrote there has said so"
             return self._written
         if self._alone:
             shelf.whole = shelf.shard
             target = shelf.whole
         else:
-            shelf.whole = lent if lent is not None else self._gathers.room(shelf)
+            shelf.whole = externally_held if externally_held is not None else self._gathers.room(shelf)
             target = shelf.whole.data  # with a version counter of its own: to gather again is no edit
         return self._gathers.start(unit, shelf, target)
 
-    def _arrive(self, unit: Unit) -> None:
+    def _wait(self, unit: Unit) -> None:
         if unit.state is State.GATHERING:
             with unit.waiting():
                 while unit.work:
                     unit.work[0].wait()
                     unit.work.pop(0)
             for shelf in unit.shelves:
-                shelf.accepted.clear()  # its owners, too, have written it
+                shelf.committed.clear()  # its owners, too, have written it
                 if shelf.maybe_dirty and shelf.common is not None:
                     shelf.common.restore(shelf)  # of a NaN, or what a stranger wrote
                 shelf.maybe_dirty = False
@@ -170,21 +170,21 @@ class UnitManager:
                     shelf.whole.data.copy_(shelf.common.whole(shelf.begin, shelf.begin + shelf.bucket.numel))
             unit.state = State.WHOLE
 
-    def show(self, number: int) -> None:
+    def install(self, number: int) -> None:
         """Give a unit's parameters their values. Collective where the unit was not fetched yet."""
         unit = self.units[number]
         if unit.state is State.INSTALLED:
             return
         refuse_transforms(unit.name)
-        self.fetch(number)
-        self._arrive(unit)
+        self.unshard(number)
+        self._wait(unit)
         with unit.installing():
             with _usable_later():
                 for shelf in unit.shelves:
-                    self._show(shelf)
+                    self._install(shelf)
             unit.state = State.INSTALLED
 
-    def _show(self, shelf: UnitBuffer) -> None:
+    def _install(self, shelf: UnitBuffer) -> None:
         shelf.shown = shelf.unchecked = True
         released = [self._classes[base] for base in shelf.bases]
         if [parameter.__class__ for parameter in shelf.parameters] != released:
@@ -202,15 +202,15 @@ class UnitManager:
             if parameter.__class__ is not known:
                 self.lasting = f"{shelf.name(slot)!r} was swapped for another tensor: build a new model and optimizer"
 
-    def hide(self, number: int) -> None:
+    def uninstall(self, number: int) -> None:
         """Release a unit's parameters, unless somebody holds it; its buffers stay. One rank alone keeps edits."""
         unit = self.units[number]
         if unit.state is State.INSTALLED and not unit.held:
             with unit.uninstalling():
-                self._hide(unit)
+                self._uninstall(unit)
 
-    def _hide(self, unit: Unit) -> None:
-        unit.state, self._edits.looked = State.WHOLE, False
+    def _uninstall(self, unit: Unit) -> None:
+        unit.state, self._edits.is_checked = State.WHOLE, False
         for shelf in unit.shelves:
             for slot in shelf.edited():
                 if not (self._alone and shelf.owns(slot)):
@@ -226,27 +226,27 @@ class UnitManager:
         for parameter, base in zip(shelf.parameters, shelf.bases, strict=True):
             parameter.__class__ = self._classes[base]
 
-    def drop(self, number: int, *, for_now: bool = False) -> None:
+    def reshard(self, number: int, *, for_now: bool = False) -> None:
         """Give a unit's memory back, unless somebody holds it. Waits for what is under way. ``for_now``: a backward
         will ask for it; what ranks nearby share of it stays."""
         unit = self.units[number]
         if unit.held or unit.state is State.SHARDED:
             return
         with unit.resharding():
-            self._drop(unit, for_now)
+            self._reshard(unit, for_now)
 
-    def _drop(self, unit: Unit, for_now: bool) -> None:
-        self._arrive(unit)
+    def _reshard(self, unit: Unit, for_now: bool) -> None:
+        self._wait(unit)
         if unit.state is State.INSTALLED:
-            self._hide(unit)
+            self._uninstall(unit)
         unit.state = State.SHARDED
         for shelf in unit.shelves:
             if for_now and self._gathers.nearby and self.join_announcer is None and shelf.common is None:
-                shelf.kept = self._gathers.keep(shelf)
+                shelf.post_forward_shard = self._gathers.keep(shelf)
             if self._alone:
                 self._on_idle(shelf.shard)
             else:
-                shelf.lent = shelf.whole
+                shelf.externally_held = shelf.whole
                 self._externally_held.append(shelf)
             shelf.whole = None
         self._sweep()
@@ -254,29 +254,29 @@ class UnitManager:
     def free_post_forward_shards(self) -> None:
         """No backward will ask any more."""
         for shelf in self.shelves():
-            shelf.kept = None
+            shelf.post_forward_shard = None
 
-    def drop_all(self) -> None:
+    def reshard_all(self) -> None:
         """Drop every unit that nobody holds."""
         for number in range(len(self.units)):
-            self.drop(number)
+            self.reshard(number)
 
     def abandon(self) -> None:
         """After a failure that no wait can end well: forget what is under way, and release everything."""
         for number, unit in enumerate(self.units):
-            runs, gather_refs = unit.runs, unit.gather_refs
-            unit.runs, unit.gather_refs, unit.work = 0, 0, []
+            forward_refs, gather_refs = unit.forward_refs, unit.gather_refs
+            unit.forward_refs, unit.gather_refs, unit.work = 0, 0, []
             if unit.state is State.GATHERING:
                 unit.state = State.WHOLE
-            self.drop(number)
-            unit.runs, unit.gather_refs = runs, gather_refs
+            self.reshard(number)
+            unit.forward_refs, unit.gather_refs = forward_refs, gather_refs
 
     def _sweep(self) -> None:
         """Take back the buffers that strangers have let go since. What a stranger wrote while the unit was shown is
         looked for as soon as one is seen, and what he wrote later is forgotten as soon as he is gone."""
         changed = []
         for shelf in list(self._externally_held):
-            if shelf.lent is not None and shelf.external_refs(shelf.lent) == 0:
+            if shelf.externally_held is not None and shelf.external_refs(shelf.externally_held) == 0:
                 self._reclaim(shelf)
                 changed += [shelf] if shelf.maybe_dirty else []
             elif not shelf.maybe_dirty:
@@ -286,21 +286,21 @@ class UnitManager:
             self._edits.find_in(common)
 
     def _reclaim(self, shelf: UnitBuffer) -> None:
-        if shelf.common is None or not shelf.is_in_common(shelf.lent):
+        if shelf.common is None or not shelf.is_in_common(shelf.externally_held):
             self.places.forget(shelf)  # common memory stays where it is
-        shelf.lent = None
+        shelf.externally_held = None
         self._externally_held.remove(shelf)
 
     # -- edits ----------------------------------------------------------------------------------------------------
 
     def edits(self) -> str | None:
         """What was edited since this was last asked, and would be lost; None where all is well."""
-        self.look()
+        self.find_edits()
         return self._edits.take()
 
-    def look(self) -> None:
+    def find_edits(self) -> None:
         """Look for edits, where there may be some."""
-        if not self._edits.looked or self._externally_held:
+        if not self._edits.is_checked or self._externally_held:
             self._edits.find()
 
     def _keeps_edit(self, shelf: UnitBuffer, slot: int) -> bool:
@@ -309,10 +309,10 @@ class UnitManager:
             return False
         return bool(shelf.nans[slot].isnan().all())  # host synchronisation: only after such an edit
 
-    def accept(self, shelf: UnitBuffer, slots: Sequence[int]) -> None:
+    def commit(self, shelf: UnitBuffer, slots: Sequence[int]) -> None:
         """The values of these slots, which are shown, are equal on all ranks: they are the parameters' own from now."""
         low, high = shelf.bucket.owned(self.shards.rank)
-        shelf.accepted.update(slots)
+        shelf.committed.update(slots)
         if not self._alone and shelf.whole is not None:
             for piece in shelf.bucket.pieces(low, high):
                 if piece.slot in slots:
@@ -341,7 +341,7 @@ class UnitManager:
         """The values of these slots are others now: what a graph or a stranger holds of them is out of date."""
         if not slots:
             return
-        shelf.kept = None
+        shelf.post_forward_shard = None
         for slot in slots:
             shelf.versions[slot] += 1
         with as_plain():  # as an edit in place does, also of what autograd itself has saved
@@ -351,8 +351,8 @@ class UnitManager:
         self._sweep()
         if shelf.whole is not None:
             torch.autograd.graph.increment_version(shelf.whole)
-        if shelf.lent is not None:
-            shelf.lent.fill_(float("nan"))
+        if shelf.externally_held is not None:
+            shelf.externally_held.fill_(float("nan"))
 
     def announce(self) -> None:
         """Say that this rank has written its slices of common memory, since it last said so. Collective; the next
@@ -370,9 +370,9 @@ class UnitManager:
         try:
             self._edits.find()  # what is written from now on is this block's
             for number in numbers:
-                self.fetch(number)
+                self.unshard(number)
             for number in numbers:
-                self.show(number)
+                self.install(number)
             yield
         except BaseException:
             for number in numbers:
@@ -385,7 +385,7 @@ class UnitManager:
                 self.abandon()
             else:
                 for number in numbers:
-                    self.drop(number)
+                    self.reshard(number)
 
 
 def _nothing(_: Tensor) -> None:

@@ -55,7 +55,7 @@ class States(Mapping[Tensor, dict[str, Any]]):
             state = self._inner.state_of(states.bucket.index, number)
             if state is None:
                 continue
-            states.settle()
+            states.wait_for_copies()
             piece = states.pieces[number]
             found.update(state.scalars)
             for name in state.elementwise:

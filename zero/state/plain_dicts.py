@@ -139,9 +139,9 @@ def gather(
         if any(entries[bucket.index]["master"] for entries in lists):
             names[_MASTER] = str(bucket.dtypes.master)
         flats: dict[str, Tensor] = {}
-        states.settle()
+        states.wait_for_copies()
         for number, (name, dtype) in enumerate(sorted(names.items())):
-            part = states.followed_weights() if name == _MASTER else states.flat.get(name)
+            part = states.synced_weights() if name == _MASTER else states.flat.get(name)
             if whole_here:
                 assert part is not None
                 flats[name] = part.cpu()
@@ -162,7 +162,7 @@ def gather(
                     result[spec.index] = values
                 if _MASTER in flats:
                     masters[spec.index] = strided(flats[_MASTER], slot.offset, spec.shape, spec.stride).clone()
-        states.leave()
+        states.evict()
     return (dict(sorted(result.items())), dict(sorted(masters.items()))) if here else None
 
 
@@ -288,8 +288,8 @@ def scatter(
 ) -> None:
     """Take this rank's pieces out of whole states. Not collective; the dict was checked."""
     for states in inner.states:
-        states.settle()
-    inner.collect()
+        states.wait_for_copies()
+    inner.snapshot()
     for bucket, states in zip(layout.buckets, inner.states, strict=True):
         states.flat.clear()
         flat_values: dict[tuple[int, str], Tensor] = {}
@@ -315,7 +315,7 @@ def scatter(
                 source = flat_values[key][piece.begin - slot.offset : piece.end - slot.offset]
                 target[piece.begin - states.begin : piece.end - states.begin].copy_(source)
             states.set_state(number, PieceState(tuple(names), scalars))
-        states.leave()
+        states.evict()
 
 
 def _scalar(name: str, value: Any, on_device: bool, device: str) -> Any:
@@ -344,4 +344,4 @@ def scatter_masters(
                 values = flattened(whole.detach().to(bucket.device, bucket.dtypes.master), spec.stride)
                 target = states.master.wide[piece.begin - states.begin : piece.end - states.begin]
                 target.copy_(values[piece.begin - slot.offset : piece.end - slot.offset])
-        states.leave()
+        states.evict()

@@ -100,11 +100,11 @@ class BucketStates:
         """What is updated, 1-D."""
         return self._parameters if self.master is None else self.master.wide
 
-    def followed_weights(self) -> Tensor:
+    def synced_weights(self) -> Tensor:
         """The weights as the next step would begin with, 1-D, in the master's dtype. Changes nothing."""
         if self.master is None:
             return self._parameters
-        return self.master.followed()
+        return self.master.synced()
 
     def cast(self, present: Sequence[bool]) -> None:
         """Round the master weights of the pieces that were ``present`` in a step, neighbours at once."""
@@ -119,7 +119,7 @@ class BucketStates:
         key = (present, cut)
         if key == self._key:
             return
-        self.collect()
+        self.snapshot()
         self._key = key
         self.stepped_groups = set()
         index = 0
@@ -176,7 +176,7 @@ class BucketStates:
                 view.copy_(value)
                 state[name] = run.views[name] = view
 
-    def collect(self) -> None:
+    def snapshot(self) -> None:
         """Note each piece's state and forget the runs."""
         for run in self.runs:
             state = self.instance.state.pop(run.parameter, None)
@@ -199,7 +199,7 @@ class BucketStates:
         return PieceState(tuple(run.views), scalars)
 
     def set_state(self, piece: int, state: PieceState | None) -> None:
-        """Replace the state of a piece; `collect` must have been called."""
+        """Replace the state of a piece; `snapshot` must have been called."""
         self._states[piece] = state
 
     def allocate(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -219,17 +219,17 @@ class BucketStates:
         """The tensors that are kept elsewhere."""
         return [] if self._store is None else self._store.tensors()
 
-    def arrive(self) -> None:
+    def prefetch(self) -> None:
         """The states will be needed soon."""
         if self._store is not None:
-            self._store.arrive()
+            self._store.prefetch()
             if self._store.is_copied_ahead:
                 self._fetch()
 
-    def leave(self) -> None:
+    def evict(self) -> None:
         """The states will not be needed for a while."""
         if self._store is not None:
-            self._store.leave()
+            self._store.evict()
 
     def stage(self) -> None:
         """Copy states that are kept on another device to that of the weights, where the class steps them."""
@@ -244,7 +244,7 @@ class BucketStates:
     def _is_elsewhere(self, flat: Tensor) -> bool:
         return flat.device != self._parameters.device
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until what was copied back from a device can be read."""
         if self._store is not None and self._parameters.device.type != "cpu":
             torch.accelerator.synchronize(self._parameters.device)  # host synchronisation: who reads is on the host

@@ -73,7 +73,7 @@ class InnerOptimizer:
             states.instance.state.update(built.state)
         states.adopt_states(self.elementwise)
         if late and states.master is not None:
-            states.collect()  # the runs are views of weights that may never be updated
+            states.snapshot()  # the runs are views of weights that may never be updated
             states.master.forget()
 
     def step(
@@ -93,18 +93,18 @@ class InnerOptimizer:
         cut = tuple(not group.get("fused") for group in groups)
         found: list[tuple[BucketStates, list[tuple[Options, Options]]]] = []
         ahead = (states for states, pieces in zip(self.states, present, strict=True) if any(pieces))
-        _arrive(next(ahead, None))
+        _prefetch(next(ahead, None))
         before: BucketStates | None = None  # whose states may be on their way back while the next one is stepped
         try:
             for number, states in enumerate(self.states):
                 if any(present[number]):
-                    _arrive(next(ahead, None))
+                    _prefetch(next(ahead, None))
                 with stepping(number):
                     found.append((states, _step(states, gradients[number], present[number], cut, groups)))
                     states.adopt_states(self.elementwise)
                     states.unstage()
                     states.cast(present[number])
-                    states.leave()
+                    states.evict()
                 if any(present[number]):
                     if before is not None:
                         before.let_go()
@@ -134,10 +134,10 @@ class InnerOptimizer:
         """Let go of all states."""
         self.states = []
 
-    def collect(self) -> None:
+    def snapshot(self) -> None:
         """Forget the runs, before states are replaced."""
         for states in self.states:
-            states.collect()
+            states.snapshot()
 
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
@@ -157,9 +157,9 @@ def not_elementwise(optimizer_class: str, why: str) -> ValueError:
     )
 
 
-def _arrive(states: BucketStates | None) -> None:
+def _prefetch(states: BucketStates | None) -> None:
     if states is not None:
-        states.arrive()
+        states.prefetch()
 
 
 def _step(
@@ -172,7 +172,7 @@ def _step(
     """Step a bucket; of each group the options after it, and those that its instance was given, which it may edit."""
     groups = [_apart(group) for group in groups]
     if states.master is not None:
-        states.master.follow()
+        states.master.sync_from_param()
     states.plan(present, cut)
     states.stage()
     wide = None if gradient is None else gradient.to(states.bucket.dtypes.master)

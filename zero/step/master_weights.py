@@ -46,15 +46,15 @@ class MasterWeights:
             self._wide = self._narrow.to(self._dtype) if self._empty is None else self._empty().copy_(self._narrow)
         return self._wide
 
-    def followed(self) -> Tensor:
-        """What `follow` would make of them, a copy."""
+    def synced(self) -> Tensor:
+        """What `sync_from_param` would make of them, a copy."""
         if self._wide is None:
             return self._narrow.to(self._dtype)
         copied = MasterWeights(self._narrow, self._dtype, self._wide.clone())
-        copied.follow()
+        copied.sync_from_param()
         return copied.wide
 
-    def follow(self) -> None:
+    def sync_from_param(self) -> None:
         """Take over what was written into the narrow ones."""
         if self._wide is None:
             return

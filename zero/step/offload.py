@@ -63,10 +63,10 @@ class OffloadBackend(Protocol):
     def give_back(self, tensors: Iterable[Tensor]) -> None:
         """These are needed no more: others may lie where they lay."""
 
-    def arrive(self, tensors: Iterable[Tensor]) -> None:
+    def prefetch(self, tensors: Iterable[Tensor]) -> None:
         """These will be needed soon."""
 
-    def leave(self, tensors: Iterable[Tensor]) -> None:
+    def evict(self, tensors: Iterable[Tensor]) -> None:
         """These will not be needed for a while."""
 
     def close(self) -> None:
@@ -87,10 +87,10 @@ class HostOffload:
     def give_back(self, tensors: Iterable[Tensor]) -> None:
         return
 
-    def arrive(self, tensors: Iterable[Tensor]) -> None:
+    def prefetch(self, tensors: Iterable[Tensor]) -> None:
         return
 
-    def leave(self, tensors: Iterable[Tensor]) -> None:
+    def evict(self, tensors: Iterable[Tensor]) -> None:
         return
 
     def close(self) -> None:
@@ -180,11 +180,11 @@ class DiskOffload:
                 before.end = end
         self._spare = [spare for spare in self._spare if len(spare)]
 
-    def arrive(self, tensors: Iterable[Tensor]) -> None:
+    def prefetch(self, tensors: Iterable[Tensor]) -> None:
         for region, begin, nbytes in self._spans(tensors):
             self._coming[region.address + begin] = self._reader.submit(_read, region, begin, nbytes)
 
-    def leave(self, tensors: Iterable[Tensor]) -> None:
+    def evict(self, tensors: Iterable[Tensor]) -> None:
         for region, begin, nbytes in self._spans(tensors):
             coming = self._coming.pop(region.address + begin, None)
             if coming is not None:
@@ -243,11 +243,11 @@ class OffloadedStates:
         numel: int,
         names: Iterable[str],
         dtype: torch.dtype,
-        prefetch: Event,
-        evict: Event,
+        prefetching: Event,
+        evicting: Event,
     ) -> None:
         """``names``: of the tensors that there will be, each of ``numel`` elements of ``dtype``; others may come."""
-        self._prefetch, self._evict = prefetch, evict
+        self._prefetching, self._evicting = prefetching, evicting
         self._offload_backend, self._numel = offload_backend, numel
         self._tensors = {(name, dtype): offload_backend.empty(numel, dtype) for name in sorted(names)}
         self.is_copied_ahead = offload_backend.is_copied_ahead
@@ -262,12 +262,12 @@ class OffloadedStates:
             self._tensors[name, dtype] = self._offload_backend.empty(self._numel, dtype)
         return self._tensors[name, dtype]
 
-    def arrive(self) -> None:
+    def prefetch(self) -> None:
         """They will be needed soon."""
-        with self._prefetch():
-            self._offload_backend.arrive(self._tensors.values())
+        with self._prefetching():
+            self._offload_backend.prefetch(self._tensors.values())
 
-    def leave(self) -> None:
+    def evict(self) -> None:
         """They will not be needed for a while."""
-        with self._evict():
-            self._offload_backend.leave(self._tensors.values())
+        with self._evicting():
+            self._offload_backend.evict(self._tensors.values())

@@ -68,7 +68,7 @@ class _Parameters(Protocol):
     def flats(self) -> Sequence[Tensor]:
         """What this rank holds, by bucket."""
 
-    def leave(self, bucket: int) -> None:
+    def evict(self, bucket: int) -> None:
         """Called when a bucket was updated."""
 
     def stepped(self, used: Sequence[bool]) -> None:
@@ -76,7 +76,7 @@ class _Parameters(Protocol):
 
 
 class Update:
-    """The clip and the step of one optimizer on one rank. All ranks call, after `Reducer.settle`."""
+    """The clip and the step of one optimizer on one rank. All ranks call, after `Reducer.wait_for_copies`."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Update:
             queue.begin([bucket.index for bucket in buckets if any(used[slot.parameter] for slot in bucket.slots)])
 
         def stepped(bucket: int) -> None:
-            self._storage.leave(bucket)
+            self._storage.evict(bucket)
             queue.ready(bucket)
 
         changed = self._inner.step(gradients, present, groups, stepped, lambda bucket: self._updating[bucket]())
