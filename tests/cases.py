@@ -241,7 +241,7 @@ def assert_nothing_is_here(model: nn.Module, optimizer: ZeroOptimizer, lends: bo
     manager = residency_of(optimizer)
     for unit in manager.units:
         assert (unit.state, unit.held, unit.work) == (State.SHARDED, False, []), unit
-        assert all(shelf.whole is None for shelf in unit.shelves), unit.name
+        assert all(buffer.whole is None for buffer in unit.buffers), unit.name
     for name, parameter in model.named_parameters():
         assert is_released(parameter) == (parameter.dtype in FLOATS), name
     if not lends and lent(manager):
@@ -251,8 +251,8 @@ def assert_nothing_is_here(model: nn.Module, optimizer: ZeroOptimizer, lends: bo
 
 def lent(manager: UnitManager) -> list[str]:
     """Whose memory somebody else holds."""
-    shelves = [shelf for shelf in manager.shelves() if shelf.lent is not None and shelf.strangers(shelf.lent)]
-    return [shelf.name(slot) for shelf in shelves for slot in range(len(shelf.parameters))]
+    buffers = [buffer for buffer in manager.buffers() if buffer.lent is not None and buffer.strangers(buffer.lent)]
+    return [buffer.name(slot) for buffer in buffers for slot in range(len(buffer.parameters))]
 
 
 def assert_parameters(model: nn.Module, expected: dict[str, Tensor]) -> None:

@@ -131,7 +131,7 @@ class Engine:
         """Clip the mean gradient by its norm; returns the norm before."""
         with self._clipping():
             self._reducer.finalize_grads(
-                "clip_grad_norm_()", self._storage.problem() or self._storage.unfrozen_problem()
+                "clip_grad_norm_()", self._storage.problem() or self._storage.diagnose_unfrozen()
             )
             return self._update.clip(max_norm, norm_type, error_if_nonfinite)
 
@@ -143,7 +143,7 @@ class Engine:
     def _agree_and_update(self, groups: Sequence[Options]) -> None:
         free = self._storage.end_iteration()
         problem = self._storage.problem() if free else "step() inside gathered() or inside a forward: leave it first"
-        problem = problem or self._storage.unfrozen_problem()
+        problem = problem or self._storage.diagnose_unfrozen()
         told = digests_of(groups, self._inner.defaults.keys() - self._counted)
         self._reducer.finalize_grads("step()", problem, options=told)
         try:

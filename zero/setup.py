@@ -60,9 +60,9 @@ class Builder:
         config: Config,
         inner: InnerOptimizer,
         device: torch.device,
-        unborn: Callable[[], Materializer | None],
+        find_meta: Callable[[], Materializer | None],
     ) -> None:
-        """``device``: where the parameters are, or will be; ``unborn``: finds what has no memory yet."""
+        """``device``: where the parameters are, or will be; ``find_meta``: finds what has no memory yet."""
         self.config, self.inner = config, inner
         self.stage, module, offload = config.stage, config.module, config.offload
         group = _transport(config.process_group).fork()
@@ -73,16 +73,16 @@ class Builder:
         self.collective: Collective = self.choice.collective
         self.transport, self.shards = self.collective.transport, self.choice.shards
         self._offload_backend: OffloadBackend | None = None
-        nearby = self._nearby(device)
+        post_forward_group = self._post_forward_group(device)
         try:
             check_modules(module)
             check_not_in_units(module)
-            self._unborn = unborn()
+            self._materializer = find_meta()
             if offload is not None:
                 if offload.parameters:
                     check_offloaded_parameters(self.stage, device)
                 self._offload_backend = backend_for(offload, device)
-            self.storage = self._make_storage(nearby)
+            self.storage = self._make_storage(post_forward_group)
         except Exception as error:
             agree_on_construction(self.transport, [], error)
             raise  # pragma: no cover - the line before has raised it, which a type checker cannot know
@@ -99,7 +99,7 @@ class Builder:
             self.stage, self.transport, self.shards, self.collective, self.storage, self.reducer, inner
         )
 
-    def _make_storage(self, nearby: Choice | None) -> ParameterStorage:
+    def _make_storage(self, post_forward_group: Choice | None) -> ParameterStorage:
         config, direct = self.config, Pairwise(self.transport)
         if self.stage.parameters is Placement.WHOLE:
             return ParameterStorage(self.transport, self.shards, direct, config.module, config.precision)
@@ -117,14 +117,14 @@ class Builder:
             config.units,
             config.bucket_bytes,
             config.precision,
-            nearby,
+            post_forward_group,
             self.reshard_group_size == 1 < self.shards.world_size,
             self._offload_backend if config.offload is not None and config.offload.parameters else None,
-            self._unborn,
+            self._materializer,
             self.streams,
         )
 
-    def _nearby(self, device: torch.device) -> Choice | None:
+    def _post_forward_group(self, device: torch.device) -> Choice | None:
         """Who shares what is kept for a backward, where that is not everybody who shares a copy. Collective."""
         shards = self.shards
         if self.reshard_group_size in (1, shards.world_size):
@@ -142,7 +142,7 @@ class Builder:
             if self.storage.layout.buckets and not self.transport.broken:
                 with self._failing_for_all():
                     self.storage.end()
-                self._unborn = None
+                self._materializer = None
                 self._cast_inputs()
 
     @contextmanager
@@ -212,7 +212,7 @@ class Builder:
             check_buffers(self.config.module)
             known = sum(len(group["params"]) for group in all_groups[:first])
             dtypes = Dtypes.all if self.config.precision is None else self.config.precision.of
-            units, meta = self.storage.units(), None if self._unborn is None else self._unborn.device
+            units, meta = self.storage.units(), None if self._materializer is None else self._materializer.device
             listed, of_listed = specs(groups, self.config.module, known, first, units, dtypes, meta)
             for parameter, spec in zip(listed, of_listed, strict=True):
                 if is_laid_out(parameter):
@@ -231,9 +231,9 @@ class Builder:
         lines = [] if problem is not None else [*self._lines(described), *_replicated_lines(replicated)]
         agree_on_construction(self.transport, lines, problem)
         self.storage.check_replicas(replicated)
-        if self._unborn is not None and self.stage.parameters is Placement.WHOLE:
+        if self._materializer is not None and self.stage.parameters is Placement.WHOLE:
             with self._failing_for_all():
-                self._unborn.finish()
+                self._materializer.finish()
         buckets, across = len(self.storage.flats), self.storage.buckets_cross_units
         if buckets:
             layout = self.storage.layout.extended(described, self.config.bucket_bytes, across_units=across)

@@ -346,8 +346,8 @@ def test_after_an_evaluation_or_a_step_nothing_is_kept(reshard: bool | int) -> N
         manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
 
         def kept() -> int:
-            whole = sum(shelf.whole is not None for shelf in manager.shelves())
-            return whole + sum(shelf.kept is not None for shelf in manager.shelves())
+            whole = sum(buffer.whole is not None for buffer in manager.buffers())
+            return whole + sum(buffer.kept is not None for buffer in manager.buffers())
 
         with torch.no_grad():
             model(torch.ones(2, 67))
@@ -573,8 +573,8 @@ def test_ranks_that_share_what_is_kept_are_called_what_the_group_calls_them() ->
         model = locked_build(0)
         optimizer = ZeroOptimizer(model, stage=3, process_group=transport, reshard_after_forward=2)
         manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
-        nearby = manager._gathers.nearby.shards
-        return [nearby.called, optimizer._builder.shards.called]
+        post_forward_group = manager._gathers.post_forward_group.shards
+        return [post_forward_group.called, optimizer._builder.shards.called]
 
     assert on_wires(4, program) == [[f"rank {rank}"] * 2 for rank in range(4)]
 

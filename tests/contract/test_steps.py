@@ -202,10 +202,10 @@ def poison(_: str, __: Odd, optimizer: ZeroOptimizer) -> None:
     pools, stage = [optimizer._transport.pool], optimizer._builder.stage
     if isinstance(storage, ShardedStorage):
         pools.append(storage.manager.pool)
-        for shelf in storage.manager.shelves():
-            poison_padding(shelf.shard, shelf.bucket, *shelf.bucket.owned(rank))
-            if shelf.whole is not None:
-                poison_padding(shelf.whole.data, shelf.bucket, 0, shelf.bucket.numel)
+        for buffer in storage.manager.buffers():
+            poison_padding(buffer.shard, buffer.bucket, *buffer.bucket.owned(rank))
+            if buffer.whole is not None:
+                poison_padding(buffer.whole.data, buffer.bucket, 0, buffer.bucket.numel)
     else:
         for bucket, flat in zip(storage.layout.buckets, storage.flats, strict=True):
             poison_padding(flat, bucket, 0, bucket.numel)

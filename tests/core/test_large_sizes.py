@@ -69,13 +69,13 @@ def test_slots_and_slices_beyond_two_to_the_31_tile_the_bucket(world_size: int, 
             end = piece.end
     assert covered == {number: slot.numel for number, slot in enumerate(bucket.slots)}
     parameters = [torch.empty_strided(spec.shape, spec.stride, device=META) for spec in layout.parameters]
-    shelf = UnitBuffer(bucket, layout, [parameters[slot.parameter] for slot in bucket.slots], flat, True, whole=flat)
-    shelf.put_whole()
-    for number, (slot, view) in enumerate(zip(bucket.slots, shelf.parameters, strict=True)):
+    buffer = UnitBuffer(bucket, layout, [parameters[slot.parameter] for slot in bucket.slots], flat, True, whole=flat)
+    buffer.put_whole()
+    for number, (slot, view) in enumerate(zip(bucket.slots, buffer.parameters, strict=True)):
         spec = layout.parameters[slot.parameter]
         assert (view.storage_offset(), tuple(view.shape), view.stride()) == (slot.offset, spec.shape, spec.stride)
         if slot.numel:
-            assert shelf.slot_at(slot.offset) == shelf.slot_at(slot.end - 1) == number
+            assert buffer.slot_at(slot.offset) == buffer.slot_at(slot.end - 1) == number
     assert max(slot.offset for slot in bucket.slots) > LIMIT
 
 

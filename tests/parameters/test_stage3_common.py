@@ -405,7 +405,7 @@ def test_views_that_a_backward_needs_are_right_and_few_stay_and_one_that_is_kept
         optimizer.zero_grad()
         train(model, optimizer)
         waiting.append(len(manager._externally_held))
-        return values, shows_old, max(len(shelf._restored) for shelf in manager.shelves()), waiting
+        return values, shows_old, max(len(buffer._restored) for buffer in manager.buffers()), waiting
 
     weight = Blocks(4).weight(1).detach().reshape(-1)
     for values, shows_old, most, waiting in ranks(2, program, timeout=LIMIT):
@@ -532,8 +532,8 @@ def test_what_lies_where_a_buffer_was_before_it_was_moved_is_not_taken_for_it() 
         manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
         found = []
         with optimizer.gathered():
-            (shelf,) = manager.units[2].shelves
-            there = shelf.common.whole(shelf.begin, shelf.begin + shelf.bucket.numel)
+            (buffer,) = manager.units[2].buffers
+            there = buffer.common.whole(buffer.begin, buffer.begin + buffer.bucket.numel)
             found.append(manager.places.find(there) is not None)
             model.weight(1).detach().share_memory_()  # type: ignore[no-untyped-call]
             found.append(manager.places.find(there) is not None)

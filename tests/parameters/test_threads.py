@@ -362,11 +362,11 @@ def test_a_forward_begins_when_all_of_another_threads_is_over(monkeypatch: pytes
     releasing = threading.Event()
     release = UnitManager._release
 
-    def slowly(manager: UnitManager, shelf: Any) -> None:
+    def slowly(manager: UnitManager, buffer: Any) -> None:
         if threading.current_thread().name == "first" and not releasing.is_set():
             releasing.set()
             threading.Event().wait(0.3)  # long enough for another forward to begin, if nothing kept it from that
-        release(manager, shelf)
+        release(manager, buffer)
 
     def evaluate(run: Rank) -> None:
         expected = run.evaluate()

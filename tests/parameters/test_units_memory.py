@@ -43,8 +43,8 @@ def in_use(manager: UnitManager) -> int:
 
 
 def whole_bytes(manager: UnitManager, units: Sequence[int]) -> int:
-    shelves = [shelf for number in units for shelf in manager.units[number].shelves]
-    return sum(shelf.bucket.numel * shelf.shard.itemsize for shelf in shelves)
+    buffers = [buffer for number in units for buffer in manager.units[number].buffers]
+    return sum(buffer.bucket.numel * buffer.shard.itemsize for buffer in buffers)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -111,9 +111,9 @@ def recorded(events: Events) -> Callable[[Transport], Pairwise]:
     """The algorithm that tells when a unit's gather is launched."""
 
     class Recorded(Pairwise):
-        def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
+        def all_gather(self, flat: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
             events.append(("gather", tag.label.removeprefix("gather of unit ").strip("'")))
-            return super().all_gather(buffer, bounds, tag=tag)
+            return super().all_gather(flat, bounds, tag=tag)
 
     return Recorded
 

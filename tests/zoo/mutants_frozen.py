@@ -62,7 +62,7 @@ MUTANTS = (
         "What was quantised and is trained now gets gradients, and no step uses them.",
         (
             Edit(
-                "zero.parameters.storage.ParameterStorage.unfrozen_problem",
+                "zero.parameters.storage.ParameterStorage.diagnose_unfrozen",
                 "            if parameter.requires_grad:\n",
                 "            if parameter.grad_fn is not None:\n",
             ),

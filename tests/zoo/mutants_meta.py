@@ -17,8 +17,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.materialize.Materializer._one_by_one",
-                "self._materialize(self._unborn.pop(0))",
-                "self._materialize(self._unborn.pop())",
+                "self._materialize(self._without_memory.pop(0))",
+                "self._materialize(self._without_memory.pop())",
             ),
         ),
         (f"{SEED}[1-False-1]",),
@@ -30,7 +30,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.sharded.ShardedStorage._as_they_come",
-                "            while any(is_meta(lot.parameters[slot.parameter]) for slot in bucket.slots):\n"
+                "            while any(is_meta(params.parameters[slot.parameter]) for slot in bucket.slots):\n"
                 "                next(steps)\n",
                 "            for _ in steps:\n                pass\n",
             ),
@@ -44,8 +44,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.sharded.ShardedStorage.adopt",
-                "        self._shelve([lot, self._rest_lot])\n",
-                "        self._shelve([lot])\n        self._shelve([self._rest_lot])\n",
+                "        self._fill_all([params, self._unlisted])\n",
+                "        self._fill_all([params])\n        self._fill_all([self._unlisted])\n",
             ),
         ),
         (f"{SHARDS}[last]",),

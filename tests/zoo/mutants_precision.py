@@ -58,8 +58,8 @@ MASTERS = (
         (
             Edit(
                 "zero.step.master_weights.MasterWeights.sync_from_param",
-                "wide.copy_(torch.where(written, narrow.to(wide.dtype), wide))",
-                "wide.copy_(narrow if bool(written.any()) else wide)",
+                "master.copy_(torch.where(written, param.to(master.dtype), master))",
+                "master.copy_(param if bool(written.any()) else master)",
             ),
         ),
         (f"{FOLLOW}[2]",),
@@ -71,8 +71,8 @@ MASTERS = (
         (
             Edit(
                 "zero.step.master_weights.MasterWeights.sync_from_param",
-                "        for begin in range(0, self._narrow.numel(), block):\n            narrow, wide",
-                "        for begin in range(0, min(block, self._narrow.numel()), block):\n            narrow, wide",
+                "        for begin in range(0, self._param.numel(), block):\n            param, master",
+                "        for begin in range(0, min(block, self._param.numel()), block):\n            param, master",
             ),
         ),
         ("step/test_mixed_cases.py::test_what_is_written_far_behind_the_beginning_counts_too",),
@@ -84,8 +84,8 @@ MASTERS = (
         (
             Edit(
                 "zero.step.master_weights.MasterWeights.sync_from_param",
-                "written = rounded.view(as_integers) != narrow.view(as_integers)",
-                "written = (rounded != narrow) & (as_integers is not None)",
+                "written = rounded.view(as_integers) != param.view(as_integers)",
+                "written = (rounded != param) & (as_integers is not None)",
             ),
         ),
         ("step/test_mixed_cases.py::test_a_zero_that_was_written_has_its_sign",),
@@ -184,8 +184,8 @@ MASTERS = (
         (
             Edit(
                 "zero.step.master_weights.MasterWeights.synced",
-                "self._dtype, self._wide.clone())",
-                "self._dtype, self._wide)",
+                "self._dtype, self._master.clone())",
+                "self._dtype, self._master)",
             ),
         ),
         ("step/test_mixed_cases.py::test_reading_masters_changes_nothing[2]",),

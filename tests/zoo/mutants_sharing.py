@@ -140,8 +140,10 @@ BACKWARD = (
         (
             Edit(
                 "zero.parameters.unit_buffer.UnitGathers.start",
-                "            return self.nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))\n",
-                "            self.nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))\n"
+                "            return self.post_forward_group.collective.all_gather("
+                "target, bounds, tag=_tag(unit, buffer))\n",
+                "            self.post_forward_group.collective.all_gather("
+                "target, bounds, tag=_tag(unit, buffer))\n"
                 "            return Chain(())\n",
             ),
             Edit(
@@ -159,7 +161,7 @@ BACKWARD = (
         (
             Edit(
                 "zero.parameters.unit_manager.UnitManager.changed",
-                "        shelf.post_forward_shard = None\n        for slot in slots:\n",
+                "        buffer.post_forward_shard = None\n        for slot in slots:\n",
                 "        for slot in slots:\n",
             ),
             Edit(

@@ -49,8 +49,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_manager.UnitManager.commit",
-                "                if piece.slot in slots:\n                    shelf.shard",
-                "                if piece.slot in slots and not shelf.updated:\n                    shelf.shard",
+                "                if piece.slot in slots:\n                    buffer.shard",
+                "                if piece.slot in slots and not buffer.updated:\n                    buffer.shard",
             ),
         ),
         ("parameters/test_stage3_edits.py::test_an_assigned_state_dict_is_rank_0s_on_every_rank",),
@@ -62,8 +62,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.sharded.ShardedStorage.release",
-                "        self._take_out(list(self.manager.shelves()))\n",
-                "        trained = [s for s in self.manager.shelves() if any(p.requires_grad for p in "
+                "        self._take_out(list(self.manager.buffers()))\n",
+                "        trained = [s for s in self.manager.buffers() if any(p.requires_grad for p in "
                 "s.parameters)]\n"
                 "        self._take_out(trained)\n",
             ),

@@ -15,8 +15,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_buffer.UnitGathers.start",
-                "            target[low:high].copy_(shelf.shard)\n            self._on_idle",
-                "            assert high - low == shelf.shard.numel()\n            self._on_idle",
+                "            target[low:high].copy_(buffer.shard)\n            self._on_idle",
+                "            assert high - low == buffer.shard.numel()\n            self._on_idle",
             ),
         ),
         (f"{EXACT}[3-sgd]",),
@@ -74,8 +74,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_manager.UnitManager.changed",
-                "            shelf.versions[slot] += 1\n",
-                "            shelf.versions[slot] += 0\n",
+                "            buffer.versions[slot] += 1\n",
+                "            buffer.versions[slot] += 0\n",
             ),
         ),
         ("parameters/test_units.py::test_a_step_between_forward_and_backward_is_an_error_as_in_torch[False-3]",),
@@ -87,8 +87,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_manager.UnitManager.changed",
-                '            shelf.externally_held.fill_(float("nan"))\n',
-                "            assert shelf.externally_held.numel()\n",
+                '            buffer.externally_held.fill_(float("nan"))\n',
+                "            assert buffer.externally_held.numel()\n",
             ),
         ),
         ("parameters/test_units_graphs.py::test_a_view_that_is_kept_over_a_step_shows_no_old_value",),
@@ -100,8 +100,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_manager.UnitManager._sweep",
-                "if shelf.externally_held is not None and shelf.external_refs(shelf.externally_held) == 0:",
-                "if shelf.externally_held is not None:",
+                "if buffer.externally_held is not None and buffer.external_refs(buffer.externally_held) == 0:",
+                "if buffer.externally_held is not None:",
             ),
             Edit("collectives.pool._Block.free", "return _uses(self.storage) == 1", "return _uses(self.storage) <= 2"),
         ),
@@ -114,8 +114,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.saved_tensor_index.SavedTensorIndex.restore",
-                "return shelf.view(place.size, place.stride, place.offset)",
-                "return shelf.view(place.size, place.stride, shelf.offsets[0])",
+                "return buffer.view(place.size, place.stride, place.offset)",
+                "return buffer.view(place.size, place.stride, buffer.offsets[0])",
             ),
         ),
         (f"{EXACT}[3-sgd]",),
@@ -127,8 +127,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.saved_tensor_index.SavedTensorIndex.forget",
-                "        if self._shelves.pop(shelf.address, None) is not None:\n            self._known.clear()\n",
-                "        self._shelves.pop(shelf.address, None)\n",
+                "        if self._buffers.pop(buffer.address, None) is not None:\n            self._known.clear()\n",
+                "        self._buffers.pop(buffer.address, None)\n",
             ),
         ),
         (
@@ -182,7 +182,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.saved_tensor_hooks.SavedTensorHooks._hooks.pack",
-                "if manager is not None and (saved := manager.places.find(tensor)) is not None:",
+                "if manager is not None and (saved := manager.saved_tensors.find(tensor)) is not None:",
                 "if manager is None and (saved := None) is not None:",
             ),
         ),
@@ -211,8 +211,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.edit_detector.EditDetector.compare",
-                "        if same_bits(shelf.whole[low:high], shelf.shard):\n",
-                "        if shelf.whole[low:high].numel() == shelf.shard.numel():\n",
+                "        if same_bits(buffer.whole[low:high], buffer.shard):\n",
+                "        if buffer.whole[low:high].numel() == buffer.shard.numel():\n",
             ),
         ),
         ("parameters/test_stage3_edits.py::test_an_edit_past_the_version_counter_is_told_by_the_owner",),
@@ -224,8 +224,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_buffer.SharedBucketMemory.edited",
-                "found += [(shelf, piece.slot) for piece in self._differing(shelf, begin, end)]",
-                "self._differing(shelf, begin, end)",
+                "found += [(buffer, piece.slot) for piece in self._differing(buffer, begin, end)]",
+                "self._differing(buffer, begin, end)",
             ),
         ),
         (f"{EDITS}::test_an_edit_of_what_a_block_does_not_write_is_told_on_every_rank_and_undone",),

@@ -103,11 +103,11 @@ class GradAccess:
             for index in itertools.compress(stale, zero):
                 self._zero(index, known=True)
                 self._progress.renewed(index)
-        if changes.stranger is None:
+        if changes.foreign_grad is None:
             return None
         return (
-            f"the gradient of {changes.stranger!r} was assigned from outside: only backward() can say what this rank "
-            "contributes"
+            f"the gradient of {changes.foreign_grad!r} was assigned from outside: only backward() can say what this "
+            "rank contributes"
         )
 
     def cleared(self) -> list[int]:

@@ -20,11 +20,11 @@ from .hooks import Listener, ShardedGradient
 @dataclass
 class Changes:
     """What the user did to gradients. ``cleared``: set to None; ``replaced``: tensors in the place of means;
-    ``stranger``: the name of a parameter whose p.grad came neither from here nor in the place of a mean."""
+    ``foreign_grad``: the name of a parameter whose p.grad came neither from here nor in the place of a mean."""
 
     cleared: list[int]
     replaced: list[tuple[int, Tensor]]
-    stranger: str | None
+    foreign_grad: str | None
 
 
 class GradSlots:
@@ -100,8 +100,8 @@ class GradSlots:
                 self._held[index] = None
             elif held is not None and self.shows_mean(index):
                 changes.replaced.append((index, gradient))
-            elif changes.stranger is None:
-                changes.stranger = self._specs[index].name
+            elif changes.foreign_grad is None:
+                changes.foreign_grad = self._specs[index].name
         return changes
 
     def put_placeholders(self, indices: Sequence[bool]) -> None:

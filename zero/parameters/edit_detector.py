@@ -23,41 +23,41 @@ class EditDetector:
         self.is_checked = True  # at common memory, since a unit was shown
         self._doubts: dict[UnitBuffer, Tensor] = {}  # which element of a slice is not what it was; -1: all are
 
-    def add(self, shelf: UnitBuffer) -> None:
+    def add(self, buffer: UnitBuffer) -> None:
         """Take up a shelf."""
-        if shelf.common is not None:
-            shelf.common.shelves.append(shelf)
-            if shelf.common not in self.common:
-                self.common.append(shelf.common)
+        if buffer.common is not None:
+            buffer.common.buffers.append(buffer)
+            if buffer.common not in self.common:
+                self.common.append(buffer.common)
 
-    def remove(self, shelf: UnitBuffer) -> None:
+    def remove(self, buffer: UnitBuffer) -> None:
         """Forget a shelf."""
-        if shelf.common is not None:
-            shelf.common.shelves.remove(shelf)
-            self.common = [common for common in self.common if common.shelves]
+        if buffer.common is not None:
+            buffer.common.buffers.remove(buffer)
+            self.common = [common for common in self.common if common.buffers]
 
     def take(self) -> str | None:
         """What would be lost, once; None where all is well."""
         doubts, self._doubts = self._doubts, {}
         found = read_scalars(list(doubts.values()))  # host synchronisation: one between two agreements, for all units
-        for shelf, element in zip(doubts, found, strict=True):
+        for buffer, element in zip(doubts, found, strict=True):
             if element >= 0:
-                low, _ = shelf.bucket.owned(self._rank)
-                self.note_slot(shelf, shelf.slot_at(low + element))
+                low, _ = buffer.bucket.owned(self._rank)
+                self.note_slot(buffer, buffer.slot_at(low + element))
         problem, self._found = self._found, None
         return problem
 
-    def note_slot(self, shelf: UnitBuffer, slot: int) -> None:
+    def note_slot(self, buffer: UnitBuffer, slot: int) -> None:
         """A parameter was edited while it was shown."""
-        now = shelf.parameters[slot].dtype
-        if now is not shelf.nans[slot].dtype:
+        now = buffer.parameters[slot].dtype
+        if now is not buffer.nans[slot].dtype:
             self._found = self._found or (
-                f"{shelf.name(slot)!r} was cast to {now} while its unit was gathered, which was undone: cast the model "
-                "before the optimizer is built"
+                f"{buffer.name(slot)!r} was cast to {now} while its unit was gathered, which was undone: cast the "
+                "model before the optimizer is built"
             )
             return
         self.note(
-            f"{shelf.name(slot)!r} was edited while its unit was gathered (as an Embedding with max_norm does in its "
+            f"{buffer.name(slot)!r} was edited while its unit was gathered (as an Embedding with max_norm does in its "
             "forward), which the other ranks cannot see"
         )
 
@@ -79,29 +79,29 @@ class EditDetector:
     def _find_in(self, common: SharedBucketMemory) -> bool:
         """False where some of it is in use, and must be looked at again."""
         found, everywhere = common.edited()
-        for shelf, slot in found:
-            self.note_slot(shelf, slot)
+        for buffer, slot in found:
+            self.note_slot(buffer, slot)
         return everywhere
 
     # -- elsewhere ------------------------------------------------------------------------------------------------
 
-    def compare(self, shelf: UnitBuffer) -> None:
+    def compare(self, buffer: UnitBuffer) -> None:
         """Compare this rank's own slice, which was gathered, with what it was."""
-        assert shelf.whole is not None
-        low, high = shelf.bucket.owned(self._rank)
-        if not host_readable(shelf.shard.device):
-            self._doubt(shelf, low, high)
+        assert buffer.whole is not None
+        low, high = buffer.bucket.owned(self._rank)
+        if not host_readable(buffer.shard.device):
+            self._doubt(buffer, low, high)
             return
-        if same_bits(shelf.whole[low:high], shelf.shard):
+        if same_bits(buffer.whole[low:high], buffer.shard):
             return
-        for piece in shelf.bucket.pieces(low, high):
-            kept = shelf.shard[piece.begin - low : piece.end - low]
-            if not same_bits(shelf.whole[piece.begin : piece.end], kept):
-                self.note_slot(shelf, piece.slot)
+        for piece in buffer.bucket.pieces(low, high):
+            kept = buffer.shard[piece.begin - low : piece.end - low]
+            if not same_bits(buffer.whole[piece.begin : piece.end], kept):
+                self.note_slot(buffer, piece.slot)
 
-    def _doubt(self, shelf: UnitBuffer, low: int, high: int) -> None:
+    def _doubt(self, buffer: UnitBuffer, low: int, high: int) -> None:
         """Compare where the host would have to wait for the device: `take` looks."""
-        if shelf.whole is not None and high > low:
-            doubt = first_difference(shelf.whole[low:high], shelf.shard)
-            before = self._doubts.get(shelf)
-            self._doubts[shelf] = doubt if before is None else torch.maximum(before, doubt)
+        if buffer.whole is not None and high > low:
+            doubt = first_difference(buffer.whole[low:high], buffer.shard)
+            before = self._doubts.get(buffer)
+            self._doubts[buffer] = doubt if before is None else torch.maximum(before, doubt)

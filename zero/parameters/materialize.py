@@ -71,9 +71,9 @@ class Materializer:
         if state_dict is not None:
             _check_keys(module, list(self._values), may_miss=init is not None)
         parts = list(_parts(module))
-        self._unborn = [part for part in parts if part.meta]
+        self._without_memory = [part for part in parts if part.meta]
         self._there = [own for part in parts for own in part.own if not is_meta(own.tensor)]
-        for part in self._unborn:
+        for part in self._without_memory:
             self._check(part)
         for own in (own for part in parts for own in part.own):
             name = self._given_as(own)
@@ -117,8 +117,8 @@ class Materializer:
         return self._one_by_one()
 
     def _one_by_one(self) -> Iterator[None]:
-        while self._unborn:
-            self._materialize(self._unborn.pop(0))
+        while self._without_memory:
+            self._materialize(self._without_memory.pop(0))
             yield
         self._values, self._init = {}, None
 
@@ -221,10 +221,10 @@ def materializer_of(
 ) -> Materializer | None:
     """What gives meta tensors values, where ``landing`` says; None where there are none. Raises `ValueError` where
     there can be none."""
-    unborn = [parameter for parameter in parameters if is_meta(parameter)]
+    without_memory = [parameter for parameter in parameters if is_meta(parameter)]
     if module is not None:
-        unborn += [tensor for tensor in (*module.parameters(), *module.buffers()) if is_meta(tensor)]
-    if not unborn:
+        without_memory += [tensor for tensor in (*module.parameters(), *module.buffers()) if is_meta(tensor)]
+    if not without_memory:
         if init is not None or state_dict is not None:
             raise ValueError(
                 "param_init_fn and init_state_dict are for models on the meta device, and this one has values: build "

@@ -33,7 +33,7 @@ class SavedTensorHooks:
     thread saves through, torch knows for each thread."""
 
     def __init__(self, manager: UnitManager, needed: Callable[[int], None]) -> None:
-        self._home = manager.places.home
+        self._home = manager.saved_tensors.home
         self._manager, self._needed = weakref.ref(manager), weakref.WeakMethod(needed)
         self._alone = saved_tensors_hooks(*self._hooks(None))  # as almost always
 
@@ -59,7 +59,7 @@ class SavedTensorHooks:
         @untraced
         def pack(tensor: Tensor, _owner: object = home) -> Any:  # by which `push` knows it
             manager = known()
-            if manager is not None and (saved := manager.places.find(tensor)) is not None:
+            if manager is not None and (saved := manager.saved_tensors.find(tensor)) is not None:
                 return saved
             if before is not None:
                 return before[0](tensor)
@@ -73,7 +73,7 @@ class SavedTensorHooks:
                 if manager is None or need is None:
                     raise RuntimeError("this graph belongs to an optimizer that is gone: its parameters are, too")
                 need(kept.place.unit)
-                return manager.places.restore(kept)
+                return manager.saved_tensors.restore(kept)
             if before is not None:
                 return before[1](kept)
             tensor, version = kept

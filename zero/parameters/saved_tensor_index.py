@@ -23,7 +23,7 @@ class ParamView:
 
     home: object  # whose it is
     unit: int
-    shelf: UnitBuffer
+    buffer: UnitBuffer
     slot: int
     dtype: torch.dtype
     offset: int
@@ -45,27 +45,27 @@ class SavedTensorIndex:
         """``alone``: buffers are the shards themselves, where edits are kept, and so count as changes."""
         self.home = object()
         self._alone = alone
-        self._shelves: dict[int, tuple[int, UnitBuffer]] = {}  # address of a buffer -> unit, and what lies there
+        self._buffers: dict[int, tuple[int, UnitBuffer]] = {}  # address of a buffer -> unit, and what lies there
         self._low, self._high = sys.maxsize, 0  # between which addresses buffers have been
         self._known: dict[tuple[object, ...], ParamView] = {}  # a tensor's address and geometry -> its place
 
-    def remember(self, unit: int, shelf: UnitBuffer, buffer: Tensor) -> None:
+    def remember(self, unit: int, buffer: UnitBuffer, whole: Tensor) -> None:
         """What lies in a buffer is of this unit."""
-        address = _address(buffer)
+        address = _address(whole)
         if not address:  # no elements, which lie nowhere
             return
-        if shelf.address != address or address not in self._shelves:  # share_memory() may have moved a storage
-            self.forget(shelf)
-            shelf.address = address
-            self._shelves[address] = (unit, shelf)
-            end = address + buffer.untyped_storage().nbytes()
+        if buffer.address != address or address not in self._buffers:  # share_memory() may have moved a storage
+            self.forget(buffer)
+            buffer.address = address
+            self._buffers[address] = (unit, buffer)
+            end = address + whole.untyped_storage().nbytes()
             self._low, self._high = min(self._low, address), max(self._high, end)
 
-    def forget(self, shelf: UnitBuffer) -> None:
+    def forget(self, buffer: UnitBuffer) -> None:
         """What lies at a buffer's address from now on is somebody else's."""
-        if self._shelves.pop(shelf.address, None) is not None:
+        if self._buffers.pop(buffer.address, None) is not None:
             self._known.clear()
-        shelf.address = 0
+        buffer.address = 0
 
     def find(self, tensor: Tensor) -> PackedParam | None:
         """Where a tensor lies in a gathered buffer; None for any other."""
@@ -77,52 +77,52 @@ class SavedTensorIndex:
             place = self._known.get(key) or self._find(tensor, key)
         except (RuntimeError, NotImplementedError):  # a tensor without a storage: sparse, or a tracer's
             return None
-        if place is None or tensor.is_conj() or tensor.is_neg() or not self._is_there(place.shelf):
+        if place is None or tensor.is_conj() or tensor.is_neg() or not self._is_there(place.buffer):
             return None
         return PackedParam(place, self._version(place))
 
     def _find(self, tensor: Tensor, key: tuple[object, ...]) -> ParamView | None:
-        found = self._shelves.get(_address(tensor))
+        found = self._buffers.get(_address(tensor))
         if found is None:
             return None
-        unit, shelf = found
+        unit, buffer = found
         offset = int(tensor.storage_offset())
-        slot = shelf.slot_at(offset * tensor.itemsize // shelf.shard.itemsize)
+        slot = buffer.slot_at(offset * tensor.itemsize // buffer.shard.itemsize)
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        place = ParamView(self.home, unit, shelf, slot, tensor.dtype, offset, shape, stride)
+        place = ParamView(self.home, unit, buffer, slot, tensor.dtype, offset, shape, stride)
         if tensor.data_ptr():
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             self._known[key] = place
         return place
 
-    def _is_there(self, shelf: UnitBuffer) -> bool:
+    def _is_there(self, buffer: UnitBuffer) -> bool:
         """False after share_memory(): what lies at a buffer's address may be anybody's."""
-        buffer = shelf.shard if self._alone else shelf.externally_held if shelf.whole is None else shelf.whole
-        return buffer is not None and buffer.data_ptr() == shelf.address
+        whole = buffer.shard if self._alone else buffer.externally_held if buffer.whole is None else buffer.whole
+        return whole is not None and whole.data_ptr() == buffer.address
 
     def _version(self, place: ParamView) -> int:
         """How often a parameter's values were changed; edits count where they are kept."""
-        shelf, slot = place.shelf, place.slot
-        return shelf.versions[slot] + (shelf.parameters[slot]._version if self._alone else 0)
+        buffer, slot = place.buffer, place.slot
+        return buffer.versions[slot] + (buffer.parameters[slot]._version if self._alone else 0)
 
     def restore(self, saved: PackedParam) -> Tensor:
         """The tensor at a place; its unit is here."""
-        place, shelf = saved.place, saved.place.shelf
+        place, buffer = saved.place, saved.place.buffer
         if self._version(place) != saved.version:
             raise RuntimeError(
-                f"{shelf.name(place.slot)!r}, which this backward needs, was changed by a step or an edit after the "
+                f"{buffer.name(place.slot)!r}, which this backward needs, was changed by a step or an edit after the "
                 "forward that used it: run the backward before, or the forward again"
             )
-        if shelf.whole is None:
+        if buffer.whole is None:
             raise RuntimeError(
-                f"{shelf.name(place.slot)!r}, which this backward needs, was laid out anew (by add_param_group() or "
+                f"{buffer.name(place.slot)!r}, which this backward needs, was laid out anew (by add_param_group() or "
                 "close()) after the forward that used it: run the forward again"
             )
-        if place.dtype is shelf.whole.dtype:
-            return shelf.view(place.size, place.stride, place.offset)
-        made = torch.empty(0, dtype=place.dtype, device=shelf.whole.device)
-        return made.set_(shelf.whole.untyped_storage(), place.offset, place.size, place.stride)
+        if place.dtype is buffer.whole.dtype:
+            return buffer.view(place.size, place.stride, place.offset)
+        made = torch.empty(0, dtype=place.dtype, device=buffer.whole.device)
+        return made.set_(buffer.whole.untyped_storage(), place.offset, place.size, place.stride)
 
 
 def _address(tensor: Tensor) -> int:

@@ -39,7 +39,7 @@ class _ParamSet:
     parameters: Sequence[Tensor]
     keep: Keep | None
     flats: dict[int, Tensor] = field(default_factory=dict)  # this rank's slices, by bucket
-    shelves: list[UnitBuffer] = field(default_factory=list)  # what stands on them
+    buffers: list[UnitBuffer] = field(default_factory=list)  # what stands on them
 
 
 class SliceMemory(Protocol):
@@ -69,29 +69,29 @@ class ShardedStorage(ParameterStorage):
         predicate: Predicate | None,
         bucket_bytes: int,
         precision: MixedPrecision | None,
-        nearby: Choice | None,
+        post_forward_group: Choice | None,
         keeps_whole: bool,
         offload_backend: SliceMemory | None,
-        unborn: Materializer | None,
+        materializer: Materializer | None,
         streams: Streams,
     ) -> None:
-        """``nearby``: the ranks, of those that share a copy, who share what is kept for a backward; None: all;
-        ``keeps_whole``: each keeps all of it.
-        ``offload_backend``: where this rank's slices are kept, if not in memory; ``unborn``: what has no memory yet."""
+        """``post_forward_group``: the ranks, of those that share a copy, that share what is kept for a backward; None:
+        all; ``keeps_whole``: each keeps all of it. ``offload_backend``: where this rank's slices are kept, if not in
+        memory; ``materializer``: of tensors that have no memory yet."""
         super().__init__(transport, shards, direct, module, precision)
         self._root, self._bucket_bytes, self._streams = module, bucket_bytes, streams
-        self._unborn = unborn
-        self._meta = None if unborn is None else unborn.device  # where that goes
+        self._materializer = materializer
+        self._meta = None if materializer is None else materializer.device  # where that goes
         there = (parameter.device for parameter in module.parameters())
         self._on_host = all((self._meta or device).type == "cpu" for device in there)
         self._units = find_units(module, predicate)
         self._registered = {id(parameter): number for number, parameter in enumerate(module.parameters())}
         self._offload_backend = offload_backend
         on_idle = None if offload_backend is None else lambda shard: offload_backend.evict([shard])
-        self.manager = UnitManager(shards, collective, self._units.names, nearby, on_idle)
+        self.manager = UnitManager(shards, collective, self._units.names, post_forward_group, on_idle)
         self._keeps_whole = keeps_whole
         self._hooks: UnitHooks | None = None
-        self._rest_lot: _ParamSet | None = None
+        self._unlisted: _ParamSet | None = None
 
     # -- construction ---------------------------------------------------------------------------------------------
 
@@ -127,28 +127,28 @@ class ShardedStorage(ParameterStorage):
 
     def begin(self) -> None:
         """Parameters that were not listed so far become plain, whole ones, until `end`."""
-        if self._rest_lot is not None:
-            self._take_out(self._rest_lot.shelves)
+        if self._unlisted is not None:
+            self._take_out(self._unlisted.buffers)
             if self._offload_backend is not None:
                 self._offload_backend.give_back(self.rest_flats())
-            self._rest_lot = None
+            self._unlisted = None
 
     def adopt(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> None:
         new = layout.buckets[len(self.flats) :]
         self.layout = layout
         self.parameters += parameters
-        lot, self._rest_lot = _ParamSet(new, layout, self.parameters, keep), self._lay_out_rest()
-        self._shelve([lot, self._rest_lot])
-        self.flats += [lot.flats[bucket.index] for bucket in new]
+        params, self._unlisted = _ParamSet(new, layout, self.parameters, keep), self._lay_out_rest()
+        self._fill_all([params, self._unlisted])
+        self.flats += [params.flats[bucket.index] for bucket in new]
 
     def end(self) -> None:
-        if self._unborn is not None:
-            self._unborn.finish()
-            self._unborn = None
+        if self._materializer is not None:
+            self._materializer.finish()
+            self._materializer = None
         self._bindings = bindings(self._module)
-        if self._rest_lot is None:  # nothing was adopted after all
-            self._rest_lot = self._lay_out_rest()
-            self._shelve([self._rest_lot])
+        if self._unlisted is None:  # nothing was adopted after all
+            self._unlisted = self._lay_out_rest()
+            self._fill_all([self._unlisted])
         self._cast_rest()
         self.manager.announce()
         self._copy(self.replicas())
@@ -174,20 +174,20 @@ class ShardedStorage(ParameterStorage):
         self.rest = self._layout_of(described)
         return _ParamSet(self.rest.buckets, self.rest, parameters, None)
 
-    def _shelve(self, lots: Sequence[_ParamSet]) -> None:
+    def _fill_all(self, param_sets: Sequence[_ParamSet]) -> None:
         """Fill lots with rank 0's values, of which this rank keeps its slices. Collective."""
-        entries = [(lot, bucket) for lot in lots for bucket in lot.buckets]
+        entries = [(params, bucket) for params in param_sets for bucket in params.buckets]
         on_host = all(bucket.device == "cpu" for _, bucket in entries)
         sizes = [bucket.numel * bucket.dtypes.compute.itemsize for _, bucket in entries]
         shared = on_host and self._offload_backend is None and self._shards.world_size > 1
         regions = self._agreed(self._shards.common(sizes) if shared else None)
         for number in self._as_they_come(entries):
-            lot, bucket = entries[number]
-            self._fill(lot, bucket, None if regions is None else regions[number])
+            params, bucket = entries[number]
+            self._fill(params, bucket, None if regions is None else regions[number])
 
-    def _fill(self, lot: _ParamSet, bucket: Bucket, region: Region | None) -> None:
+    def _fill(self, params: _ParamSet, bucket: Bucket, region: Region | None) -> None:
         """Rank 0's values of a bucket, to lie in ``region`` where all ranks see them. Collective."""
-        whole = self._values(bucket, lot.layout, lot.parameters, _nothing if lot.keep is None else lot.keep)
+        whole = self._values(bucket, params.layout, params.parameters, _nothing if params.keep is None else params.keep)
         low, high = bucket.owned(self._shards.rank)
         common = None if region is None else SharedBucketMemory(region, whole.dtype)
         flat = whole
@@ -198,15 +198,15 @@ class ShardedStorage(ParameterStorage):
             self._offload_backend.evict([flat])
         elif self._shards.world_size > 1:
             flat = self._shards.empty(high - low, whole.dtype, torch.device(bucket.device)).copy_(whole[low:high])
-        for unit, first, last in lot.layout.runs(bucket):
+        for unit, first, last in params.layout.runs(bucket):
             part, begin = bucket.part(first, last), bucket.slots[first].offset
             here, there = (bound + begin - low for bound in part.owned(self._shards.rank))
-            members = [lot.parameters[slot.parameter] for slot in part.slots]
+            members = [params.parameters[slot.parameter] for slot in part.slots]
             shard = flat[here:there] if there > here else flat[:0]
-            shelf = UnitBuffer(part, lot.layout, members, shard, lot.keep is not None, common, begin)
-            self.manager.put(unit, shelf)
-            lot.shelves.append(shelf)
-        lot.flats[bucket.index] = flat
+            buffer = UnitBuffer(part, params.layout, members, shard, params.keep is not None, common, begin)
+            self.manager.put(unit, buffer)
+            params.buffers.append(buffer)
+        params.flats[bucket.index] = flat
 
     def _agreed(self, regions: Sequence[Region] | None) -> Sequence[Region] | None:
         """Memory in common is for all replicas or for none: a rank tells the others what travels. Collective."""
@@ -218,11 +218,13 @@ class ShardedStorage(ParameterStorage):
     def _as_they_come(self, entries: Sequence[tuple[_ParamSet, Bucket]]) -> Iterator[int]:
         """Places in ``entries`` in an order that all ranks share, also where some have no values yet: as the last
         parameter of each bucket is registered. No more of what has no memory gets some than a bucket needs."""
-        steps = iter(()) if self._unborn is None else self._unborn.steps()
-        order = sorted((self._last_of(bucket, lot.parameters), place) for place, (lot, bucket) in enumerate(entries))
+        steps = iter(()) if self._materializer is None else self._materializer.steps()
+        order = sorted(
+            (self._last_of(bucket, params.parameters), place) for place, (params, bucket) in enumerate(entries)
+        )
         for _, place in order:
-            lot, bucket = entries[place]
-            while any(is_meta(lot.parameters[slot.parameter]) for slot in bucket.slots):
+            params, bucket = entries[place]
+            while any(is_meta(params.parameters[slot.parameter]) for slot in bucket.slots):
                 next(steps)
             yield place
 
@@ -230,15 +232,15 @@ class ShardedStorage(ParameterStorage):
         """Of a bucket's parameters, which are among these, the number of the one that was registered last."""
         return max(self._registered[id(parameters[slot.parameter])] for slot in bucket.slots)
 
-    def _take_out(self, shelves: Sequence[UnitBuffer]) -> None:
+    def _take_out(self, buffers: Sequence[UnitBuffer]) -> None:
         """Make the parameters of these shelves plain ones, with memory of their own. Collective."""
         self.manager.find_edits()  # before what is edited becomes what is kept
         for number, unit in enumerate(self.manager.units):
-            leaving = [shelf for shelf in unit.shelves if shelf in shelves]
+            leaving = [buffer for buffer in unit.buffers if buffer in buffers]
             if leaving:
                 self.manager.install(number)
-                for shelf in leaving:
-                    self.manager.part(number, shelf)
+                for buffer in leaving:
+                    self.manager.part(number, buffer)
                 self.manager.reshard(number)
 
     # -- what is where --------------------------------------------------------------------------------------------
@@ -250,10 +252,10 @@ class ShardedStorage(ParameterStorage):
         found: dict[str, bytes] = {}
         for number in range(len(self.manager.units)):
             with self.manager.gathered([number]):
-                for shelf in self.manager.units[number].shelves:
-                    if shelf.updated:
-                        for slot, parameter in enumerate(shelf.parameters):
-                            found[shelf.name(slot)] = fingerprint(parameter)
+                for buffer in self.manager.units[number].buffers:
+                    if buffer.updated:
+                        for slot, parameter in enumerate(buffer.parameters):
+                            found[buffer.name(slot)] = fingerprint(parameter)
         for parameter, spec in self.replicated.items():
             found[spec.name] = fingerprint(parameter)
         return [(spec.name, found[spec.name]) for spec in self.listed()]
@@ -263,10 +265,10 @@ class ShardedStorage(ParameterStorage):
         if found is not None:
             return found
         with as_plain():
-            for shelf in self.manager.shelves():
-                for slot in shelf.displaced():
+            for buffer in self.manager.buffers():
+                for slot in buffer.displaced():
                     return (
-                        f"the memory of {shelf.name(slot)!r} was replaced after the optimizer was built (by moving "
+                        f"the memory of {buffer.name(slot)!r} was replaced after the optimizer was built (by moving "
                         "or casting the model): move and cast it before that"
                     )
         return misplaced(self._bindings)
@@ -289,7 +291,7 @@ class ShardedStorage(ParameterStorage):
 
     @property
     def units_need_gather(self) -> bool:
-        return all(shelf.common is None for shelf in self.manager.shelves())
+        return all(buffer.common is None for buffer in self.manager.buffers())
 
     def common_memory(self) -> str:
         if not self.units_need_gather:
@@ -329,12 +331,12 @@ class ShardedStorage(ParameterStorage):
     def overwrite(self, parameters: Sequence[Tensor] | None) -> None:
         chosen = None if parameters is None else {id(parameter) for parameter in parameters}
         for number in self._numbers(parameters):
-            for shelf in self.manager.units[number].shelves:
-                slots = [n for n, p in enumerate(shelf.parameters) if chosen is None or id(p) in chosen]
-                assert shelf.whole is not None
-                flats = [shelf.whole[shelf.bucket.slots[n].offset : shelf.bucket.slots[n].end] for n in slots]
+            for buffer in self.manager.units[number].buffers:
+                slots = [n for n, p in enumerate(buffer.parameters) if chosen is None or id(p) in chosen]
+                assert buffer.whole is not None
+                flats = [buffer.whole[buffer.bucket.slots[n].offset : buffer.bucket.slots[n].end] for n in slots]
                 broadcast(self._direct, self._transport, flats)
-                self.manager.commit(shelf, slots)
+                self.manager.commit(buffer, slots)
         self.manager.announce()
         replicas = self._chosen(self.replicas(), parameters)
         self._copy(replicas)
@@ -353,20 +355,20 @@ class ShardedStorage(ParameterStorage):
             self._offload_backend.evict([self.flats[bucket]])
 
     def stepped(self, used: Sequence[bool]) -> None:
-        for shelf in self.manager.shelves():
-            if shelf.updated:
-                slots = enumerate(shelf.bucket.slots)
-                self.manager.changed(shelf, [number for number, slot in slots if used[slot.parameter]])
+        for buffer in self.manager.buffers():
+            if buffer.updated:
+                slots = enumerate(buffer.bucket.slots)
+                self.manager.changed(buffer, [number for number, slot in slots if used[slot.parameter]])
         self.manager.announce()
 
     def replaced(self) -> list[str]:
         return list(replaced(self._bindings))
 
     def not_updated(self) -> Sequence[Tensor]:
-        return () if self._rest_lot is None else self._rest_lot.parameters
+        return () if self._unlisted is None else self._unlisted.parameters
 
     def rest_flats(self) -> list[Tensor]:
-        return [] if self._rest_lot is None else list(self._rest_lot.flats.values())
+        return [] if self._unlisted is None else list(self._unlisted.flats.values())
 
     def kept(self) -> list[Tensor]:
         return [] if self._offload_backend is None else [*self.flats, *self.rest_flats()]
@@ -375,14 +377,14 @@ class ShardedStorage(ParameterStorage):
         return self.manager.pool.storages(), self.manager.pool.peak_bytes
 
     def in_common(self) -> frozenset[int]:
-        return frozenset(address for shelf in self.manager.shelves() if (address := shelf.common_address))
+        return frozenset(address for buffer in self.manager.buffers() if (address := buffer.common_address))
 
     def release(self) -> None:
         if self._hooks is not None:
             self._hooks.end_iteration()
             self._hooks.remove()
-        self._take_out(list(self.manager.shelves()))
-        self.flats, self._rest_lot = [], None
+        self._take_out(list(self.manager.buffers()))
+        self.flats, self._unlisted = [], None
 
 
 def _nothing(*_: object) -> None:

@@ -304,7 +304,7 @@ class ParameterStorage:
             self._places = places  # share_memory() moves a bucket with all its parameters
         return misplaced(self._bindings)
 
-    def unfrozen_problem(self) -> str | None:
+    def diagnose_unfrozen(self) -> str | None:
         """What is wrong where a replicated parameter is trained; None where none is."""
         for parameter, spec in self.replicated.items():
             if parameter.requires_grad:

@@ -44,7 +44,7 @@ class UnitBuffer:
     )
     externally_held: Tensor | None = None  # a buffer that was dropped while somebody else held it
     maybe_dirty: bool = False  # somebody else has held what is lent, and may have written there
-    shown: bool = False  # in the parameters
+    installed: bool = False  # in the parameters
     unchecked: bool = False  # it was shown since somebody last looked for edits
     address: int = 0  # of the whole or lent buffer's memory, when it came
 
@@ -79,7 +79,7 @@ class UnitBuffer:
     @property
     def in_use(self) -> bool:
         """True while what is in the whole must stay: it is being used, or its owners may still have to write it."""
-        return self.shown or (bool(self.committed) and self.whole is not None)
+        return self.installed or (bool(self.committed) and self.whole is not None)
 
     def slot_at(self, element: int) -> int:
         """The slot in which an element of the bucket lies."""
@@ -154,13 +154,13 @@ class UnitBuffer:
             self._own_holders = holders(made)
         return made
 
-    def is_in_common(self, buffer: Tensor | None) -> bool:
+    def is_in_common(self, whole: Tensor | None) -> bool:
         """True for the tensor of `in_common`, as long as it was not moved."""
-        return buffer is not None and buffer is self._common_whole and buffer.data_ptr() == self.common_address
+        return whole is not None and whole is self._common_whole and whole.data_ptr() == self.common_address
 
-    def external_refs(self, buffer: Tensor) -> int:
+    def external_refs(self, whole: Tensor) -> int:
         """How many others hold the memory of a buffer that was dropped."""
-        return holders(buffer) - (self._own_holders if buffer is self._common_whole else 0)
+        return holders(whole) - (self._own_holders if whole is self._common_whole else 0)
 
     def view(self, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Tensor:
         """A view of the whole. In common memory it is made of one that is kept, which takes a third of the time."""
@@ -188,7 +188,7 @@ class SharedBucketMemory:
 
     def __init__(self, region: Region, dtype: torch.dtype) -> None:
         self._region, self._dtype = region, dtype
-        self.shelves: list[UnitBuffer] = []
+        self.buffers: list[UnitBuffer] = []
 
     def whole(self, begin: int, end: int) -> Tensor:
         """What all ranks wrote into these elements, 1-D."""
@@ -206,35 +206,35 @@ class SharedBucketMemory:
         post_forward_shard: set[UnitBuffer] = set()
         for begin, end in self._written():
             there = self._on(begin, end)
-            if any(shelf.in_use for shelf in there):
+            if any(buffer.in_use for buffer in there):
                 post_forward_shard.update(there)
                 continue
-            for shelf in there:
-                if shelf.unchecked:  # of any other a page may have been copied before all ranks had written there
-                    found += [(shelf, piece.slot) for piece in self._differing(shelf, begin, end)]
-            if any(shelf.externally_held is None for shelf in there):
+            for buffer in there:
+                if buffer.unchecked:  # of any other a page may have been copied before all ranks had written there
+                    found += [(buffer, piece.slot) for piece in self._differing(buffer, begin, end)]
+            if any(buffer.externally_held is None for buffer in there):
                 self._forget(begin, end)
-        for shelf in self.shelves:
-            if shelf not in post_forward_shard and not shelf.in_use:
-                shelf.unchecked = False
-                shelf.committed.clear()
+        for buffer in self.buffers:
+            if buffer not in post_forward_shard and not buffer.in_use:
+                buffer.unchecked = False
+                buffer.committed.clear()
         return found, not post_forward_shard
 
-    def restore(self, shelf: UnitBuffer) -> None:
+    def restore(self, buffer: UnitBuffer) -> None:
         """Undo what this rank wrote into a shelf's whole, but for what was accepted, and nothing that lies beside it.
         Every rank must have written its slices."""
         for begin, end in self._written():
             there = self._on(begin, end)
-            if there == [shelf] and not shelf.committed:
+            if there == [buffer] and not buffer.committed:
                 self._forget(begin, end)
-            elif shelf in there:
-                for piece in self._differing(shelf, begin, end):
-                    place = shelf.begin + piece.begin, shelf.begin + piece.end
+            elif buffer in there:
+                for piece in self._differing(buffer, begin, end):
+                    place = buffer.begin + piece.begin, buffer.begin + piece.end
                     self.whole(*place).copy_(self.own(*place))
 
     def _on(self, begin: int, end: int) -> list[UnitBuffer]:
         """The shelves that have a part of these elements."""
-        return [shelf for shelf in self.shelves if shelf.begin < end and begin < shelf.begin + shelf.bucket.numel]
+        return [buffer for buffer in self.buffers if buffer.begin < end and begin < buffer.begin + buffer.bucket.numel]
 
     def _written(self) -> list[tuple[int, int]]:
         """Where this rank has written into the whole, in elements, by pages."""
@@ -244,11 +244,11 @@ class SharedBucketMemory:
     def _forget(self, begin: int, end: int) -> None:
         self._region.refresh(begin * self._dtype.itemsize, end * self._dtype.itemsize)
 
-    def _differing(self, shelf: UnitBuffer, begin: int, end: int) -> Iterator[Piece]:
-        low, high = max(begin - shelf.begin, 0), min(end - shelf.begin, shelf.bucket.numel)
-        for piece in shelf.bucket.pieces(low, high):
-            place = shelf.begin + piece.begin, shelf.begin + piece.end
-            if piece.slot not in shelf.committed and not same_bits(self.whole(*place), self.own(*place)):
+    def _differing(self, buffer: UnitBuffer, begin: int, end: int) -> Iterator[Piece]:
+        low, high = max(begin - buffer.begin, 0), min(end - buffer.begin, buffer.bucket.numel)
+        for piece in buffer.bucket.pieces(low, high):
+            place = buffer.begin + piece.begin, buffer.begin + piece.end
+            if piece.slot not in buffer.committed and not same_bits(self.whole(*place), self.own(*place)):
                 yield piece  # of those that are accepted, the owners are writing what is here
 
 
@@ -270,7 +270,7 @@ class State(Enum):
 class Unit:
     name: str
     rank: InitVar[str]
-    shelves: list[UnitBuffer] = field(default_factory=list)
+    buffers: list[UnitBuffer] = field(default_factory=list)
     state: State = State.SHARDED
     forward_refs: int = 0  # forwards under way that need it
     gather_refs: int = 0  # blocks of `gathered` that need it
@@ -292,40 +292,45 @@ class UnitGathers:
     """The all-gathers of units: among the ranks that share a copy, or among those nearby of what they keep."""
 
     def __init__(
-        self, rank: int, collective: Collective, nearby: Choice | None, pool: Pool, on_idle: Callable[[Tensor], None]
+        self,
+        rank: int,
+        collective: Collective,
+        post_forward_group: Choice | None,
+        pool: Pool,
+        on_idle: Callable[[Tensor], None],
     ) -> None:
         """``rank``: among those that share a copy; ``on_idle``: is told of a slice that was read."""
-        self.nearby = nearby
+        self.post_forward_group = post_forward_group
         self._rank, self._collective, self._pool, self._on_idle = rank, collective, pool, on_idle
 
-    def room(self, shelf: UnitBuffer) -> Tensor:
+    def room(self, buffer: UnitBuffer) -> Tensor:
         """A buffer for the whole of a bucket."""
-        bucket = shelf.bucket
+        bucket = buffer.bucket
         return self._pool.take(bucket.numel, bucket.dtypes.compute, torch.device(bucket.device))
 
-    def start(self, unit: Unit, shelf: UnitBuffer, target: Tensor) -> Work:
+    def start(self, unit: Unit, buffer: UnitBuffer, target: Tensor) -> Work:
         """Start to gather a bucket into ``target``. Collective."""
-        bucket, (post_forward_shard, shelf.post_forward_shard) = shelf.bucket, (shelf.post_forward_shard, None)
-        if post_forward_shard is not None and self.nearby is not None:
-            place, bounds = self.nearby.shards.rank, bucket.cut(self.nearby.shards.world_size)
+        bucket, (post_forward_shard, buffer.post_forward_shard) = buffer.bucket, (buffer.post_forward_shard, None)
+        if post_forward_shard is not None and self.post_forward_group is not None:
+            place, bounds = self.post_forward_group.shards.rank, bucket.cut(self.post_forward_group.shards.world_size)
             target[bounds[place] : bounds[place + 1]].copy_(post_forward_shard)
-            return self.nearby.collective.all_gather(target, bounds, tag=_tag(unit, shelf))
+            return self.post_forward_group.collective.all_gather(target, bounds, tag=_tag(unit, buffer))
         low, high = bucket.owned(self._rank)
-        if target is not shelf.shard:
-            target[low:high].copy_(shelf.shard)
-            self._on_idle(shelf.shard)
-        return self._collective.all_gather(target, bucket.bounds, tag=_tag(unit, shelf))
+        if target is not buffer.shard:
+            target[low:high].copy_(buffer.shard)
+            self._on_idle(buffer.shard)
+        return self._collective.all_gather(target, bucket.bounds, tag=_tag(unit, buffer))
 
-    def keep(self, shelf: UnitBuffer) -> Tensor:
+    def keep(self, buffer: UnitBuffer) -> Tensor:
         """A copy of what this rank keeps of a whole bucket for the ranks nearby."""
-        assert shelf.whole is not None
-        assert self.nearby is not None
-        nearby = self.nearby.shards
-        low, high = shelf.bucket.cut(nearby.world_size)[nearby.rank :][:2]
-        post_forward_shard = self._pool.take(high - low, shelf.bucket.dtypes.compute, shelf.whole.device)
-        return post_forward_shard.copy_(shelf.whole.data[low:high])
+        assert buffer.whole is not None
+        assert self.post_forward_group is not None
+        post_forward_group = self.post_forward_group.shards
+        low, high = buffer.bucket.cut(post_forward_group.world_size)[post_forward_group.rank :][:2]
+        post_forward_shard = self._pool.take(high - low, buffer.bucket.dtypes.compute, buffer.whole.device)
+        return post_forward_shard.copy_(buffer.whole.data[low:high])
 
 
-def _tag(unit: Unit, shelf: UnitBuffer) -> Tag:
-    digest = zlib.crc32(f"{unit.name} {shelf.updated}".encode())  # the label may be cut
-    return Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=shelf.bucket.index, digest=digest)
+def _tag(unit: Unit, buffer: UnitBuffer) -> Tag:
+    digest = zlib.crc32(f"{unit.name} {buffer.updated}".encode())  # the label may be cut
+    return Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=buffer.bucket.index, digest=digest)

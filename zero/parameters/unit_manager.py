@@ -42,18 +42,18 @@ class UnitManager:
         shards: Transport,
         collective: Collective,
         names: Sequence[str],
-        nearby: Choice | None = None,
+        post_forward_group: Choice | None = None,
         on_idle: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """``nearby``: some of the ranks, who share what is kept for a backward; ``on_idle``: is told of a slice that
-        will not be needed for a while."""
+        """``post_forward_group``: some of the ranks, which share what is kept for a backward; ``on_idle``: is called
+        with a slice that will not be needed for a while."""
         self._on_idle: Callable[[Tensor], None] = on_idle or _nothing
         self.shards = shards
         self._alone = shards.world_size == 1  # then the shard is the whole
         self.units = [Unit(name, shards.called) for name in names]
         self.pool = Pool(exact=True)
-        self._gathers = UnitGathers(shards.rank, collective, nearby, self.pool, self._on_idle)
-        self.places = SavedTensorIndex(alone=self._alone)
+        self._gathers = UnitGathers(shards.rank, collective, post_forward_group, self.pool, self._on_idle)
+        self.saved_tensors = SavedTensorIndex(alone=self._alone)
         self.lasting: str | None = None  # what cannot be mended; told at every agreement
         self._edits = EditDetector(shards.rank)
         self._externally_held: list[UnitBuffer] = []
@@ -63,36 +63,36 @@ class UnitManager:
 
     # -- what is where --------------------------------------------------------------------------------------------
 
-    def put(self, unit: int, shelf: UnitBuffer) -> None:
+    def put(self, unit: int, buffer: UnitBuffer) -> None:
         """Take up a shelf. Its parameters have memory of their own, which they lose: from now on they are released."""
-        self.units[unit].shelves.append(shelf)
-        for base in shelf.bases:
+        self.units[unit].buffers.append(buffer)
+        for base in buffer.bases:
             if base not in self._classes:
                 self._classes[base] = released_class(base, weakly(self.spec_of))
-        self._release(shelf)
+        self._release(buffer)
         if self._alone:
-            self.places.remember(unit, shelf, shelf.shard)
-        self._edits.add(shelf)
+            self.saved_tensors.remember(unit, buffer, buffer.shard)
+        self._edits.add(buffer)
 
-    def part(self, number: int, shelf: UnitBuffer) -> None:
+    def part(self, number: int, buffer: UnitBuffer) -> None:
         """Give the parameters of a shelf, whose unit is shown, memory of their own, and forget the shelf."""
-        for parameter in shelf.parameters:
+        for parameter in buffer.parameters:
             parameter.data = parameter.detach().clone()
-        self.units[number].shelves.remove(shelf)
-        shelf.whole = None
-        self.places.forget(shelf)
-        self._edits.remove(shelf)
+        self.units[number].buffers.remove(buffer)
+        buffer.whole = None
+        self.saved_tensors.forget(buffer)
+        self._edits.remove(buffer)
 
-    def shelves(self) -> Iterator[UnitBuffer]:
+    def buffers(self) -> Iterator[UnitBuffer]:
         for unit in self.units:
-            yield from unit.shelves
+            yield from unit.buffers
 
     def spec_of(self, parameter: Tensor) -> ParameterSpec | None:
         """What is known of a parameter; for errors, and for what can be said of it without values."""
-        for shelf in self.shelves():
-            for slot, known in enumerate(shelf.parameters):
+        for buffer in self.buffers():
+            for slot, known in enumerate(buffer.parameters):
                 if known is parameter:
-                    return shelf.spec(slot)
+                    return buffer.spec(slot)
         return None
 
     # -- coming and going -----------------------------------------------------------------------------------------
@@ -132,28 +132,28 @@ class UnitManager:
                 self._sweep()
                 if self._externally_held:
                     self._edits.find()  # who holds a dropped buffer may have written beside it
-                for shelf in unit.shelves:
-                    unit.work.append(self._gather(unit, shelf))
-                    assert shelf.whole is not None
-                    self.places.remember(number, shelf, shelf.whole)
+                for buffer in unit.buffers:
+                    unit.work.append(self._gather(unit, buffer))
+                    assert buffer.whole is not None
+                    self.saved_tensors.remember(number, buffer, buffer.whole)
             unit.state = State.GATHERING
 
-    def _gather(self, unit: Unit, shelf: UnitBuffer) -> Work:
-        externally_held = shelf.externally_held
+    def _gather(self, unit: Unit, buffer: UnitBuffer) -> Work:
+        externally_held = buffer.externally_held
         if externally_held is not None:
-            self._externally_held.remove(shelf)
-            shelf.externally_held = None
-        if shelf.common is not None:
-            shelf.whole = shelf.in_common() if externally_held is None else externally_held
+            self._externally_held.remove(buffer)
+            buffer.externally_held = None
+        if buffer.common is not None:
+            buffer.whole = buffer.in_common() if externally_held is None else externally_held
             assert self._written is not None, "whoever wrote there has said so"
             return self._written
         if self._alone:
-            shelf.whole = shelf.shard
-            target = shelf.whole
+            buffer.whole = buffer.shard
+            target = buffer.whole
         else:
-            shelf.whole = externally_held if externally_held is not None else self._gathers.room(shelf)
-            target = shelf.whole.data  # with a version counter of its own: to gather again is no edit
-        return self._gathers.start(unit, shelf, target)
+            buffer.whole = externally_held if externally_held is not None else self._gathers.room(buffer)
+            target = buffer.whole.data  # with a version counter of its own: to gather again is no edit
+        return self._gathers.start(unit, buffer, target)
 
     def _wait(self, unit: Unit) -> None:
         if unit.state is State.GATHERING:
@@ -161,13 +161,13 @@ class UnitManager:
                 while unit.work:
                     unit.work[0].wait()
                     unit.work.pop(0)
-            for shelf in unit.shelves:
-                shelf.committed.clear()  # its owners, too, have written it
-                if shelf.maybe_dirty and shelf.common is not None:
-                    shelf.common.restore(shelf)  # of a NaN, or what a stranger wrote
-                shelf.maybe_dirty = False
-                if shelf.moved and shelf.whole is not None and shelf.common is not None:
-                    shelf.whole.data.copy_(shelf.common.whole(shelf.begin, shelf.begin + shelf.bucket.numel))
+            for buffer in unit.buffers:
+                buffer.committed.clear()  # its owners, too, have written it
+                if buffer.maybe_dirty and buffer.common is not None:
+                    buffer.common.restore(buffer)  # of a NaN, or what a stranger wrote
+                buffer.maybe_dirty = False
+                if buffer.moved and buffer.whole is not None and buffer.common is not None:
+                    buffer.whole.data.copy_(buffer.common.whole(buffer.begin, buffer.begin + buffer.bucket.numel))
             unit.state = State.WHOLE
 
     def install(self, number: int) -> None:
@@ -180,27 +180,27 @@ class UnitManager:
         self._wait(unit)
         with unit.installing():
             with _usable_later():
-                for shelf in unit.shelves:
-                    self._install(shelf)
+                for buffer in unit.buffers:
+                    self._install(buffer)
             unit.state = State.INSTALLED
 
-    def _install(self, shelf: UnitBuffer) -> None:
-        shelf.shown = shelf.unchecked = True
-        released = [self._classes[base] for base in shelf.bases]
-        if [parameter.__class__ for parameter in shelf.parameters] != released:
-            self._tell_swapped(shelf, released)
-        for parameter, base in zip(shelf.parameters, shelf.bases, strict=True):
+    def _install(self, buffer: UnitBuffer) -> None:
+        buffer.installed = buffer.unchecked = True
+        released = [self._classes[base] for base in buffer.bases]
+        if [parameter.__class__ for parameter in buffer.parameters] != released:
+            self._tell_swapped(buffer, released)
+        for parameter, base in zip(buffer.parameters, buffer.bases, strict=True):
             parameter.__class__ = base
-        for slot in shelf.edited():
-            if not self._keeps_edit(shelf, slot):
-                self._edits.note(f"{shelf.name(slot)!r} was edited while it was released")
-                shelf.renew(slot)
-        shelf.put_whole()
+        for slot in buffer.edited():
+            if not self._keeps_edit(buffer, slot):
+                self._edits.note(f"{buffer.name(slot)!r} was edited while it was released")
+                buffer.renew(slot)
+        buffer.put_whole()
 
-    def _tell_swapped(self, shelf: UnitBuffer, released: Sequence[type[Tensor]]) -> None:
-        for slot, (parameter, known) in enumerate(zip(shelf.parameters, released, strict=True)):
+    def _tell_swapped(self, buffer: UnitBuffer, released: Sequence[type[Tensor]]) -> None:
+        for slot, (parameter, known) in enumerate(zip(buffer.parameters, released, strict=True)):
             if parameter.__class__ is not known:
-                self.lasting = f"{shelf.name(slot)!r} was swapped for another tensor: build a new model and optimizer"
+                self.lasting = f"{buffer.name(slot)!r} was swapped for another tensor: build a new model and optimizer"
 
     def uninstall(self, number: int) -> None:
         """Release a unit's parameters, unless somebody holds it; its buffers stay. One rank alone keeps edits."""
@@ -211,19 +211,19 @@ class UnitManager:
 
     def _uninstall(self, unit: Unit) -> None:
         unit.state, self._edits.is_checked = State.WHOLE, False
-        for shelf in unit.shelves:
-            for slot in shelf.edited():
-                if not (self._alone and shelf.owns(slot)):
-                    self._edits.note_slot(shelf, slot)
-            self._release(shelf)
-            if not self._alone and (shelf.common is None or shelf.moved):
-                self._edits.compare(shelf)
-                self._on_idle(shelf.shard)
+        for buffer in unit.buffers:
+            for slot in buffer.edited():
+                if not (self._alone and buffer.owns(slot)):
+                    self._edits.note_slot(buffer, slot)
+            self._release(buffer)
+            if not self._alone and (buffer.common is None or buffer.moved):
+                self._edits.compare(buffer)
+                self._on_idle(buffer.shard)
 
-    def _release(self, shelf: UnitBuffer) -> None:
-        shelf.shown = False
-        shelf.put_nans()
-        for parameter, base in zip(shelf.parameters, shelf.bases, strict=True):
+    def _release(self, buffer: UnitBuffer) -> None:
+        buffer.installed = False
+        buffer.put_nans()
+        for parameter, base in zip(buffer.parameters, buffer.bases, strict=True):
             parameter.__class__ = self._classes[base]
 
     def reshard(self, number: int, *, for_now: bool = False) -> None:
@@ -240,21 +240,21 @@ class UnitManager:
         if unit.state is State.INSTALLED:
             self._uninstall(unit)
         unit.state = State.SHARDED
-        for shelf in unit.shelves:
-            if for_now and self._gathers.nearby and self.join_announcer is None and shelf.common is None:
-                shelf.post_forward_shard = self._gathers.keep(shelf)
+        for buffer in unit.buffers:
+            if for_now and self._gathers.post_forward_group and self.join_announcer is None and buffer.common is None:
+                buffer.post_forward_shard = self._gathers.keep(buffer)
             if self._alone:
-                self._on_idle(shelf.shard)
+                self._on_idle(buffer.shard)
             else:
-                shelf.externally_held = shelf.whole
-                self._externally_held.append(shelf)
-            shelf.whole = None
+                buffer.externally_held = buffer.whole
+                self._externally_held.append(buffer)
+            buffer.whole = None
         self._sweep()
 
     def free_post_forward_shards(self) -> None:
         """No backward will ask any more."""
-        for shelf in self.shelves():
-            shelf.post_forward_shard = None
+        for buffer in self.buffers():
+            buffer.post_forward_shard = None
 
     def reshard_all(self) -> None:
         """Drop every unit that nobody holds."""
@@ -275,21 +275,21 @@ class UnitManager:
         """Take back the buffers that strangers have let go since. What a stranger wrote while the unit was shown is
         looked for as soon as one is seen, and what he wrote later is forgotten as soon as he is gone."""
         changed = []
-        for shelf in list(self._externally_held):
-            if shelf.externally_held is not None and shelf.external_refs(shelf.externally_held) == 0:
-                self._reclaim(shelf)
-                changed += [shelf] if shelf.maybe_dirty else []
-            elif not shelf.maybe_dirty:
-                shelf.maybe_dirty = True
-                changed.append(shelf)
-        for common in dict.fromkeys(shelf.common for shelf in changed if shelf.common is not None):
+        for buffer in list(self._externally_held):
+            if buffer.externally_held is not None and buffer.external_refs(buffer.externally_held) == 0:
+                self._reclaim(buffer)
+                changed += [buffer] if buffer.maybe_dirty else []
+            elif not buffer.maybe_dirty:
+                buffer.maybe_dirty = True
+                changed.append(buffer)
+        for common in dict.fromkeys(buffer.common for buffer in changed if buffer.common is not None):
             self._edits.find_in(common)
 
-    def _reclaim(self, shelf: UnitBuffer) -> None:
-        if shelf.common is None or not shelf.is_in_common(shelf.externally_held):
-            self.places.forget(shelf)  # common memory stays where it is
-        shelf.externally_held = None
-        self._externally_held.remove(shelf)
+    def _reclaim(self, buffer: UnitBuffer) -> None:
+        if buffer.common is None or not buffer.is_in_common(buffer.externally_held):
+            self.saved_tensors.forget(buffer)  # common memory stays where it is
+        buffer.externally_held = None
+        self._externally_held.remove(buffer)
 
     # -- edits ----------------------------------------------------------------------------------------------------
 
@@ -303,56 +303,56 @@ class UnitManager:
         if not self._edits.is_checked or self._externally_held:
             self._edits.find()
 
-    def _keeps_edit(self, shelf: UnitBuffer, slot: int) -> bool:
+    def _keeps_edit(self, buffer: UnitBuffer, slot: int) -> bool:
         """True where an edit of a released parameter was made through a view of the shard, which is the whole."""
-        if not (self._alone and shelf.owns(slot)):
+        if not (self._alone and buffer.owns(slot)):
             return False
-        return bool(shelf.nans[slot].isnan().all())  # host synchronisation: only after such an edit
+        return bool(buffer.nans[slot].isnan().all())  # host synchronisation: only after such an edit
 
-    def commit(self, shelf: UnitBuffer, slots: Sequence[int]) -> None:
+    def commit(self, buffer: UnitBuffer, slots: Sequence[int]) -> None:
         """The values of these slots, which are shown, are equal on all ranks: they are the parameters' own from now."""
-        low, high = shelf.bucket.owned(self.shards.rank)
-        shelf.committed.update(slots)
-        if not self._alone and shelf.whole is not None:
-            for piece in shelf.bucket.pieces(low, high):
+        low, high = buffer.bucket.owned(self.shards.rank)
+        buffer.committed.update(slots)
+        if not self._alone and buffer.whole is not None:
+            for piece in buffer.bucket.pieces(low, high):
                 if piece.slot in slots:
-                    shelf.shard[piece.begin - low : piece.end - low].copy_(shelf.whole[piece.begin : piece.end])
-            self._on_idle(shelf.shard)
-        self.changed(shelf, slots)
+                    buffer.shard[piece.begin - low : piece.end - low].copy_(buffer.whole[piece.begin : piece.end])
+            self._on_idle(buffer.shard)
+        self.changed(buffer, slots)
 
     def _undo_edits(self, number: int) -> None:
         """An exception left a block, and tells enough: what was edited in it is not told again. Where another block is
         around it, what was edited there is that one's."""
         unit = self.units[number]
         if unit.state is State.INSTALLED and unit.gather_refs == 1:
-            for shelf in unit.shelves:
-                for slot in range(len(shelf.parameters)):
-                    shelf.note(slot)
-                if shelf.common is not None and not shelf.moved:
-                    shelf.common.restore(shelf)
-                elif not self._alone and shelf.whole is not None:
-                    low, high = shelf.bucket.owned(self.shards.rank)
-                    shelf.whole.data[low:high].copy_(shelf.shard)
-                    self._on_idle(shelf.shard)
+            for buffer in unit.buffers:
+                for slot in range(len(buffer.parameters)):
+                    buffer.note(slot)
+                if buffer.common is not None and not buffer.moved:
+                    buffer.common.restore(buffer)
+                elif not self._alone and buffer.whole is not None:
+                    low, high = buffer.bucket.owned(self.shards.rank)
+                    buffer.whole.data[low:high].copy_(buffer.shard)
+                    self._on_idle(buffer.shard)
 
     # -- changes --------------------------------------------------------------------------------------------------
 
-    def changed(self, shelf: UnitBuffer, slots: Sequence[int]) -> None:
+    def changed(self, buffer: UnitBuffer, slots: Sequence[int]) -> None:
         """The values of these slots are others now: what a graph or a stranger holds of them is out of date."""
         if not slots:
             return
-        shelf.post_forward_shard = None
+        buffer.post_forward_shard = None
         for slot in slots:
-            shelf.versions[slot] += 1
+            buffer.versions[slot] += 1
         with as_plain():  # as an edit in place does, also of what autograd itself has saved
-            torch.autograd.graph.increment_version([shelf.parameters[slot] for slot in slots])
+            torch.autograd.graph.increment_version([buffer.parameters[slot] for slot in slots])
             for slot in slots:
-                shelf.note(slot)
+                buffer.note(slot)
         self._sweep()
-        if shelf.whole is not None:
-            torch.autograd.graph.increment_version(shelf.whole)
-        if shelf.externally_held is not None:
-            shelf.externally_held.fill_(float("nan"))
+        if buffer.whole is not None:
+            torch.autograd.graph.increment_version(buffer.whole)
+        if buffer.externally_held is not None:
+            buffer.externally_held.fill_(float("nan"))
 
     def announce(self) -> None:
         """Say that this rank has written its slices of common memory, since it last said so. Collective; the next

@@ -342,6 +342,6 @@ def scatter_masters(
             whole = masters.get(mapping[spec.index])
             if whole is not None:
                 values = flattened(whole.detach().to(bucket.device, bucket.dtypes.master), spec.stride)
-                target = states.master.wide[piece.begin - states.begin : piece.end - states.begin]
+                target = states.master.master[piece.begin - states.begin : piece.end - states.begin]
                 target.copy_(values[piece.begin - slot.offset : piece.end - slot.offset])
         states.evict()

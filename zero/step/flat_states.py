@@ -98,7 +98,7 @@ class BucketStates:
     @property
     def weights(self) -> Tensor:
         """What is updated, 1-D."""
-        return self._parameters if self.master is None else self.master.wide
+        return self._parameters if self.master is None else self.master.master
 
     def synced_weights(self) -> Tensor:
         """The weights as the next step would begin with, 1-D, in the master's dtype. Changes nothing."""

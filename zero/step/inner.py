@@ -127,7 +127,7 @@ class InnerOptimizer:
             for name, value in states.instance.state.get(run.parameter, {}).items()
             if isinstance(value, Tensor) and name not in run.views
         ]
-        wide = [states.master.wide] if states.master is not None and states.master.exists else []
+        wide = [states.master.master] if states.master is not None and states.master.exists else []
         return [*states.flat.values(), *scalars, *wide]
 
     def close(self) -> None:

@@ -28,52 +28,52 @@ class MasterWeights:
     """
 
     def __init__(
-        self, narrow: Tensor, dtype: torch.dtype, wide: Tensor | None, empty: Callable[[], Tensor] | None = None
+        self, param: Tensor, dtype: torch.dtype, master: Tensor | None, empty: Callable[[], Tensor] | None = None
     ) -> None:
-        """``narrow``: the interval; ``wide``: its values, where they are known better than from it; ``empty``: the
+        """``param``: the interval; ``master``: its values, where they are known better than from it; ``empty``: the
         memory that they are kept in, each time the same, if that is not to be had anywhere."""
-        self._narrow, self._dtype, self._wide, self._empty = narrow, dtype, wide, empty
+        self._param, self._dtype, self._master, self._empty = param, dtype, master, empty
 
     @property
     def exists(self) -> bool:
         """False of weights that were never updated: then the narrow ones say it all, and no memory is used."""
-        return self._wide is not None
+        return self._master is not None
 
     @property
-    def wide(self) -> Tensor:
+    def master(self) -> Tensor:
         """The weights, made from the narrow ones where there are none yet."""
-        if self._wide is None:
-            self._wide = self._narrow.to(self._dtype) if self._empty is None else self._empty().copy_(self._narrow)
-        return self._wide
+        if self._master is None:
+            self._master = self._param.to(self._dtype) if self._empty is None else self._empty().copy_(self._param)
+        return self._master
 
     def synced(self) -> Tensor:
         """What `sync_from_param` would make of them, a copy."""
-        if self._wide is None:
-            return self._narrow.to(self._dtype)
-        copied = MasterWeights(self._narrow, self._dtype, self._wide.clone())
+        if self._master is None:
+            return self._param.to(self._dtype)
+        copied = MasterWeights(self._param, self._dtype, self._master.clone())
         copied.sync_from_param()
-        return copied.wide
+        return copied.master
 
     def sync_from_param(self) -> None:
         """Take over what was written into the narrow ones."""
-        if self._wide is None:
+        if self._master is None:
             return
-        at_once = host_readable(self._narrow.device)
-        block = _BLOCK if at_once else max(1, self._narrow.numel())
-        for begin in range(0, self._narrow.numel(), block):
-            narrow, wide = self._narrow[begin : begin + block], self._wide[begin : begin + block]
-            rounded = wide.to(narrow.dtype)
-            if at_once and same_bits(rounded, narrow):
+        at_once = host_readable(self._param.device)
+        block = _BLOCK if at_once else max(1, self._param.numel())
+        for begin in range(0, self._param.numel(), block):
+            param, master = self._param[begin : begin + block], self._master[begin : begin + block]
+            rounded = master.to(param.dtype)
+            if at_once and same_bits(rounded, param):
                 continue
-            as_integers = INTEGERS[narrow.itemsize]
-            written = rounded.view(as_integers) != narrow.view(as_integers)
-            written &= ~(rounded.isnan() & narrow.isnan())  # which NaN a cast makes depends on the place in a tensor
-            wide.copy_(torch.where(written, narrow.to(wide.dtype), wide))
+            as_integers = INTEGERS[param.itemsize]
+            written = rounded.view(as_integers) != param.view(as_integers)
+            written &= ~(rounded.isnan() & param.isnan())  # which NaN a cast makes depends on the place in a tensor
+            master.copy_(torch.where(written, param.to(master.dtype), master))
 
     def forget(self) -> None:
         """From now on the narrow ones say it all."""
-        self._wide = None
+        self._master = None
 
     def cast(self, begin: int, end: int) -> None:
         """Round these weights, which were updated, to what the model computes with."""
-        self._narrow[begin:end].copy_(self.wide[begin:end])
+        self._param[begin:end].copy_(self.master[begin:end])
