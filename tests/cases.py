@@ -251,7 +251,11 @@ def assert_nothing_is_here(model: nn.Module, optimizer: ZeroOptimizer, lends: bo
 
 def lent(manager: UnitManager) -> list[str]:
     """Whose memory somebody else holds."""
-    buffers = [buffer for buffer in manager.buffers() if buffer.lent is not None and buffer.strangers(buffer.lent)]
+    buffers = [
+        buffer
+        for buffer in manager.buffers()
+        if buffer.externally_held is not None and buffer.external_refs(buffer.externally_held)
+    ]
     return [buffer.name(slot) for buffer in buffers for slot in range(len(buffer.parameters))]
 
 

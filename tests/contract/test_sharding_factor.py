@@ -347,7 +347,7 @@ def test_after_an_evaluation_or_a_step_nothing_is_kept(reshard: bool | int) -> N
 
         def kept() -> int:
             whole = sum(buffer.whole is not None for buffer in manager.buffers())
-            return whole + sum(buffer.kept is not None for buffer in manager.buffers())
+            return whole + sum(buffer.post_forward_shard is not None for buffer in manager.buffers())
 
         with torch.no_grad():
             model(torch.ones(2, 67))

@@ -18,7 +18,7 @@ from collectives import CollectiveError, Transport, on_threads
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import is_released
 from zero.core.stage import STAGES
-from zero.gradients.grad_phase import Phase, Progress
+from zero.gradients.grad_phase import Phase, GradPhase
 from zero.parameters.unit_buffer import State, Unit
 
 from ..models import Odd, build, odd_batches, odd_loss
@@ -285,7 +285,7 @@ def a_rank_leaves(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
 def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the drawings at the heads of `manager` and `progress`, whatever is called or goes wrong."""
     units = record_transitions(monkeypatch, Unit, "state")
-    phases = record_transitions(monkeypatch, Progress, "phase")
+    phases = record_transitions(monkeypatch, GradPhase, "phase")
 
     def at(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
         if moment == "clear":

@@ -427,18 +427,18 @@ def test_methods_inside_a_forward_begin_no_order_of_their_own() -> None:
         for name in ("first", "second"):
             zero.register_forward_method(model, name)
         manager, seen = residency_of(optimizer), list[list[int]]()
-        fetch = manager.fetch
+        fetch = manager.unshard
 
         def noted(number: int) -> None:
             seen[-1].append(number)
             fetch(number)
 
-        manager.fetch = noted  # type: ignore[method-assign]
+        manager.unshard = noted  # type: ignore[method-assign]
         for _ in range(3):
             seen.append([])
             with torch.no_grad():
                 model(batches_of(0, 1)[0].x)
-        manager.fetch = fetch  # type: ignore[method-assign]
+        manager.unshard = fetch  # type: ignore[method-assign]
         return seen
 
     for seen in on_threads(2, program, timeout=10):

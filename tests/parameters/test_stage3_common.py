@@ -263,7 +263,7 @@ def test_what_was_written_stays_in_an_outer_block_before_its_owners_have_it(rank
     def act(model: Blocks, optimizer: ZeroOptimizer) -> Tensor:
         manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
         with optimizer.gathered(model.weight(1)):
-            with late(manager, "accept", looked if optimizer.rank else done), suppress(PlannedError):  # noqa: SIM117
+            with late(manager, "commit", looked if optimizer.rank else done), suppress(PlannedError):  # noqa: SIM117
                 with optimizer.gathered(model.weight(1), write=True):
                     model.weight(1).data.mul_(2)
                     raise PlannedError
@@ -534,9 +534,9 @@ def test_what_lies_where_a_buffer_was_before_it_was_moved_is_not_taken_for_it() 
         with optimizer.gathered():
             (buffer,) = manager.units[2].buffers
             there = buffer.common.whole(buffer.begin, buffer.begin + buffer.bucket.numel)
-            found.append(manager.places.find(there) is not None)
+            found.append(manager.saved_tensors.find(there) is not None)
             model.weight(1).detach().share_memory_()  # type: ignore[no-untyped-call]
-            found.append(manager.places.find(there) is not None)
+            found.append(manager.saved_tensors.find(there) is not None)
         return found
 
     assert on_sockets(2, program, timeout=LIMIT) == [[True, False]] * 2
