@@ -131,7 +131,7 @@ class Engine:
         """Clip the mean gradient by its norm; returns the norm before."""
         with self._clipping():
             self._reducer.finalize_grads(
-                "clip_grad_norm_()", self._storage.problem() or self._storage.diagnose_unfrozen()
+                "clip_grad_norm_()", self._storage.diagnose() or self._storage.diagnose_unfrozen()
             )
             return self._update.clip(max_norm, norm_type, error_if_nonfinite)
 
@@ -142,7 +142,7 @@ class Engine:
 
     def _agree_and_update(self, groups: Sequence[Options]) -> None:
         free = self._storage.end_iteration()
-        problem = self._storage.problem() if free else "step() inside gathered() or inside a forward: leave it first"
+        problem = self._storage.diagnose() if free else "step() inside gathered() or inside a forward: leave it first"
         problem = problem or self._storage.diagnose_unfrozen()
         told = digests_of(groups, self._inner.defaults.keys() - self._counted)
         self._reducer.finalize_grads("step()", problem, options=told)
@@ -175,7 +175,7 @@ class Engine:
     def full_master(self, index: int) -> Tensor:
         """The whole master weights of a parameter, a copy."""
         spec = self._storage.layout.parameters[index]
-        self._reducer.check_consistency(f"full_master of {spec.name!r}", self._storage.problem())
+        self._reducer.check_consistency(f"full_master of {spec.name!r}", self._storage.diagnose())
         bucket, _, slot = next(found for found in self._storage.layout.slots() if found[2].parameter == index)
         states = self._inner.states[bucket.index]
         tag = Tag(Kind.ALL_GATHER, f"full_master of {spec.name!r}", index=bucket.index)
@@ -201,19 +201,19 @@ class Engine:
                         self._overwrite(chosen)
 
     def _overwrite(self, chosen: Sequence[Tensor] | None) -> None:
-        self._reducer.check_consistency("gathered(write=True)", self._storage.problem())
+        self._reducer.check_consistency("gathered(write=True)", self._storage.diagnose())
         self._storage.overwrite(chosen)
 
     @_told
     def broadcast_buffers(self) -> None:
         """Rank 0's buffers for all."""
-        self._reducer.check_consistency("broadcast_buffers()", self._storage.problem())
+        self._reducer.check_consistency("broadcast_buffers()", self._storage.diagnose())
         self._storage.broadcast_buffers()
 
     @_told
     def check_replicas(self) -> str:
         """SHA-256 over the parameters, after comparing them over the ranks."""
-        self._reducer.check_consistency("check_replicas()", self._storage.problem())
+        self._reducer.check_consistency("check_replicas()", self._storage.diagnose())
         return compare(self._transport, self._storage.fingerprints(), "check_replicas()")
 
     @_told
@@ -259,7 +259,7 @@ class Engine:
         names = self._storage.replaced()
         try:
             if not self._transport.broken:
-                self._reducer.check_consistency("close()", self._storage.problem())
+                self._reducer.check_consistency("close()", self._storage.diagnose())
         except CollectiveError:
             raise
         except (RuntimeError, ValueError) as error:

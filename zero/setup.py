@@ -244,7 +244,7 @@ class Builder:
 
         def keep(bucket: Bucket, whole: Tensor) -> None:
             if layout.parameters[bucket.slots[0].parameter].trainable:  # others may never be updated
-                begin, end = self.stage.stepped(bucket, self.shards.rank)
+                begin, end = self.stage.update_interval(bucket, self.shards.rank)
                 mine, empty = whole[begin:end], self._room_for_masters(bucket, stores)
                 wide[bucket.index] = mine.clone() if empty is None else empty().copy_(mine)
                 if bucket.index in stores:
@@ -255,7 +255,7 @@ class Builder:
             self.storage.adopt(found, layout, keep)
             self.streams.use(self.storage.device)
             for bucket in layout.buckets[buckets:]:
-                begin, end = self.stage.stepped(bucket, self.shards.rank)
+                begin, end = self.stage.update_interval(bucket, self.shards.rank)
                 slot_groups = [layout.parameters[slot.parameter].group for slot in bucket.slots]
                 scalars = [layout.parameters[slot.parameter].shape == () for slot in bucket.slots]
                 interval = self.storage.interval(bucket, begin, end)
@@ -263,7 +263,7 @@ class Builder:
                 if bucket.dtypes.has_master:
                     master = MasterWeights(
                         interval,
-                        bucket.dtypes.master,
+                        bucket.dtypes.master_dtype,
                         wide.pop(bucket.index, None),
                         self._room_for_masters(bucket, stores),
                     )
@@ -284,8 +284,8 @@ class Builder:
         offload_backend = self._offload_backend
         problem: Exception | None = None
         names = {bucket.index: self._names_of_states(bucket) for bucket in buckets}
-        widths = {bucket.index: _length(self.stage.stepped(bucket, self.shards.rank)) for bucket in buckets}
-        wanted = [(widths[bucket.index], bucket.dtypes.master) for bucket in buckets for _ in names[bucket.index]]
+        widths = {bucket.index: _length(self.stage.update_interval(bucket, self.shards.rank)) for bucket in buckets}
+        wanted = [(widths[bucket.index], bucket.dtypes.master_dtype) for bucket in buckets for _ in names[bucket.index]]
         try:
             offload_backend.reserve([*wanted, *self.storage.slices(buckets, found)])
         except (ValueError, OSError) as error:
@@ -297,7 +297,7 @@ class Builder:
                 offload_backend,
                 widths[bucket.index],
                 names[bucket.index],
-                bucket.dtypes.master,
+                bucket.dtypes.master_dtype,
                 Event(f"prefetch bucket {bucket.index}", rank),
                 Event(f"evict bucket {bucket.index}", rank),
             )
@@ -313,7 +313,7 @@ class Builder:
         """Where master weights of a bucket are kept, if not beside the parameters: those on a GPU stay there."""
         if bucket.index not in stores or torch.device(bucket.device).type != "cpu":
             return None
-        return partial(stores[bucket.index].tensor, _MASTER, bucket.dtypes.master)
+        return partial(stores[bucket.index].tensor, _MASTER, bucket.dtypes.master_dtype)
 
     def _lines(self, described: Sequence[ParameterSpec]) -> list[str]:
         """What the ranks must have built alike, as text."""

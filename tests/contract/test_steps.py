@@ -215,7 +215,7 @@ def poison(_: str, __: Odd, optimizer: ZeroOptimizer) -> None:
             poison_padding(tensor, store.bucket, *((0, tensor.numel()) if whole else (store.low, store.high)))
     for bucket, states in zip(storage.layout.buckets, optimizer._inner.states, strict=True):
         for flat in states.flat.values():
-            poison_padding(flat, bucket, *stage.stepped(bucket, rank))
+            poison_padding(flat, bucket, *stage.update_interval(bucket, rank))
     for pool in pools:
         for block in pool._blocks:
             if block.free:

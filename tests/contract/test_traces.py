@@ -18,7 +18,7 @@ from collectives import CollectiveError, Transport, on_threads
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import is_released
 from zero.core.stage import STAGES
-from zero.gradients.grad_phase import Phase, GradPhase
+from zero.gradients.grad_phase import GradPhase, Phase
 from zero.parameters.unit_buffer import State, Unit
 
 from ..models import Odd, build, odd_batches, odd_loss

@@ -136,7 +136,7 @@ def test_a_bucket_keeps_to_its_cap_unless_one_parameter_alone_exceeds_it(
 ) -> None:
     for bucket in build(parameters, world_size, nbytes).buckets:
         if sum(slot.numel > 0 for slot in bucket.slots) > 1:
-            assert bucket.numel * bucket.dtypes.compute.itemsize <= nbytes
+            assert bucket.numel * bucket.dtypes.param_dtype.itemsize <= nbytes
 
 
 @given(parameter_lists, world_sizes, bucket_sizes)
@@ -148,14 +148,14 @@ def test_a_bucket_is_as_full_as_the_cap_allows(parameters: list[ParameterSpec], 
         kind = (first.dtypes, first.device, first.trainable)
         if kind in kinds:
             before = sum(padded(parameters[slot.parameter]) for slot in kinds[kind].slots)
-            assert (before + padded(first)) * first.dtypes.compute.itemsize > nbytes
+            assert (before + padded(first)) * first.dtypes.param_dtype.itemsize > nbytes
         kinds[kind] = bucket
 
 
 @given(st.integers(1, 200), st.integers(1, 200), st.sampled_from(PLAIN + MIXED))
 def test_an_exact_fit_is_accepted_and_one_byte_less_is_not(a: int, b: int, dtypes: Dtypes) -> None:
     two = [spec("a", (a,), dtypes), spec("b", (b,), dtypes)]
-    fit = sum(padded(parameter) for parameter in two) * dtypes.compute.itemsize
+    fit = sum(padded(parameter) for parameter in two) * dtypes.param_dtype.itemsize
     assert len(build(two, 2, fit).buckets) == 1
     assert len(build(two, 2, fit - 1).buckets) == 2
 
@@ -299,8 +299,8 @@ def test_units_share_a_bucket_until_it_is_large_enough(
     for bucket in across.buckets:
         *before, (_, first, _) = across.runs(bucket)
         if before:
-            assert bucket.part(0, first).numel * bucket.dtypes.compute.itemsize < JOINED_BYTES
-    if sum(bucket.numel * bucket.dtypes.compute.itemsize for bucket in across.buckets) < JOINED_BYTES:
+            assert bucket.part(0, first).numel * bucket.dtypes.param_dtype.itemsize < JOINED_BYTES
+    if sum(bucket.numel * bucket.dtypes.param_dtype.itemsize for bucket in across.buckets) < JOINED_BYTES:
         without = [dataclasses.replace(parameter, unit=0) for parameter in parameters]
         assert across.buckets == build(without, world_size, nbytes).buckets
 
@@ -526,7 +526,7 @@ def test_the_stage_table_is_that_of_the_paper(number: int, parameters: str, grad
     assert stage.grads_replicated == (number == 0)
     assert stage.parameters_are_gathered == (number in (1, 2))
     bucket = build([spec("a", (100,))], 2, 1000).buckets[0]
-    assert stage.stepped(bucket, 1) == ((0, 112) if number == 0 else (48, 112))
+    assert stage.update_interval(bucket, 1) == ((0, 112) if number == 0 else (48, 112))
 
 
 @pytest.mark.parametrize(
@@ -625,7 +625,7 @@ def test_traffic_of_stage_3_by_hand() -> None:
 def test_one_rank_sends_nothing_and_holds_everything(parameters: list[ParameterSpec], nbytes: int, number: int) -> None:
     layout = build(parameters, 1, nbytes)
     assert formula_traffic(layout, stage_of(number), 1, 1) == 0
-    whole = sum(p.numel * p.dtypes.compute.itemsize for p in parameters)
+    whole = sum(p.numel * p.dtypes.param_dtype.itemsize for p in parameters)
     assert formula_bytes(layout, stage_of(number), 2)["parameters"] == whole
 
 

@@ -90,7 +90,7 @@ MUTANTS = (
                 "zero.gradients.owned_means.OwnedMeans.slices",
                 "        return self._pieces(lambda store: store.pieces)\n",
                 "        return self._pieces(lambda store: "
-                "store.bucket.pieces(*self._stage.stepped(store.bucket, self._rank)))\n",
+                "store.bucket.pieces(*self._stage.update_interval(store.bucket, self._rank)))\n",
             ),
         ),
         (f"{CLIPPING}[0-2.0]",),

@@ -25,7 +25,7 @@ MASTERS = (
             Edit(
                 "zero.parameters.storage.ParameterStorage._values",
                 "            keep(bucket, whole)\n",
-                "            keep(bucket, whole.to(bucket.dtypes.compute).to(bucket.dtypes.master))\n",
+                "            keep(bucket, whole.to(bucket.dtypes.param_dtype).to(bucket.dtypes.master_dtype))\n",
             ),
         ),
         ("step/test_mixed_cases.py::test_masters_are_rank_0s_wide_values_and_can_be_read[2]",),
@@ -123,8 +123,8 @@ MASTERS = (
         (
             Edit(
                 "zero.state.plain_dicts.scatter",
-                "flattened(value.detach().to(bucket.device, bucket.dtypes.master), spec.stride)",
-                "flattened(value.detach().to(bucket.device, bucket.dtypes.compute), spec.stride)",
+                "value.detach().to(bucket.device, bucket.dtypes.master_dtype)",
+                "value.detach().to(bucket.device, bucket.dtypes.param_dtype)",
             ),
         ),
         (f"{RESUMED}[2-0-model first]",),
@@ -293,7 +293,7 @@ SUMS = (
             Edit(
                 "zero.gradients.accumulator.GradAccumulator.flush",
                 "            if first:\n",
-                "            if first and travels and self._local.dtype is not self.bucket.dtypes.travel:\n"
+                "            if first and travels and self._local.dtype is not self.bucket.dtypes.reduce_dtype:\n"
                 "                torch._foreach_zero_([self._view(slot) for slot in first])\n"
                 "            elif first:\n",
             ),
@@ -307,8 +307,8 @@ SUMS = (
         (
             Edit(
                 "zero.gradients.accumulator.GradAccumulator.gather_means",
-                "            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.accumulate)\n",
-                "            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.travel)\n",
+                "            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.accumulate_dtype)\n",
+                "            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.reduce_dtype)\n",
             ),
         ),
         (f"{TRAINING}[0-bf16-W2]",),
@@ -459,8 +459,8 @@ SCALING = (
         (
             Edit(
                 "zero.gradients.owned_means.OwnedMeans.unscale",
-                "self._pieces(lambda store: store.bucket.pieces(*self._stage.stepped(store.bucket, self._rank)))",
-                "self._pieces(lambda store: store.bucket.pieces(*store.bucket.owned(self._rank)))",
+                "*self._stage.update_interval(store.bucket, self._rank)",
+                "*store.bucket.owned(self._rank)",
             ),
         ),
         (f"{OVERFLOW}[0-fp16-W2]",),

@@ -34,9 +34,9 @@ def formula_bytes(
         return sum(spec.numel * spec.dtypes.itemsize(which) for spec in among)
 
     trainable = [spec for spec in layout.parameters if spec.trainable]
-    stored = total("compute", layout.parameters)
+    stored = total("param_dtype", layout.parameters)
     if rest is not None:
-        stored += total("compute", rest.parameters)
+        stored += total("param_dtype", rest.parameters)
     units = _unit_bytes(layout, rest)
     all_units = sum(units.values())
     gathered = units.pop(0, 0) + sum(sorted(units.values())[-2:])
@@ -51,15 +51,16 @@ def formula_bytes(
     means = [spec for spec in trainable if stage.grads_replicated and not stage.contributes_in_place(spec.dtypes)]
     summed = [spec for spec in trainable if stage.sum_lies_apart(spec.dtypes)]
     kept = [spec for spec in trainable if spec.dtypes.has_master]
-    states = state_tensors * total("master", trainable) + total("master", kept)
+    states = state_tensors * total("master_dtype", trainable) + total("master_dtype", kept)
     return {
         "parameters": placed(stored, stage.parameters),
-        "gradients": total("travel", contributed)
-        + total("accumulate", means)
-        + sharded_bytes(total("accumulate", summed), layout.world_size),
+        "gradients": total("reduce_dtype", contributed)
+        + total("accumulate_dtype", means)
+        + sharded_bytes(total("accumulate_dtype", summed), layout.world_size),
         "optimizer": placed(states, stage.states),
         "gathered_peak": gathered if stage.gathers(1) and layout.world_size > 1 else 0,
-        "scratch_peak": 3 * max((b.numel * b.dtypes.accumulate.itemsize for b in layout.buckets), default=0) + shown,
+        "scratch_peak": 3 * max((b.numel * b.dtypes.accumulate_dtype.itemsize for b in layout.buckets), default=0)
+        + shown,
     }
 
 
@@ -70,7 +71,7 @@ def _unit_bytes(layout: Layout, rest: Layout | None) -> dict[int, int]:
         for bucket in which.buckets:
             for unit, first, last in which.runs(bucket):
                 part = bucket.part(first, last)
-                found[unit] = found.get(unit, 0) + part.numel * part.dtypes.compute.itemsize
+                found[unit] = found.get(unit, 0) + part.numel * part.dtypes.param_dtype.itemsize
     return found
 
 
@@ -106,6 +107,6 @@ def formula_traffic(
     ranks, forwards = layout.world_size, stage.gathers(backwards) // 2
     near = ranks if reshard_group_size is None else reshard_group_size
     again = forwards * (sum(units.values()) - still_here) * (near - 1) * (ranks // near)
-    sums = synchronised * sum(bucket.numel * bucket.dtypes.accumulate.itemsize for bucket in trainable)
+    sums = synchronised * sum(bucket.numel * bucket.dtypes.accumulate_dtype.itemsize for bucket in trainable)
     inside = (ranks - 1) * (passed + forwards * sum(units.values())) + again
     return replicas * inside + 2 * (replicas - 1) * sums

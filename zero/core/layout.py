@@ -30,34 +30,36 @@ ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every vector register: c
 class Dtypes:
     """What a bucket is computed in, travels in, is accumulated in, and is kept in by its owner."""
 
-    compute: torch.dtype
-    travel: torch.dtype
-    accumulate: torch.dtype
-    master: torch.dtype
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    accumulate_dtype: torch.dtype
+    master_dtype: torch.dtype
 
     @classmethod
     def all(cls, dtype: torch.dtype) -> Dtypes:
         return cls(dtype, dtype, dtype, dtype)
 
     def itemsize(self, which: str) -> int:
-        """Bytes of an element in the dtype that is ``compute``, ``travel``, ``accumulate`` or ``master``."""
+        """Bytes of an element in one of these dtypes, by its name."""
         dtype: torch.dtype = getattr(self, which)
         return dtype.itemsize
 
     @property
     def widens(self) -> bool:
         """What travels is added up in another dtype."""
-        return self.accumulate is not self.travel
+        return self.accumulate_dtype is not self.reduce_dtype
 
     @property
     def has_master(self) -> bool:
         """The owner keeps an element in another dtype than the model computes with."""
-        return self.master is not self.compute
+        return self.master_dtype is not self.param_dtype
 
     @property
     def alignment(self) -> int:
         """Elements in `ALIGNMENT_BYTES` of the narrowest of them."""
-        return ALIGNMENT_BYTES // min(d.itemsize for d in (self.compute, self.travel, self.accumulate, self.master))
+        return ALIGNMENT_BYTES // min(
+            d.itemsize for d in (self.param_dtype, self.reduce_dtype, self.accumulate_dtype, self.master_dtype)
+        )
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,9 @@ class ParameterSpec:
     def line(self) -> str:
         """What the ranks must agree on, as text."""
         dtypes = self.dtypes
-        described = ",".join(str(d) for d in (dtypes.compute, dtypes.travel, dtypes.accumulate, dtypes.master))
+        described = ",".join(
+            str(d) for d in (dtypes.param_dtype, dtypes.reduce_dtype, dtypes.accumulate_dtype, dtypes.master_dtype)
+        )
         state = "trainable" if self.trainable else "frozen"
         names = "=".join(self.names) or self.name
         device = self.device.split(":")[0]
@@ -269,7 +273,7 @@ def _buckets(
     for position in reversed(range(len(parameters))):
         spec = parameters[position]
         key = (spec.dtypes, spec.device, spec.trainable, 0 if across_units else spec.unit)
-        filling, nbytes = keys.setdefault(key, []), _padded(spec) * spec.dtypes.compute.itemsize
+        filling, nbytes = keys.setdefault(key, []), _padded(spec) * spec.dtypes.param_dtype.itemsize
         full = filling and used[key] + nbytes > bucket_bytes
         if full or (filling and used[key] >= JOINED_BYTES and parameters[filling[-1]].unit != spec.unit):
             complete.append(filling)

@@ -339,11 +339,11 @@ def misplaced(bound: Iterable[Binding]) -> str | None:
 
 def changed(parameter: Tensor, spec: ParameterSpec) -> str | None:
     """What is wrong where a parameter was cast or moved since its optimizer was built."""
-    if parameter.dtype is spec.dtypes.compute and str(parameter.device) == spec.device:
+    if parameter.dtype is spec.dtypes.param_dtype and str(parameter.device) == spec.device:
         return None
     return (
-        f"{spec.name!r} is now {parameter.dtype} on {parameter.device}, but was {spec.dtypes.compute} on {spec.device} "
-        "when the optimizer was built: move and cast the model before that"
+        f"{spec.name!r} is now {parameter.dtype} on {parameter.device}, but was {spec.dtypes.param_dtype} on "
+        f"{spec.device} when the optimizer was built: move and cast the model before that"
     )
 
 

@@ -53,7 +53,7 @@ class Stage:
         """Owners step their slices of parameters that everybody holds, so these are gathered after the step."""
         return self.states is Placement.SHARD and self.parameters is Placement.WHOLE
 
-    def stepped(self, bucket: Bucket, rank: int) -> tuple[int, int]:
+    def update_interval(self, bucket: Bucket, rank: int) -> tuple[int, int]:
         """The interval of ``bucket`` whose states ``rank`` holds and which it updates."""
         return (0, bucket.numel) if self.states is Placement.WHOLE else bucket.owned(rank)
 
@@ -66,9 +66,9 @@ class Stage:
         """
         means = synchronised if means_are_shown else 1
         return {
-            "travel": synchronised,
-            "accumulate": means if self.grads_replicated else 0,
-            "compute": int(self.parameters_are_gathered),
+            "reduce_dtype": synchronised,
+            "accumulate_dtype": means if self.grads_replicated else 0,
+            "param_dtype": int(self.parameters_are_gathered),
         }
 
     def gathers(self, backwards: int) -> int:

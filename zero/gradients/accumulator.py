@@ -89,7 +89,7 @@ class GradAccumulator:
         """Of each slot -0.0, and behind it the padding, where there is any: in a row, the bucket; and each slot's place
         in the row. A padding that is not contiguous, or empty, would take torch's slower way to put it all together."""
         device, slots = torch.device(self.bucket.device), self.bucket.slots
-        dtype = self.bucket.dtypes.travel
+        dtype = self.bucket.dtypes.reduce_dtype
         nothing = torch.full((1,), -0.0, dtype=dtype, device=device)
         row, places = list[Tensor](), list[int]()
         for slot, end in zip(slots, [*(after.offset for after in slots[1:]), self.bucket.numel], strict=True):
@@ -147,7 +147,7 @@ class GradAccumulator:
         view for each. None where memory has another order than the slots, or another dtype."""
         row = self._empty_row.copy()
         for slot, gradient in arrived.items():
-            if not gradient.is_contiguous() or gradient.dtype is not self.bucket.dtypes.travel:
+            if not gradient.is_contiguous() or gradient.dtype is not self.bucket.dtypes.reduce_dtype:
                 return None
             row[self._row_places[slot]] = gradient if gradient.dim() == 1 else gradient.view(-1)
         return row if self._contiguous else None
@@ -158,7 +158,7 @@ class GradAccumulator:
         if travels or not self.bucket.dtypes.widens:
             self._local = self._to_travel()
         else:
-            self._local = self._scratch(self.bucket.numel, self.bucket.dtypes.accumulate)
+            self._local = self._scratch(self.bucket.numel, self.bucket.dtypes.accumulate_dtype)
         self._unwritten, self._prefilled = set(range(len(self.bucket.slots))), False
 
     def _to_travel(self) -> Tensor:
@@ -166,14 +166,14 @@ class GradAccumulator:
         bucket = self.bucket
         if self._in_place:
             if self._whole is None:
-                self._whole = self._empty(bucket.numel, bucket.dtypes.travel)
+                self._whole = self._empty(bucket.numel, bucket.dtypes.reduce_dtype)
             if self.has_sum and not self._sum_apart:
-                self._saved_sum = self._scratch(self.high - self.low, bucket.dtypes.accumulate)
+                self._saved_sum = self._scratch(self.high - self.low, bucket.dtypes.accumulate_dtype)
                 self._saved_sum.copy_(self._whole[self.low : self.high])
             return self._whole
         if self._shards.world_size == 1 and not self.has_sum and not bucket.dtypes.widens:
             return self._sum()  # what one rank contributes first is the sum: nothing is copied
-        return self._scratch(bucket.numel, bucket.dtypes.travel)
+        return self._scratch(bucket.numel, bucket.dtypes.reduce_dtype)
 
     def _view(self, slot: int) -> Tensor:
         """The slot of this rank's contribution, in the parameter's shape."""
@@ -206,7 +206,7 @@ class GradAccumulator:
         if not self._prefilled:
             for slot in self._unwritten:
                 self._view(slot).fill_(-0.0)
-        if self._local.dtype is not self.bucket.dtypes.travel:
+        if self._local.dtype is not self.bucket.dtypes.reduce_dtype:
             self._local = self._to_travel().copy_(self._local)
         source = self._local
         tag = Tag(Kind.REDUCE_SCATTER, label, round_, self.bucket.index, zlib.crc32(bytes(trainable)))
@@ -230,7 +230,7 @@ class GradAccumulator:
             assert self._whole is not None
             return self._whole[self.low : self.high]
         if self._kept_sum is None:
-            self._kept_sum = self._empty(self.high - self.low, self.bucket.dtypes.accumulate)
+            self._kept_sum = self._empty(self.high - self.low, self.bucket.dtypes.accumulate_dtype)
         return self._kept_sum
 
     # -- what the sum says ----------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class GradAccumulator:
         """Start to give every rank the mean of every slice. Collective."""
         with self._gathering():
             if self._whole is None:
-                self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.accumulate)
+                self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.accumulate_dtype)
             own = self._whole[self.low : self.high]
             torch.div(self._sum(), divisor, out=own) if divisor != 1 else own.copy_(self._sum())
             tag = Tag(Kind.ALL_GATHER, f"means of {self.label}", round_, self.bucket.index)

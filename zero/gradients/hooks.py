@@ -80,12 +80,12 @@ class ShardedGradient(torch.Tensor):
             cls,
             like.shape,
             strides=like.stride,
-            dtype=like.dtypes.compute,
+            dtype=like.dtypes.param_dtype,
             device=torch.device(like.device),
             requires_grad=False,
         )
         made.owner, made.number, made.capture, made.listener = like.name, index, None, listener
-        made.says = torch.float32 if like.dtypes.compute is torch.float16 else like.dtypes.compute
+        made.says = torch.float32 if like.dtypes.param_dtype is torch.float16 else like.dtypes.param_dtype
         return made
 
     def __init__(self, like: ParameterSpec, index: int, listener: weakref.ref[Listener]) -> None:

@@ -28,14 +28,16 @@ class OwnedMeans:
 
     def any_is_double(self) -> bool:
         """Whether a gradient that some rank used is added up in fp64."""
-        doubles = [store.bucket for store in self._stores if store.bucket.dtypes.accumulate is torch.float64]
+        doubles = [store.bucket for store in self._stores if store.bucket.dtypes.accumulate_dtype is torch.float64]
         return any(self._used[slot.parameter] for bucket in doubles for slot in bucket.slots)
 
     def unscale(self, found: Tensor, inverse: Tensor) -> bool:
         """Multiply all that this rank steps with by ``inverse``. Returns whether any of it is not finite; ``found``: a
         zero of one element, where that is noted down."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        stepped = self._pieces(lambda store: store.bucket.pieces(*self._stage.stepped(store.bucket, self._rank)))
+        stepped = self._pieces(
+            lambda store: store.bucket.pieces(*self._stage.update_interval(store.bucket, self._rank))
+        )
         for piece in stepped:
             by_dtype.setdefault(piece.dtype, []).append(piece)
         for pieces in by_dtype.values():
@@ -47,7 +49,7 @@ class OwnedMeans:
         for store in self._stores:
             gradient = store.settled()
             if gradient is not None:
-                begin, _ = self._stage.stepped(store.bucket, self._rank)
+                begin, _ = self._stage.update_interval(store.bucket, self._rank)
                 for piece in pieces_of(store):
                     if self._used[store.bucket.slots[piece.slot].parameter]:
                         found.append(gradient[piece.begin - begin : piece.end - begin])

@@ -122,7 +122,7 @@ class ShardedStorage(ParameterStorage):
         kept = [(bucket, adopted) for bucket in buckets]
         kept += [(bucket, rest) for bucket in self._layout_of(described).buckets]
         kept.sort(key=lambda entry: self._last_of(*entry))  # as they will come
-        owned = [(bucket.dtypes.compute, *bucket.owned(self._shards.rank)) for bucket, _ in kept]
+        owned = [(bucket.dtypes.param_dtype, *bucket.owned(self._shards.rank)) for bucket, _ in kept]
         return [(high - low, dtype) for dtype, low, high in owned]
 
     def begin(self) -> None:
@@ -178,7 +178,7 @@ class ShardedStorage(ParameterStorage):
         """Fill lots with rank 0's values, of which this rank keeps its slices. Collective."""
         entries = [(params, bucket) for params in param_sets for bucket in params.buckets]
         on_host = all(bucket.device == "cpu" for _, bucket in entries)
-        sizes = [bucket.numel * bucket.dtypes.compute.itemsize for _, bucket in entries]
+        sizes = [bucket.numel * bucket.dtypes.param_dtype.itemsize for _, bucket in entries]
         shared = on_host and self._offload_backend is None and self._shards.world_size > 1
         regions = self._agreed(self._shards.common(sizes) if shared else None)
         for number in self._as_they_come(entries):
@@ -260,7 +260,7 @@ class ShardedStorage(ParameterStorage):
             found[spec.name] = fingerprint(parameter)
         return [(spec.name, found[spec.name]) for spec in self.listed()]
 
-    def problem(self) -> str | None:
+    def diagnose(self) -> str | None:
         found = self.manager.edits() or self.manager.lasting
         if found is not None:
             return found

@@ -110,14 +110,14 @@ class ParameterStorage:
     def _values(self, bucket: Bucket, layout: Layout, parameters: Sequence[Tensor], keep: Keep) -> Tensor:
         """Rank 0's values of a bucket, in what the model computes with. Collective."""
         # Zero, because padding travels, and tells nobody what was there before.
-        whole = torch.zeros(bucket.numel, dtype=bucket.dtypes.master, device=bucket.device)
+        whole = torch.zeros(bucket.numel, dtype=bucket.dtypes.master_dtype, device=bucket.device)
         for slot in bucket.slots:
             spec, parameter = layout.parameters[slot.parameter], parameters[slot.parameter]
             strided(whole, slot.offset, spec.shape, spec.stride).copy_(parameter.detach())
         broadcast(self._direct, self._transport, [whole])
         if bucket.dtypes.has_master:
             keep(bucket, whole)
-        return whole.to(bucket.dtypes.compute)
+        return whole.to(bucket.dtypes.param_dtype)
 
     def end(self) -> None:
         """Nothing further is to be adopted for now: take care of the module's other tensors. Collective."""
@@ -293,7 +293,7 @@ class ParameterStorage:
     def stepped(self, used: Sequence[bool]) -> None:
         """A step has changed these parameters."""
 
-    def problem(self) -> str | None:
+    def diagnose(self) -> str | None:
         """What is wrong where a parameter was moved, cast or replaced since; None where all is well."""
         places = [(parameter.data_ptr(), parameter.dtype) for parameter in self.parameters]
         if places != self._places:

@@ -59,7 +59,7 @@ class UnitBuffer:
         ]
         self.versions = [0] * len(self.parameters)  # of each slot: how often its values were changed
         self.bases = [type(parameter) for parameter in self.parameters]
-        dtype = self.bucket.dtypes.compute
+        dtype = self.bucket.dtypes.param_dtype
         self.nans = [nan_like(parameter, dtype) for parameter in self.parameters]
         self._nan_addresses = [nan.data_ptr() for nan in self.nans]
         self._dtypes = [nan.dtype for nan in self.nans]
@@ -306,7 +306,7 @@ class UnitGathers:
     def room(self, buffer: UnitBuffer) -> Tensor:
         """A buffer for the whole of a bucket."""
         bucket = buffer.bucket
-        return self._pool.take(bucket.numel, bucket.dtypes.compute, torch.device(bucket.device))
+        return self._pool.take(bucket.numel, bucket.dtypes.param_dtype, torch.device(bucket.device))
 
     def start(self, unit: Unit, buffer: UnitBuffer, target: Tensor) -> Work:
         """Start to gather a bucket into ``target``. Collective."""
@@ -327,7 +327,7 @@ class UnitGathers:
         assert self.post_forward_group is not None
         post_forward_group = self.post_forward_group.shards
         low, high = buffer.bucket.cut(post_forward_group.world_size)[post_forward_group.rank :][:2]
-        post_forward_shard = self._pool.take(high - low, buffer.bucket.dtypes.compute, buffer.whole.device)
+        post_forward_shard = self._pool.take(high - low, buffer.bucket.dtypes.param_dtype, buffer.whole.device)
         return post_forward_shard.copy_(buffer.whole.data[low:high])
 
 

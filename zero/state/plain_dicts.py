@@ -137,7 +137,7 @@ def gather(
         for entries in lists:
             names |= entries[bucket.index]["flat"]
         if any(entries[bucket.index]["master"] for entries in lists):
-            names[_MASTER] = str(bucket.dtypes.master)
+            names[_MASTER] = str(bucket.dtypes.master_dtype)
         flats: dict[str, Tensor] = {}
         states.wait_for_copies()
         for number, (name, dtype) in enumerate(sorted(names.items())):
@@ -310,8 +310,10 @@ def scatter(
                 names.append(name)
                 key = (piece.slot, name)
                 if key not in flat_values:
-                    flat_values[key] = flattened(value.detach().to(bucket.device, bucket.dtypes.master), spec.stride)
-                target = states.allocate(name, bucket.dtypes.master)
+                    flat_values[key] = flattened(
+                        value.detach().to(bucket.device, bucket.dtypes.master_dtype), spec.stride
+                    )
+                target = states.allocate(name, bucket.dtypes.master_dtype)
                 source = flat_values[key][piece.begin - slot.offset : piece.end - slot.offset]
                 target[piece.begin - states.begin : piece.end - states.begin].copy_(source)
             states.set_state(number, PieceState(tuple(names), scalars))
@@ -341,7 +343,7 @@ def scatter_masters(
             spec = layout.parameters[slot.parameter]
             whole = masters.get(mapping[spec.index])
             if whole is not None:
-                values = flattened(whole.detach().to(bucket.device, bucket.dtypes.master), spec.stride)
+                values = flattened(whole.detach().to(bucket.device, bucket.dtypes.master_dtype), spec.stride)
                 target = states.master.master[piece.begin - states.begin : piece.end - states.begin]
                 target.copy_(values[piece.begin - slot.offset : piece.end - slot.offset])
         states.evict()

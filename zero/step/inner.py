@@ -175,7 +175,7 @@ def _step(
         states.master.sync_from_param()
     states.plan(present, cut)
     states.stage()
-    wide = None if gradient is None else gradient.to(states.bucket.dtypes.master)
+    wide = None if gradient is None else gradient.to(states.bucket.dtypes.master_dtype)
     for run in states.runs:
         assert wide is not None
         run.parameter.grad = wide[run.begin : run.end].view(run.parameter.shape)

@@ -54,7 +54,7 @@ class Whole:
         values = {shape: self._noise(shape) ** 5 for shape in self._shapes}  # of many magnitudes
         self.settings = [setting for setting, _ in shapes]
         self.parameters = [
-            values[shape].to(setting.device, setting.dtypes.master, copy=True).requires_grad_()
+            values[shape].to(setting.device, setting.dtypes.master_dtype, copy=True).requires_grad_()
             for setting, shape in shapes
         ]
         groups: list[Options] = [{**copy.deepcopy(group), "params": []} for group in options]
@@ -148,7 +148,7 @@ class Half:
                 slots.append(Slot(number, size, end - begin))
                 begins.append(begin)
                 size += -(-(end - begin) // dtypes.alignment) * dtypes.alignment
-        flat, gradient = (torch.zeros(size, dtype=dtypes.master, device=device) for _ in range(2))
+        flat, gradient = (torch.zeros(size, dtype=dtypes.master_dtype, device=device) for _ in range(2))
         bucket = Bucket(len(self._gradients), dtypes, str(device), tuple(slots), size, (0, size))
         for number, (slot, begin) in enumerate(zip(slots, begins, strict=True)):
             values, gradients = flat[slot.offset : slot.end], gradient[slot.offset : slot.end]

@@ -65,7 +65,7 @@ class MixedPlainLoop(PlainLoop):
             wide = parameter.detach().clone()
             cast([parameter], precision.param_dtype)
             known = wide if parameter.requires_grad else parameter.detach()  # what is frozen is narrow, and no more
-            masters.append(known.to(precision.of(wide.dtype).master).requires_grad_())
+            masters.append(known.to(precision.of(wide.dtype).master_dtype).requires_grad_())
         if precision.buffer_dtype is not None:
             cast(model.buffers(), precision.buffer_dtype)
         if precision.cast_forward_inputs:
