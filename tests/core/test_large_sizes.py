@@ -111,7 +111,7 @@ def test_gradients_beyond_two_to_the_31_are_taken_reduced_and_gathered(
         collective = algorithm(transport)
         for _ in range(2):
             for number, slot in enumerate(bucket.slots):
-                store.arrive(number, torch.empty(layout.parameters[slot.parameter].shape, device=META))
+                store.stash(number, torch.empty(layout.parameters[slot.parameter].shape, device=META))
             store.launch(collective, "a backward", 2**40, [True] * len(bucket.slots)).wait()
         store.divide(3)
         total = store.running_sum()

@@ -494,9 +494,9 @@ SCALING = (
         (
             Edit(
                 "zero.gradients.grad_access.GradAccess.zero_grad",
-                "            self._faces.clear()  # also what was there before this object\n"
+                "            self._slots.clear()  # also what was there before this object\n"
                 "            self._clear()\n",
-                "            self._faces.clear()  # also what was there before this object\n"
+                "            self._slots.clear()  # also what was there before this object\n"
                 "            if self._progress.phase.name != 'SETTLED':\n"
                 "                self._clear()\n",
             ),

@@ -213,7 +213,7 @@ RANKS = (
         (
             Edit(
                 "zero.gradients.reducer.Reducer._meet",
-                "        self._transport.meet(Tag(Kind.MEET, purpose, self._rounds.number, self._meeting), "
+                "        self._transport.meet(Tag(Kind.MEET, purpose, self._schedule.number, self._meeting), "
                 "self._empty_round)\n",
                 "",
             ),

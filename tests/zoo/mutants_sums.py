@@ -330,7 +330,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.gradients.reducer.Reducer.backward_is_near",
-                "        if self.means_are_shown:\n            self._shown.withdraw()\n",
+                "        if self.means_are_shown:\n            self._access.withdraw()\n",
                 "",
             ),
         ),
@@ -343,8 +343,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.gradients.reducer.Reducer.finish_interrupted",
-                "        self._rounds.complete(self._round_is_over)\n        self._shown.forget(cleared)\n",
-                "        self._rounds.abandon()\n        self._shown.forget(cleared)\n",
+                "        self._schedule.complete(self._round_is_over)\n        self._access.forget(cleared)\n",
+                "        self._schedule.abandon()\n        self._access.forget(cleared)\n",
             ),
         ),
         ("test_errors.py::test_an_exception_inside_a_backward_leaves_everything_usable[failing1-2]",),

@@ -40,9 +40,9 @@ class GradAccess:
     ) -> None:
         """``listener``: of the placeholders; ``means_may_be_shown``: whole means, where the stage has them, have the
         dtype that p.grad must have."""
-        self._stage, self._rounds, self._progress = stage, rounds, progress
+        self._stage, self._schedule, self._progress = stage, rounds, progress
         self._means_may_be_shown = stage.grads_replicated and means_may_be_shown
-        self._faces = GradSlots(listener)
+        self._slots = GradSlots(listener)
         self.inside_join = False
 
     @property
@@ -53,51 +53,51 @@ class GradAccess:
 
     def extend(self, parameters: Sequence[Tensor], layout: Layout) -> None:
         """Take up further parameters, the last of ``layout``."""
-        self._faces.extend(parameters, layout.parameters[len(layout.parameters) - len(parameters) :])
+        self._slots.extend(parameters, layout.parameters[len(layout.parameters) - len(parameters) :])
 
     def put_placeholder(self, index: int) -> RuntimeError | None:
         """A gradient arrived; returns why it cannot be taken, where the parameter was cast or moved."""
-        return self._faces.put_placeholder(index)
+        return self._slots.put_placeholder(index)
 
     def withdraw(self) -> None:
         """Let no mean be where autograd would add to it."""
-        self._faces.withdraw()
+        self._slots.withdraw()
 
     def release(self) -> None:
         """Make p.grad the user's own: a copy of a mean, or None."""
-        self._faces.release()
+        self._slots.release()
 
     @property
     def means_are_true(self) -> bool:
         """Every rank holds the means of all that was added, divided by the divisor."""
         known = self._progress
-        return self._stage.grads_replicated and not self._rounds.pending and known.means_divisor == known.divisor
+        return self._stage.grads_replicated and not self._schedule.pending and known.means_divisor == known.divisor
 
     def publish(self) -> None:
         """Put into every p.grad what is true now."""
-        used, seen = self._progress.used, self._rounds.seen
+        used, seen = self._progress.used, self._schedule.seen
         if not self.means_are_shown:
-            self._faces.put_placeholders([one or other for one, other in zip(used, seen, strict=True)])
+            self._slots.put_placeholders([one or other for one, other in zip(used, seen, strict=True)])
             return
         means = self.means_are_true
-        for index, (store, slot) in enumerate(self._rounds.places):
+        for index, (store, slot) in enumerate(self._schedule.places):
             if means and store.has_sum:
-                self._faces.put(index, store.mean_view(slot) if used[index] else None)
+                self._slots.put(index, store.mean_view(slot) if used[index] else None)
             elif used[index] or seen[index]:
-                self._faces.put_placeholder(index)
+                self._slots.put_placeholder(index)
 
     # -- what the user did --------------------------------------------------------------------------------------------
 
     def detect_changes(self) -> str | None:
         """Take note of what was done to gradients since they were shown; returns what is wrong with one of them."""
-        changes = self._faces.detect_changes()
+        changes = self._slots.detect_changes()
         self.forget(changes.cleared)
         for index, gradient in changes.replaced:
-            store, slot = self._rounds.places[index]
+            store, slot = self._schedule.places[index]
             store.mean_view(slot).copy_(gradient)
         if self.means_are_shown:  # real tensors, which may have been zeroed in place
             stale = sorted(self._progress.stale)
-            places = [self._rounds.places[index] for index in stale]
+            places = [self._schedule.places[index] for index in stale]
             # host synchronisation: one for all, where means that were settled are still there
             zero = all_zero([store.mean_view(slot) for store, slot in places])
             for index in itertools.compress(stale, zero):
@@ -112,16 +112,16 @@ class GradAccess:
 
     def cleared(self) -> list[int]:
         """Gradients that were set to None since they were shown. They count as cleared from now."""
-        return self._faces.detect_changes().cleared
+        return self._slots.detect_changes().cleared
 
     def forget(self, cleared: Sequence[int]) -> None:
         """These gradients were set to None."""
         for index in cleared:
-            store, slot = self._rounds.places[index]
+            store, slot = self._schedule.places[index]
             store.clear_slot(slot)
-            self._progress.used[index] = self._rounds.seen[index] = False
+            self._progress.used[index] = self._schedule.seen[index] = False
             self._progress.renewed(index)
-        if cleared and not any(True for _ in self._faces.held()):
+        if cleared and not any(True for _ in self._slots.held()):
             self._clear()
 
     def zeroed(self, index: int) -> None:
@@ -136,7 +136,7 @@ class GradAccess:
             return None
         for store in self._doubtful(known.means_divisor):
             for slot in store.edits(known.means_divisor, known.used):
-                name = self._rounds.layout.parameters[store.bucket.slots[slot].parameter].name
+                name = self._schedule.layout.parameters[store.bucket.slots[slot].parameter].name
                 return (
                     f"the gradient of {name!r} was edited after a backward, and a further backward or another divisor "
                     "would lose the edit; edit gradients after the last backward of a step"
@@ -145,7 +145,7 @@ class GradAccess:
 
     def _doubtful(self, divisor: float) -> list[GradAccumulator]:
         """Stores whose means may have been edited since they were gathered."""
-        stores = [store for store in self._rounds.stores if store.shows_means]
+        stores = [store for store in self._schedule.stores if store.shows_means]
         if not stores or host_readable(torch.device(stores[0].bucket.device)):
             return stores
         # host synchronisation: one for all, in a backward that is not the first since gradients were cleared
@@ -156,15 +156,15 @@ class GradAccess:
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear every gradient, or set those that exist to zero."""
         if set_to_none:  # whatever was done to them
-            self._faces.clear()  # also what was there before this object
+            self._slots.clear()  # also what was there before this object
             self._clear()
         else:
             self.detect_changes()
             known = self._used_is_known()
-            for index, (used, seen) in enumerate(zip(self._progress.used, self._rounds.seen, strict=True)):
+            for index, (used, seen) in enumerate(zip(self._progress.used, self._schedule.seen, strict=True)):
                 if used or seen:
                     self._zero(index, known)
-                mean = self._faces.mean(index)
+                mean = self._slots.mean(index)
                 if mean is not None:
                     mean.zero_()
         self._progress.all_renewed()
@@ -172,14 +172,14 @@ class GradAccess:
     def _clear(self) -> None:
         """No parameter has a gradient any more."""
         self._progress.used[:] = [False] * len(self._progress.used)
-        self._rounds.clear()
+        self._schedule.clear()
 
     def _used_is_known(self) -> bool:
         """`GradPhase.used` says what all ranks used, rather than this one."""
-        return (self.means_are_shown and not self._rounds.pending) or not self._progress.is_open
+        return (self.means_are_shown and not self._schedule.pending) or not self._progress.is_open
 
     def _zero(self, index: int, known: bool) -> None:
-        store, slot = self._rounds.places[index]
+        store, slot = self._schedule.places[index]
         if not self._progress.used[index]:
             store.clear_slot(slot)
         elif known:

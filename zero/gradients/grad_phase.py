@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 
@@ -39,6 +39,14 @@ class GradPhase:
     def is_open(self) -> bool:
         """Backwards may add."""
         return self.phase is Phase.OPEN
+
+    def check_open(self, rank: int, name_of: Callable[[int], str]) -> None:
+        """Raise `RuntimeError` where a backward cannot add any more."""
+        if not self.is_open:
+            raise RuntimeError(
+                f"rank {rank}: backward() after {self.settled_by} without zero_grad(): the gradient of "
+                f"{name_of(min(self.stale))} was already divided; call optimizer.zero_grad() first"
+            )
 
     def agree_used(self, told: Sequence[bytes]) -> None:
         """What any rank used, all know. ``told``: one byte a parameter, of every rank."""

@@ -52,24 +52,24 @@ class Reducer:
         """``shards``: the ranks that own the slices of buckets; ``means_may_be_shown``: of `GradAccess`."""
         self._stage, self._transport, self._collective = stage, transport, collective
         self._place, self._streams = shards.rank, streams
-        self._rounds = BackwardSchedule(layout, stage, transport, shards, collective)
+        self._schedule = BackwardSchedule(layout, stage, transport, shards, collective)
         self._progress = GradPhase(transport.world_size)
         self.means = OwnedMeans(stage, shards.rank, self.stores, self._progress.used)
-        self._shown = GradAccess(self, stage, self._rounds, self._progress, means_may_be_shown=means_may_be_shown)
+        self._access = GradAccess(self, stage, self._schedule, self._progress, means_may_be_shown=means_may_be_shown)
         self._meeting = 0
         rank = transport.called
         self._agreeing, self._catching_up = Event("agree", rank), Event("catch_up", rank)
         self._unscaling = Event("unscale", rank)
         self._sync = True
         self._unscaled: Tensor | None = None  # what a `GradScaler` was last told into
-        self._turns: JoinProtocol | None = None  # inside `join`
+        self._join_protocol: JoinProtocol | None = None  # inside `join`
         self._assigned: str | None = None  # what is wrong with a gradient that the user made before a backward
         self.hooks = GradientHooks(self, exclusive=stage.parameters is Placement.SHARD, ahead=self.means_are_shown)
 
     @property
     def means_are_shown(self) -> bool:
         """p.grad is the mean after each round."""
-        return self._shown.means_are_shown
+        return self._access.means_are_shown
 
     @property
     def used(self) -> Sequence[bool]:
@@ -84,19 +84,19 @@ class Reducer:
     @property
     def parameters(self) -> list[Tensor]:
         """In the layout's order."""
-        return self._rounds.parameters
+        return self._schedule.parameters
 
     @property
     def stores(self) -> list[GradAccumulator]:
         """Of all buckets."""
-        return self._rounds.stores
+        return self._schedule.stores
 
     def extend(self, parameters: Sequence[Tensor], layout: Layout) -> None:
         """Take up further parameters, which ``layout`` has in further buckets."""
         first = len(self.parameters)
-        self._rounds.extend(parameters, layout)
+        self._schedule.extend(parameters, layout)
         self._progress.used += [False] * len(parameters)
-        self._shown.extend(parameters, layout)
+        self._access.extend(parameters, layout)
         for index, parameter in enumerate(parameters, first):
             self.hooks.watch(parameter, index)
 
@@ -105,24 +105,24 @@ class Reducer:
     def backward_is_near(self) -> None:
         self._streams.wait_for_previous()
         self.finish_interrupted()
-        self._assigned = self._shown.detect_changes()
+        self._assigned = self._access.detect_changes()
         if self.means_are_shown:
-            self._shown.withdraw()
+            self._access.withdraw()
 
     def backward_began(self) -> None:
         self._transport.check()
         try:
-            self._check_open()
-            problem = self._assigned or self._shown.edited()
+            self._progress.check_open(self._transport.rank, self._name)
+            problem = self._assigned or self._access.edited()
             if problem is not None:
                 problem = f"rank {self._transport.rank}: {problem}"
                 if self._transport.world_size > 1:
                     self._transport.abort(problem)  # the others cannot be asked whether they found one
                 raise RuntimeError(problem)
         except RuntimeError:
-            self._shown.publish()
+            self._access.publish()
             raise
-        self._rounds.begin(is_round=self._sync)
+        self._schedule.begin(is_round=self._sync)
 
     def gradient_ready(self, index: int, gradient: Tensor) -> None:
         self._streams.wait_for_previous()
@@ -133,24 +133,24 @@ class Reducer:
                 "gradients are not supported; build the Embedding with sparse=False"
             )
         self._progress.used[index] = True
-        refused = self._shown.put_placeholder(index)
+        refused = self._access.put_placeholder(index)
         if refused is not None:
-            problem = changed(self.parameters[index], self._rounds.layout.parameters[index])
+            problem = changed(self.parameters[index], self._schedule.layout.parameters[index])
             raise RuntimeError(
                 f"rank {self._transport.rank}: {problem or f'the gradient of {self._name(index)}: {refused}'}"
             ) from refused
-        self._rounds.arrived(index, gradient)
+        self._schedule.arrived(index, gradient)
 
     def backward_ended(self) -> None:
         self._streams.wait_for_previous()
-        self._rounds.complete(self._round_is_over)
-        self._shown.publish()
+        self._schedule.complete(self._round_is_over)
+        self._access.publish()
 
     def outside_backward(self) -> None:
-        self._shown.publish()
+        self._access.publish()
 
     def gradient_zeroed(self, index: int) -> None:
-        self._shown.zeroed(index)
+        self._access.zeroed(index)
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -162,38 +162,37 @@ class Reducer:
 
     def _gather_means(self) -> None:
         """Give every rank the means, and agree whose gradient exists at all: the hash of the plain loop sees None."""
-        tag = Tag(Kind.EXCHANGE, "which parameters were used", self._rounds.number)
+        tag = Tag(Kind.EXCHANGE, "which parameters were used", self._schedule.number)
         with self._agreeing():
             records = [Record.unpack(r) for r in self._transport.exchange(self._record().pack(), tag)]
         self._progress.agree_used([record.used for record in records])
         if any(record.divisor != self.divisor for record in records):
-            self._progress.means_divisor = (
-                None  # nobody's p.grad would be right; `finalize_grads` agrees and comes back
-            )
+            # nobody's p.grad would be right; `finalize_grads` agrees on a divisor and comes back
+            self._progress.means_divisor = None
             return
         stores = [store for store in self.stores if store.has_sum]
-        Chain(store.gather_means(self._collective, self._rounds.number, self.divisor) for store in stores).wait()
+        Chain(store.gather_means(self._collective, self._schedule.number, self.divisor) for store in stores).wait()
         self._progress.means_divisor = self.divisor
 
     def _empty_round(self, also: Sequence[int] = ()) -> None:
         """A round of the others', to which this rank has nothing to add but what it still holds."""
         with self._catching_up():
-            self._rounds.begin(is_round=True, also=also)
-            self._rounds.complete(self._round_is_over)
-            self._shown.publish()
+            self._schedule.begin(is_round=True, also=also)
+            self._schedule.complete(self._round_is_over)
+            self._access.publish()
 
     def finish_interrupted(self) -> None:
         """Complete the round of a backward that an exception left, so that collectives stay matched."""
         if not self.hooks.interrupted:
             return
-        cleared = self._shown.cleared()  # since then, and so after what is completed here
+        cleared = self._access.cleared()  # since then, and so after what is completed here
         self.hooks.forget()
         if self._transport.broken:
-            self._rounds.abandon()
+            self._schedule.abandon()
             return
-        self._rounds.complete(self._round_is_over)
-        self._shown.forget(cleared)
-        self._shown.publish()
+        self._schedule.complete(self._round_is_over)
+        self._access.forget(cleared)
+        self._access.publish()
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
@@ -232,7 +231,7 @@ class Reducer:
             for store in self.stores:
                 store.divide(self.divisor)
         self._progress.settled(purpose)
-        self._shown.publish()
+        self._access.publish()
 
     def check_consistency(
         self,
@@ -245,13 +244,13 @@ class Reducer:
         """Meet all ranks and compare what they hold. Collective; raises the same error on every rank."""
         self._streams.wait_for_previous()
         self.finish_interrupted()
-        assigned = self._shown.detect_changes()
+        assigned = self._access.detect_changes()
         if self._progress.is_open and self._progress.means_divisor != self.divisor:  # the means will be gathered anew
-            problem = problem or self._shown.edited()
+            problem = problem or self._access.edited()
         problem = problem or assigned
         with self._agreeing():
             self._meet(purpose)
-            tag = Tag(Kind.EXCHANGE, purpose, self._rounds.number, self._meeting)
+            tag = Tag(Kind.EXCHANGE, purpose, self._schedule.number, self._meeting)
             record = self._record(problem, scale, options)
             records = [Record.unpack(r) for r in self._transport.exchange(record.pack(), tag)]
         check(records, purpose, self._name)
@@ -259,7 +258,7 @@ class Reducer:
 
     def _meet(self, purpose: str) -> None:
         self._meeting += 1
-        self._transport.meet(Tag(Kind.MEET, purpose, self._rounds.number, self._meeting), self._empty_round)
+        self._transport.meet(Tag(Kind.MEET, purpose, self._schedule.number, self._meeting), self._empty_round)
 
     def _record(
         self, problem: str | None = None, scale: float | None = None, options: Mapping[str, int] | None = None
@@ -272,7 +271,7 @@ class Reducer:
             scale,
             dict(options or {}),
             known.phase.name.lower(),
-            self._rounds.pending,
+            self._schedule.pending,
             problem,
             bytes(known.used),
             trainable,
@@ -281,49 +280,45 @@ class Reducer:
     # -- errors -------------------------------------------------------------------------------------------------------
 
     def _name(self, index: int) -> str:
-        return repr(self._rounds.layout.parameters[index].name)
-
-    def _check_open(self) -> None:
-        if not self._progress.is_open:
-            name = self._name(min(self._progress.stale))
-            raise RuntimeError(
-                f"rank {self._transport.rank}: backward() after {self._progress.settled_by} without zero_grad(): the "
-                f"gradient of {name} was already divided; call optimizer.zero_grad() first"
-            )
+        return repr(self._schedule.layout.parameters[index].name)
 
     # -- for the optimizer --------------------------------------------------------------------------------------------
 
     def join(self, groups: Sequence[Options], *, needs_no_gather: bool) -> JoinProtocol:
         """From now on calls are told, until `end_join`. ``needs_no_gather``: no forward and no backward is told."""
-        if self._turns is not None:
+        if self._join_protocol is not None:
             raise RuntimeError("join() inside join()")
 
         def meet(purpose: str) -> None:
             if not self.hooks.inside_backward:
                 self.finish_interrupted()
-                self._shown.detect_changes()
+                self._access.detect_changes()
             self._meet(purpose)
 
         self.finish_interrupted()
-        self._shown.detect_changes()
-        self._rounds.at_the_end = not needs_no_gather
-        self._turns, self._shown.inside_join = JoinProtocol(self._transport, meet, groups), True
-        self._shown.withdraw()
-        return self._turns
+        self._access.detect_changes()
+        self._schedule.at_the_end = not needs_no_gather
+        self._join_protocol, self._access.inside_join = JoinProtocol(self._transport, meet, groups), True
+        self._access.withdraw()
+        return self._join_protocol
 
     def end_join(self) -> None:
         """What `join` began is over."""
-        self._turns, self._shown.inside_join, self._rounds.at_the_end = None, False, False
-        self._shown.publish()
+        self._join_protocol, self._access.inside_join, self._schedule.at_the_end = None, False, False
+        self._access.publish()
 
     @property
     def joining(self) -> bool:
         """Inside `join`."""
-        return self._turns is not None
+        return self._join_protocol is not None
 
     def broadcast_call(self, name: str, **arguments: Any) -> AbstractContextManager[None]:
         """Around a call that all ranks make: those that have nothing more to do inside `join` make it, too."""
-        return nullcontext() if self._turns is None else self._turns.broadcast(name, arguments, self.divisor)
+        return (
+            nullcontext()
+            if self._join_protocol is None
+            else self._join_protocol.broadcast(name, arguments, self.divisor)
+        )
 
     def unscale(self, found: Tensor, inverse: Tensor) -> None:
         """Take the loss scale out of the means, and tell every rank whether any of all is not finite. Collective.
@@ -336,7 +331,7 @@ class Reducer:
         with self._unscaling(), self.broadcast_call("unscale", inverse=factor):
             self.finalize_grads("GradScaler.unscale_()", scale=1 / factor if factor else math.inf)
             mine = bytes([self.means.unscale(torch.zeros_like(found), inverse)])
-            tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self._rounds.number, self._meeting)
+            tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self._schedule.number, self._meeting)
             if any(told[0] for told in self._transport.exchange(mine, tag)):
                 found.fill_(1.0)
         self._unscaled = found
@@ -348,7 +343,7 @@ class Reducer:
     def set_divisor(self, value: float) -> None:
         """Set the divisor of the next settling."""
         if not self.hooks.interrupted:
-            self._shown.detect_changes()
+            self._access.detect_changes()
         if self._progress.phase is Phase.SETTLED:
             raise RuntimeError(
                 f"the divisor was set after {self._progress.settled_by}, which has already divided by "
@@ -356,14 +351,14 @@ class Reducer:
             )
         self._progress.divisor = value
         if self.means_are_shown and self._progress.is_open:
-            self._shown.publish()
+            self._access.publish()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear every gradient, or set those that exist to zero."""
         if self.hooks.inside_backward:
             raise RuntimeError("zero_grad() inside a backward")
         self.finish_interrupted()
-        self._shown.zero_grad(set_to_none)
+        self._access.zero_grad(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -378,18 +373,18 @@ class Reducer:
         """The whole mean gradient of a parameter; None where no rank used it. Collective."""
         purpose = f"full_grad of {self._name(index)}"
         records = self.check_consistency(purpose)
-        store, slot_number = self._rounds.places[index]
+        store, slot_number = self._schedule.places[index]
         if any(record.pending for record in records):
             raise RuntimeError(f"{purpose}: what no_sync() left is not reduced yet; run a backward outside it, or clip")
         if not any(record.used[index] for record in records):
             return None
-        spec, slot = self._rounds.layout.parameters[index], store.bucket.slots[slot_number]
-        if self._shown.means_are_true:
+        spec, slot = self._schedule.layout.parameters[index], store.bucket.slots[slot_number]
+        if self._access.means_are_true:
             whole = store.mean_view(slot_number).as_strided((slot.numel,), (1,)).clone()
         else:
             total = store.running_sum()
             assert total is not None  # used by some rank, and nothing is pending
-            tag = Tag(Kind.ALL_GATHER, purpose, self._rounds.number, store.bucket.index)
+            tag = Tag(Kind.ALL_GATHER, purpose, self._schedule.number, store.bucket.index)
             whole = gather_slot(self._collective, self._place, store.bucket, slot, (store.low, total), tag)
             if self._progress.is_open:
                 whole.div_(self.divisor)
@@ -398,5 +393,5 @@ class Reducer:
     def close(self) -> None:
         """Take the hooks away; gradients that this rank holds whole become the user's own."""
         self.hooks.remove()
-        self._shown.release()
-        self._rounds.close()
+        self._access.release()
+        self._schedule.close()

@@ -84,7 +84,7 @@ def check_method(module: nn.Module, name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-class Owner(Protocol):
+class HookListener(Protocol):
     """Who is told of what happens to a module."""
 
     def entered(self, place: ModuleHooks) -> None:
@@ -109,7 +109,7 @@ class Owner(Protocol):
 class ModuleHooks:
     """The hooks on one module, and on the graphs of what its forward gives out. They hold their owner weakly."""
 
-    def __init__(self, owner: Owner, entry: UnitModule) -> None:
+    def __init__(self, owner: HookListener, entry: UnitModule) -> None:
         self.name, self.needs, self.is_root = entry.name, entry.needs, not entry.name
         self.refused: set[int] = set()  # threads whose call of this module was refused before it was entered
         self._owner, self._module = weakref.ref(owner), weakref.ref(entry.module)
