@@ -13,8 +13,7 @@ from collectives import Transport
 from zero import ZeroOptimizer
 from zero.commands import cli
 from zero.commands.train import command as train
-from zero.commands.train import data, plots
-from zero.commands.train import memory_stats as measure
+from zero.commands.train import data, memory_stats, plots
 
 from .test_errors import linear, on_ranks
 
@@ -85,7 +84,7 @@ def test_where_the_system_does_not_tell_there_is_no_proportional_set_size(monkey
         raise FileNotFoundError
 
     monkeypatch.setattr(Path, "read_text", missing)
-    assert measure.proportional_set_size() is None
+    assert memory_stats.proportional_set_size() is None
 
 
 def test_a_long_run_is_drawn_with_a_running_mean(tmp_path: Path) -> None:

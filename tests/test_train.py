@@ -19,12 +19,9 @@ import pytest
 import torch
 
 from zero import MixedPrecision
-from zero.commands import cli
-from zero.commands import console as view
-from zero.commands import runner as launch
+from zero.commands import cli, console, runner
 from zero.commands.train import command as train
-from zero.commands.train import memory_stats as measure
-from zero.commands.train import plots
+from zero.commands.train import memory_stats, plots
 from zero.commands.train.data import load_corpus
 from zero.commands.train.loop import Loop
 from zero.commands.train.model import build_model
@@ -353,8 +350,8 @@ def test_the_failure_of_a_rank_that_was_launched_is_told_once(
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("TMPDIR", str(temporary))
-    with pytest.raises(launch.RankError) as raised:
-        launch.launch_ranks("a_rank_fails", [], 2)
+    with pytest.raises(runner.RankError) as raised:
+        runner.launch_ranks("a_rank_fails", [], 2)
     assert (str(raised.value), *capfd.readouterr()) == (told, "", "")
     assert not raised.value.trace or "ValueError" in raised.value.trace
     assert not list(temporary.iterdir()), "left behind"
@@ -378,29 +375,29 @@ def test_both_command_lines_have_the_flags_of_the_configuration(capsys: pytest.C
 
 def test_a_gradient_that_nobody_looked_at_is_found() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1000))
-    before = measure.live_storages()
+    before = memory_stats.live_storages()
     (parameter * 2).sum().backward()
-    found = measure.live_storages()
+    found = memory_stats.live_storages()
     assert sum(found.values()) - sum(before.values()) == 4000
     view_of_it = parameter.detach()[10:]
-    assert measure.live_storages() == found
+    assert memory_stats.live_storages() == found
     del view_of_it
     parameter.grad = None
-    assert measure.live_storages() == before
+    assert memory_stats.live_storages() == before
 
 
 def test_a_storage_of_two_kinds_counts_once() -> None:
     kinds = {"parameters": frozenset({1, 2}), "gradients": frozenset({2, 3, 9})}
-    sizes = measure.bytes_by_kind({1: 10, 2: 20, 3: 30, 4: 40}, kinds)
+    sizes = memory_stats.bytes_by_kind({1: 10, 2: 20, 3: 30, 4: 40}, kinds)
     assert sizes == {"parameters": 30, "gradients": 30, "other": 40}
 
 
 def test_the_proportional_set_size_follows_what_is_allocated() -> None:
-    before = measure.proportional_set_size()
+    before = memory_stats.proportional_set_size()
     if before is None:
         pytest.skip("this system does not tell the proportional set size")
     held = torch.ones(16 * 2**20 // 4)
-    after = measure.proportional_set_size()
+    after = memory_stats.proportional_set_size()
     assert after is not None
     assert after - before > 0.9 * held.numel() * 4
 
@@ -411,13 +408,13 @@ def test_the_hash_is_of_whole_float32_parameters_in_order_with_ties_once() -> No
     model.b = torch.nn.Parameter(torch.tensor([0.5], dtype=torch.bfloat16))
     model.c = model.a
     expected = hashlib.sha256(torch.tensor([1.0, 3.0, 2.0, -0.0, 0.5]).numpy().astype("<f4").tobytes())
-    assert measure.parameters_sha256(model) == expected.hexdigest()
+    assert memory_stats.parameters_sha256(model) == expected.hexdigest()
 
 
 def test_plain_progress_is_about_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = view.PlainView(steps=250)
+    plain = console.PlainView(steps=250)
     for step in range(1, 251):
-        plain.advance(view.Progress(step, loss=1.0, tokens_per_second=10.0, rank_bytes=1_500_000))
+        plain.advance(console.Progress(step, loss=1.0, tokens_per_second=10.0, rank_bytes=1_500_000))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 10
     assert lines[-1] == "step 250/250  loss 1.000  10 tokens/s  1.5 MB held by a rank"
@@ -429,13 +426,13 @@ def test_the_rich_view_shows_the_same_numbers(
     monkeypatch.setattr(
         sys, "stdout", SimpleNamespace(isatty=lambda: True, write=sys.stdout.write, flush=sys.stdout.flush)
     )
-    shown = view.make_view(steps=2)
-    shown.advance(view.Progress(2, loss=1.0, tokens_per_second=10.0, rank_bytes=1_500_000))
+    shown = console.make_view(steps=2)
+    shown.advance(console.Progress(2, loss=1.0, tokens_per_second=10.0, rank_bytes=1_500_000))
     shown.finish()
     shown.table("title", ["bytes", "measured"], [["parameters", "1,234"]])
     shown.line("[not markup]")
     output = capsys.readouterr().out
-    assert isinstance(shown, view.RichView)
+    assert isinstance(shown, console.RichView)
     assert all(
         part in output for part in ("2/2", "loss 1.000", "1.5 MB held by a rank", "title", "1,234", "[not markup]")
     )

@@ -26,8 +26,7 @@ from torch import nn
 import zero
 from collectives import Kind, Tag, on_threads
 from zero import Verification, verify
-from zero.commands import cli
-from zero.commands import runner as launch
+from zero.commands import cli, runner
 from zero.commands.verify import ranks as verify_ranks
 from zero.commands.verify import verification
 from zero.commands.verify.spec import reference, resolve
@@ -45,7 +44,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "launch_ranks", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr(runner, "launch_ranks", lambda *_: pytest.fail("processes were started"))
 
 
 @pytest.fixture
@@ -65,9 +64,9 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert code == error_file.exists()
         if code:
             details = json.loads(error_file.read_text())["message"]["extraInfo"]
-            raise launch.RankError(0, details["line"], details["py_callstack"])
+            raise runner.RankError(0, details["line"], details["py_callstack"])
 
-    monkeypatch.setattr(launch, "launch_ranks", run)
+    monkeypatch.setattr(runner, "launch_ranks", run)
 
 
 def alone(**changes: Any) -> Verification:
@@ -267,7 +266,7 @@ def test_it_starts_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="call it in one process, without torchrun"):
         alone()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch.RUN_PREFIX + "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", runner.RUN_PREFIX + "1")
     with pytest.raises(RuntimeError, match='put the call under `if __name__ == "__main__":`'):
         alone()
 
@@ -384,7 +383,7 @@ def test_what_fails_in_a_process_says_where_it_was(changes: dict[str, Any], said
 
 @pytest.mark.usefixtures("in_this_process")
 def test_processes_that_end_without_a_result_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "launch_ranks", lambda *_: None)
+    monkeypatch.setattr(runner, "launch_ranks", lambda *_: None)
     with pytest.raises(RuntimeError, match="the processes ended before their runs did, and without an error"):
         alone()
 
@@ -394,7 +393,7 @@ def test_processes_that_end_without_a_result_are_an_error(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], str | None]:
-    """Waits so long for what a `Watch` would leave behind before it ends this process."""
+    """Waits so long for what a `Watchdog` would leave behind before it ends this process."""
     ended, lines = threading.Event(), list[str]()
     monkeypatch.setattr(verify_ranks, "record_error", lambda error: lines.append(str(error)))
     monkeypatch.setattr(os, "_exit", lambda code: ended.set())
@@ -403,12 +402,12 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], str | None]:
 
 
 def test_a_place_that_takes_too_long_is_told_with_the_line_where_it_hangs(told: Callable[[float], str | None]) -> None:
-    watch = verify_ranks.Watch(0.1)
-    watch.at("step 3")
+    watchdog = verify_ranks.Watchdog(0.1)
+    watchdog.at("step 3")
     try:
         line = told(20)
     finally:
-        watch.stop()
+        watchdog.stop()
     assert line is not None
     assert re.match(r"step 3: not done after 0.1 s \(at .*test_verify.py:\d+, in \S+\); .* longer timeout$", line)
 
@@ -419,12 +418,12 @@ def test_a_rank_that_waits_for_another_is_not_the_one_that_hangs(told: Callable[
             answer = told(1)
             transport.exchange(b"", Tag(Kind.EXCHANGE, "late"))
             return answer
-        watch = verify_ranks.Watch(0.1)
-        watch.at("step 3")
+        watchdog = verify_ranks.Watchdog(0.1)
+        watchdog.at("step 3")
         try:
             transport.exchange(b"", Tag(Kind.EXCHANGE, "late"))
         finally:
-            watch.stop()
+            watchdog.stop()
         return None
 
     assert on_threads(2, program, timeout=20) == [None, None]

@@ -17,20 +17,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Optimizer
 
-__all__ = ["Peer", "fully_sharded", "peers"]
+__all__ = ["Baseline", "baselines", "fully_sharded"]
 
 
 @dataclass(frozen=True)
-class Peer:
+class Baseline:
     """``build``: (model, its units, arguments of AdamW) -> what to call, and what to step. All ranks call it."""
 
     name: str
     build: Callable[[nn.Module, Iterable[nn.Module], dict[str, Any]], tuple[nn.Module, Optimizer]]
 
 
-def peers(world_size: int) -> list[Peer]:
+def baselines(world_size: int) -> list[Baseline]:
     """Those that there are for so many ranks; FSDP2 with every number of ranks to a copy."""
-    found = [Peer("DDP", _ddp), Peer("ZeroRedundancyOptimizer", _redundancy)]
+    found = [Baseline("DDP", _ddp), Baseline("ZeroRedundancyOptimizer", _redundancy)]
     for shards in (number for number in range(2, world_size + 1) if world_size % number == 0):
         name = "FSDP2" if shards == world_size else f"FSDP2, hybrid {shards}"
         found += [_fsdp2(name, shards, True), _fsdp2(f"{name}, kept", shards, False)]
@@ -57,9 +57,9 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], shards: int, **n
     return model
 
 
-def _fsdp2(name: str, shards: int, reshard: bool) -> Peer:
+def _fsdp2(name: str, shards: int, reshard: bool) -> Baseline:
     def build(model: nn.Module, units: Iterable[nn.Module], arguments: dict[str, Any]) -> tuple[nn.Module, Optimizer]:
         sharded = fully_sharded(model, units, shards, reshard_after_forward=reshard)
         return sharded, AdamW(sharded.parameters(), **arguments)
 
-    return Peer(name, build)
+    return Baseline(name, build)

@@ -23,8 +23,8 @@ from ..console import INSTALL_HINT, View, make_view, megabytes
 from ..runner import RankError, launch_ranks
 from ..train.plots import Dot, can_draw, draw_sweep
 from ..train.settings import SweepConfig
-from .baselines import peers
-from .rank import Job, Seen, said
+from .baselines import baselines
+from .rank import RankResult, RunSpec, result_path
 
 __all__ = ["Point", "draw", "frontier", "jobs", "run"]
 
@@ -36,7 +36,7 @@ class Point:
     ``sha256``: of the trained parameters, of all ranks and rounds, for settings of ours; one, unless bits differ."""
 
     name: str
-    job: Job
+    job: RunSpec
     step_ms: float
     peak: int | None
     sha256: tuple[str, ...]
@@ -46,7 +46,7 @@ class Point:
 class _Found:
     """What a sweep has so far: ``runs`` of each setting, one a round; ``failures``: name -> its error in one line."""
 
-    runs: dict[Job, list[list[Seen]]]
+    runs: dict[RunSpec, list[list[RankResult]]]
     failures: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -54,12 +54,12 @@ class _Found:
         return [_point(job, runs) for job, runs in self.runs.items() if runs]
 
 
-def jobs(config: SweepConfig) -> Iterator[Job]:
+def jobs(config: SweepConfig) -> Iterator[RunSpec]:
     """Every setting of the dials that is another one for so many ranks, and what torch has."""
     c = config
-    base = Job(c.preset, c.batch, c.sequence, c.steps, c.seed, c.threads, c.bucket_cap_mb)
+    base = RunSpec(c.preset, c.batch, c.sequence, c.steps, c.seed, c.threads, c.bucket_cap_mb)
     if config.peers:
-        yield from (replace(base, peer=peer.name) for peer in peers(config.ranks))
+        yield from (replace(base, peer=peer.name) for peer in baselines(config.ranks))
     for number in config.stage or STAGES:
         stage = STAGES[number]
         if stage.states is Placement.WHOLE:
@@ -79,7 +79,7 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def name_of(job: Job) -> str:
+def name_of(job: RunSpec) -> str:
     """A setting in few words, without what is the default."""
     if job.peer is not None:
         return job.peer
@@ -146,13 +146,13 @@ def _measure(found: _Found, config: SweepConfig, view: View) -> None:
                 view.line(f"{turn}{name}: {point.step_ms:.1f} ms, {_held(point)}")
 
 
-def _run(job: Job, config: SweepConfig) -> list[Seen]:
+def _run(job: RunSpec, config: SweepConfig) -> list[RankResult]:
     with tempfile.TemporaryDirectory(dir=config.out) as folder:
         launch_ranks("zero.commands.sweep.rank", [json.dumps(asdict(job)), folder], config.ranks)
-        return [Seen(**json.loads(said(Path(folder), rank).read_text())) for rank in range(config.ranks)]
+        return [RankResult(**json.loads(result_path(Path(folder), rank).read_text())) for rank in range(config.ranks)]
 
 
-def _point(job: Job, runs: list[list[Seen]]) -> Point:
+def _point(job: RunSpec, runs: list[list[RankResult]]) -> Point:
     seconds = [median(map(max, zip(*(seen.seconds for seen in ranks), strict=True))) for ranks in runs]
     peaks = [max(seen.peak for seen in ranks if seen.peak is not None) for ranks in runs if ranks[0].peak is not None]
     sha256 = tuple(sorted({seen.sha256 for ranks in runs for seen in ranks if seen.sha256 is not None}))
@@ -221,7 +221,7 @@ def draw(folder: Path) -> list[str]:
     """Draw the sweep.json of a folder as sweep.png. Return the names of the files written: none where no setting was
     measured or matplotlib is missing."""
     written = json.loads((folder / "sweep.json").read_text())
-    points = [Point(**point | {"job": Job(**point["job"])}) for point in written["points"]]
+    points = [Point(**point | {"job": RunSpec(**point["job"])}) for point in written["points"]]
     best = frontier(points)
     dots = [
         Dot(

@@ -26,9 +26,9 @@ from ..runner import barrier, process_group
 from ..train.data import Corpus, load_corpus
 from ..train.memory_stats import parameters_sha256, proportional_set_size
 from ..train.model import build_model, loss_fn
-from .baselines import peers
+from .baselines import baselines
 
-__all__ = ["Job", "Seen", "main", "said"]
+__all__ = ["RankResult", "RunSpec", "main", "result_path"]
 
 LEARNING_RATE = 1e-3
 WARM = 2  # the first step makes the optimizer's states
@@ -37,7 +37,7 @@ EVERY = 0.005
 
 
 @dataclass(frozen=True)
-class Job:
+class RunSpec:
     """What to train: ``peer`` by name, or ZeroOptimizer with these dials."""
 
     preset: str
@@ -56,7 +56,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankResult:
     """One rank's. ``seconds``: of each timed step; ``peak``: the most bytes that it held above its start, a page that n
     processes share counting 1/n, during further steps; None where the system does not tell. ``sha256``: of the trained
     parameters, where all are at hand."""
@@ -66,7 +66,7 @@ class Seen:
     sha256: str | None
 
 
-def said(folder: Path, rank: int) -> Path:
+def result_path(folder: Path, rank: int) -> Path:
     """The file that this rank leaves."""
     return folder / f"rank{rank}.json"
 
@@ -74,16 +74,16 @@ def said(folder: Path, rank: int) -> Path:
 def main(arguments: list[str]) -> None:
     """Do a job. All ranks. Arguments: the job, as JSON; the folder where each rank leaves what it saw, and where the
     file of an offload goes."""
-    job, folder = Job(**json.loads(arguments[0])), Path(arguments[1])
+    job, folder = RunSpec(**json.loads(arguments[0])), Path(arguments[1])
     torch.set_num_threads(job.threads)
     with process_group():
         seen = _train(job, folder)
-    said(folder, int(os.environ["RANK"])).write_text(json.dumps(asdict(seen)))
+    result_path(folder, int(os.environ["RANK"])).write_text(json.dumps(asdict(seen)))
 
 
-def _train(job: Job, folder: Path) -> Seen:
+def _train(job: RunSpec, folder: Path) -> RankResult:
     corpus = load_corpus(None, job.sequence)
-    known = {peer.name: peer for peer in peers(int(os.environ["WORLD_SIZE"]))}
+    known = {peer.name: peer for peer in baselines(int(os.environ["WORLD_SIZE"]))}
     arguments: dict[str, Any] = {"lr": LEARNING_RATE, "fused": True}
     small = build_model("tiny", job.sequence, job.seed)
     _all(_steps(corpus, replace(job, batch=1), small, torch.optim.AdamW(small.parameters(), **arguments), range(1)))
@@ -105,12 +105,12 @@ def _train(job: Job, folder: Path) -> Seen:
     barrier()  # a rank that ends leaves the others its share of the pages of libraries
     peak = None if start is None or not sizes else max(sizes) - start
     if not isinstance(optimizer, ZeroOptimizer):
-        return Seen(seconds, peak, None)
+        return RankResult(seconds, peak, None)
     optimizer.close()
-    return Seen(seconds, peak, parameters_sha256(model))
+    return RankResult(seconds, peak, parameters_sha256(model))
 
 
-def _ours(job: Job, folder: Path, model: nn.Module, arguments: dict[str, Any]) -> ZeroOptimizer:
+def _ours(job: RunSpec, folder: Path, model: nn.Module, arguments: dict[str, Any]) -> ZeroOptimizer:
     return ZeroOptimizer(
         model,
         torch.optim.AdamW,
@@ -123,7 +123,7 @@ def _ours(job: Job, folder: Path, model: nn.Module, arguments: dict[str, Any]) -
     )
 
 
-def _steps(corpus: Corpus, job: Job, forward: nn.Module, optimizer: Any, numbers: range) -> Iterator[float]:
+def _steps(corpus: Corpus, job: RunSpec, forward: nn.Module, optimizer: Any, numbers: range) -> Iterator[float]:
     """Seconds of each step: of a micro-batch for each rank."""
     for number in numbers:
         batch = corpus.micro_batch(job.seed, number, int(os.environ["RANK"]), job.batch, job.sequence)

@@ -100,7 +100,7 @@ def _check(config: TrainConfig, world: int) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         _check_output(config.out)
     if "WORLD_SIZE" not in os.environ:
-        _rehearse(config)
+        _dry_run(config)
 
 
 def _check_output(out: Path) -> None:
@@ -114,7 +114,7 @@ def _check_output(out: Path) -> None:
         ) from None
 
 
-def _rehearse(config: TrainConfig) -> None:
+def _dry_run(config: TrainConfig) -> None:
     """Let the library judge the arguments that are its own (stage, optimizer, collective) on a throw-away module."""
     _make_optimizer(config, nn.Linear(1, 1), alone=True).close()
 

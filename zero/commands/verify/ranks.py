@@ -1,7 +1,7 @@
 """What the processes of `zero.verify` do: the plain loop, twice, and then the same steps on ranks.
 
 Knows: the loops, where a process is when it fails, how long it may stay there. Does not know: how processes are
-started, or how results are shown. The `Program` lies in a folder, and what they find comes to lie there too:
+started, or how results are shown. The `VerifySpec` lies in a folder, and what they find comes to lie there too:
 
     python -m zero.commands.verify.ranks plain FOLDER  one process    step-N.pt: the plain loop's parameters after it
     python -m zero.commands.verify.ranks again FOLDER  another one    compares with these after every step
@@ -32,8 +32,8 @@ from ... import ZeroOptimizer
 from ...core.parameter_specs import is_copied
 from ..runner import World, process_group, record_error
 from .bit_diff import Difference, first_difference
-from .reference import MixedPlainLoop, PlainLoop
-from .spec import RESULTS, Program, Run, as_batches, resolve
+from .reference import MixedReferenceLoop, ReferenceLoop
+from .spec import RESULTS, Run, VerifySpec, as_batches, resolve
 
 
 def _folder_of(file: str | None, *parts: str) -> str:
@@ -47,11 +47,11 @@ LIBRARIES = (
 WAITING = (_folder_of(torch.__file__, "distributed"), _folder_of(collectives.__file__))
 
 
-class PlacedError(Exception):
+class LocatedError(Exception):
     """An error with the place where it was raised."""
 
 
-class Watch:
+class Watchdog:
     """Names the place where this process is in its errors, and ends the process where it stays there for too long.
 
     A rank that waits for others is not the one that hangs; for these the process group has a limit of its own.
@@ -75,12 +75,12 @@ class Watch:
         self._timer.cancel()
         faulthandler.cancel_dump_traceback_later()
 
-    def told(self, error: BaseException) -> PlacedError:
+    def locate(self, error: BaseException) -> LocatedError:
         """The error with this place; it is the cause."""
         line = _line_of_user(traceback.extract_tb(error.__traceback__))
-        placed = PlacedError(f"{self.place}: {type(error).__name__}: {error}{line}")
-        placed.__cause__ = error
-        return placed
+        located = LocatedError(f"{self.place}: {type(error).__name__}: {error}{line}")
+        located.__cause__ = error
+        return located
 
     def _expired(self) -> None:
         stack = traceback.extract_stack(sys._current_frames()[self._main])
@@ -102,22 +102,22 @@ def _line_of_user(stack: Iterable[traceback.FrameSummary]) -> str:
 
 
 @dataclass
-class Work:
+class Workload:
     """A program made ready in this process: a model as built, micro-batches of its own, the number of steps.
     ``several_backwards``: `loss_fn` has run one itself."""
 
     name: str
-    program: Program
+    spec: VerifySpec
     model: nn.Module
     batches: list[Any]
     steps: int
     several_backwards: bool = False
 
-    def backward(self, watch: Watch, step: int, number: int) -> None:
+    def backward(self, watchdog: Watchdog, step: int, number: int) -> None:
         """Micro-batch ``number`` (from 0) of step ``step`` (from 1)."""
-        index = (step - 1) * self.program.micro_batches + number
-        watch.at(f"{self.name}, step {step}, batches[{index}]")
-        given = self.program.loss_fn
+        index = (step - 1) * self.spec.micro_batches + number
+        watchdog.at(f"{self.name}, step {step}, batches[{index}]")
+        given = self.spec.loss_fn
         before = [(parameter.grad, _version(parameter.grad)) for parameter in self.model.parameters()]
         loss = (resolve(given) if given else _default_loss)(self.model, self.batches[index])
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -145,26 +145,26 @@ def _default_loss(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def _begin(folder: Path, watch: Watch, name: str, seed: int) -> Work:
+def _begin(folder: Path, watchdog: Watchdog, name: str, seed: int) -> Workload:
     """The program made ready. Building starts from one state of torch's random generator, training from that of
     ``seed``: a model that draws from it, and does not seed it for each micro-batch, is not deterministic by itself."""
-    program = Program.load(folder)
+    spec = VerifySpec.load(folder)
     torch.manual_seed(0)
-    watch.at(f"{name}, build_model()")
-    model = resolve(program.build_model)()
+    watchdog.at(f"{name}, build_model()")
+    model = resolve(spec.build_model)()
     if not isinstance(model, nn.Module):
         raise TypeError(f"build_model() must return an nn.Module, not {type(model).__name__}")
-    watch.at(f"{name}, batches")
-    given = program.batches
+    watchdog.at(f"{name}, batches")
+    given = spec.batches
     batches = as_batches(resolve(given)()) if isinstance(given, str) else given
     torch.manual_seed(seed)
-    return Work(name, program, model, batches, program.steps(len(batches)))
+    return Workload(name, spec, model, batches, spec.steps(len(batches)))
 
 
-def plain_loop(folder: Path, watch: Watch) -> None:
+def plain_loop(folder: Path, watchdog: Watchdog) -> None:
     """The plain loop, which leaves its parameters after each step. Refuses one that would show nothing."""
     step, finite = 0, list[str]()
-    for step, parameters in _plain_steps(_begin(folder, watch, "the plain loop", seed=1), watch):
+    for step, parameters in _plain_steps(_begin(folder, watchdog, "the plain loop", seed=1), watchdog):
         if step == 0:  # what is trained; a frozen mask may hold infinities
             finite = [name for name, p in parameters.items() if p.requires_grad and p.isfinite().all()]
         for name in finite:
@@ -176,36 +176,36 @@ def plain_loop(folder: Path, watch: Watch) -> None:
         raise ValueError(f"no parameter has moved after {step} steps: is the learning rate 0, or is all frozen?")
 
 
-def plain_loop_again(folder: Path, watch: Watch) -> None:
+def plain_loop_again(folder: Path, watchdog: Watchdog) -> None:
     """The plain loop, compared with the first one: in another process, since the order of a set, say, differs between
     processes; and after a step of an earlier loop, since counters go on, as they do from stage to stage on the ranks.
     """
-    for step, _ in _plain_steps(_begin(folder, watch, "the plain loop, again", seed=2), watch):
+    for step, _ in _plain_steps(_begin(folder, watchdog, "the plain loop, again", seed=2), watchdog):
         if step == 1:
             break
-    again = _begin(folder, watch, "the plain loop, again", seed=2)
-    for step, parameters in _plain_steps(again, watch):
+    again = _begin(folder, watchdog, "the plain loop, again", seed=2)
+    for step, parameters in _plain_steps(again, watchdog):
         found = first_difference(_plain(folder, step), parameters)
         if found is not None:
             break
     _leave(folder, again.run(None, 1, step, {0: found} if found else {}))
 
 
-def _plain_steps(work: Work, watch: Watch) -> Iterator[tuple[int, dict[str, Tensor]]]:
+def _plain_steps(workload: Workload, watchdog: Watchdog) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """What a person writes without this library; step 0 is the model as built."""
-    program, model = work.program, work.model
-    watch.at(f"{work.name}, the optimizer class")
-    optimizer_class, precision = resolve(program.optimizer_class), program.precision
-    loop = PlainLoop(list(model.parameters()), optimizer_class, program.defaults)
+    spec, model = workload.spec, workload.model
+    watchdog.at(f"{workload.name}, the optimizer class")
+    optimizer_class, precision = resolve(spec.optimizer_class), spec.precision
+    loop = ReferenceLoop(list(model.parameters()), optimizer_class, spec.defaults)
     if precision is not None:
-        loop = MixedPlainLoop(model, optimizer_class, program.defaults, precision)
+        loop = MixedReferenceLoop(model, optimizer_class, spec.defaults, precision)
     yield 0, _compared(model)
-    for step in range(1, work.steps + 1):
-        for number in range(program.micro_batches):
-            work.backward(watch, step, number)
+    for step in range(1, workload.steps + 1):
+        for number in range(spec.micro_batches):
+            workload.backward(watchdog, step, number)
             loop.micro_batch_is_done()
-        watch.at(f"{work.name}, step {step}, the update")
-        loop.update(program.micro_batches, program.max_norm)
+        watchdog.at(f"{workload.name}, step {step}, the update")
+        loop.update(spec.micro_batches, spec.max_norm)
         yield step, _compared(model)
 
 
@@ -219,57 +219,57 @@ def _compared(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def worlds(folder: Path, watch: Watch) -> None:
+def worlds(folder: Path, watchdog: Watchdog) -> None:
     """Every stage on every number of ranks, the largest first: a process that is in no smaller one is done."""
-    program = Program.load(folder)
-    for size in sorted(program.world_sizes, reverse=True):
+    spec = VerifySpec.load(folder)
+    for size in sorted(spec.world_sizes, reverse=True):
         if int(os.environ["RANK"]) >= size:
             return
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
-        watch.at(f"{size} ranks, joining their group")
-        with process_group(World(size, folder / f"world-{size}", 2 * program.timeout)):
+        watchdog.at(f"{size} ranks, joining their group")
+        with process_group(World(size, folder / f"world-{size}", 2 * spec.timeout)):
             try:
-                for stage in program.stages:
-                    run = _on_ranks(folder, watch, stage, size)
+                for stage in spec.stages:
+                    run = _on_ranks(folder, watchdog, stage, size)
                     if os.environ["RANK"] == "0":
                         _leave(folder, run)
             except Exception as error:
-                raise watch.told(error) from error  # recorded at the group's end, before what that may raise
+                raise watchdog.locate(error) from error  # recorded at the group's end, before what that may raise
 
 
-def _on_ranks(folder: Path, watch: Watch, stage: int, size: int) -> Run:
+def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int) -> Run:
     """The steps of the plain loop with `ZeroOptimizer`, up to the first difference. The same on all ranks."""
     name = f"stage {stage} on {size} rank{'s' if size > 1 else ''}"
-    work = _begin(folder, watch, name, seed=3 + int(os.environ["RANK"]))
-    watch.at(f"{name}, ZeroOptimizer(...)")
-    program = work.program
+    workload = _begin(folder, watchdog, name, seed=3 + int(os.environ["RANK"]))
+    watchdog.at(f"{name}, ZeroOptimizer(...)")
+    spec = workload.spec
     optimizer = ZeroOptimizer(
-        work.model,
-        resolve(program.optimizer_class),
+        workload.model,
+        resolve(spec.optimizer_class),
         stage=stage,
-        divisor=program.micro_batches,
-        bucket_cap_mb=program.bucket_cap_mb,
-        mixed_precision=program.precision,
-        units=resolve(program.units) if program.units else None,
-        **program.defaults,
+        divisor=spec.micro_batches,
+        bucket_cap_mb=spec.bucket_cap_mb,
+        mixed_precision=spec.precision,
+        units=resolve(spec.units) if spec.units else None,
+        **spec.defaults,
     )
-    for step in range(work.steps + 1):
+    for step in range(workload.steps + 1):
         if step:
-            for number in range(optimizer.rank, program.micro_batches, size):
-                work.backward(watch, step, number)
-            watch.at(f"{name}, step {step}, the update")
-            if program.max_norm is not None:
-                optimizer.clip_grad_norm_(program.max_norm)
+            for number in range(optimizer.rank, spec.micro_batches, size):
+                workload.backward(watchdog, step, number)
+            watchdog.at(f"{name}, step {step}, the update")
+            if spec.max_norm is not None:
+                optimizer.clip_grad_norm_(spec.max_norm)
             optimizer.step()
             optimizer.zero_grad()
         with optimizer.gathered():
-            mine = first_difference(_plain(folder, step), _compared(work.model))
+            mine = first_difference(_plain(folder, step), _compared(workload.model))
         answers = [Difference.from_json(data) for data in optimizer.exchange(b"" if mine is None else mine.to_json())]
         found = {rank: difference for rank, difference in enumerate(answers) if difference is not None}
         if found:
             break
     optimizer.close()
-    return work.run(stage, size, step, found)
+    return workload.run(stage, size, step, found)
 
 
 def _step_file(folder: Path, step: int) -> Path:
@@ -290,19 +290,19 @@ def _leave(folder: Path, run: Run) -> None:
 def main() -> int:
     """One process; the exit code. Its error goes to the launcher in one line."""
     what, folder = sys.argv[1], Path(sys.argv[2])
-    program = Program.load(folder)
-    sys.path[:] = program.path
-    torch.set_num_threads(program.threads)
-    watch = Watch(program.timeout)
+    spec = VerifySpec.load(folder)
+    sys.path[:] = spec.path
+    torch.set_num_threads(spec.threads)
+    watchdog = Watchdog(spec.timeout)
     try:
-        {"plain": plain_loop, "again": plain_loop_again, "ranks": worlds}[what](folder, watch)
+        {"plain": plain_loop, "again": plain_loop_again, "ranks": worlds}[what](folder, watchdog)
     except KeyboardInterrupt:
         return 130
     except (Exception, SystemExit) as error:
-        record_error(error if isinstance(error, PlacedError) else watch.told(error))
+        record_error(error if isinstance(error, LocatedError) else watchdog.locate(error))
         return 1
     finally:
-        watch.stop()
+        watchdog.stop()
     return 0
 
 

@@ -16,7 +16,7 @@ from ...step.clip import clip_grad_norm_
 from ...step.master_weights import InputCast, MixedPrecision, cast
 
 
-class PlainLoop:
+class ReferenceLoop:
     """Parameters and the optimizer of torch over them."""
 
     superseded = False
@@ -44,7 +44,7 @@ class PlainLoop:
         self._optimizer.zero_grad()
 
 
-class MixedPlainLoop(PlainLoop):
+class MixedReferenceLoop(ReferenceLoop):
     """The same in mixed precision: a 16-bit model, its weights in fp32, gradients added up in a dtype of their own. The
     parameters are the fp32 ones."""
 

@@ -26,14 +26,14 @@ from ...step.clip import check_norm_arguments
 from ...step.master_weights import MixedPrecision
 from .bit_diff import Difference
 
-__all__ = ["RESULTS", "Program", "Run", "as_batches", "plain_data", "reference", "resolve"]
+__all__ = ["RESULTS", "Run", "VerifySpec", "as_batches", "plain_data", "reference", "resolve"]
 
-FILE = "program.pt"
+FILE = "spec.pt"
 RESULTS = "runs.jsonl"
 
 
 @dataclass(frozen=True)
-class Program:
+class VerifySpec:
     """What is run. Functions are text that `resolve` understands; ``batches``: such text, or the micro-batches."""
 
     build_model: str
@@ -86,8 +86,8 @@ class Program:
         torch.save(vars(self), folder / FILE)
 
     @staticmethod
-    def load(folder: Path) -> Program:
-        return Program(**torch.load(folder / FILE, weights_only=True))
+    def load(folder: Path) -> VerifySpec:
+        return VerifySpec(**torch.load(folder / FILE, weights_only=True))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """`zero.verify`: a user's own model, at each stage and number of ranks, against the user's own plain loop.
 
 Knows: the public face of it, and the order: the plain loop, twice, each time in a new process; then all stages on the
-ranks. Does not know: what the processes do (`verify_ranks`), or how they are told (`program`).
+ranks. Does not know: what the processes do (`verify_ranks`), or how they are told (`spec`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ...optimizer import ZeroOptimizer
 from ...step.master_weights import MixedPrecision
-from .spec import RESULTS, Program, Run, as_batches, plain_data, reference
+from .spec import RESULTS, Run, VerifySpec, as_batches, plain_data, reference
 
 __all__ = ["FUNCTION", "FUNCTION_HELP", "HELP", "Verification", "main", "run", "verify"]
 
@@ -137,8 +137,8 @@ def verify(
     _check_place()
     sizes = _integers(world_sizes, "world_sizes")
     told = _integers(stages, "stages", least=0)
-    _rehearse(optimizer_class, told, {"bucket_cap_mb": bucket_cap_mb, "mixed_precision": mixed_precision}, defaults)
-    program = Program(
+    _dry_run(optimizer_class, told, {"bucket_cap_mb": bucket_cap_mb, "mixed_precision": mixed_precision}, defaults)
+    spec = VerifySpec(
         build_model=reference(build_model, "build_model"),
         batches=reference(batches, "batches")
         if callable(batches)
@@ -158,10 +158,10 @@ def verify(
         path=[os.path.abspath(entry) for entry in sys.path],
     )
     show: Callable[[str], None] = (lambda _: None) if quiet else _show
-    listed = {"stages": told, "ranks": sorted(sizes, reverse=True), "micro-batches a step": [program.micro_batches]}
+    listed = {"stages": told, "ranks": sorted(sizes, reverse=True), "micro-batches a step": [spec.micro_batches]}
     settings = "; ".join(f"{name}: {', '.join(map(str, numbers))}" for name, numbers in listed.items())
     show(f"{optimizer_class.__name__}, first in the plain loop, twice; {settings}")
-    found = _run(program, show)
+    found = _run(spec, show)
     show(found.conclusion)
     return found
 
@@ -189,7 +189,7 @@ def _integers(values: Sequence[int], name: str, least: int = 1) -> tuple[int, ..
     return found
 
 
-def _rehearse(optimizer_class: Any, stages: Sequence[int], ours: dict[str, Any], defaults: dict[str, Any]) -> None:
+def _dry_run(optimizer_class: Any, stages: Sequence[int], ours: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Let the library judge what is its own on a throw-away module, before any process is started."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class must be a class of torch.optim, not {optimizer_class!r}")
@@ -204,20 +204,20 @@ def _rehearse(optimizer_class: Any, stages: Sequence[int], ours: dict[str, Any],
         ) from error
 
 
-def _run(program: Program, show: Callable[[str], None]) -> Verification:
+def _run(spec: VerifySpec, show: Callable[[str], None]) -> Verification:
     """The plain loops, and where they agree the stages; a run is shown as it ends."""
     with tempfile.TemporaryDirectory(prefix="zero-verify-") as name:
         folder = Path(name)
-        program.save(folder)
+        spec.save(folder)
         results = folder / RESULTS
         results.touch()
         with _followed(results, show):
             _start("plain", folder, 1)
             _start("again", folder, 1)
             if all(run.ok for run in _read(results)):
-                _start("ranks", folder, max(program.world_sizes))
+                _start("ranks", folder, max(spec.world_sizes))
         runs = _read(results)
-    if all(run.ok for run in runs) and len(runs) != 1 + len(program.stages) * len(program.world_sizes):
+    if all(run.ok for run in runs) and len(runs) != 1 + len(spec.stages) * len(spec.world_sizes):
         raise RuntimeError("the processes ended before their runs did, and without an error: is there an os._exit()?")
     return Verification(runs[0], tuple(runs[1:]))
 
