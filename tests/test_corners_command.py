@@ -13,7 +13,7 @@ from collectives import Transport
 from zero import ZeroOptimizer
 from zero.commands import cli
 from zero.commands.train import command as train
-from zero.commands.train import data, memory_stats, plots
+from zero.commands.train import data, memory_stats, plots, rank
 
 from .test_errors import linear, on_ranks
 
@@ -65,7 +65,7 @@ def test_an_error_is_told_where_its_traceback_cannot_be_written(
 def test_ranks_with_other_text_are_named() -> None:
     def program(transport: Transport) -> None:
         corpus: Any = SimpleNamespace(sha256="abc" if transport.rank < 2 else "xyz")
-        train._agree_on_text(ZeroOptimizer(linear(), process_group=transport), corpus)
+        rank._agree_on_text(ZeroOptimizer(linear(), process_group=transport), corpus)
 
     for message in on_ranks(3, program):
         assert "rank 2 reads other text than rank 0 (SHA-256 xyz and abc)" in message

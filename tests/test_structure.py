@@ -45,11 +45,12 @@ COMMAND = {
         "commands.train.model",
         "commands.sweep.baselines",
         "commands.train.plots",
+        "commands.train.rank",
         "commands.train.report",
         "commands.sweep.command",
         "commands.sweep.rank",
     ),
-    *("commands.train.command", "verify", "commands.console"),
+    *("commands.train.command", "verify", "commands.verify.command", "commands.console"),
 }
 MUTATORS = {
     *("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop", "popitem"),

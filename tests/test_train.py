@@ -21,7 +21,7 @@ import torch
 from zero import MixedPrecision
 from zero.commands import cli, console, runner
 from zero.commands.train import command as train
-from zero.commands.train import memory_stats, plots
+from zero.commands.train import memory_stats, plots, rank
 from zero.commands.train.data import load_corpus
 from zero.commands.train.loop import Loop
 from zero.commands.train.model import build_model
@@ -55,7 +55,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pictures and hardly a sample: they take longer than the training."""
     monkeypatch.setattr(plots, "can_draw", lambda: False)
-    monkeypatch.setattr(train, "SAMPLE_LENGTH", 8)
+    monkeypatch.setattr(rank, "SAMPLE_LENGTH", 8)
 
 
 def flags(text: Path, out: Path, *more: str) -> list[str]:

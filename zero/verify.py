@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import sys
 
-from .commands.verify.verification import main, verify
+from .commands.verify.command import main
+from .commands.verify.verification import verify
 
 if __name__ == "__main__":
     sys.exit(main())

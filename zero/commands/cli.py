@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from .console import INSTALL_HINT
 from .train.settings import SweepConfig, TrainConfig, typer_signature
-from .verify import verification
+from .verify import command as verification
 
 __all__ = ["main"]
 

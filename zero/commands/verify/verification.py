@@ -6,9 +6,6 @@ ranks. Does not know: what the processes do (`verify_ranks`), or how they are to
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import inspect
 import math
 import operator
 import os
@@ -28,11 +25,8 @@ from ...optimizer import ZeroOptimizer
 from ...step.master_weights import MixedPrecision
 from .spec import RESULTS, Run, VerifySpec, as_batches, plain_data, reference
 
-__all__ = ["FUNCTION", "FUNCTION_HELP", "HELP", "Verification", "main", "run", "verify"]
+__all__ = ["Verification", "verify"]
 
-HELP = "Find where your own model, at each stage and number of ranks, first leaves the bits of your plain loop."
-FUNCTION = "MODULE:FUNCTION"
-FUNCTION_HELP = "a function without arguments that returns a dict of zero.verify's; the current directory is importable"
 NOT_DETERMINISTIC = (
     "The model is not deterministic by itself, so there is nothing to compare the stages with. Where it draws random "
     "numbers (dropout), seed them for each micro-batch: torch.manual_seed(...) in loss_fn, from the batch."
@@ -261,49 +255,3 @@ def _followed(results: Path, show: Callable[[str], None]) -> Iterator[None]:
 
 def _show(line: str) -> None:
     print(line, flush=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m zero.verify MODULE:FUNCTION`; the exit code, as of `run`."""
-    parser = argparse.ArgumentParser(prog="python -m zero.verify", description=HELP, allow_abbrev=False)
-    parser.add_argument("function", metavar=FUNCTION, help=FUNCTION_HELP)
-    return run(parser.parse_args(arguments).function)
-
-
-def run(function: str) -> int:
-    """Verify with the arguments that "MODULE:FUNCTION" returns. The exit code: 0 where no bit differs, 1 where one does
-    or after an error (told in one line), 130 if interrupted."""
-    sys.path.insert(0, os.getcwd())
-    try:
-        return 0 if verify(**_arguments(function)).ok else 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr, flush=True)
-        return 1
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of `verify` that the function returns."""
-    module, _, name = text.partition(":")
-    if not module or not name:
-        raise ValueError(f"{text!r} must be MODULE:FUNCTION, as in `zero verify my_model:arguments`")
-    try:
-        found = importlib.import_module(module)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"cannot import {module} from {os.getcwd()}: {type(error).__name__}: {error}") from error
-    function = getattr(found, name, None)
-    if not callable(function):
-        raise ValueError(f"{found!r} has no function {name!r}")
-    try:
-        arguments = function()
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{text}() failed: {type(error).__name__}: {error}") from error
-    if not isinstance(arguments, dict):
-        raise TypeError(f"{text}() must return a dict of zero.verify's arguments, not {type(arguments).__name__}")
-    try:
-        inspect.signature(verify).bind(**arguments)
-    except TypeError as error:
-        raise TypeError(f"{text}() must return a dict of zero.verify's arguments: {error}") from error
-    return arguments

@@ -1,0 +1,142 @@
+"""One rank of `zero train`: joins the group, trains, and, on rank 0, reports.
+
+Knows: the order of things. Does not know: how ranks are started.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ... import MixedPrecision, Offload, ZeroOptimizer
+from ..console import View, make_view
+from .data import Corpus, load_corpus
+from .loop import Loop, validate
+from .memory_stats import parameters_sha256
+from .model import GPT, build_model, generate
+from .report import RankFacts, RunRecord, write_report
+from .settings import TrainConfig
+
+__all__ = ["make_optimizer", "optimizer_arguments", "work"]
+
+SAMPLE_PROMPT, SAMPLE_LENGTH = 48, 300
+VALIDATION_WINDOWS = 256
+_PRECISIONS = {"fp32": None, "bf16": MixedPrecision(torch.bfloat16), "fp16": MixedPrecision(torch.float16)}
+
+
+def work(config: TrainConfig, world: int) -> None:
+    """What one rank does, from joining the group to leaving it. Rank 0 writes the report after the group is closed."""
+    torch.set_num_threads(config.threads)
+    view = make_view(config.steps) if int(os.environ.get("RANK", "0")) == 0 else None
+    try:
+        with _group(world):
+            record = _train(config, view)
+    finally:
+        if view is not None:
+            view.finish()
+    if view is not None:
+        write_report(record, view)
+
+
+def _group(world: int) -> AbstractContextManager[None]:
+    if world == 1:
+        return nullcontext()
+    from ..runner import process_group
+
+    return process_group()
+
+
+def _train(config: TrainConfig, view: View | None) -> RunRecord:
+    """Train, validate, and make the model plain again; every rank returns the same record."""
+    corpus = load_corpus(config.data, config.sequence)
+    model = build_model(config.preset, config.sequence, config.seed)
+    optimizer = make_optimizer(config, model)
+    _agree_on_text(optimizer, corpus)
+    loop = Loop(config, corpus, model, optimizer, view)
+    facts = loop.run()
+    batches = corpus.validation_batches(config.batch, config.sequence, VALIDATION_WINDOWS)
+    bits_per_byte = validate(model, optimizer, batches)
+    ranks = [RankFacts.from_bytes(data) for data in optimizer.exchange(facts.to_bytes())]
+    description = optimizer.describe()
+    backwards = config.micro_batches // optimizer.world_size
+    optimizer.close()
+    return RunRecord(
+        config=config,
+        collective=description.collective,
+        corpus=corpus.summary(),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        losses=loop.losses,
+        validation_bits_per_byte=bits_per_byte,
+        params_sha256=parameters_sha256(model),
+        step_ms=loop.step_ms,
+        ranks=ranks,
+        formula_traffic=description.formula_traffic_bytes(backwards, backwards),
+        sample=_sample(model, corpus, config.seed) if view is not None else "",
+    )
+
+
+def _agree_on_text(optimizer: ZeroOptimizer, corpus: Corpus) -> None:
+    """Ranks on different hosts may have found different text, whose micro-batches would be no global batch."""
+    digests = [data.decode() for data in optimizer.exchange(corpus.sha256.encode())]
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise ValueError(
+                f"rank {rank} reads other text than rank 0 (SHA-256 {digest[:12]} and {digests[0][:12]}): give every "
+                "host the same files with --data"
+            )
+
+
+def _sample(model: GPT, corpus: Corpus, seed: int) -> str:
+    """A beginning taken from the validation text and what the model makes of it, safe to print."""
+    prompt = bytes(corpus.validation[:SAMPLE_PROMPT].tolist())
+    text = (prompt + generate(model, prompt, SAMPLE_LENGTH, seed)).decode(errors="replace").replace("\ufffd", "·")
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "·" for letter in text)
+
+
+def make_optimizer(config: TrainConfig, model: nn.Module, *, alone: bool = False) -> ZeroOptimizer:
+    """``alone``: one rank, which shares nothing."""
+    return ZeroOptimizer(
+        model,
+        _optimizer_class(config.optimizer),
+        stage=config.stage,
+        bucket_cap_mb=config.bucket_cap_mb,
+        collective=config.collective,
+        sharding_factor=None if alone else config.sharding_factor,
+        reshard_after_forward=True if alone else config.reshard,
+        offload=None if config.offload is None else Offload(config.offload, config.offload_parameters),
+        mixed_precision=_PRECISIONS[config.precision],
+        **optimizer_arguments(config),
+    )
+
+
+def _optimizer_class(name: str) -> type[Optimizer]:
+    """The class of torch.optim with this name in lower case."""
+    found: dict[str, type[Optimizer]] = {
+        item.__name__.lower(): item
+        for item in vars(torch.optim).values()
+        if isinstance(item, type) and issubclass(item, Optimizer) and item is not Optimizer
+    }
+    if name.lower() not in found:
+        raise ValueError(f"--optimizer {name}: torch.optim has no such class. It has {', '.join(sorted(found))}")
+    return found[name.lower()]
+
+
+def optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
+    """What the class is called with; ValueError where it does not take one of the flags."""
+    accepted = inspect.signature(_optimizer_class(config.optimizer)).parameters
+    arguments: dict[str, Any] = {"lr": config.lr}
+    if config.weight_decay is not None:
+        arguments["weight_decay"] = config.weight_decay
+    if config.fused:
+        arguments["fused"] = True
+    for name in arguments:
+        if name not in accepted:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--optimizer {config.optimizer} takes no --{flag}: leave it out, or use adamw")
+    return arguments
