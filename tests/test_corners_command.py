@@ -45,7 +45,7 @@ def test_an_interrupt_is_one_word_and_no_traceback(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "_launch", interrupted)
+    monkeypatch.setattr(train, "launch_ranks", interrupted)
     assert train.main([f"--out={tmp_path}", "--ranks=2"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
@@ -57,7 +57,7 @@ def test_an_error_is_told_where_its_traceback_cannot_be_written(
         (tmp_path / train.TRACEBACK).mkdir()
         raise RuntimeError("the loss\nis gone")
 
-    monkeypatch.setattr(train, "_launch", fail)
+    monkeypatch.setattr(train, "launch_ranks", fail)
     assert train.main([f"--out={tmp_path}", "--ranks=2"]) == 1
     assert capsys.readouterr().err == "error: the loss is gone\n"
 

@@ -101,15 +101,15 @@ def played(
     """Ranks leave what they would; ``fails``: number of a run -> how it ends instead. Returns the jobs that ran."""
     told: list[RunSpec] = []
 
-    def launch(module: str, arguments: list[str], ranks: int) -> None:
-        job = RunSpec(**json.loads(arguments[0]))
+    def launch(module: str, settings: dict[str, Any], ranks: int) -> None:
+        job = RunSpec(**settings["job"])
         told.append(job)
         if fails is not None and len(told) - 1 in fails:
             raise fails[len(told) - 1]
         for rank in range(ranks):
             kept = sha256 if sha256 is not None else str(job.offload)
             seen = RankResult([0.1 + rank, 0.3], 1_000_000 * (rank + 1), kept if job.peer is None else None)
-            result_path(Path(arguments[1]), rank).write_text(json.dumps(asdict(seen)))
+            result_path(Path(settings["folder"]), rank).write_text(json.dumps(asdict(seen)))
 
     monkeypatch.setattr(sweep, "launch_ranks", launch)
     return told

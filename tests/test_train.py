@@ -274,7 +274,7 @@ def test_bad_input_is_one_line_before_anything_is_started(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(train, "_launch", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(train, "launch_ranks", lambda *_: pytest.fail("ranks were started"))
     assert train.main(flags(text, tmp_path / "out", *more)) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -351,7 +351,7 @@ def test_the_failure_of_a_rank_that_was_launched_is_told_once(
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("TMPDIR", str(temporary))
     with pytest.raises(runner.RankError) as raised:
-        runner.launch_ranks("a_rank_fails", [], 2)
+        runner.launch_ranks("a_rank_fails", {}, 2)
     assert (str(raised.value), *capfd.readouterr()) == (told, "", "")
     assert not raised.value.trace or "ValueError" in raised.value.trace
     assert not list(temporary.iterdir()), "left behind"
@@ -362,7 +362,7 @@ def test_the_failure_of_a_rank_that_was_launched_is_told_once(
 
 def test_both_command_lines_have_the_flags_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     config = TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), preset="tiny", lr=1e-7)
-    assert parse_arguments(config.to_arguments(), "test") == config
+    assert TrainConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
     assert parse_arguments([], "test") == TrainConfig()
     for asked in (TrainConfig, SweepConfig):
         parameters = typer_signature(asked, lambda help: help).parameters

@@ -51,16 +51,16 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a single launched process does, done here; its error comes back as from a launcher."""
 
-    def run(module: str, arguments: list[str], ranks: int) -> None:
+    def run(module: str, settings: dict[str, str], ranks: int) -> None:
         assert (module, ranks) == ("zero.commands.verify.ranks", 1)
-        error_file = tmp_path / f"error-{arguments[0]}.json"
+        error_file = tmp_path / f"error-{settings['loop']}.json"
         with pytest.MonkeyPatch.context() as patch:
             for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
                 patch.setenv(name, value)
             patch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
-            patch.setattr(sys, "argv", ["", *arguments])
+            patch.setattr(sys, "argv", ["", json.dumps(settings)])
             patch.setattr(sys, "path", list(sys.path))
-            code = verify_ranks.main()
+            code = runner.run_rank(verify_ranks.work)
         assert code == error_file.exists()
         if code:
             details = json.loads(error_file.read_text())["message"]["extraInfo"]

@@ -7,9 +7,7 @@ interrupt, too. Does not know: what a rank does (`sweep_rank`), or how a picture
 from __future__ import annotations
 
 import json
-import os
 import platform
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -20,7 +18,16 @@ import torch
 
 from ...core.stages import STAGES, Placement
 from ..console import INSTALL_HINT, View, make_view, megabytes
-from ..runner import RankError, launch_ranks
+from ..runner import (
+    RankError,
+    cannot_write,
+    check_alone,
+    check_output,
+    fail,
+    launch_ranks,
+    one_line,
+    reports_errors,
+)
 from ..train.plots import Dot, can_draw, draw_sweep
 from ..train.settings import SweepConfig
 from .baselines import baselines
@@ -93,29 +100,20 @@ def name_of(job: RunSpec) -> str:
     return ", ".join(parts)
 
 
+@reports_errors
 def run(config: SweepConfig) -> int:
-    """Measure, show and write; the exit code: 0, 1 after an error, where a setting failed or where settings trained
-    other parameters, 130 if interrupted. What was measured is shown and written whatever else happens."""
-    if "WORLD_SIZE" in os.environ:
-        return _fail("zero sweep starts ranks of its own: call it in one process, without torchrun")
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=config.out):
-            pass
-    except OSError as error:
-        return _cannot_write(config.out, error)
+    """Measure every setting, show and write the results. The exit code is 1 if a setting failed or if settings trained
+    different parameters. Results so far are shown and written after an interrupt, too."""
+    check_alone("zero sweep")
+    check_output(config.out)
     view = make_view()
     found = _Found({job: [] for job in jobs(config)})
-    interrupted = False
     try:
         _measure(found, config, view)
     except KeyboardInterrupt:
-        interrupted = True
-    code = _report(found, config, view)
-    if interrupted:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return code
+        _report(found, config, view)
+        raise
+    return _report(found, config, view)
 
 
 def frontier(points: list[Point]) -> list[Point]:
@@ -139,7 +137,7 @@ def _measure(found: _Found, config: SweepConfig, view: View) -> None:
             try:
                 runs.append(_run(job, config))
             except (RankError, OSError) as error:
-                found.failures[name] = " ".join(str(error).split())
+                found.failures[name] = one_line(error)
                 view.line(f"{turn}{name}: failed: {found.failures[name]}")
             else:
                 point = _point(job, runs[-1:])
@@ -148,7 +146,7 @@ def _measure(found: _Found, config: SweepConfig, view: View) -> None:
 
 def _run(job: RunSpec, config: SweepConfig) -> list[RankResult]:
     with tempfile.TemporaryDirectory(dir=config.out) as folder:
-        launch_ranks("zero.commands.sweep.rank", [json.dumps(asdict(job)), folder], config.ranks)
+        launch_ranks("zero.commands.sweep.rank", {"job": asdict(job), "folder": folder}, config.ranks)
         return [RankResult(**json.loads(result_path(Path(folder), rank).read_text())) for rank in range(config.ranks)]
 
 
@@ -172,20 +170,20 @@ def _report(found: _Found, config: SweepConfig, view: View) -> int:
         try:
             written = _write(points, found.failures, config)
         except OSError as error:
-            code = _cannot_write(config.out, error)
+            code = fail(cannot_write(config.out, error))
         else:
             view.line(f"written to {config.out}: {', '.join(written)}")
         if not can_draw():
             view.line(f"matplotlib is not installed: no sweep.png. To have it: {INSTALL_HINT}")
     hashes = {sha256 for point in points for sha256 in point.sha256}
     if len(hashes) > 1:
-        code = _fail(f"settings of ours trained {len(hashes)} different sets of parameters: see sha256 in sweep.json")
+        code = fail(f"settings of ours trained {len(hashes)} different sets of parameters: see sha256 in sweep.json")
     elif hashes:
         ours = sum(point.job.peer is None for point in points)
         view.line(f"settings of zero that trained the same bits: {ours}, SHA-256 {hashes.pop()}")
     if found.failures:
         number = len(found.failures)
-        code = _fail(f"{number} setting{'s' * (number > 1)} failed: {'; '.join(found.failures)}")
+        code = fail(f"{number} setting{'s' * (number > 1)} failed: {'; '.join(found.failures)}")
     return code
 
 
@@ -241,12 +239,3 @@ def draw(folder: Path) -> list[str]:
     what = "{preset} on {ranks} ranks, {batch} x {sequence} bytes a rank and step".format(**written["config"])
     draw_sweep(folder / "sweep.png", what, dots)
     return ["sweep.png"]
-
-
-def _cannot_write(out: Path, error: OSError) -> int:
-    return _fail(f"--out {out}: cannot write there ({error.strerror}). Name a folder that can be written")
-
-
-def _fail(line: str) -> int:
-    print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)
-    return 1

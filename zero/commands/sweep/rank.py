@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from ... import Offload, ZeroOptimizer
-from ..runner import barrier, process_group
+from ..runner import barrier, process_group, run_rank
 from ..train.data import Corpus, load_corpus
 from ..train.memory_stats import parameters_sha256, proportional_set_size
 from ..train.model import build_model, loss_fn
 from .baselines import baselines
 
-__all__ = ["RankResult", "RunSpec", "main", "result_path"]
+__all__ = ["RankResult", "RunSpec", "result_path", "work"]
 
 LEARNING_RATE = 1e-3
 WARM = 2  # the first step makes the optimizer's states
@@ -71,10 +71,10 @@ def result_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.json"
 
 
-def main(arguments: list[str]) -> None:
-    """Do a job. All ranks. Arguments: the job, as JSON; the folder where each rank leaves what it saw, and where the
-    file of an offload goes."""
-    job, folder = RunSpec(**json.loads(arguments[0])), Path(arguments[1])
+def work(settings: dict[str, Any]) -> None:
+    """Train a `RunSpec`, the ``job``. All ranks. Each writes its `RankResult` to ``folder``, where the file of an
+    offload goes, too."""
+    job, folder = RunSpec(**settings["job"]), Path(settings["folder"])
     torch.set_num_threads(job.threads)
     with process_group():
         seen = _train(job, folder)
@@ -180,4 +180,4 @@ def _sampled() -> Iterator[list[int]]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run_rank(work))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 from torch import nn
 
 from ...core.stages import check_reshard, check_sharding_factor, stage_of
+from ..runner import check_output, fail, launch_ranks, record_error, reports_errors, under_launcher
 from .data import load_corpus
 from .rank import make_optimizer, optimizer_arguments, work
 from .settings import TrainConfig, parse_arguments
@@ -34,27 +34,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(parse_arguments(sys.argv[1:] if arguments is None else arguments, "python -m zero.train"))
     except ValueError as error:
-        return _fail(error)
+        return fail(error)
 
 
+@reports_errors
 def run(config: TrainConfig) -> int:
     """Train as `config` says, on ranks that are started here unless a launcher has started this one."""
-    try:
-        world = _world_size(config)
-        _check(config, world)
-    except (ValueError, TypeError, OSError, RuntimeError) as error:
-        return _fail(error)
+    world = _world_size(config)
+    _check(config, world)
     try:
         if "WORLD_SIZE" in os.environ or world == 1:
-            work(config, world)
+            work(config)
         else:
-            _launch(config, world)
-    except KeyboardInterrupt:
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
-            print("interrupted", file=sys.stderr)
-        return 130
+            launch_ranks("zero.commands.train.rank", config.to_json(), world)
     except Exception as error:
-        return _fail(error, config.out)
+        record_error(error)
+        return fail(error, _save_traceback(error, config.out))
     return 0
 
 
@@ -85,20 +80,9 @@ def _check(config: TrainConfig, world: int) -> None:
     optimizer_arguments(config)
     load_corpus(config.data, config.sequence)
     if int(os.environ.get("RANK", "0")) == 0:
-        _check_output(config.out)
+        check_output(config.out, TRACEBACK)
     if "WORLD_SIZE" not in os.environ:
         _dry_run(config)
-
-
-def _check_output(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            (out / TRACEBACK).unlink(missing_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--out {out}: cannot write there ({error.strerror}). Name a folder that can be written"
-        ) from None
 
 
 def _dry_run(config: TrainConfig) -> None:
@@ -106,33 +90,11 @@ def _dry_run(config: TrainConfig) -> None:
     make_optimizer(config, nn.Linear(1, 1), alone=True).close()
 
 
-def _launch(config: TrainConfig, ranks: int) -> None:
-    from ..runner import launch_ranks
-
-    launch_ranks("zero.train", config.to_arguments(), ranks)
-
-
-def _fail(error: Exception, out: Path | None = None) -> int:
-    """Tell the error in one line, once (a rank that we launched leaves it to its launcher); the traceback in a file."""
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    if launched:
-        from ..runner import record_error, started_by_us
-
-        record_error(error)
-        if started_by_us():
-            return 1
-    line = " ".join(str(error).split()) or type(error).__name__
-    where = "" if out is None or launched else _leave_traceback(error, out)
-    rank = f"rank {os.environ['RANK']}: " if launched else ""
-    print(f"error: {rank}{line}{where}", file=sys.stderr, flush=True)
-    return 1
-
-
-def _leave_traceback(error: Exception, out: Path) -> str:
-    """Write the traceback (of the rank that failed, where there is one) below `out`; returns words that say so."""
+def _save_traceback(error: Exception, out: Path) -> str:
+    """Write the traceback, that of the rank that failed if there is one, below `out`. Return words that say so."""
     path = out / TRACEBACK
     trace = getattr(error, "trace", None)
-    if trace == "":
+    if trace == "" or under_launcher():
         return ""
     try:
         path.write_text("".join(traceback.format_exception(error)) if trace is None else trace)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from ... import MixedPrecision, Offload, ZeroOptimizer
 from ..console import View, make_view
+from ..runner import process_group, run_rank
 from .data import Corpus, load_corpus
 from .loop import Loop, validate
 from .memory_stats import parameters_sha256
@@ -23,33 +25,25 @@ from .model import GPT, build_model, generate
 from .report import RankFacts, RunRecord, write_report
 from .settings import TrainConfig
 
-__all__ = ["make_optimizer", "optimizer_arguments", "work"]
+__all__ = ["main", "make_optimizer", "optimizer_arguments", "work"]
 
 SAMPLE_PROMPT, SAMPLE_LENGTH = 48, 300
 VALIDATION_WINDOWS = 256
 _PRECISIONS = {"fp32": None, "bf16": MixedPrecision(torch.bfloat16), "fp16": MixedPrecision(torch.float16)}
 
 
-def work(config: TrainConfig, world: int) -> None:
+def work(config: TrainConfig) -> None:
     """What one rank does, from joining the group to leaving it. Rank 0 writes the report after the group is closed."""
     torch.set_num_threads(config.threads)
     view = make_view(config.steps) if int(os.environ.get("RANK", "0")) == 0 else None
     try:
-        with _group(world):
+        with process_group() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else nullcontext():
             record = _train(config, view)
     finally:
         if view is not None:
             view.finish()
     if view is not None:
         write_report(record, view)
-
-
-def _group(world: int) -> AbstractContextManager[None]:
-    if world == 1:
-        return nullcontext()
-    from ..runner import process_group
-
-    return process_group()
 
 
 def _train(config: TrainConfig, view: View | None) -> RunRecord:
@@ -140,3 +134,12 @@ def optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
             flag = name.replace("_", "-")
             raise ValueError(f"--optimizer {config.optimizer} takes no --{flag}: leave it out, or use adamw")
     return arguments
+
+
+def main() -> int:
+    """A rank that `zero train` started."""
+    return run_rank(lambda settings: work(TrainConfig.from_json(settings)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

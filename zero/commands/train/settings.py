@@ -72,13 +72,15 @@ class TrainConfig:
         text = self.reshard_after_forward
         return text == "true" if text in ("true", "false") else int(text)
 
-    def to_arguments(self) -> list[str]:
-        """The command line that `parse_arguments` reads this configuration from."""
-        return [text for item in fields(self) for text in _argument(item.name, getattr(self, item.name))]
-
     def to_json(self) -> dict[str, Any]:
-        """The fields as values that JSON knows."""
+        """The fields as values that JSON has."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> TrainConfig:
+        """The configuration from the values of `to_json`."""
+        paths = {name: Path(values[name]) for name in ("offload", "data", "out") if values[name] is not None}
+        return cls(**{**values, **paths})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,14 +126,6 @@ def _require_choices(config: TrainConfig | SweepConfig, *names: str) -> None:
 
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _argument(name: str, value: object) -> list[str]:
-    if value is None:
-        return []
-    if isinstance(value, bool):
-        return [_option(name if value else "no_" + name)]
-    return [f"{_option(name)}={value}"]
 
 
 @dataclass(frozen=True)

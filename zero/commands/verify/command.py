@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ..runner import reports_errors
 from .verification import verify
 
 __all__ = ["FUNCTION", "FUNCTION_HELP", "HELP", "main", "run"]
@@ -29,18 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(parser.parse_args(arguments).function)
 
 
+@reports_errors
 def run(function: str) -> int:
-    """Verify with the arguments that "MODULE:FUNCTION" returns. The exit code: 0 where no bit differs, 1 where one does
-    or after an error (told in one line), 130 if interrupted."""
+    """Verify with the arguments that "MODULE:FUNCTION" returns. The exit code: 0 if no bit differs, or 1."""
     sys.path.insert(0, os.getcwd())
-    try:
-        return 0 if verify(**_arguments(function)).ok else 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr, flush=True)
-        return 1
+    return 0 if verify(**_arguments(function)).ok else 1
 
 
 def _arguments(text: str) -> dict[str, Any]:

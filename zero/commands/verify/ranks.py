@@ -30,7 +30,7 @@ import zero
 
 from ... import ZeroOptimizer
 from ...core.parameter_specs import is_copied
-from ..runner import World, process_group, record_error
+from ..runner import World, process_group, record_error, run_rank
 from .bit_diff import Difference, first_difference
 from .reference import MixedReferenceLoop, ReferenceLoop
 from .spec import RESULTS, Run, VerifySpec, as_batches, resolve
@@ -287,24 +287,22 @@ def _leave(folder: Path, run: Run) -> None:
         file.write(run.to_json() + b"\n")
 
 
-def main() -> int:
-    """One process; the exit code. Its error goes to the launcher in one line."""
-    what, folder = sys.argv[1], Path(sys.argv[2])
+def work(settings: dict[str, Any]) -> None:
+    """Run one of the loops in this process. Its error goes to the launcher in one line, with the place."""
+    folder = Path(settings["folder"])
     spec = VerifySpec.load(folder)
     sys.path[:] = spec.path
     torch.set_num_threads(spec.threads)
     watchdog = Watchdog(spec.timeout)
     try:
-        {"plain": plain_loop, "again": plain_loop_again, "ranks": worlds}[what](folder, watchdog)
-    except KeyboardInterrupt:
-        return 130
+        {"plain": plain_loop, "again": plain_loop_again, "ranks": worlds}[settings["loop"]](folder, watchdog)
+    except LocatedError:
+        raise
     except (Exception, SystemExit) as error:
-        record_error(error if isinstance(error, LocatedError) else watchdog.locate(error))
-        return 1
+        raise watchdog.locate(error) from error
     finally:
         watchdog.stop()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_rank(work))

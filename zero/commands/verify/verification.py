@@ -161,15 +161,14 @@ def verify(
 
 
 def _check_place() -> None:
-    from ..runner import started_by_us
+    from ..runner import check_alone, started_by_us
 
     if started_by_us():
         raise RuntimeError(
             "verify() ran again in one of its own processes, which import the script that called it: put the call "
             'under `if __name__ == "__main__":`'
         )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RuntimeError("verify() starts ranks of its own: call it in one process, without torchrun")
+    check_alone("verify()")
 
 
 def _integers(values: Sequence[int], name: str, least: int = 1) -> tuple[int, ...]:
@@ -220,7 +219,7 @@ def _start(what: str, folder: Path, processes: int) -> None:
     from ..runner import RankError, launch_ranks
 
     try:
-        launch_ranks("zero.commands.verify.ranks", [what, str(folder)], processes)
+        launch_ranks("zero.commands.verify.ranks", {"loop": what, "folder": str(folder)}, processes)
     except RankError as error:
         cause = RuntimeError(f"in that process:\n{error.trace}") if error.trace else None
         raise RuntimeError(str(error) if what == "ranks" else error.line) from cause
