@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,12 +20,13 @@ import torch
 
 from zero import MixedPrecision
 from zero.commands import cli, console, runner
+from zero.commands.sweep import command as sweep
 from zero.commands.train import command as train
 from zero.commands.train import memory_stats, plots, rank
 from zero.commands.train.data import load_corpus
 from zero.commands.train.loop import Loop
 from zero.commands.train.model import build_model
-from zero.commands.train.settings import SweepConfig, TrainConfig, parse_arguments, typer_signature
+from zero.commands.train.settings import SweepConfig, TrainConfig
 
 from .matrix import Variant, trained_sha256
 
@@ -113,7 +114,7 @@ def test_one_rank_gives_the_parameters_of_the_plain_loop(
     text: Path, tmp_path: Path, more: tuple[str, ...], plain: dict[str, Any]
 ) -> None:
     out = tmp_path / "out"
-    assert train.main(flags(text, out, "--ranks=1", *more)) == 0
+    assert cli.main(flags(text, out, "--ranks=1", *more), "train") == 0
     assert run_json(out)["params_sha256"] == plain_sha256(text, **plain)
 
 
@@ -129,7 +130,7 @@ def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     assert ended.returncode == 0, ended.stderr
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        assert train.main(flags(text, outs[2], "--stage=2", "--bucket-cap-mb=0.05")) == 0
+        assert cli.main(flags(text, outs[2], "--stage=2", "--bucket-cap-mb=0.05"), "train") == 0
     return {stage: run_json(out) for stage, out in enumerate(outs)}
 
 
@@ -138,7 +139,7 @@ def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
 def test_every_way_to_start_two_ranks_gives_the_parameters_and_losses_of_one(
     text: Path, tmp_path: Path, two_ranks: dict[int, dict[str, Any]]
 ) -> None:
-    assert train.main(flags(text, tmp_path, "--ranks=1")) == 0
+    assert cli.main(flags(text, tmp_path, "--ranks=1"), "train") == 0
     one = run_json(tmp_path)
     assert one["params_sha256"] == plain_sha256(text)
     for stage, record in two_ranks.items():
@@ -176,7 +177,7 @@ def test_a_run_leaves_its_record_and_its_pictures(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "deep" / "out"
-    assert train.main(flags(text, out, "--ranks=1", "--stage=2", "--seed=9")) == 0
+    assert cli.main(flags(text, out, "--ranks=1", "--stage=2", "--seed=9"), "train") == 0
     record, shown = run_json(out), capsys.readouterr().out
     model = build_model("tiny", SEQUENCE, 9)
     whole = 4 * sum(parameter.numel() for parameter in model.parameters())
@@ -217,27 +218,31 @@ def test_two_ranks_hold_and_send_what_the_formulas_say(two_ranks: dict[int, dict
     assert [facts["rank"] for facts in record["ranks"]] == [0, 1]
 
 
-def test_without_rich_and_matplotlib_it_trains_and_says_what_to_install(
+def test_without_matplotlib_it_trains_and_says_what_to_install(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("rich", "matplotlib", "typer"):
-        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     out = tmp_path / "out"
-    assert train.main(flags(text, out, "--ranks=1")) == 0
+    assert cli.main(flags(text, out, "--ranks=1"), "train") == 0
     shown = capsys.readouterr().out
-    assert shown.count("pip install 'zero-optimizer[cli]'") == 2
+    assert shown.count("pip install 'zero-optimizer[cli]'") == 1
     assert f"step {STEPS}/{STEPS}" in shown
     assert sorted(path.name for path in out.iterdir()) == ["run.json"]
 
 
-def test_the_zero_command_without_its_extra_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [(None, "zero"), ("train", "python -m zero.train"), ("verify", "python -m zero.verify")],
+)
+def test_a_command_without_the_extra_says_what_to_install(
+    command: str | None, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == 1
-    assert "needs typer: pip install 'zero-optimizer[cli]'" in capsys.readouterr().err
+    assert cli.main(["--help"], command) == 1
+    assert capsys.readouterr().err == f"error: {program} needs typer: pip install 'zero-optimizer[cli]'\n"
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert cli.main(["--help"], command) == 1
+    assert f"{program} needs typer and rich: " in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------- bad input
@@ -275,11 +280,30 @@ def test_bad_input_is_one_line_before_anything_is_started(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(train, "launch_ranks", lambda *_: pytest.fail("ranks were started"))
-    assert train.main(flags(text, tmp_path / "out", *more)) == 1
+    assert cli.main(flags(text, tmp_path / "out", *more), "train") == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "--stepz=5"], r"No such option: --stepz .*--steps.*\. See `zero train --help`"),
+        (["train", "--steps=many"], r"Invalid value for '--steps': .* integer.*\. See `zero train --help`"),
+        (["train", "--steps"], r"Option '--steps' requires an argument\. See `zero.* --help`"),
+        (["train", "--preset=huge"], r"Invalid value for '--preset': .*'tiny', 'small', 'medium'\. .*"),
+        (["sweep", "5"], r"Got unexpected extra argument.*5.*\. See `zero sweep --help`"),
+        (["verify"], r"Missing argument 'MODULE:FUNCTION'\. See `zero verify --help`"),
+        (["trian"], r"No such command 'trian'\. .*See `zero --help`"),
+    ],
+)
+def test_arguments_that_cannot_be_read_are_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    assert re.fullmatch(f"error: {said}\n", capsys.readouterr().err)
 
 
 def test_an_output_folder_that_cannot_be_written_is_an_error(
@@ -287,7 +311,7 @@ def test_an_output_folder_that_cannot_be_written_is_an_error(
 ) -> None:
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert train.main(flags(text, out)) == 1
+        assert cli.main(flags(text, out), "train") == 1
         error = capsys.readouterr().err
         assert error.startswith(f"error: --out {out}: cannot write there (")
         assert error.endswith("Name a folder that can be written\n")
@@ -297,7 +321,7 @@ def test_ranks_that_contradict_the_launcher_are_an_error(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert train.main(flags(text, tmp_path / "out", "--ranks=2")) == 1
+    assert cli.main(flags(text, tmp_path / "out", "--ranks=2"), "train") == 1
     assert "--ranks 2, but the launcher started 4 (WORLD_SIZE)" in capsys.readouterr().err
 
 
@@ -309,11 +333,11 @@ def test_an_error_in_the_middle_is_one_line_and_its_traceback_a_file(
         raise RuntimeError("the loss is\nnot what it was")
 
     monkeypatch.setattr(Loop, "_step", fail)
-    assert train.main(flags(text, tmp_path, "--ranks=1")) == 1
+    assert cli.main(flags(text, tmp_path, "--ranks=1"), "train") == 1
     assert capsys.readouterr().err == f"error: the loss is not what it was (traceback in {tmp_path}/error.txt)\n"
     assert "in _train" in (tmp_path / "error.txt").read_text()
     monkeypatch.undo()
-    assert train.main(flags(text, tmp_path, "--ranks=1")) == 0
+    assert cli.main(flags(text, tmp_path, "--ranks=1"), "train") == 0
     assert not (tmp_path / "error.txt").exists()
 
 
@@ -360,17 +384,32 @@ def test_the_failure_of_a_rank_that_was_launched_is_told_once(
 # ------------------------------------------------------------------------------------------------------ the parts
 
 
-def test_both_command_lines_have_the_flags_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    config = TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), preset="tiny", lr=1e-7)
-    assert TrainConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
-    assert parse_arguments([], "test") == TrainConfig()
-    for asked in (TrainConfig, SweepConfig):
-        parameters = typer_signature(asked, lambda help: help).parameters
-        assert {name: parameter.default for name, parameter in parameters.items()} == vars(asked())
-    with pytest.raises(SystemExit):
-        parse_arguments(["--help"], "test")
-    shown = capsys.readouterr().out
-    assert all(f"--{name.replace('_', '-')}" in shown for name in inspect.signature(TrainConfig).parameters)
+def test_both_command_lines_have_the_flags_of_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[TrainConfig | SweepConfig] = []
+    for module in (train, sweep):
+        monkeypatch.setattr(module, "run", lambda config: given.append(config) or 0)
+    assert cli.main(["--ranks=3", "--fused", "--clip", "0.5", "--data=-x", "--preset=tiny", "--lr=1e-7"], "train") == 0
+    assert given == [TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), preset="tiny", lr=1e-7)]
+    assert cli.main(["sweep", "--stage=1", "--stage=3", "--no-peers"]) == 0
+    assert given.pop() == SweepConfig(stage=[1, 3], peers=False)
+    for arguments, command, default in (
+        (["train"], None, TrainConfig()),
+        ([], "train", TrainConfig()),
+        (["sweep"], None, SweepConfig()),
+    ):
+        assert cli.main(arguments, command) == 0
+        assert given.pop() == default
+        assert cli.main([*arguments, "-h"], command) == 0
+        shown = capsys.readouterr().out
+        assert all(f"--{name.replace('_', '-')}" in shown for name in vars(default))
+
+
+def test_a_rank_gets_the_configuration_as_json() -> None:
+    config = TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), offload=Path("disk"), preset="tiny", lr=1e-7)
+    for sent in (config, TrainConfig()):
+        assert TrainConfig.from_json(json.loads(json.dumps(sent.to_json()))) == sent
 
 
 def test_a_gradient_that_nobody_looked_at_is_found() -> None:

@@ -10,9 +10,7 @@ Knows: the order of things. It needs torch and numpy alone; run it as `zero trai
 from __future__ import annotations
 
 import os
-import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
@@ -21,20 +19,12 @@ from ...core.stages import check_reshard, check_sharding_factor, stage_of
 from ..runner import check_output, fail, launch_ranks, record_error, reports_errors, under_launcher
 from .data import load_corpus
 from .rank import make_optimizer, optimizer_arguments, work
-from .settings import TrainConfig, parse_arguments
+from .settings import TrainConfig
 
-__all__ = ["main", "run"]
+__all__ = ["run"]
 
 DEFAULT_RANKS = 2
 TRACEBACK = "error.txt"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Train as the command line says; the exit code: 0, 1 after an error (told in one line), 130 if interrupted."""
-    try:
-        return run(parse_arguments(sys.argv[1:] if arguments is None else arguments, "python -m zero.train"))
-    except ValueError as error:
-        return fail(error)
 
 
 @reports_errors

@@ -5,29 +5,16 @@ Knows: how to find the function. Does not know: what is verified.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from ..runner import reports_errors
 from .verification import verify
 
-__all__ = ["FUNCTION", "FUNCTION_HELP", "HELP", "main", "run"]
-
-HELP = "Find where your own model, at each stage and number of ranks, first leaves the bits of your plain loop."
-FUNCTION = "MODULE:FUNCTION"
-FUNCTION_HELP = "a function without arguments that returns a dict of zero.verify's; the current directory is importable"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m zero.verify MODULE:FUNCTION`; the exit code, as of `run`."""
-    parser = argparse.ArgumentParser(prog="python -m zero.verify", description=HELP, allow_abbrev=False)
-    parser.add_argument("function", metavar=FUNCTION, help=FUNCTION_HELP)
-    return run(parser.parse_args(arguments).function)
+__all__ = ["run"]
 
 
 @reports_errors
