@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,7 +20,8 @@ import pytest
 import torch
 
 from zero import MixedPrecision
-from zero.commands import cli, console, runner
+from zero.commands import cli, runner
+from zero.commands.console import Console, StepStats
 from zero.commands.sweep import command as sweep
 from zero.commands.train import command as train
 from zero.commands.train import memory_stats, plots, rank
@@ -450,28 +452,54 @@ def test_the_hash_is_of_whole_float32_parameters_in_order_with_ties_once() -> No
     assert memory_stats.parameters_sha256(model) == expected.hexdigest()
 
 
-def test_plain_progress_is_about_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = console.PlainView(steps=250)
+STATS = StepStats(2, loss=1.0, tokens_per_second=10.0, rank_bytes=1_500_000)
+
+
+def test_in_a_file_progress_is_about_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(steps=250)
     for step in range(1, 251):
-        plain.advance(console.Progress(step, loss=1.0, tokens_per_second=10.0, rank_bytes=1_500_000))
+        console.advance(replace(STATS, step=step))
+    console.finish()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 10
     assert lines[-1] == "step 250/250  loss 1.000  10 tokens/s  1.5 MB held by a rank"
 
 
-def test_the_rich_view_shows_the_same_numbers(
+@pytest.mark.parametrize("width", ["40", "200"])
+def test_in_a_file_tables_and_lines_are_plain_and_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    console = Console()
+    console.table("title", ["bytes", "measured"], [["sent by all ranks", "1,234"], ["none", "0"]])
+    console.line("[bold] :snake: {'a': 1} " + 100 * "-")
+    assert capsys.readouterr().out == (
+        "title\n"
+        "bytes              measured\n"
+        "-----------------  --------\n"
+        "sent by all ranks     1,234\n"
+        "none                      0\n"
+        "[bold] :snake: {'a': 1} " + 100 * "-" + "\n"
+    )
+
+
+def test_a_terminal_shows_a_bar_and_the_same_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        sys, "stdout", SimpleNamespace(isatty=lambda: True, write=sys.stdout.write, flush=sys.stdout.flush)
-    )
-    shown = console.make_view(steps=2)
-    shown.advance(console.Progress(2, loss=1.0, tokens_per_second=10.0, rank_bytes=1_500_000))
-    shown.finish()
-    shown.table("title", ["bytes", "measured"], [["parameters", "1,234"]])
-    shown.line("[not markup]")
+    terminal = SimpleNamespace(isatty=lambda: True, write=sys.stdout.write, flush=sys.stdout.flush)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console(steps=2)
+    console.advance(STATS)
+    console.finish()
     output = capsys.readouterr().out
-    assert isinstance(shown, console.RichView)
-    assert all(
-        part in output for part in ("2/2", "loss 1.000", "1.5 MB held by a rank", "title", "1,234", "[not markup]")
-    )
+    assert all(part in output for part in ("2/2", "loss 1.000", "1.5 MB held by a rank", "\x1b["))
+    console.table("title", ["bytes", "measured"], [["parameters", "1,234"]])
+    console.line("[not markup]")
+    assert capsys.readouterr().out.splitlines() == [
+        "title",
+        "bytes       measured",
+        "----------  --------",
+        "parameters     1,234",
+        "[not markup]",
+    ]

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from ...core.stages import STAGES, Placement
-from ..console import INSTALL_HINT, View, make_view, megabytes
+from ..console import INSTALL_HINT, Console, megabytes
 from ..runner import (
     RankError,
     cannot_write,
@@ -106,7 +106,7 @@ def run(config: SweepConfig) -> int:
     different parameters. Results so far are shown and written after an interrupt, too."""
     check_alone("zero sweep")
     check_output(config.out)
-    view = make_view()
+    view = Console()
     found = _Found({job: [] for job in jobs(config)})
     try:
         _measure(found, config, view)
@@ -126,7 +126,7 @@ def frontier(points: list[Point]) -> list[Point]:
     return best
 
 
-def _measure(found: _Found, config: SweepConfig, view: View) -> None:
+def _measure(found: _Found, config: SweepConfig, view: Console) -> None:
     """All rounds, each a run of every setting that has not failed yet."""
     for number in range(config.rounds):
         turn = "" if config.rounds == 1 else f"round {number + 1} of {config.rounds}: "
@@ -161,7 +161,7 @@ def _held(point: Point) -> str:
     return "unknown memory" if point.peak is None else f"{megabytes(point.peak)} a rank"
 
 
-def _report(found: _Found, config: SweepConfig, view: View) -> int:
+def _report(found: _Found, config: SweepConfig, view: Console) -> int:
     """Show and write all that there is; the exit code: 0, or 1 where something is wrong, which is told."""
     points, code = found.points, 0
     if points or found.failures:
@@ -187,7 +187,7 @@ def _report(found: _Found, config: SweepConfig, view: View) -> int:
     return code
 
 
-def _show(points: list[Point], best: list[Point], config: SweepConfig, view: View) -> None:
+def _show(points: list[Point], best: list[Point], config: SweepConfig, view: Console) -> None:
     rows = [
         (
             point.name,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ... import ZeroOptimizer
-from ..console import Progress, View
+from ..console import Console, StepStats
 from .data import Batch, Corpus
 from .memory_stats import bytes_by_kind, live_storages, proportional_set_size
 from .model import loss_fn
@@ -63,7 +63,7 @@ class Loop:
     """One rank's training. `losses` (nats a byte, one a step, of all ranks) and `step_ms` are full after `run`."""
 
     def __init__(
-        self, config: TrainConfig, corpus: Corpus, model: nn.Module, optimizer: ZeroOptimizer, view: View | None
+        self, config: TrainConfig, corpus: Corpus, model: nn.Module, optimizer: ZeroOptimizer, view: Console | None
     ) -> None:
         self.losses: list[float] = []
         self.step_ms: list[float] = []
@@ -163,7 +163,7 @@ class Loop:
         if self._view is not None:
             seconds = sum(self.step_ms[-len(new) :]) / 1000
             tokens = len(new) * self._config.micro_batches * self._config.batch * self._config.sequence
-            self._view.advance(Progress(len(self.losses), new[-1], tokens / seconds, held))
+            self._view.advance(StepStats(len(self.losses), new[-1], tokens / seconds, held))
 
     def _share_losses(self) -> list[float]:
         parts = self._optimizer.exchange(np.array(self._unshared, dtype="<f8").tobytes())

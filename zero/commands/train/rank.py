@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ... import MixedPrecision, Offload, ZeroOptimizer
-from ..console import View, make_view
+from ..console import Console
 from ..runner import process_group, run_rank
 from .data import Corpus, load_corpus
 from .loop import Loop, validate
@@ -35,7 +35,7 @@ _PRECISIONS = {"fp32": None, "bf16": MixedPrecision(torch.bfloat16), "fp16": Mix
 def work(config: TrainConfig) -> None:
     """What one rank does, from joining the group to leaving it. Rank 0 writes the report after the group is closed."""
     torch.set_num_threads(config.threads)
-    view = make_view(config.steps) if int(os.environ.get("RANK", "0")) == 0 else None
+    view = Console(config.steps) if int(os.environ.get("RANK", "0")) == 0 else None
     try:
         with process_group() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else nullcontext():
             record = _train(config, view)
@@ -46,7 +46,7 @@ def work(config: TrainConfig) -> None:
         write_report(record, view)
 
 
-def _train(config: TrainConfig, view: View | None) -> RunRecord:
+def _train(config: TrainConfig, view: Console | None) -> RunRecord:
     """Train, validate, and make the model plain again; every rank returns the same record."""
     corpus = load_corpus(config.data, config.sequence)
     model = build_model(config.preset, config.sequence, config.seed)

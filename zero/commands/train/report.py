@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..console import INSTALL_HINT, View, megabytes
+from ..console import INSTALL_HINT, Console, megabytes
 from .plots import can_draw, draw_loss, draw_memory
 from .settings import TrainConfig
 
@@ -127,7 +127,7 @@ def _versions() -> dict[str, str]:
     }
 
 
-def write_report(record: RunRecord, view: View) -> None:
+def write_report(record: RunRecord, view: Console) -> None:
     """Write the files into the run's folder and show the summary."""
     out = record.config.out
     (out / "run.json").write_text(json.dumps(record.to_json(), indent=2) + "\n")
@@ -155,7 +155,7 @@ def _kinds(facts: RankFacts) -> list[str]:
     return [kind for kind in KINDS if kind != "gathered_peak" or facts.measured[kind] or facts.formula[kind]]
 
 
-def _show_table(record: RunRecord, view: View) -> None:
+def _show_table(record: RunRecord, view: Console) -> None:
     first = record.ranks[0]
     rows = [(KINDS[kind], first.measured[kind], first.formula[kind]) for kind in _kinds(first)]
     rows.append(("sent per step by all ranks", record.traffic, record.formula_traffic))
@@ -170,7 +170,7 @@ def _show_table(record: RunRecord, view: View) -> None:
     view.line(f"control messages: {record.control_traffic:,} bytes per step by all ranks")
 
 
-def _show_result(record: RunRecord, view: View) -> None:
+def _show_result(record: RunRecord, view: Console) -> None:
     first, last = record.losses[0] / math.log(2), record.losses[-1] / math.log(2)
     view.line(f"median step: {np.median(record.step_ms):.1f} ms")
     view.line(f"training loss: {first:.3f} -> {last:.3f} bits per byte")
