@@ -276,7 +276,7 @@ def test_what_is_held_for_a_moment_is_in_the_peak_and_no_more() -> None:
         held = torch.ones(size // 4)
         seen = len(sizes)
         while len(sizes) < seen + 2:  # the second sample from now began after the memory was touched
-            time.sleep(sweep_rank.EVERY)
+            time.sleep(sweep_rank.SAMPLING_INTERVAL)
         del held
     assert max(sizes) - before == pytest.approx(size, rel=0.1), "a tenth: what a thread and Python take"
     assert sizes[-1] - before < size / 2, "the last sample is of the end"

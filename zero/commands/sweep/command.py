@@ -106,14 +106,14 @@ def run(config: SweepConfig) -> int:
     different parameters. Results so far are shown and written after an interrupt, too."""
     check_alone("zero sweep")
     check_output(config.out)
-    view = Console()
+    console = Console()
     found = _Found({job: [] for job in jobs(config)})
     try:
-        _measure(found, config, view)
+        _measure(found, config, console)
     except KeyboardInterrupt:
-        _report(found, config, view)
+        _report(found, config, console)
         raise
-    return _report(found, config, view)
+    return _report(found, config, console)
 
 
 def frontier(points: list[Point]) -> list[Point]:
@@ -126,7 +126,7 @@ def frontier(points: list[Point]) -> list[Point]:
     return best
 
 
-def _measure(found: _Found, config: SweepConfig, view: Console) -> None:
+def _measure(found: _Found, config: SweepConfig, console: Console) -> None:
     """All rounds, each a run of every setting that has not failed yet."""
     for number in range(config.rounds):
         turn = "" if config.rounds == 1 else f"round {number + 1} of {config.rounds}: "
@@ -138,10 +138,10 @@ def _measure(found: _Found, config: SweepConfig, view: Console) -> None:
                 runs.append(_run(job, config))
             except (RankError, OSError) as error:
                 found.failures[name] = one_line(error)
-                view.line(f"{turn}{name}: failed: {found.failures[name]}")
+                console.line(f"{turn}{name}: failed: {found.failures[name]}")
             else:
                 point = _point(job, runs[-1:])
-                view.line(f"{turn}{name}: {point.step_ms:.1f} ms, {_held(point)}")
+                console.line(f"{turn}{name}: {point.step_ms:.1f} ms, {_held(point)}")
 
 
 def _run(job: RunSpec, config: SweepConfig) -> list[RankResult]:
@@ -151,9 +151,11 @@ def _run(job: RunSpec, config: SweepConfig) -> list[RankResult]:
 
 
 def _point(job: RunSpec, runs: list[list[RankResult]]) -> Point:
-    seconds = [median(map(max, zip(*(seen.seconds for seen in ranks), strict=True))) for ranks in runs]
-    peaks = [max(seen.peak for seen in ranks if seen.peak is not None) for ranks in runs if ranks[0].peak is not None]
-    sha256 = tuple(sorted({seen.sha256 for ranks in runs for seen in ranks if seen.sha256 is not None}))
+    seconds = [median(map(max, zip(*(result.seconds for result in ranks), strict=True))) for ranks in runs]
+    peaks = [
+        max(result.peak for result in ranks if result.peak is not None) for ranks in runs if ranks[0].peak is not None
+    ]
+    sha256 = tuple(sorted({result.sha256 for ranks in runs for result in ranks if result.sha256 is not None}))
     return Point(name_of(job), job, 1000 * median(seconds), round(median(peaks)) if peaks else None, sha256)
 
 
@@ -161,33 +163,33 @@ def _held(point: Point) -> str:
     return "unknown memory" if point.peak is None else f"{megabytes(point.peak)} a rank"
 
 
-def _report(found: _Found, config: SweepConfig, view: Console) -> int:
+def _report(found: _Found, config: SweepConfig, console: Console) -> int:
     """Show and write all that there is; the exit code: 0, or 1 where something is wrong, which is told."""
     points, code = found.points, 0
     if points or found.failures:
         best = frontier(points)
-        _show(points, best, config, view)
+        _show(points, best, config, console)
         try:
             written = _write(points, found.failures, config)
         except OSError as error:
             code = fail(cannot_write(config.out, error))
         else:
-            view.line(f"written to {config.out}: {', '.join(written)}")
+            console.line(f"written to {config.out}: {', '.join(written)}")
         if not can_draw():
-            view.line(f"matplotlib is not installed: no sweep.png. To have it: {INSTALL_HINT}")
+            console.line(f"matplotlib is not installed: no sweep.png. To have it: {INSTALL_HINT}")
     hashes = {sha256 for point in points for sha256 in point.sha256}
     if len(hashes) > 1:
         code = fail(f"settings of ours trained {len(hashes)} different sets of parameters: see sha256 in sweep.json")
     elif hashes:
         ours = sum(point.job.peer is None for point in points)
-        view.line(f"settings of zero that trained the same bits: {ours}, SHA-256 {hashes.pop()}")
+        console.line(f"settings of zero that trained the same bits: {ours}, SHA-256 {hashes.pop()}")
     if found.failures:
         number = len(found.failures)
         code = fail(f"{number} setting{'s' * (number > 1)} failed: {'; '.join(found.failures)}")
     return code
 
 
-def _show(points: list[Point], best: list[Point], config: SweepConfig, view: Console) -> None:
+def _show(points: list[Point], best: list[Point], config: SweepConfig, console: Console) -> None:
     rows = [
         (
             point.name,
@@ -198,7 +200,7 @@ def _show(points: list[Point], best: list[Point], config: SweepConfig, view: Con
         for point in sorted(points, key=lambda point: point.step_ms)
     ]
     title = f"{config.preset} on {config.ranks} ranks: * no other of zero's is both smaller and faster"
-    view.table(title, ["setting", "step, ms", "MB of a rank, at its peak", ""], rows)
+    console.table(title, ["setting", "step, ms", "MB of a rank, at its peak", ""], rows)
 
 
 def _write(points: list[Point], failures: dict[str, str], config: SweepConfig) -> list[str]:

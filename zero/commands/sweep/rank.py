@@ -31,9 +31,9 @@ from .baselines import baselines
 __all__ = ["RankResult", "RunSpec", "result_path", "work"]
 
 LEARNING_RATE = 1e-3
-WARM = 2  # the first step makes the optimizer's states
-SAMPLED = 2
-EVERY = 0.005
+WARMUP_STEPS = 2  # the first step makes the optimizer's states
+SAMPLED_STEPS = 2
+SAMPLING_INTERVAL = 0.005
 
 
 @dataclass(frozen=True)
@@ -77,31 +77,31 @@ def work(settings: dict[str, Any]) -> None:
     job, folder = RunSpec(**settings["job"]), Path(settings["folder"])
     torch.set_num_threads(job.threads)
     with process_group():
-        seen = _train(job, folder)
-    result_path(folder, int(os.environ["RANK"])).write_text(json.dumps(asdict(seen)))
+        result = _train(job, folder)
+    result_path(folder, int(os.environ["RANK"])).write_text(json.dumps(asdict(result)))
 
 
 def _train(job: RunSpec, folder: Path) -> RankResult:
     corpus = load_corpus(None, job.sequence)
-    known = {peer.name: peer for peer in baselines(int(os.environ["WORLD_SIZE"]))}
+    by_name = {peer.name: peer for peer in baselines(int(os.environ["WORLD_SIZE"]))}
     arguments: dict[str, Any] = {"lr": LEARNING_RATE, "fused": True}
     small = build_model("tiny", job.sequence, job.seed)
-    _all(_steps(corpus, replace(job, batch=1), small, torch.optim.AdamW(small.parameters(), **arguments), range(1)))
+    _exhaust(_steps(corpus, replace(job, batch=1), small, torch.optim.AdamW(small.parameters(), **arguments), range(1)))
     del small  # what torch itself takes for a first step is there now
     start = _common_start()
     model = build_model(job.preset, job.sequence, job.seed)
     forward: nn.Module = model
     optimizer: Any
     if job.peer is None:
-        optimizer = _ours(job, folder, model, arguments)
+        optimizer = _zero_optimizer(job, folder, model, arguments)
     else:
-        forward, optimizer = known[job.peer].build(model, model.blocks, arguments)
+        forward, optimizer = by_name[job.peer].build(model, model.blocks, arguments)
 
-    timed = WARM + job.steps
-    _all(_steps(corpus, job, forward, optimizer, range(WARM)))
-    seconds = list(_steps(corpus, job, forward, optimizer, range(WARM, timed)))
+    timed = WARMUP_STEPS + job.steps
+    _exhaust(_steps(corpus, job, forward, optimizer, range(WARMUP_STEPS)))
+    seconds = list(_steps(corpus, job, forward, optimizer, range(WARMUP_STEPS, timed)))
     with _sampled() as sizes:
-        _all(_steps(corpus, job, forward, optimizer, range(timed, timed + SAMPLED)))
+        _exhaust(_steps(corpus, job, forward, optimizer, range(timed, timed + SAMPLED_STEPS)))
     barrier()  # a rank that ends leaves the others its share of the pages of libraries
     peak = None if start is None or not sizes else max(sizes) - start
     if not isinstance(optimizer, ZeroOptimizer):
@@ -110,7 +110,7 @@ def _train(job: RunSpec, folder: Path) -> RankResult:
     return RankResult(seconds, peak, parameters_sha256(model))
 
 
-def _ours(job: RunSpec, folder: Path, model: nn.Module, arguments: dict[str, Any]) -> ZeroOptimizer:
+def _zero_optimizer(job: RunSpec, folder: Path, model: nn.Module, arguments: dict[str, Any]) -> ZeroOptimizer:
     return ZeroOptimizer(
         model,
         torch.optim.AdamW,
@@ -147,7 +147,7 @@ def _common_start() -> int | None:
     return start
 
 
-def _all(steps: Iterable[float]) -> None:
+def _exhaust(steps: Iterable[float]) -> None:
     for _ in steps:
         pass
 
@@ -159,24 +159,24 @@ def _sampled() -> Iterator[list[int]]:
     sizes: list[int] = []
     over = threading.Event()
 
-    def look() -> None:
+    def take_sample() -> None:
         size = proportional_set_size()
         if size is not None:
             sizes.append(size)
 
-    def look_on() -> None:
-        while not over.wait(EVERY):
-            look()
+    def keep_sampling() -> None:
+        while not over.wait(SAMPLING_INTERVAL):
+            take_sample()
 
-    look()
-    looking = threading.Thread(target=look_on, daemon=True)
-    looking.start()
+    take_sample()
+    sampler = threading.Thread(target=keep_sampling, daemon=True)
+    sampler.start()
     try:
         yield sizes
     finally:
         over.set()
-        looking.join()
-        look()
+        sampler.join()
+        take_sample()
 
 
 if __name__ == "__main__":

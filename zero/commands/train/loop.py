@@ -63,13 +63,14 @@ class Loop:
     """One rank's training. `losses` (nats a byte, one a step, of all ranks) and `step_ms` are full after `run`."""
 
     def __init__(
-        self, config: TrainConfig, corpus: Corpus, model: nn.Module, optimizer: ZeroOptimizer, view: Console | None
+        self, config: TrainConfig, corpus: Corpus, model: nn.Module, optimizer: ZeroOptimizer, console: Console | None
     ) -> None:
         self.losses: list[float] = []
         self.step_ms: list[float] = []
-        self._config, self._corpus, self._model, self._optimizer, self._view = config, corpus, model, optimizer, view
+        self._config, self._corpus, self._console = config, corpus, console
+        self._model, self._optimizer = model, optimizer
         self._mine = range(optimizer.rank, config.micro_batches, optimizer.world_size)
-        self._watch = Stopwatch()
+        self._stopwatch = Stopwatch()
         self._unshared: list[float] = []
         self._scaler = torch.amp.GradScaler("cpu", enabled=config.precision == "fp16")
 
@@ -82,10 +83,10 @@ class Loop:
         return self._last_step(self._config.steps - 1)
 
     def _step(self, step: int, *, log: bool) -> None:
-        with self._watch:
+        with self._stopwatch:
             self._accumulate(step)
             self._update()
-        held = self._observe().total if log and self._view is not None else 0
+        held = self._observe().total if log and self._console is not None else 0
         self._clear()
         if log:
             self._log(held)
@@ -93,10 +94,10 @@ class Loop:
     def _last_step(self, step: int) -> RankFacts:
         """A step like any other, looked at between its parts."""
         before = self._optimizer.traffic
-        with self._watch:
+        with self._stopwatch:
             self._accumulate(step)
         after_backward = self._observe()
-        with self._watch:
+        with self._stopwatch:
             self._update()
         after_step = self._observe()
         after = self._optimizer.traffic
@@ -126,9 +127,9 @@ class Loop:
         self._scaler.update()
 
     def _clear(self) -> None:
-        with self._watch:
+        with self._stopwatch:
             self._optimizer.zero_grad()
-        self.step_ms.append(1000 * self._watch.lap())
+        self.step_ms.append(1000 * self._stopwatch.lap())
 
     def _observe(self) -> Observation:
         found = bytes_by_kind(live_storages(), self._optimizer.describe().storages)
@@ -160,10 +161,10 @@ class Loop:
         """Share the losses of the steps since the last call, and show the newest one."""
         new = self._share_losses()
         self.losses += new
-        if self._view is not None:
+        if self._console is not None:
             seconds = sum(self.step_ms[-len(new) :]) / 1000
             tokens = len(new) * self._config.micro_batches * self._config.batch * self._config.sequence
-            self._view.advance(StepStats(len(self.losses), new[-1], tokens / seconds, held))
+            self._console.advance(StepStats(len(self.losses), new[-1], tokens / seconds, held))
 
     def _share_losses(self) -> list[float]:
         parts = self._optimizer.exchange(np.array(self._unshared, dtype="<f8").tobytes())

@@ -35,24 +35,24 @@ _PRECISIONS = {"fp32": None, "bf16": MixedPrecision(torch.bfloat16), "fp16": Mix
 def work(config: TrainConfig) -> None:
     """What one rank does, from joining the group to leaving it. Rank 0 writes the report after the group is closed."""
     torch.set_num_threads(config.threads)
-    view = Console(config.steps) if int(os.environ.get("RANK", "0")) == 0 else None
+    console = Console(config.steps) if int(os.environ.get("RANK", "0")) == 0 else None
     try:
         with process_group() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else nullcontext():
-            record = _train(config, view)
+            record = _train(config, console)
     finally:
-        if view is not None:
-            view.finish()
-    if view is not None:
-        write_report(record, view)
+        if console is not None:
+            console.finish()
+    if console is not None:
+        write_report(record, console)
 
 
-def _train(config: TrainConfig, view: Console | None) -> RunRecord:
+def _train(config: TrainConfig, console: Console | None) -> RunRecord:
     """Train, validate, and make the model plain again; every rank returns the same record."""
     corpus = load_corpus(config.data, config.sequence)
     model = build_model(config.preset, config.sequence, config.seed)
     optimizer = make_optimizer(config, model)
     _agree_on_text(optimizer, corpus)
-    loop = Loop(config, corpus, model, optimizer, view)
+    loop = Loop(config, corpus, model, optimizer, console)
     facts = loop.run()
     batches = corpus.validation_batches(config.batch, config.sequence, VALIDATION_WINDOWS)
     bits_per_byte = validate(model, optimizer, batches)
@@ -71,7 +71,7 @@ def _train(config: TrainConfig, view: Console | None) -> RunRecord:
         step_ms=loop.step_ms,
         ranks=ranks,
         formula_traffic=description.formula_traffic_bytes(backwards, backwards),
-        sample=_sample(model, corpus, config.seed) if view is not None else "",
+        sample=_sample(model, corpus, config.seed) if console is not None else "",
     )
 
 

@@ -127,16 +127,16 @@ def _versions() -> dict[str, str]:
     }
 
 
-def write_report(record: RunRecord, view: Console) -> None:
+def write_report(record: RunRecord, console: Console) -> None:
     """Write the files into the run's folder and show the summary."""
     out = record.config.out
     (out / "run.json").write_text(json.dumps(record.to_json(), indent=2) + "\n")
     drawn = _draw(record, out)
-    _show_table(record, view)
-    _show_result(record, view)
-    view.line(f"written to {out}: {', '.join(['run.json', *drawn])}")
+    _show_table(record, console)
+    _show_result(record, console)
+    console.line(f"written to {out}: {', '.join(['run.json', *drawn])}")
     if not drawn:
-        view.line(f"matplotlib is not installed: no loss.png, no memory.png. To have them: {INSTALL_HINT}")
+        console.line(f"matplotlib is not installed: no loss.png, no memory.png. To have them: {INSTALL_HINT}")
 
 
 def _draw(record: RunRecord, out: Path) -> list[str]:
@@ -155,29 +155,29 @@ def _kinds(facts: RankFacts) -> list[str]:
     return [kind for kind in KINDS if kind != "gathered_peak" or facts.measured[kind] or facts.formula[kind]]
 
 
-def _show_table(record: RunRecord, view: Console) -> None:
+def _show_table(record: RunRecord, console: Console) -> None:
     first = record.ranks[0]
     rows = [(KINDS[kind], first.measured[kind], first.formula[kind]) for kind in _kinds(first)]
     rows.append(("sent per step by all ranks", record.traffic, record.formula_traffic))
     cells = [(name, f"{measured:,}", f"{formula:,}") for name, measured, formula in rows]
     title = f"measured beside formula: stage {record.config.stage}, rank 0 of {len(record.ranks)}, {record.collective}"
-    view.table(title, ["bytes", "measured", "formula"], cells)
+    console.table(title, ["bytes", "measured", "formula"], cells)
     pss = "unknown on this system" if first.pss is None else megabytes(first.pss)
-    view.line(
+    console.line(
         f"rank 0 in all: {megabytes(first.live)} in live tensors ({megabytes(first.other)} of them data and "
         f"activations); the process: {pss} (proportional set size)"
     )
-    view.line(f"control messages: {record.control_traffic:,} bytes per step by all ranks")
+    console.line(f"control messages: {record.control_traffic:,} bytes per step by all ranks")
 
 
-def _show_result(record: RunRecord, view: Console) -> None:
+def _show_result(record: RunRecord, console: Console) -> None:
     first, last = record.losses[0] / math.log(2), record.losses[-1] / math.log(2)
-    view.line(f"median step: {np.median(record.step_ms):.1f} ms")
-    view.line(f"training loss: {first:.3f} -> {last:.3f} bits per byte")
-    view.line(f"validation: {record.validation_bits_per_byte:.3f} bits per byte")
-    view.line(f"parameters: {record.parameters:,}, SHA-256 {record.params_sha256}")
-    view.line("a sample of what it writes:")
-    view.line("".join(f"    {line}\n" for line in record.sample.splitlines()).rstrip())
+    console.line(f"median step: {np.median(record.step_ms):.1f} ms")
+    console.line(f"training loss: {first:.3f} -> {last:.3f} bits per byte")
+    console.line(f"validation: {record.validation_bits_per_byte:.3f} bits per byte")
+    console.line(f"parameters: {record.parameters:,}, SHA-256 {record.params_sha256}")
+    console.line("a sample of what it writes:")
+    console.line("".join(f"    {line}\n" for line in record.sample.splitlines()).rstrip())
 
 
 def _count(number: int, noun: str) -> str:

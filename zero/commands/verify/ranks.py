@@ -77,7 +77,7 @@ class Watchdog:
 
     def locate(self, error: BaseException) -> LocatedError:
         """The error with this place; it is the cause."""
-        line = _line_of_user(traceback.extract_tb(error.__traceback__))
+        line = _user_line(traceback.extract_tb(error.__traceback__))
         located = LocatedError(f"{self.place}: {type(error).__name__}: {error}{line}")
         located.__cause__ = error
         return located
@@ -88,14 +88,14 @@ class Watchdog:
             return
         record_error(
             TimeoutError(
-                f"{self.place}: not done after {self.limit:g} s{_line_of_user(stack)}; where this is no endless loop, "
+                f"{self.place}: not done after {self.limit:g} s{_user_line(stack)}; where this is no endless loop, "
                 "pass a longer timeout"
             )
         )
         os._exit(1)
 
 
-def _line_of_user(stack: Iterable[traceback.FrameSummary]) -> str:
+def _user_line(stack: Iterable[traceback.FrameSummary]) -> str:
     """Where in the user's own code a stack stands, in words."""
     frames = [frame for frame in stack if not frame.filename.startswith((*LIBRARIES, "<"))]
     return f" (at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
@@ -145,7 +145,7 @@ def _default_loss(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def _begin(folder: Path, watchdog: Watchdog, name: str, seed: int) -> Workload:
+def _prepare(folder: Path, watchdog: Watchdog, name: str, seed: int) -> Workload:
     """The program made ready. Building starts from one state of torch's random generator, training from that of
     ``seed``: a model that draws from it, and does not seed it for each micro-batch, is not deterministic by itself."""
     spec = VerifySpec.load(folder)
@@ -161,10 +161,10 @@ def _begin(folder: Path, watchdog: Watchdog, name: str, seed: int) -> Workload:
     return Workload(name, spec, model, batches, spec.steps(len(batches)))
 
 
-def plain_loop(folder: Path, watchdog: Watchdog) -> None:
+def reference_loop(folder: Path, watchdog: Watchdog) -> None:
     """The plain loop, which leaves its parameters after each step. Refuses one that would show nothing."""
     step, finite = 0, list[str]()
-    for step, parameters in _plain_steps(_begin(folder, watchdog, "the plain loop", seed=1), watchdog):
+    for step, parameters in _reference_steps(_prepare(folder, watchdog, "the plain loop", seed=1), watchdog):
         if step == 0:  # what is trained; a frozen mask may hold infinities
             finite = [name for name, p in parameters.items() if p.requires_grad and p.isfinite().all()]
         for name in finite:
@@ -172,26 +172,26 @@ def plain_loop(folder: Path, watchdog: Watchdog) -> None:
                 raise ValueError(f"{name!r} holds NaN or infinity after step {step}: training that fails shows nothing")
         copies = {name: parameter.detach().cpu().contiguous().clone() for name, parameter in parameters.items()}
         torch.save(copies, _step_file(folder, step))
-    if step and first_difference(_plain(folder, 0), _plain(folder, step)) is None:
+    if step and first_difference(_reference_parameters(folder, 0), _reference_parameters(folder, step)) is None:
         raise ValueError(f"no parameter has moved after {step} steps: is the learning rate 0, or is all frozen?")
 
 
-def plain_loop_again(folder: Path, watchdog: Watchdog) -> None:
+def reference_loop_again(folder: Path, watchdog: Watchdog) -> None:
     """The plain loop, compared with the first one: in another process, since the order of a set, say, differs between
     processes; and after a step of an earlier loop, since counters go on, as they do from stage to stage on the ranks.
     """
-    for step, _ in _plain_steps(_begin(folder, watchdog, "the plain loop, again", seed=2), watchdog):
+    for step, _ in _reference_steps(_prepare(folder, watchdog, "the plain loop, again", seed=2), watchdog):
         if step == 1:
             break
-    again = _begin(folder, watchdog, "the plain loop, again", seed=2)
-    for step, parameters in _plain_steps(again, watchdog):
-        found = first_difference(_plain(folder, step), parameters)
+    again = _prepare(folder, watchdog, "the plain loop, again", seed=2)
+    for step, parameters in _reference_steps(again, watchdog):
+        found = first_difference(_reference_parameters(folder, step), parameters)
         if found is not None:
             break
-    _leave(folder, again.run(None, 1, step, {0: found} if found else {}))
+    _append_run(folder, again.run(None, 1, step, {0: found} if found else {}))
 
 
-def _plain_steps(workload: Workload, watchdog: Watchdog) -> Iterator[tuple[int, dict[str, Tensor]]]:
+def _reference_steps(workload: Workload, watchdog: Watchdog) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """What a person writes without this library; step 0 is the model as built."""
     spec, model = workload.spec, workload.model
     watchdog.at(f"{workload.name}, the optimizer class")
@@ -199,17 +199,17 @@ def _plain_steps(workload: Workload, watchdog: Watchdog) -> Iterator[tuple[int, 
     loop = ReferenceLoop(list(model.parameters()), optimizer_class, spec.defaults)
     if precision is not None:
         loop = MixedReferenceLoop(model, optimizer_class, spec.defaults, precision)
-    yield 0, _compared(model)
+    yield 0, _compared_parameters(model)
     for step in range(1, workload.steps + 1):
         for number in range(spec.micro_batches):
             workload.backward(watchdog, step, number)
-            loop.micro_batch_is_done()
+            loop.end_micro_batch()
         watchdog.at(f"{workload.name}, step {step}, the update")
         loop.update(spec.micro_batches, spec.max_norm)
-        yield step, _compared(model)
+        yield step, _compared_parameters(model)
 
 
-def _compared(model: nn.Module) -> dict[str, Tensor]:
+def _compared_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The parameters by name, complex ones as real numbers; without frozen tensor subclasses, which nobody writes and
     no file can hold."""
     named = {name: parameter for name, parameter in model.named_parameters() if is_copied(parameter)}
@@ -219,7 +219,7 @@ def _compared(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def worlds(folder: Path, watchdog: Watchdog) -> None:
+def all_world_sizes(folder: Path, watchdog: Watchdog) -> None:
     """Every stage on every number of ranks, the largest first: a process that is in no smaller one is done."""
     spec = VerifySpec.load(folder)
     for size in sorted(spec.world_sizes, reverse=True):
@@ -232,7 +232,7 @@ def worlds(folder: Path, watchdog: Watchdog) -> None:
                 for stage in spec.stages:
                     run = _on_ranks(folder, watchdog, stage, size)
                     if os.environ["RANK"] == "0":
-                        _leave(folder, run)
+                        _append_run(folder, run)
             except Exception as error:
                 raise watchdog.locate(error) from error  # recorded at the group's end, before what that may raise
 
@@ -240,7 +240,7 @@ def worlds(folder: Path, watchdog: Watchdog) -> None:
 def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int) -> Run:
     """The steps of the plain loop with `ZeroOptimizer`, up to the first difference. The same on all ranks."""
     name = f"stage {stage} on {size} rank{'s' if size > 1 else ''}"
-    workload = _begin(folder, watchdog, name, seed=3 + int(os.environ["RANK"]))
+    workload = _prepare(folder, watchdog, name, seed=3 + int(os.environ["RANK"]))
     watchdog.at(f"{name}, ZeroOptimizer(...)")
     spec = workload.spec
     optimizer = ZeroOptimizer(
@@ -263,7 +263,7 @@ def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int) -> Run:
             optimizer.step()
             optimizer.zero_grad()
         with optimizer.gathered():
-            mine = first_difference(_plain(folder, step), _compared(workload.model))
+            mine = first_difference(_reference_parameters(folder, step), _compared_parameters(workload.model))
         answers = [Difference.from_json(data) for data in optimizer.exchange(b"" if mine is None else mine.to_json())]
         found = {rank: difference for rank, difference in enumerate(answers) if difference is not None}
         if found:
@@ -276,13 +276,13 @@ def _step_file(folder: Path, step: int) -> Path:
     return folder / f"step-{step}.pt"
 
 
-def _plain(folder: Path, step: int) -> dict[str, Tensor]:
+def _reference_parameters(folder: Path, step: int) -> dict[str, Tensor]:
     """The plain loop's parameters after a step."""
     found: dict[str, Tensor] = torch.load(_step_file(folder, step), weights_only=True, mmap=True)
     return found
 
 
-def _leave(folder: Path, run: Run) -> None:
+def _append_run(folder: Path, run: Run) -> None:
     with (folder / RESULTS).open("ab") as file:
         file.write(run.to_json() + b"\n")
 
@@ -295,7 +295,9 @@ def work(settings: dict[str, Any]) -> None:
     torch.set_num_threads(spec.threads)
     watchdog = Watchdog(spec.timeout)
     try:
-        {"plain": plain_loop, "again": plain_loop_again, "ranks": worlds}[settings["loop"]](folder, watchdog)
+        {"plain": reference_loop, "again": reference_loop_again, "ranks": all_world_sizes}[settings["loop"]](
+            folder, watchdog
+        )
     except LocatedError:
         raise
     except (Exception, SystemExit) as error:

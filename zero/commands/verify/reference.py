@@ -30,7 +30,7 @@ class ReferenceLoop:
         self._parameters = parameters
         self._optimizer = optimizer_class(parameters, **defaults)
 
-    def micro_batch_is_done(self) -> None:
+    def end_micro_batch(self) -> None:
         """A backward has added to the gradients."""
 
     def update(self, divisor: float, max_norm: float | None) -> None:
@@ -72,7 +72,7 @@ class MixedReferenceLoop(ReferenceLoop):
         self._sums = dict[int, Tensor]()
         super().__init__(masters, optimizer_class, defaults)
 
-    def micro_batch_is_done(self) -> None:
+    def end_micro_batch(self) -> None:
         for number, parameter in enumerate(self._model):
             if parameter.grad is not None:
                 arrived = parameter.grad.to(self._precision.travel).to(self._precision.accumulate_dtype)

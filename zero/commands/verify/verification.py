@@ -128,10 +128,12 @@ def verify(
         RuntimeError: a process failed, or the plain loop showed nothing (a trained parameter turned NaN or infinite, or
             none moved); the message says where it was, and the cause is its traceback.
     """
-    _check_place()
+    _check_process()
     sizes = _integers(world_sizes, "world_sizes")
-    told = _integers(stages, "stages", least=0)
-    _dry_run(optimizer_class, told, {"bucket_cap_mb": bucket_cap_mb, "mixed_precision": mixed_precision}, defaults)
+    stage_numbers = _integers(stages, "stages", least=0)
+    _dry_run(
+        optimizer_class, stage_numbers, {"bucket_cap_mb": bucket_cap_mb, "mixed_precision": mixed_precision}, defaults
+    )
     spec = VerifySpec(
         build_model=reference(build_model, "build_model"),
         batches=reference(batches, "batches")
@@ -141,7 +143,7 @@ def verify(
         loss_fn=None if loss_fn is None else reference(loss_fn, "loss_fn"),
         units=None if units is None else reference(units, "units"),
         defaults=plain_data(defaults, "the optimizer's arguments", "leave out what is none of these"),
-        stages=told,
+        stages=stage_numbers,
         world_sizes=sizes,
         micro_batches=math.lcm(*sizes) if micro_batches is None else _integers([micro_batches], "micro_batches")[0],
         max_norm=max_norm,
@@ -151,16 +153,20 @@ def verify(
         timeout=timeout,
         path=[os.path.abspath(entry) for entry in sys.path],
     )
-    show: Callable[[str], None] = (lambda _: None) if quiet else _show
-    listed = {"stages": told, "ranks": sorted(sizes, reverse=True), "micro-batches a step": [spec.micro_batches]}
+    emit: Callable[[str], None] = (lambda _: None) if quiet else _print_line
+    listed = {
+        "stages": stage_numbers,
+        "ranks": sorted(sizes, reverse=True),
+        "micro-batches a step": [spec.micro_batches],
+    }
     settings = "; ".join(f"{name}: {', '.join(map(str, numbers))}" for name, numbers in listed.items())
-    show(f"{optimizer_class.__name__}, first in the plain loop, twice; {settings}")
-    found = _run(spec, show)
-    show(found.conclusion)
+    emit(f"{optimizer_class.__name__}, first in the plain loop, twice; {settings}")
+    found = _run(spec, emit)
+    emit(found.conclusion)
     return found
 
 
-def _check_place() -> None:
+def _check_process() -> None:
     from ..runner import check_alone, started_by_us
 
     if started_by_us():
@@ -197,14 +203,14 @@ def _dry_run(optimizer_class: Any, stages: Sequence[int], ours: dict[str, Any], 
         ) from error
 
 
-def _run(spec: VerifySpec, show: Callable[[str], None]) -> Verification:
+def _run(spec: VerifySpec, emit: Callable[[str], None]) -> Verification:
     """The plain loops, and where they agree the stages; a run is shown as it ends."""
     with tempfile.TemporaryDirectory(prefix="zero-verify-") as name:
         folder = Path(name)
         spec.save(folder)
         results = folder / RESULTS
         results.touch()
-        with _followed(results, show):
+        with _followed(results, emit):
             _start("plain", folder, 1)
             _start("again", folder, 1)
             if all(run.ok for run in _read(results)):
@@ -230,18 +236,18 @@ def _read(results: Path) -> list[Run]:
 
 
 @contextmanager
-def _followed(results: Path, show: Callable[[str], None]) -> Iterator[None]:
+def _followed(results: Path, emit: Callable[[str], None]) -> Iterator[None]:
     """Show each run while the block, which waits for processes, goes on."""
     ended = threading.Event()
 
     def follow() -> None:
-        shown, last = 0, False
+        printed, last = 0, False
         while not last:
             last = ended.wait(0.2)
             runs = _read(results)
-            for run in runs[shown:]:
-                show(str(run))
-            shown = len(runs)
+            for run in runs[printed:]:
+                emit(str(run))
+            printed = len(runs)
 
     follower = threading.Thread(target=follow, daemon=True)
     follower.start()
@@ -252,5 +258,5 @@ def _followed(results: Path, show: Callable[[str], None]) -> Iterator[None]:
         follower.join()
 
 
-def _show(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)
