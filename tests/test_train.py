@@ -437,7 +437,7 @@ def test_the_proportional_set_size_follows_what_is_allocated() -> None:
     before = memory_stats.proportional_set_size()
     if before is None:
         pytest.skip("this system does not tell the proportional set size")
-    held = torch.ones(16 * 2**20 // 4)
+    held = torch.ones(64 * 2**20 // 4)  # too large for memory that was freed and kept by the C library
     after = memory_stats.proportional_set_size()
     assert after is not None
     assert after - before > 0.9 * held.numel() * 4

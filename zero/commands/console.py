@@ -1,7 +1,6 @@
-"""What a person sees in the terminal: progress, tables and lines.
+"""Output of the commands: progress, tables and lines.
 
-Knows: how rich shows these, on a terminal or in a file. Does not know: training. This is the only module that imports
-rich.
+Knows: rich, and what it prints on a terminal and in a file. Does not know: training. No other module here imports rich.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ INSTALL_HINT = "pip install 'zero-optimizer[cli]'"
 
 @dataclass(frozen=True)
 class StepStats:
-    """One moment of a run: steps done, mean loss in nats, tokens per second of all ranks, live bytes of rank 0."""
+    """Progress of a run: steps done, mean loss in nats, tokens per second of all ranks, live bytes of rank 0."""
 
     step: int
     loss: float
@@ -30,7 +29,7 @@ class StepStats:
 
 
 def megabytes(size: int) -> str:
-    """Bytes as MB (10**6) for people; exact numbers are in the tables."""
+    """Format bytes as MB (10**6)."""
     return f"{size / 1e6:,.1f} MB"
 
 

@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 
 class RankError(Exception):
-    """A rank that was launched ended badly: its error in one `line`, and in `trace` its traceback, if it left one."""
+    """A launched rank failed. ``line``: its error in one line; ``trace``: its traceback, empty if it wrote none."""
 
     def __init__(self, rank: int, line: str, trace: str) -> None:
         super().__init__(f"rank {rank}: {line}")
@@ -95,7 +95,7 @@ def launch_ranks(module: str, settings: Mapping[str, Any], ranks: int) -> None:
 
 
 def _silence_agent() -> None:
-    """The agent logs a page about each rank that ends; what matters of it is in RankError."""
+    """Switch off the agent's log: it has a page for each failed rank, of which RankError holds the facts."""
     logger = logging.getLogger("torch.distributed.elastic")
     logger.propagate = False
     logger.addHandler(logging.NullHandler())
@@ -115,8 +115,8 @@ def _first_failure(failures: dict[int, ProcessFailure]) -> RankError:
 
 
 def _when(failure: ProcessFailure) -> float:
-    """Sorts failures by what caused what. A crash leaves no time, but the others fail because of it; then come recorded
-    errors by their time; a process that the agent itself ended (SIGTERM) is never the cause."""
+    """Return a sort key: causes come before consequences. A crash comes first: it has no recorded time, and the other
+    ranks fail because of it. Recorded errors follow by their time. A process that the agent ended (SIGTERM) is last."""
     if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
         return -math.inf
     return float(_details(failure).get("time", math.inf))
@@ -128,8 +128,8 @@ def _details(failure: ProcessFailure) -> dict[str, Any]:
 
 
 def run_rank(work: Callable[[dict[str, Any]], None]) -> int:
-    """Do the work of a rank that `launch_ranks` started, with its settings. Return the exit code of the process; an
-    error goes to the launcher."""
+    """Call ``work`` with the settings that `launch_ranks` gave to this process. Return the exit code. The launcher gets
+    the error, if there is one."""
     try:
         work(json.loads(sys.argv[1]))
     except KeyboardInterrupt:
@@ -149,7 +149,7 @@ def reports_errors(run: Callable[[T], int]) -> Callable[[T], int]:
         try:
             return run(argument)
         except KeyboardInterrupt:
-            if not under_launcher():  # which says so itself
+            if not under_launcher():  # the launcher reports it
                 print("interrupted", file=sys.stderr)
             return 130
         except Exception as error:
@@ -167,7 +167,7 @@ def fail(error: Exception | str, note: str = "") -> int:
 
 
 def one_line(error: BaseException | str) -> str:
-    """The words of an error without line breaks; where it has none, its class."""
+    """The message of an error without line breaks; its class if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -184,7 +184,7 @@ def check_output(out: Path, *stale: str) -> None:
 
 
 def cannot_write(out: Path, error: OSError) -> ValueError:
-    """The error of an output folder in which a file could not be written."""
+    """The error for an output folder in which no file can be written."""
     return ValueError(f"--out {out}: cannot write there ({error.strerror}). Name a folder that can be written")
 
 
@@ -215,13 +215,13 @@ def under_launcher() -> bool:
 
 
 def started_by_us() -> bool:
-    """Whether `launch_ranks` started this process, and so will show its error."""
+    """Whether `launch_ranks` started this process, so that the parent prints its error."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_PREFIX)
 
 
 @dataclass(frozen=True)
 class World:
-    """The first ``size`` of the processes that were launched, which meet through the file ``meeting``."""
+    """The first ``size`` of the launched processes, which meet through a file. ``timeout``: in seconds."""
 
     size: int
     meeting: Path
@@ -230,8 +230,8 @@ class World:
 
 @contextmanager
 def process_group(world: World | None = None) -> Iterator[None]:
-    """The default process group over gloo, of all that the launcher started or of ``world``; closed on the way out,
-    come what may."""
+    """Enter the default process group, over gloo, of all launched processes or of ``world``. It is destroyed at the end
+    of the block, also after an error."""
     if world is None:
         dist.init_process_group("gloo")
     else:
@@ -248,5 +248,5 @@ def process_group(world: World | None = None) -> Iterator[None]:
 
 
 def barrier() -> None:
-    """Wait until every rank of the default process group is here. All ranks."""
+    """Wait for every rank of the default process group. All ranks must call it."""
     dist.barrier()

@@ -1,7 +1,7 @@
-"""`zero sweep`: one model under every setting of ZeroOptimizer's dials, memory of a rank against the time of a step.
+"""`zero sweep`: one model under every setting of ZeroOptimizer, with memory of a rank against the time of a step.
 
-Knows: which settings there are, the order of runs, the table and the files that are left, after failures and an
-interrupt, too. Does not know: what a rank does (`sweep_rank`), or how a picture is drawn.
+Knows: the settings, the order of runs, the table and the files, also after failures and an interrupt. Does not know:
+what a rank does (`rank`), or how a picture is drawn.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = ["Point", "draw", "frontier", "jobs", "run"]
 
 @dataclass(frozen=True)
 class Point:
-    """A setting, as it ran. ``step_ms``: of the slowest rank, the median over steps, and over rounds; ``peak``: bytes
-    above its start of the rank that held most, the median over rounds; None where the system does not tell.
-    ``sha256``: of the trained parameters, of all ranks and rounds, for settings of ours; one, unless bits differ."""
+    """The result of a setting. ``step_ms``: of the slowest rank, the median over steps, and then over rounds. ``peak``:
+    bytes above its start of the rank that held most, the median over rounds; None if the system does not report them.
+    ``sha256``: of the trained parameters on all ranks in all rounds, for settings of zero; one, unless bits differ."""
 
     name: str
     job: RunSpec
@@ -51,7 +51,7 @@ class Point:
 
 @dataclass
 class _Found:
-    """What a sweep has so far: ``runs`` of each setting, one a round; ``failures``: name -> its error in one line."""
+    """The results so far. ``runs``: of each setting, one per round; ``failures``: name -> its error in one line."""
 
     runs: dict[RunSpec, list[list[RankResult]]]
     failures: dict[str, str] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class _Found:
 
 
 def jobs(config: SweepConfig) -> Iterator[RunSpec]:
-    """Every setting of the dials that is another one for so many ranks, and what torch has."""
+    """Yield the baselines, and then every setting of zero that differs from the others for this number of ranks."""
     c = config
     base = RunSpec(c.preset, c.batch, c.sequence, c.steps, c.seed, c.threads, c.bucket_cap_mb)
     if config.peers:
@@ -87,7 +87,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def name_of(job: RunSpec) -> str:
-    """A setting in few words, without what is the default."""
+    """Name a setting in a few words, without its defaults."""
     if job.peer is not None:
         return job.peer
     parts = [f"zero {job.stage}"]
@@ -102,8 +102,8 @@ def name_of(job: RunSpec) -> str:
 
 @reports_errors
 def run(config: SweepConfig) -> int:
-    """Measure every setting, show and write the results. The exit code is 1 if a setting failed or if settings trained
-    different parameters. Results so far are shown and written after an interrupt, too."""
+    """Measure every setting, print and write the results. The exit code is 1 if a setting failed or if settings trained
+    different parameters. After an interrupt, the results so far are printed and written."""
     check_alone("zero sweep")
     check_output(config.out)
     console = Console()
@@ -117,7 +117,7 @@ def run(config: SweepConfig) -> int:
 
 
 def frontier(points: list[Point]) -> list[Point]:
-    """Those of ours beside which no other of ours is both smaller and faster, by time."""
+    """Return the settings of zero for which no other one is both smaller and faster, ordered by time."""
     best: list[Point] = []
     ours = [point for point in points if point.job.peer is None and point.peak is not None]
     for point in sorted(ours, key=lambda point: (point.step_ms, point.peak or 0)):
@@ -127,7 +127,7 @@ def frontier(points: list[Point]) -> list[Point]:
 
 
 def _measure(found: _Found, config: SweepConfig, console: Console) -> None:
-    """All rounds, each a run of every setting that has not failed yet."""
+    """Run all rounds. A round runs each setting once, without those that have failed."""
     for number in range(config.rounds):
         turn = "" if config.rounds == 1 else f"round {number + 1} of {config.rounds}: "
         for job, runs in found.runs.items():
@@ -164,7 +164,7 @@ def _held(point: Point) -> str:
 
 
 def _report(found: _Found, config: SweepConfig, console: Console) -> int:
-    """Show and write all that there is; the exit code: 0, or 1 where something is wrong, which is told."""
+    """Print and write all results. Return the exit code: 1 after an error, which is printed."""
     points, code = found.points, 0
     if points or found.failures:
         best = frontier(points)
@@ -218,7 +218,7 @@ def _write(points: list[Point], failures: dict[str, str], config: SweepConfig) -
 
 
 def draw(folder: Path) -> list[str]:
-    """Draw the sweep.json of a folder as sweep.png. Return the names of the files written: none where no setting was
+    """Draw the sweep.json of a folder as sweep.png. Return the names of the files written: none if no setting was
     measured or matplotlib is missing."""
     written = json.loads((folder / "sweep.json").read_text())
     points = [Point(**point | {"job": RunSpec(**point["job"])}) for point in written["points"]]

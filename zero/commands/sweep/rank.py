@@ -1,6 +1,6 @@
-"""One rank of one run of `zero sweep`: trains a GPT under one system, and leaves what it saw in a file.
+"""One rank of one run of `zero sweep`: trains a GPT under one system, and writes its measurements to a file.
 
-Knows: steps, clocks, the memory of this process. Does not know: which runs there are, or what the others saw.
+Knows: steps, clocks, the memory of this process. Does not know: other runs, or the measurements of other ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SAMPLING_INTERVAL = 0.005
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What to train: ``peer`` by name, or ZeroOptimizer with these dials."""
+    """One run: a baseline, named by ``peer``, or ZeroOptimizer with these settings."""
 
     preset: str
     batch: int
@@ -57,9 +57,9 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class RankResult:
-    """One rank's. ``seconds``: of each timed step; ``peak``: the most bytes that it held above its start, a page that n
-    processes share counting 1/n, during further steps; None where the system does not tell. ``sha256``: of the trained
-    parameters, where all are at hand."""
+    """The measurements of one rank. ``seconds``: of each timed step. ``peak``: the most bytes above its start during
+    further steps, where a page that n processes share counts 1/n; None if the system does not report it. ``sha256``: of
+    the trained parameters, for ZeroOptimizer."""
 
     seconds: list[float]
     peak: int | None
@@ -67,13 +67,13 @@ class RankResult:
 
 
 def result_path(folder: Path, rank: int) -> Path:
-    """The file that this rank leaves."""
+    """The file of a rank's `RankResult`."""
     return folder / f"rank{rank}.json"
 
 
 def work(settings: dict[str, Any]) -> None:
-    """Train a `RunSpec`, the ``job``. All ranks. Each writes its `RankResult` to ``folder``, where the file of an
-    offload goes, too."""
+    """Train the `RunSpec` ``job``, and write a `RankResult` to ``folder``, which also takes the file of an offload. All
+    ranks must call it."""
     job, folder = RunSpec(**settings["job"]), Path(settings["folder"])
     torch.set_num_threads(job.threads)
     with process_group():
@@ -87,7 +87,7 @@ def _train(job: RunSpec, folder: Path) -> RankResult:
     arguments: dict[str, Any] = {"lr": LEARNING_RATE, "fused": True}
     small = build_model("tiny", job.sequence, job.seed)
     _exhaust(_steps(corpus, replace(job, batch=1), small, torch.optim.AdamW(small.parameters(), **arguments), range(1)))
-    del small  # what torch itself takes for a first step is there now
+    del small  # now the memory that torch takes for a first step counts in the start
     start = _common_start()
     model = build_model(job.preset, job.sequence, job.seed)
     forward: nn.Module = model
@@ -102,7 +102,7 @@ def _train(job: RunSpec, folder: Path) -> RankResult:
     seconds = list(_steps(corpus, job, forward, optimizer, range(WARMUP_STEPS, timed)))
     with _sampled() as sizes:
         _exhaust(_steps(corpus, job, forward, optimizer, range(timed, timed + SAMPLED_STEPS)))
-    barrier()  # a rank that ends leaves the others its share of the pages of libraries
+    barrier()  # when a rank ends, its share of the pages of libraries counts in the others
     peak = None if start is None or not sizes else max(sizes) - start
     if not isinstance(optimizer, ZeroOptimizer):
         return RankResult(seconds, peak, None)
@@ -124,7 +124,7 @@ def _zero_optimizer(job: RunSpec, folder: Path, model: nn.Module, arguments: dic
 
 
 def _steps(corpus: Corpus, job: RunSpec, forward: nn.Module, optimizer: Any, numbers: range) -> Iterator[float]:
-    """Seconds of each step: of a micro-batch for each rank."""
+    """Take steps of one micro-batch for each rank, and yield the seconds of each."""
     for number in numbers:
         batch = corpus.micro_batch(job.seed, number, int(os.environ["RANK"]), job.batch, job.sequence)
         begin = time.perf_counter()
@@ -136,7 +136,7 @@ def _steps(corpus: Corpus, job: RunSpec, forward: nn.Module, optimizer: Any, num
 
 
 def _common_start() -> int | None:
-    """What this process holds, without what was freed, while every rank stands still. All ranks."""
+    """Return the bytes of this process, without freed memory, while all ranks are idle. All ranks must call it."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
     if trim is not None:
@@ -154,8 +154,8 @@ def _exhaust(steps: Iterable[float]) -> None:
 
 @contextmanager
 def _sampled() -> Iterator[list[int]]:
-    """What this process holds: at the beginning, every few milliseconds, at the end. Empty where the system does not
-    tell."""
+    """Give a list of the bytes of this process: at the start of the block, every few milliseconds, and at its end. The
+    list stays empty if the system does not report them."""
     sizes: list[int] = []
     over = threading.Event()
 

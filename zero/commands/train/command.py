@@ -1,10 +1,6 @@
-"""`zero train`: the plain training loop of a byte-level GPT, with ZeroOptimizer in the place of torch's optimizer.
+"""`zero train`: checks the flags, starts the ranks unless torchrun has started this one, and reports an error.
 
-Knows: the order of things. It needs torch and numpy alone; run it as `zero train`, as `python -m zero.train`
-(both start their ranks) or under torchrun (`torchrun --nproc-per-node 2 -m zero.train`), which starts them itself.
-
-    micro-batch j of the M of a global step goes to rank j mod W and is the same data for every W;
-    the summed gradient is divided by M.
+Knows: which settings fit together. Does not know: what a rank does (`rank`).
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ TRACEBACK = "error.txt"
 
 @reports_errors
 def run(config: TrainConfig) -> int:
-    """Train as `config` says, on ranks that are started here unless a launcher has started this one."""
+    """Train on ranks that are started here, unless a launcher has started this process. Return the exit code."""
     world = _world_size(config)
     _check(config, world)
     try:
@@ -44,7 +40,7 @@ def run(config: TrainConfig) -> int:
 
 
 def _world_size(config: TrainConfig) -> int:
-    """How many ranks train together; a launcher's WORLD_SIZE has the last word."""
+    """Return the number of ranks: WORLD_SIZE under a launcher, else that of the flag."""
     started = os.environ.get("WORLD_SIZE")
     if started is None:
         return config.ranks or DEFAULT_RANKS
@@ -56,7 +52,7 @@ def _world_size(config: TrainConfig) -> int:
 
 
 def _check(config: TrainConfig, world: int) -> None:
-    """Find bad input before any process is started or any step is taken."""
+    """Raise an error for bad settings before any process is started or any step is taken."""
     if config.micro_batches % world:
         below = config.micro_batches // world * world
         choices = f"{below} or {below + world}" if below else f"{world}"
@@ -76,7 +72,7 @@ def _check(config: TrainConfig, world: int) -> None:
 
 
 def _dry_run(config: TrainConfig) -> None:
-    """Let the library judge the arguments that are its own (stage, optimizer, collective) on a throw-away module."""
+    """Let the library check its own arguments (stage, optimizer, collective) on a throw-away module."""
     make_optimizer(config, nn.Linear(1, 1), alone=True).close()
 
 

@@ -1,6 +1,9 @@
-"""One rank of `zero train`: joins the group, trains, and, on rank 0, reports.
+"""One rank of `zero train`: the plain training loop of a byte-level GPT, with ZeroOptimizer for torch's optimizer.
 
-Knows: the order of things. Does not know: how ranks are started.
+Knows: the order group - corpus - model - optimizer - loop - validation - report. Does not know: how ranks are started.
+
+    micro-batch j of the M of a global step goes to rank j mod W and is the same data for every W;
+    the summed gradient is divided by M.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ _PRECISIONS = {"fp32": None, "bf16": MixedPrecision(torch.bfloat16), "fp16": Mix
 
 
 def work(config: TrainConfig) -> None:
-    """What one rank does, from joining the group to leaving it. Rank 0 writes the report after the group is closed."""
+    """Train as one rank. Rank 0 writes the report after the group is destroyed."""
     torch.set_num_threads(config.threads)
     console = Console(config.steps) if int(os.environ.get("RANK", "0")) == 0 else None
     try:
@@ -47,7 +50,7 @@ def work(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig, console: Console | None) -> RunRecord:
-    """Train, validate, and make the model plain again; every rank returns the same record."""
+    """Train, validate, and close the optimizer. The record is the same on every rank, but for the sample."""
     corpus = load_corpus(config.data, config.sequence)
     model = build_model(config.preset, config.sequence, config.seed)
     optimizer = make_optimizer(config, model)
@@ -76,7 +79,7 @@ def _train(config: TrainConfig, console: Console | None) -> RunRecord:
 
 
 def _agree_on_text(optimizer: ZeroOptimizer, corpus: Corpus) -> None:
-    """Ranks on different hosts may have found different text, whose micro-batches would be no global batch."""
+    """Raise ValueError if ranks on different hosts read different text: their micro-batches form no global batch."""
     digests = [data.decode() for data in optimizer.exchange(corpus.sha256.encode())]
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
@@ -87,14 +90,14 @@ def _agree_on_text(optimizer: ZeroOptimizer, corpus: Corpus) -> None:
 
 
 def _sample(model: GPT, corpus: Corpus, seed: int) -> str:
-    """A beginning taken from the validation text and what the model makes of it, safe to print."""
+    """Return the beginning of the validation text and its continuation by the model, safe to print."""
     prompt = bytes(corpus.validation[:SAMPLE_PROMPT].tolist())
     text = (prompt + generate(model, prompt, SAMPLE_LENGTH, seed)).decode(errors="replace").replace("\ufffd", "·")
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "·" for letter in text)
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module, *, alone: bool = False) -> ZeroOptimizer:
-    """``alone``: one rank, which shares nothing."""
+    """Build the optimizer of a configuration. ``alone``: for one rank without a group."""
     return ZeroOptimizer(
         model,
         _optimizer_class(config.optimizer),
@@ -122,7 +125,7 @@ def _optimizer_class(name: str) -> type[Optimizer]:
 
 
 def optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
-    """What the class is called with; ValueError where it does not take one of the flags."""
+    """Return the arguments of the optimizer class. Raises ValueError if the class does not take one of the flags."""
     accepted = inspect.signature(_optimizer_class(config.optimizer)).parameters
     arguments: dict[str, Any] = {"lr": config.lr}
     if config.weight_decay is not None:
@@ -137,7 +140,7 @@ def optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
 
 
 def main() -> int:
-    """A rank that `zero train` started."""
+    """Run a rank that `zero train` started, and return its exit code."""
     return run_rank(lambda settings: work(TrainConfig.from_json(settings)))
 
 

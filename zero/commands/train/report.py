@@ -1,6 +1,6 @@
-"""What a run leaves behind: the summary in the terminal and the files run.json, loss.png and memory.png.
+"""The report of `zero train`: the summary in the terminal and the files run.json, loss.png and memory.png.
 
-Knows: the record of a run, and how to write and show it. Does not know: how the numbers were obtained.
+Knows: the record of a run, and how to write and print it. Does not know: how the numbers were measured.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ KINDS = {
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank found in its own process during the last step; sizes in bytes.
+    """The measurements of one rank in its own process during the last step; sizes in bytes.
 
-    `measured` and `formula` have the keys of KINDS; `other` are live storages of no kind (data, activations);
-    `live` is every live storage, `pss` the proportional set size where the system tells it. Gradients,
-    parameters, other and live are those between the last backward and the step that follows, optimizer states
-    those after that step.
+    `measured` and `formula` have the keys of KINDS. `other` are live storages of no kind (data, activations), `live`
+    is every live storage, `pss` the proportional set size (None if the system has none). Gradients, parameters, `other`
+    and `live` are measured between the last backward and the update, optimizer states after it.
     """
 
     rank: int
@@ -51,18 +50,18 @@ class RankFacts:
     control_sent: int
 
     def to_bytes(self) -> bytes:
-        """For the wire."""
+        """Encode for an exchange between ranks."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankFacts:
-        """From the wire."""
+        """Decode the bytes of `to_bytes`."""
         return cls(**json.loads(data))
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A finished run. `losses` are nats a byte, the mean over all micro-batches of a step, one number a step."""
+    """A finished run. `losses`: for each step the mean over all its micro-batches, in nats per byte."""
 
     config: TrainConfig
     collective: str
@@ -87,7 +86,7 @@ class RunRecord:
         return sum(facts.control_sent for facts in self.ranks)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of run.json. What is said of "a rank" is said of rank 0; `ranks` has them all."""
+        """Return the content of run.json. Values "per rank" are those of rank 0; `ranks` has those of all ranks."""
         first = self.ranks[0]
         return {
             "world_size": len(self.ranks),
@@ -128,7 +127,7 @@ def _versions() -> dict[str, str]:
 
 
 def write_report(record: RunRecord, console: Console) -> None:
-    """Write the files into the run's folder and show the summary."""
+    """Write the files to the folder of the run, and print the summary."""
     out = record.config.out
     (out / "run.json").write_text(json.dumps(record.to_json(), indent=2) + "\n")
     drawn = _draw(record, out)
@@ -151,7 +150,7 @@ def _draw(record: RunRecord, out: Path) -> list[str]:
 
 
 def _kinds(facts: RankFacts) -> list[str]:
-    """The kinds that this run has: where every rank holds the parameters, none are gathered."""
+    """Return the kinds of bytes in this run: if every rank holds all parameters, none are gathered."""
     return [kind for kind in KINDS if kind != "gathered_peak" or facts.measured[kind] or facts.formula[kind]]
 
 

@@ -1,7 +1,7 @@
-"""The flags of `zero train` and `zero sweep`, in one place.
+"""The flags of `zero train` and `zero sweep`.
 
-Knows: every flag's name, type, default and help text, as the fields of a frozen dataclass for each command; which
-values make sense on their own. Does not know: the parser, or what a flag does. The ranks of `zero train` get its fields
+Knows: the name, type, default and help text of every flag, as fields of one frozen dataclass for each command; which
+values are valid by themselves. Does not know: the parser, or what a flag does. The ranks of `zero train` get the fields
 as JSON.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["Flag", "SweepConfig", "TrainConfig", "flags_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What `zero train` was asked to do. A field is a flag; the text in its type is the flag's help."""
+    """The settings of `zero train`. A field is a flag; the text in its type is the flag's help."""
 
     stage: Annotated[int, "what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too"] = 2
     sharding_factor: Annotated[
@@ -64,24 +64,24 @@ class TrainConfig:
 
     @property
     def reshard(self) -> bool | int:
-        """What `ZeroOptimizer` calls ``reshard_after_forward``."""
+        """The argument ``reshard_after_forward`` of `ZeroOptimizer`."""
         text = self.reshard_after_forward
         return text == "true" if text in ("true", "false") else int(text)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as values that JSON has."""
+        """Return the fields as values of JSON's types."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainConfig:
-        """The configuration from the values of `to_json`."""
+        """Build the configuration from the values of `to_json`."""
         paths = {name: Path(values[name]) for name in ("offload", "data", "out") if values[name] is not None}
         return cls(**{**values, **paths})
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig:
-    """What `zero sweep` was asked to do. A field is a flag; the text in its type is the flag's help."""
+    """The settings of `zero sweep`. A field is a flag; the text in its type is the flag's help."""
 
     preset: Annotated[Literal["tiny", "small", "medium"], "size of the model"] = "medium"
     ranks: Annotated[int, "processes"] = 2

@@ -1,4 +1,4 @@
-"""`zero verify MODULE:FUNCTION`: `zero.verify` with the arguments that a function of the user's returns.
+"""`zero verify MODULE:FUNCTION`: calls `zero.verify` with the arguments that a function of the user returns.
 
 Knows: how to find the function. Does not know: what is verified.
 """
@@ -25,7 +25,7 @@ def run(function: str) -> int:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of `verify` that the function returns."""
+    """Import and call the function. Return the arguments of `verify`."""
     module, _, name = text.partition(":")
     if not module or not name:
         raise ValueError(f"{text!r} must be MODULE:FUNCTION, as in `zero verify my_model:arguments`")

@@ -1,12 +1,12 @@
-"""What the processes of `zero.verify` do: the plain loop, twice, and then the same steps on ranks.
+"""The processes of `zero.verify`: the plain loop, twice, and then the same steps on ranks.
 
-Knows: the loops, where a process is when it fails, how long it may stay there. Does not know: how processes are
-started, or how results are shown. The `VerifySpec` lies in a folder, and what they find comes to lie there too:
+Knows: the loops, the place of an error, the time limit of each part. Does not know: how processes are started, or how
+results are printed. A folder holds the `VerifySpec` and the results. ``loop`` is in the settings of a process:
 
-    python -m zero.commands.verify.ranks plain FOLDER  one process    step-N.pt: the plain loop's parameters after it
-    python -m zero.commands.verify.ranks again FOLDER  another one    compares with these after every step
-    python -m zero.commands.verify.ranks ranks FOLDER  W processes    compare with these after every step
-                                                             runs.jsonl: a line for each run that compared
+    loop    processes      what they do
+    plain   one            writes step-N.pt: the parameters of the plain loop after each step
+    again   another one    compares with these after every step, and appends a line to runs.jsonl
+    ranks   W              compare with these after every step, and append a line to runs.jsonl for each run
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class LocatedError(Exception):
 
 
 class Watchdog:
-    """Names the place where this process is in its errors, and ends the process where it stays there for too long.
+    """Adds the current place to errors, and ends the process if it stays at one place for too long.
 
-    A rank that waits for others is not the one that hangs; for these the process group has a limit of its own.
+    A rank that waits for others is not the one that hangs. The process group has a limit of its own for such waits.
     """
 
     def __init__(self, limit: float) -> None:
@@ -76,7 +76,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def locate(self, error: BaseException) -> LocatedError:
-        """The error with this place; it is the cause."""
+        """Return an error that names the current place, with ``error`` as its cause."""
         line = _user_line(traceback.extract_tb(error.__traceback__))
         located = LocatedError(f"{self.place}: {type(error).__name__}: {error}{line}")
         located.__cause__ = error
@@ -96,15 +96,15 @@ class Watchdog:
 
 
 def _user_line(stack: Iterable[traceback.FrameSummary]) -> str:
-    """Where in the user's own code a stack stands, in words."""
+    """Name the innermost line of the user's own code in a stack, in words."""
     frames = [frame for frame in stack if not frame.filename.startswith((*LIBRARIES, "<"))]
     return f" (at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
 @dataclass
 class Workload:
-    """A program made ready in this process: a model as built, micro-batches of its own, the number of steps.
-    ``several_backwards``: `loss_fn` has run one itself."""
+    """A `VerifySpec` loaded in this process: a model as built, micro-batches, the number of steps.
+    ``several_backwards``: `loss_fn` ran a backward itself."""
 
     name: str
     spec: VerifySpec
@@ -114,7 +114,7 @@ class Workload:
     several_backwards: bool = False
 
     def backward(self, watchdog: Watchdog, step: int, number: int) -> None:
-        """Micro-batch ``number`` (from 0) of step ``step`` (from 1)."""
+        """Run the forward and backward of micro-batch ``number`` (from 0) of step ``step`` (from 1)."""
         index = (step - 1) * self.spec.micro_batches + number
         watchdog.at(f"{self.name}, step {step}, batches[{index}]")
         given = self.spec.loss_fn
@@ -129,7 +129,7 @@ class Workload:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def run(self, stage: int | None, world_size: int, step: int, found: Mapping[int, Difference]) -> Run:
-        """What came of it; ``found``: by rank."""
+        """Return the result. ``found``: rank -> its difference."""
         numel = sum(parameter.numel() for parameter in self.model.parameters())
         first = next(iter(found.values()), None)
         return Run(stage, world_size, step, numel, tuple(found), first, self.several_backwards)
@@ -146,8 +146,9 @@ def _default_loss(model: nn.Module, batch: Any) -> Any:
 
 
 def _prepare(folder: Path, watchdog: Watchdog, name: str, seed: int) -> Workload:
-    """The program made ready. Building starts from one state of torch's random generator, training from that of
-    ``seed``: a model that draws from it, and does not seed it for each micro-batch, is not deterministic by itself."""
+    """Load the specification, and build the model and the batches. Torch's random generator is seeded with 0 for the
+    construction and with ``seed`` for the training: a model that draws from it, and does not seed it for each
+    micro-batch, is found to be non-deterministic."""
     spec = VerifySpec.load(folder)
     torch.manual_seed(0)
     watchdog.at(f"{name}, build_model()")
@@ -162,10 +163,10 @@ def _prepare(folder: Path, watchdog: Watchdog, name: str, seed: int) -> Workload
 
 
 def reference_loop(folder: Path, watchdog: Watchdog) -> None:
-    """The plain loop, which leaves its parameters after each step. Refuses one that would show nothing."""
+    """Run the plain loop, and write its parameters after each step. Raises ValueError if it would prove nothing."""
     step, finite = 0, list[str]()
     for step, parameters in _reference_steps(_prepare(folder, watchdog, "the plain loop", seed=1), watchdog):
-        if step == 0:  # what is trained; a frozen mask may hold infinities
+        if step == 0:  # trained parameters alone: a frozen mask may hold infinities
             finite = [name for name, p in parameters.items() if p.requires_grad and p.isfinite().all()]
         for name in finite:
             if not parameters[name].isfinite().all():
@@ -177,9 +178,9 @@ def reference_loop(folder: Path, watchdog: Watchdog) -> None:
 
 
 def reference_loop_again(folder: Path, watchdog: Watchdog) -> None:
-    """The plain loop, compared with the first one: in another process, since the order of a set, say, differs between
-    processes; and after a step of an earlier loop, since counters go on, as they do from stage to stage on the ranks.
-    """
+    """Run the plain loop again, and compare it with the first one. It runs in another process, since for example the
+    order of a set differs between processes. A step of another loop comes before it, since counters of the user's code
+    continue from one loop to the next, as they do from stage to stage on the ranks."""
     for step, _ in _reference_steps(_prepare(folder, watchdog, "the plain loop, again", seed=2), watchdog):
         if step == 1:
             break
@@ -192,7 +193,7 @@ def reference_loop_again(folder: Path, watchdog: Watchdog) -> None:
 
 
 def _reference_steps(workload: Workload, watchdog: Watchdog) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """What a person writes without this library; step 0 is the model as built."""
+    """Take the steps of the plain loop, and yield the parameters after each; step 0 is the model as built."""
     spec, model = workload.spec, workload.model
     watchdog.at(f"{workload.name}, the optimizer class")
     optimizer_class, precision = resolve(spec.optimizer_class), spec.precision
@@ -210,8 +211,8 @@ def _reference_steps(workload: Workload, watchdog: Watchdog) -> Iterator[tuple[i
 
 
 def _compared_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters by name, complex ones as real numbers; without frozen tensor subclasses, which nobody writes and
-    no file can hold."""
+    """Return the parameters by name, complex ones as real numbers. Frozen tensor subclasses are left out: nothing
+    writes to them, and no file can hold them."""
     named = {name: parameter for name, parameter in model.named_parameters() if is_copied(parameter)}
     return {
         name: torch.view_as_real(parameter.detach().resolve_conj()) if parameter.is_complex() else parameter
@@ -220,7 +221,7 @@ def _compared_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def all_world_sizes(folder: Path, watchdog: Watchdog) -> None:
-    """Every stage on every number of ranks, the largest first: a process that is in no smaller one is done."""
+    """Run every stage on every number of ranks, the largest first, so that a process can end after its last group."""
     spec = VerifySpec.load(folder)
     for size in sorted(spec.world_sizes, reverse=True):
         if int(os.environ["RANK"]) >= size:
@@ -234,11 +235,12 @@ def all_world_sizes(folder: Path, watchdog: Watchdog) -> None:
                     if os.environ["RANK"] == "0":
                         _append_run(folder, run)
             except Exception as error:
-                raise watchdog.locate(error) from error  # recorded at the group's end, before what that may raise
+                raise watchdog.locate(error) from error  # recorded before the group is destroyed, which may raise
 
 
 def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int) -> Run:
-    """The steps of the plain loop with `ZeroOptimizer`, up to the first difference. The same on all ranks."""
+    """Take the steps of the plain loop with `ZeroOptimizer`, up to the first difference. All ranks must call it and
+    return the same result."""
     name = f"stage {stage} on {size} rank{'s' if size > 1 else ''}"
     workload = _prepare(folder, watchdog, name, seed=3 + int(os.environ["RANK"]))
     watchdog.at(f"{name}, ZeroOptimizer(...)")
@@ -277,7 +279,7 @@ def _step_file(folder: Path, step: int) -> Path:
 
 
 def _reference_parameters(folder: Path, step: int) -> dict[str, Tensor]:
-    """The plain loop's parameters after a step."""
+    """Load the parameters of the plain loop after a step."""
     found: dict[str, Tensor] = torch.load(_step_file(folder, step), weights_only=True, mmap=True)
     return found
 
@@ -288,7 +290,7 @@ def _append_run(folder: Path, run: Run) -> None:
 
 
 def work(settings: dict[str, Any]) -> None:
-    """Run one of the loops in this process. Its error goes to the launcher in one line, with the place."""
+    """Run the loop of the settings in this process. An error names its place."""
     folder = Path(settings["folder"])
     spec = VerifySpec.load(folder)
     sys.path[:] = spec.path

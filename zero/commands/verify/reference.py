@@ -1,7 +1,7 @@
-"""The plain loop that `zero.verify` compares with: what a person writes without this library, one process alone.
+"""The reference of `zero.verify`: the plain loop, without this library, in one process.
 
 Knows: one division, a clip, a step; with mixed precision also the casts between a 16-bit model and its fp32 weights.
-Does not know: micro-batches, ranks, or what is compared.
+Does not know: micro-batches, ranks, or the comparison.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...step.master_weights import InputCast, MixedPrecision, cast
 
 
 class ReferenceLoop:
-    """Parameters and the optimizer of torch over them."""
+    """Parameters, and an optimizer of torch for them."""
 
     superseded = False
 
@@ -31,7 +31,7 @@ class ReferenceLoop:
         self._optimizer = optimizer_class(parameters, **defaults)
 
     def end_micro_batch(self) -> None:
-        """A backward has added to the gradients."""
+        """Finish a micro-batch, after its backward has added to the gradients."""
 
     def update(self, divisor: float, max_norm: float | None) -> None:
         """Divide, clip, step, and clear the gradients."""
@@ -45,8 +45,8 @@ class ReferenceLoop:
 
 
 class MixedReferenceLoop(ReferenceLoop):
-    """The same in mixed precision: a 16-bit model, its weights in fp32, gradients added up in a dtype of their own. The
-    parameters are the fp32 ones."""
+    """The plain loop in mixed precision: a 16-bit model, master weights in fp32, gradients summed in a dtype of their
+    own. The optimizer's parameters are the master weights."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class MixedReferenceLoop(ReferenceLoop):
                 continue
             wide = parameter.detach().clone()
             cast([parameter], precision.param_dtype)
-            known = wide if parameter.requires_grad else parameter.detach()  # what is frozen is narrow, and no more
+            known = wide if parameter.requires_grad else parameter.detach()  # a frozen parameter has no wide copy
             masters.append(known.to(precision.of(wide.dtype).master).requires_grad_())
         if precision.buffer_dtype is not None:
             cast(model.buffers(), precision.buffer_dtype)

@@ -1,7 +1,7 @@
 """`zero.verify`: a user's own model, at each stage and number of ranks, against the user's own plain loop.
 
-Knows: the public face of it, and the order: the plain loop, twice, each time in a new process; then all stages on the
-ranks. Does not know: what the processes do (`verify_ranks`), or how they are told (`spec`).
+Knows: the public function, and the order: the plain loop, twice, each time in a new process; then all stages on the
+ranks. Does not know: what the processes do (`ranks`), or how they get their arguments (`spec`).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ BUILT_TWICE = (
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found: the plain loop beside itself, and a run for each stage and number of ranks.
+    """The result of `verify`: the plain loop compared with itself, and a run for each stage and number of ranks.
 
-    Where two plain loops differ there are no runs.
+    If the two plain loops differ, there are no runs.
     """
 
     plain: Run
@@ -59,7 +59,7 @@ class Verification:
 
     @property
     def conclusion(self) -> str:
-        """The last line of the table; a further one where gradients are added up in another order."""
+        """The last line of the table; a further one if gradients are added up in another order."""
         return f"{self._verdict}\n{BY_ROUNDS}" if self.plain.several_backwards else self._verdict
 
     @property
@@ -178,7 +178,7 @@ def _check_process() -> None:
 
 
 def _integers(values: Sequence[int], name: str, least: int = 1) -> tuple[int, ...]:
-    """Distinct whole numbers, in their order."""
+    """Return the distinct whole numbers, in their order."""
     try:
         found = tuple(dict.fromkeys(operator.index(value) for value in values))
     except TypeError:
@@ -189,7 +189,7 @@ def _integers(values: Sequence[int], name: str, least: int = 1) -> tuple[int, ..
 
 
 def _dry_run(optimizer_class: Any, stages: Sequence[int], ours: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Let the library judge what is its own on a throw-away module, before any process is started."""
+    """Let the library check its own arguments on a throw-away module, before any process is started."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class must be a class of torch.optim, not {optimizer_class!r}")
     with torch.random.fork_rng(devices=[]):
@@ -204,7 +204,7 @@ def _dry_run(optimizer_class: Any, stages: Sequence[int], ours: dict[str, Any], 
 
 
 def _run(spec: VerifySpec, emit: Callable[[str], None]) -> Verification:
-    """The plain loops, and where they agree the stages; a run is shown as it ends."""
+    """Run the plain loops and, if they agree, the stages. Each run is printed as it ends."""
     with tempfile.TemporaryDirectory(prefix="zero-verify-") as name:
         folder = Path(name)
         spec.save(folder)
@@ -237,7 +237,7 @@ def _read(results: Path) -> list[Run]:
 
 @contextmanager
 def _followed(results: Path, emit: Callable[[str], None]) -> Iterator[None]:
-    """Show each run while the block, which waits for processes, goes on."""
+    """Print each run as it ends, while the block waits for the processes."""
     ended = threading.Event()
 
     def follow() -> None:
