@@ -344,6 +344,14 @@ def test_an_error_in_the_middle_is_one_line_and_its_traceback_a_file(
 
 
 FAILING_RANKS = {
+    "an error in its work": (
+        "def work(settings):\n"
+        "    if rank == settings['fails']:\n"
+        "        raise ValueError('the first\\nerror')\n"
+        "    time.sleep(600)\n"
+        "raise SystemExit(run_rank(work))\n",
+        "rank 1: the first error",
+    ),
     "an error": (
         "if rank == '1':\n"
         "    record_error(ValueError('the first\\nerror'))\n"
@@ -367,7 +375,7 @@ def test_the_failure_of_a_rank_that_was_launched_is_told_once(
     program, told = FAILING_RANKS[what]
     (tmp_path / "a_rank_fails.py").write_text(
         "import os, time\n"
-        "from zero.commands.runner import record_error, started_by_us\n"
+        "from zero.commands.runner import record_error, run_rank, started_by_us\n"
         "assert started_by_us()\n"
         "rank = os.environ['RANK']\n" + program
     )
@@ -377,7 +385,7 @@ def test_the_failure_of_a_rank_that_was_launched_is_told_once(
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("TMPDIR", str(temporary))
     with pytest.raises(runner.RankError) as raised:
-        runner.launch_ranks("a_rank_fails", {}, 2)
+        runner.launch_ranks("a_rank_fails", {"fails": "1"}, 2)
     assert (str(raised.value), *capfd.readouterr()) == (told, "", "")
     assert not raised.value.trace or "ValueError" in raised.value.trace
     assert not list(temporary.iterdir()), "left behind"

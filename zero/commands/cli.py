@@ -69,7 +69,7 @@ def _application() -> Any:
 
 
 def _command(config: type[TrainConfig] | type[SweepConfig], run: Callable[[Any], int]) -> Any:
-    """A function with one keyword argument for each field of ``config``, which typer turns into flags."""
+    """Make a function with one keyword argument for each field of ``config``, which typer turns into flags."""
     import typer
 
     @reports_errors

@@ -238,6 +238,6 @@ def draw(folder: Path) -> list[str]:
     ]
     if not dots or not can_draw():
         return []
-    what = "{preset} on {ranks} ranks, {batch} x {sequence} bytes a rank and step".format(**written["config"])
-    draw_sweep(folder / "sweep.png", what, dots)
+    title = "{preset} on {ranks} ranks, {batch} x {sequence} bytes a rank and step".format(**written["config"])
+    draw_sweep(folder / "sweep.png", title, dots)
     return ["sweep.png"]

@@ -221,14 +221,14 @@ def _run(spec: VerifySpec, emit: Callable[[str], None]) -> Verification:
     return Verification(runs[0], tuple(runs[1:]))
 
 
-def _start(what: str, folder: Path, processes: int) -> None:
+def _start(loop: str, folder: Path, processes: int) -> None:
     from ..runner import RankError, launch_ranks
 
     try:
-        launch_ranks("zero.commands.verify.ranks", {"loop": what, "folder": str(folder)}, processes)
+        launch_ranks("zero.commands.verify.ranks", {"loop": loop, "folder": str(folder)}, processes)
     except RankError as error:
         cause = RuntimeError(f"in that process:\n{error.trace}") if error.trace else None
-        raise RuntimeError(str(error) if what == "ranks" else error.line) from cause
+        raise RuntimeError(str(error) if loop == "ranks" else error.line) from cause
 
 
 def _read(results: Path) -> list[Run]:
