@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from .commands.train.command import main
+from .commands.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(command="train"))

@@ -13,8 +13,7 @@ from collectives import Transport
 from zero import ZeroOptimizer
 from zero.commands import cli
 from zero.commands.train import command as train
-from zero.commands.train import data, plots
-from zero.commands.train import memory_stats as measure
+from zero.commands.train import data, memory_stats, plots, rank
 
 from ..test_errors import linear, on_ranks
 
@@ -33,9 +32,7 @@ def test_the_zero_command_reads_its_flags_with_typer(
     monkeypatch.setattr(train, "run", lambda config: given.append(config) or 7)
     for flags, code in ((["--stage", "1", "--lr=0.5", "--fused"], 7), (["--steps", "0"], 1)):
         monkeypatch.setattr(sys, "argv", ["zero", "train", *flags])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        assert stopped.value.code == code
+        assert cli.main() == code
     assert [(config.stage, config.lr, config.fused) for config in given] == [(1, 0.5, True)]
     assert capsys.readouterr().err == "error: --steps is 0: it must be at least 1\n"
 
@@ -46,8 +43,8 @@ def test_an_interrupt_is_one_word_and_no_traceback(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "_launch", interrupted)
-    assert train.main([f"--out={tmp_path}", "--ranks=2"]) == 130
+    monkeypatch.setattr(train, "launch_ranks", interrupted)
+    assert cli.main([f"--out={tmp_path}", "--ranks=2"], "train") == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 
@@ -58,15 +55,15 @@ def test_an_error_is_told_where_its_traceback_cannot_be_written(
         (tmp_path / train.TRACEBACK).mkdir()
         raise RuntimeError("the loss\nis gone")
 
-    monkeypatch.setattr(train, "_launch", fail)
-    assert train.main([f"--out={tmp_path}", "--ranks=2"]) == 1
+    monkeypatch.setattr(train, "launch_ranks", fail)
+    assert cli.main([f"--out={tmp_path}", "--ranks=2"], "train") == 1
     assert capsys.readouterr().err == "error: the loss is gone\n"
 
 
 def test_ranks_with_other_text_are_named() -> None:
     def program(transport: Transport) -> None:
         corpus: Any = SimpleNamespace(sha256="abc" if transport.rank < 2 else "xyz")
-        train._agree_on_text(ZeroOptimizer(linear(), process_group=transport), corpus)
+        rank._agree_on_text(ZeroOptimizer(linear(), process_group=transport), corpus)
 
     for message in on_ranks(3, program):
         assert "rank 2 reads other text than rank 0 (SHA-256 xyz and abc)" in message
@@ -85,7 +82,7 @@ def test_where_the_system_does_not_tell_there_is_no_proportional_set_size(monkey
         raise FileNotFoundError
 
     monkeypatch.setattr(Path, "read_text", missing)
-    assert measure.proportional_set_size() is None
+    assert memory_stats.proportional_set_size() is None
 
 
 def test_a_long_run_is_drawn_with_a_running_mean(tmp_path: Path) -> None:

@@ -20,18 +20,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import benchmarks
-from zero.commands import console as view
+from zero.commands import console
 from zero.commands.runner import RankError
 from zero.commands.sweep import command as sweep
 from zero.commands.sweep import rank as sweep_rank
 from zero.commands.sweep.command import Point, frontier, jobs, name_of, run
-from zero.commands.sweep.rank import Job, Seen, _sampled, said
-from zero.commands.train import memory_stats as measure
+from zero.commands.sweep.rank import RankResult, RunSpec, _sampled, result_path
+from zero.commands.train import memory_stats
 from zero.commands.train.settings import SweepConfig
 
 pytestmark = pytest.mark.full
 
-JOB = Job("tiny", 1, 16, 1, 0, 1, 25.0)
+JOB = RunSpec("tiny", 1, 16, 1, 0, 1, 25.0)
 
 
 @pytest.fixture(autouse=True)
@@ -99,19 +99,19 @@ def test_a_setting_is_on_the_line_unless_another_of_ours_is_smaller_and_faster(
 
 def played(
     monkeypatch: pytest.MonkeyPatch, sha256: str | None = None, fails: Mapping[int, BaseException] | None = None
-) -> list[Job]:
+) -> list[RunSpec]:
     """Ranks leave what they would; ``fails``: number of a run -> how it ends instead. Returns the jobs that ran."""
-    told: list[Job] = []
+    told: list[RunSpec] = []
 
-    def launch(module: str, arguments: list[str], ranks: int) -> None:
-        job = Job(**json.loads(arguments[0]))
+    def launch(module: str, settings: dict[str, Any], ranks: int) -> None:
+        job = RunSpec(**settings["job"])
         told.append(job)
         if fails is not None and len(told) - 1 in fails:
             raise fails[len(told) - 1]
         for rank in range(ranks):
             kept = sha256 if sha256 is not None else str(job.offload)
-            seen = Seen([0.1 + rank, 0.3], 1_000_000 * (rank + 1), kept if job.peer is None else None)
-            said(Path(arguments[1]), rank).write_text(json.dumps(asdict(seen)))
+            seen = RankResult([0.1 + rank, 0.3], 1_000_000 * (rank + 1), kept if job.peer is None else None)
+            result_path(Path(settings["folder"]), rank).write_text(json.dumps(asdict(seen)))
 
     monkeypatch.setattr(sweep, "launch_ranks", launch)
     return told
@@ -169,7 +169,7 @@ def test_without_matplotlib_the_numbers_are_left(
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
     output = capsys.readouterr().out
     assert f"written to {tmp_path}: sweep.json\n" in output
-    assert f"no sweep.png. To have it: {view.INSTALL_HINT}\n" in output
+    assert f"no sweep.png. To have it: {console.INSTALL_HINT}\n" in output
 
 
 def test_on_a_terminal_a_sweep_shows_no_bar(
@@ -269,16 +269,16 @@ def test_a_report_that_cannot_be_written_is_one_line_below_the_table(
     assert "no other of zero's is both smaller and faster" in output.out
 
 
-@pytest.mark.skipif(measure.proportional_set_size() is None, reason="the system does not tell")
+@pytest.mark.skipif(memory_stats.proportional_set_size() is None, reason="the system does not tell")
 def test_what_is_held_for_a_moment_is_in_the_peak_and_no_more() -> None:
     size = 32_000_000
-    before = measure.proportional_set_size()
+    before = memory_stats.proportional_set_size()
     assert before is not None
     with _sampled() as sizes:
         held = torch.ones(size // 4)
         seen = len(sizes)
         while len(sizes) < seen + 2:  # the second sample from now began after the memory was touched
-            time.sleep(sweep_rank.EVERY)
+            time.sleep(sweep_rank.SAMPLING_INTERVAL)
         del held
     assert max(sizes) - before == pytest.approx(size, rel=0.1), "a tenth: what a thread and Python take"
     assert sizes[-1] - before < size / 2, "the last sample is of the end"

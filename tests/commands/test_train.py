@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,16 +20,15 @@ import pytest
 import torch
 
 from zero import MixedPrecision
-from zero.commands import cli
-from zero.commands import console as view
-from zero.commands import runner as launch
+from zero.commands import cli, runner
+from zero.commands.console import Console, StepStats
+from zero.commands.sweep import command as sweep
 from zero.commands.train import command as train
-from zero.commands.train import memory_stats as measure
-from zero.commands.train import plots
+from zero.commands.train import memory_stats, plots, rank
 from zero.commands.train.data import load_corpus
 from zero.commands.train.loop import Loop
 from zero.commands.train.model import build_model
-from zero.commands.train.settings import SweepConfig, TrainConfig, parse_arguments, typer_signature
+from zero.commands.train.settings import SweepConfig, TrainConfig
 
 from ..matrix import Variant, trained_sha256
 
@@ -58,7 +58,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pictures and hardly a sample: they take longer than the training."""
     monkeypatch.setattr(plots, "can_draw", lambda: False)
-    monkeypatch.setattr(train, "SAMPLE_LENGTH", 8)
+    monkeypatch.setattr(rank, "SAMPLE_LENGTH", 8)
 
 
 def flags(text: Path, out: Path, *more: str) -> list[str]:
@@ -116,7 +116,7 @@ def test_one_rank_gives_the_parameters_of_the_plain_loop(
     text: Path, tmp_path: Path, more: tuple[str, ...], plain: dict[str, Any]
 ) -> None:
     out = tmp_path / "out"
-    assert train.main(flags(text, out, "--ranks=1", *more)) == 0
+    assert cli.main(flags(text, out, "--ranks=1", *more), "train") == 0
     assert run_json(out)["params_sha256"] == plain_sha256(text, **plain)
 
 
@@ -132,7 +132,7 @@ def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     assert ended.returncode == 0, ended.stderr
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        assert train.main(flags(text, outs[2], "--stage=2", "--bucket-cap-mb=0.05")) == 0
+        assert cli.main(flags(text, outs[2], "--stage=2", "--bucket-cap-mb=0.05"), "train") == 0
     return {stage: run_json(out) for stage, out in enumerate(outs)}
 
 
@@ -141,7 +141,7 @@ def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
 def test_every_way_to_start_two_ranks_gives_the_parameters_and_losses_of_one(
     text: Path, tmp_path: Path, two_ranks: dict[int, dict[str, Any]]
 ) -> None:
-    assert train.main(flags(text, tmp_path, "--ranks=1")) == 0
+    assert cli.main(flags(text, tmp_path, "--ranks=1"), "train") == 0
     one = run_json(tmp_path)
     assert one["params_sha256"] == plain_sha256(text)
     for stage, record in two_ranks.items():
@@ -180,7 +180,7 @@ def test_a_run_leaves_its_record_and_its_pictures(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "deep" / "out"
-    assert train.main(flags(text, out, "--ranks=1", "--stage=2", "--seed=9")) == 0
+    assert cli.main(flags(text, out, "--ranks=1", "--stage=2", "--seed=9"), "train") == 0
     record, shown = run_json(out), capsys.readouterr().out
     model = build_model("tiny", SEQUENCE, 9)
     whole = 4 * sum(parameter.numel() for parameter in model.parameters())
@@ -222,27 +222,31 @@ def test_two_ranks_hold_and_send_what_the_formulas_say(two_ranks: dict[int, dict
 
 
 @pytest.mark.full
-def test_without_rich_and_matplotlib_it_trains_and_says_what_to_install(
+def test_without_matplotlib_it_trains_and_says_what_to_install(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("rich", "matplotlib", "typer"):
-        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     out = tmp_path / "out"
-    assert train.main(flags(text, out, "--ranks=1")) == 0
+    assert cli.main(flags(text, out, "--ranks=1"), "train") == 0
     shown = capsys.readouterr().out
-    assert shown.count("pip install 'zero-optimizer[cli]'") == 2
+    assert shown.count("pip install 'zero-optimizer[cli]'") == 1
     assert f"step {STEPS}/{STEPS}" in shown
     assert sorted(path.name for path in out.iterdir()) == ["run.json"]
 
 
-def test_the_zero_command_without_its_extra_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [(None, "zero"), ("train", "python -m zero.train"), ("verify", "python -m zero.verify")],
+)
+def test_a_command_without_the_extra_says_what_to_install(
+    command: str | None, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == 1
-    assert "needs typer: pip install 'zero-optimizer[cli]'" in capsys.readouterr().err
+    assert cli.main(["--help"], command) == 1
+    assert capsys.readouterr().err == f"error: {program} needs typer: pip install 'zero-optimizer[cli]'\n"
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert cli.main(["--help"], command) == 1
+    assert f"{program} needs typer and rich: " in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------- bad input
@@ -279,12 +283,31 @@ def test_bad_input_is_one_line_before_anything_is_started(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(train, "_launch", lambda *_: pytest.fail("ranks were started"))
-    assert train.main(flags(text, tmp_path / "out", *more)) == 1
+    monkeypatch.setattr(train, "launch_ranks", lambda *_: pytest.fail("ranks were started"))
+    assert cli.main(flags(text, tmp_path / "out", *more), "train") == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "--stepz=5"], r"No such option: --stepz .*--steps.*\. See `zero train --help`"),
+        (["train", "--steps=many"], r"Invalid value for '--steps': .* integer.*\. See `zero train --help`"),
+        (["train", "--steps"], r"Option '--steps' requires an argument\. See `zero.* --help`"),
+        (["train", "--preset=huge"], r"Invalid value for '--preset': .*'tiny', 'small', 'medium'\. .*"),
+        (["sweep", "5"], r"Got unexpected extra argument.*5.*\. See `zero sweep --help`"),
+        (["verify"], r"Missing argument 'MODULE:FUNCTION'\. See `zero verify --help`"),
+        (["trian"], r"No such command 'trian'\. .*See `zero --help`"),
+    ],
+)
+def test_arguments_that_cannot_be_read_are_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    assert re.fullmatch(f"error: {said}\n", capsys.readouterr().err)
 
 
 def test_an_output_folder_that_cannot_be_written_is_an_error(
@@ -292,7 +315,7 @@ def test_an_output_folder_that_cannot_be_written_is_an_error(
 ) -> None:
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert train.main(flags(text, out)) == 1
+        assert cli.main(flags(text, out), "train") == 1
         error = capsys.readouterr().err
         assert error.startswith(f"error: --out {out}: cannot write there (")
         assert error.endswith("Name a folder that can be written\n")
@@ -302,7 +325,7 @@ def test_ranks_that_contradict_the_launcher_are_an_error(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert train.main(flags(text, tmp_path / "out", "--ranks=2")) == 1
+    assert cli.main(flags(text, tmp_path / "out", "--ranks=2"), "train") == 1
     assert "--ranks 2, but the launcher started 4 (WORLD_SIZE)" in capsys.readouterr().err
 
 
@@ -315,15 +338,23 @@ def test_an_error_in_the_middle_is_one_line_and_its_traceback_a_file(
         raise RuntimeError("the loss is\nnot what it was")
 
     monkeypatch.setattr(Loop, "_step", fail)
-    assert train.main(flags(text, tmp_path, "--ranks=1")) == 1
+    assert cli.main(flags(text, tmp_path, "--ranks=1"), "train") == 1
     assert capsys.readouterr().err == f"error: the loss is not what it was (traceback in {tmp_path}/error.txt)\n"
     assert "in _train" in (tmp_path / "error.txt").read_text()
     monkeypatch.undo()
-    assert train.main(flags(text, tmp_path, "--ranks=1")) == 0
+    assert cli.main(flags(text, tmp_path, "--ranks=1"), "train") == 0
     assert not (tmp_path / "error.txt").exists()
 
 
 FAILING_RANKS = {
+    "an error in its work": (
+        "def work(settings):\n"
+        "    if rank == settings['fails']:\n"
+        "        raise ValueError('the first\\nerror')\n"
+        "    time.sleep(600)\n"
+        "raise SystemExit(run_rank(work))\n",
+        "rank 1: the first error",
+    ),
     "an error": (
         "if rank == '1':\n"
         "    record_error(ValueError('the first\\nerror'))\n"
@@ -347,7 +378,7 @@ def test_the_failure_of_a_rank_that_was_launched_is_told_once(
     program, told = FAILING_RANKS[what]
     (tmp_path / "a_rank_fails.py").write_text(
         "import os, time\n"
-        "from zero.commands.runner import record_error, started_by_us\n"
+        "from zero.commands.runner import record_error, run_rank, started_by_us\n"
         "assert started_by_us()\n"
         "rank = os.environ['RANK']\n" + program
     )
@@ -356,8 +387,8 @@ def test_the_failure_of_a_rank_that_was_launched_is_told_once(
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("TMPDIR", str(temporary))
-    with pytest.raises(launch.RankError) as raised:
-        launch.launch_ranks("a_rank_fails", [], 2)
+    with pytest.raises(runner.RankError) as raised:
+        runner.launch_ranks("a_rank_fails", {"fails": "1"}, 2)
     assert (str(raised.value), *capfd.readouterr()) == (told, "", "")
     assert not raised.value.trace or "ValueError" in raised.value.trace
     assert not list(temporary.iterdir()), "left behind"
@@ -366,45 +397,60 @@ def test_the_failure_of_a_rank_that_was_launched_is_told_once(
 # ------------------------------------------------------------------------------------------------------ the parts
 
 
-def test_both_command_lines_have_the_flags_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    config = TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), preset="tiny", lr=1e-7)
-    assert parse_arguments(config.to_arguments(), "test") == config
-    assert parse_arguments([], "test") == TrainConfig()
-    for asked in (TrainConfig, SweepConfig):
-        parameters = typer_signature(asked, lambda help: help).parameters
-        assert {name: parameter.default for name, parameter in parameters.items()} == vars(asked())
-    with pytest.raises(SystemExit):
-        parse_arguments(["--help"], "test")
-    shown = capsys.readouterr().out
-    assert all(f"--{name.replace('_', '-')}" in shown for name in inspect.signature(TrainConfig).parameters)
+def test_both_command_lines_have_the_flags_of_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[TrainConfig | SweepConfig] = []
+    for module in (train, sweep):
+        monkeypatch.setattr(module, "run", lambda config: given.append(config) or 0)
+    assert cli.main(["--ranks=3", "--fused", "--clip", "0.5", "--data=-x", "--preset=tiny", "--lr=1e-7"], "train") == 0
+    assert given == [TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), preset="tiny", lr=1e-7)]
+    assert cli.main(["sweep", "--stage=1", "--stage=3", "--no-peers"]) == 0
+    assert given.pop() == SweepConfig(stage=[1, 3], peers=False)
+    for arguments, command, default in (
+        (["train"], None, TrainConfig()),
+        ([], "train", TrainConfig()),
+        (["sweep"], None, SweepConfig()),
+    ):
+        assert cli.main(arguments, command) == 0
+        assert given.pop() == default
+        assert cli.main([*arguments, "-h"], command) == 0
+        shown = capsys.readouterr().out
+        assert all(f"--{name.replace('_', '-')}" in shown for name in vars(default))
+
+
+def test_a_rank_gets_the_configuration_as_json() -> None:
+    config = TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), offload=Path("disk"), preset="tiny", lr=1e-7)
+    for sent in (config, TrainConfig()):
+        assert TrainConfig.from_json(json.loads(json.dumps(sent.to_json()))) == sent
 
 
 @pytest.mark.full
 def test_a_gradient_that_nobody_looked_at_is_found() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1000))
-    before = measure.live_storages()
+    before = memory_stats.live_storages()
     (parameter * 2).sum().backward()
-    found = measure.live_storages()
+    found = memory_stats.live_storages()
     assert sum(found.values()) - sum(before.values()) == 4000
     view_of_it = parameter.detach()[10:]
-    assert measure.live_storages() == found
+    assert memory_stats.live_storages() == found
     del view_of_it
     parameter.grad = None
-    assert measure.live_storages() == before
+    assert memory_stats.live_storages() == before
 
 
 def test_a_storage_of_two_kinds_counts_once() -> None:
     kinds = {"parameters": frozenset({1, 2}), "gradients": frozenset({2, 3, 9})}
-    sizes = measure.bytes_by_kind({1: 10, 2: 20, 3: 30, 4: 40}, kinds)
+    sizes = memory_stats.bytes_by_kind({1: 10, 2: 20, 3: 30, 4: 40}, kinds)
     assert sizes == {"parameters": 30, "gradients": 30, "other": 40}
 
 
 def test_the_proportional_set_size_follows_what_is_allocated() -> None:
-    before = measure.proportional_set_size()
+    before = memory_stats.proportional_set_size()
     if before is None:
         pytest.skip("this system does not tell the proportional set size")
-    held = torch.ones(16 * 2**20 // 4)
-    after = measure.proportional_set_size()
+    held = torch.ones(64 * 2**20 // 4)  # too large for memory that was freed and kept by the C library
+    after = memory_stats.proportional_set_size()
     assert after is not None
     assert after - before > 0.9 * held.numel() * 4
 
@@ -415,31 +461,57 @@ def test_the_hash_is_of_whole_float32_parameters_in_order_with_ties_once() -> No
     model.b = torch.nn.Parameter(torch.tensor([0.5], dtype=torch.bfloat16))
     model.c = model.a
     expected = hashlib.sha256(torch.tensor([1.0, 3.0, 2.0, -0.0, 0.5]).numpy().astype("<f4").tobytes())
-    assert measure.parameters_sha256(model) == expected.hexdigest()
+    assert memory_stats.parameters_sha256(model) == expected.hexdigest()
 
 
-def test_plain_progress_is_about_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = view.PlainView(steps=250)
+STATS = StepStats(2, loss=1.0, tokens_per_second=10.0, rank_bytes=1_500_000)
+
+
+def test_in_a_file_progress_is_about_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(steps=250)
     for step in range(1, 251):
-        plain.advance(view.Progress(step, loss=1.0, tokens_per_second=10.0, rank_bytes=1_500_000))
+        console.advance(replace(STATS, step=step))
+    console.finish()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 10
     assert lines[-1] == "step 250/250  loss 1.000  10 tokens/s  1.5 MB held by a rank"
 
 
-def test_the_rich_view_shows_the_same_numbers(
+@pytest.mark.parametrize("width", ["40", "200"])
+def test_in_a_file_tables_and_lines_are_plain_and_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    console = Console()
+    console.table("title", ["bytes", "measured"], [["sent by all ranks", "1,234"], ["none", "0"]])
+    console.line("[bold] :snake: {'a': 1} " + 100 * "-")
+    assert capsys.readouterr().out == (
+        "title\n"
+        "bytes              measured\n"
+        "-----------------  --------\n"
+        "sent by all ranks     1,234\n"
+        "none                      0\n"
+        "[bold] :snake: {'a': 1} " + 100 * "-" + "\n"
+    )
+
+
+def test_a_terminal_shows_a_bar_and_the_same_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        sys, "stdout", SimpleNamespace(isatty=lambda: True, write=sys.stdout.write, flush=sys.stdout.flush)
-    )
-    shown = view.make_view(steps=2)
-    shown.advance(view.Progress(2, loss=1.0, tokens_per_second=10.0, rank_bytes=1_500_000))
-    shown.finish()
-    shown.table("title", ["bytes", "measured"], [["parameters", "1,234"]])
-    shown.line("[not markup]")
+    terminal = SimpleNamespace(isatty=lambda: True, write=sys.stdout.write, flush=sys.stdout.flush)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console(steps=2)
+    console.advance(STATS)
+    console.finish()
     output = capsys.readouterr().out
-    assert isinstance(shown, view.RichView)
-    assert all(
-        part in output for part in ("2/2", "loss 1.000", "1.5 MB held by a rank", "title", "1,234", "[not markup]")
-    )
+    assert all(part in output for part in ("2/2", "loss 1.000", "1.5 MB held by a rank", "\x1b["))
+    console.table("title", ["bytes", "measured"], [["parameters", "1,234"]])
+    console.line("[not markup]")
+    assert capsys.readouterr().out.splitlines() == [
+        "title",
+        "bytes       measured",
+        "----------  --------",
+        "parameters     1,234",
+        "[not markup]",
+    ]

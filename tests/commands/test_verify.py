@@ -26,8 +26,7 @@ from torch import nn
 import zero
 from collectives import Kind, Tag, on_threads
 from zero import Verification, verify
-from zero.commands import cli
-from zero.commands import runner as launch
+from zero.commands import cli, runner
 from zero.commands.verify import ranks as verify_ranks
 from zero.commands.verify import verification
 from zero.commands.verify.spec import reference, resolve
@@ -45,29 +44,29 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "launch_ranks", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr(runner, "launch_ranks", lambda *_: pytest.fail("processes were started"))
 
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a single launched process does, done here; its error comes back as from a launcher."""
 
-    def run(module: str, arguments: list[str], ranks: int) -> None:
+    def run(module: str, settings: dict[str, str], ranks: int) -> None:
         assert (module, ranks) == ("zero.commands.verify.ranks", 1)
-        error_file = tmp_path / f"error-{arguments[0]}.json"
+        error_file = tmp_path / f"error-{settings['loop']}.json"
         with pytest.MonkeyPatch.context() as patch:
             for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
                 patch.setenv(name, value)
             patch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
-            patch.setattr(sys, "argv", ["", *arguments])
+            patch.setattr(sys, "argv", ["", json.dumps(settings)])
             patch.setattr(sys, "path", list(sys.path))
-            code = verify_ranks.main()
+            code = runner.run_rank(verify_ranks.work)
         assert code == error_file.exists()
         if code:
             details = json.loads(error_file.read_text())["message"]["extraInfo"]
-            raise launch.RankError(0, details["line"], details["py_callstack"])
+            raise runner.RankError(0, details["line"], details["py_callstack"])
 
-    monkeypatch.setattr(launch, "launch_ranks", run)
+    monkeypatch.setattr(runner, "launch_ranks", run)
 
 
 def alone(**changes: Any) -> Verification:
@@ -269,7 +268,7 @@ def test_it_starts_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="call it in one process, without torchrun"):
         alone()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch.RUN_PREFIX + "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", runner.RUN_PREFIX + "1")
     with pytest.raises(RuntimeError, match='put the call under `if __name__ == "__main__":`'):
         alone()
 
@@ -388,7 +387,7 @@ def test_what_fails_in_a_process_says_where_it_was(changes: dict[str, Any], said
 
 @pytest.mark.usefixtures("in_this_process")
 def test_processes_that_end_without_a_result_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "launch_ranks", lambda *_: None)
+    monkeypatch.setattr(runner, "launch_ranks", lambda *_: None)
     with pytest.raises(RuntimeError, match="the processes ended before their runs did, and without an error"):
         alone()
 
@@ -398,7 +397,7 @@ def test_processes_that_end_without_a_result_are_an_error(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], str | None]:
-    """Waits so long for what a `Watch` would leave behind before it ends this process."""
+    """Waits so long for what a `Watchdog` would leave behind before it ends this process."""
     ended, lines = threading.Event(), list[str]()
     monkeypatch.setattr(verify_ranks, "record_error", lambda error: lines.append(str(error)))
     monkeypatch.setattr(os, "_exit", lambda code: ended.set())
@@ -407,12 +406,12 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], str | None]:
 
 
 def test_a_place_that_takes_too_long_is_told_with_the_line_where_it_hangs(told: Callable[[float], str | None]) -> None:
-    watch = verify_ranks.Watch(0.1)
-    watch.at("step 3")
+    watchdog = verify_ranks.Watchdog(0.1)
+    watchdog.at("step 3")
     try:
         line = told(20)
     finally:
-        watch.stop()
+        watchdog.stop()
     assert line is not None
     assert re.match(r"step 3: not done after 0.1 s \(at .*test_verify.py:\d+, in \S+\); .* longer timeout$", line)
 
@@ -424,12 +423,12 @@ def test_a_rank_that_waits_for_another_is_not_the_one_that_hangs(told: Callable[
             answer = told(1)
             transport.exchange(b"", Tag(Kind.EXCHANGE, "late"))
             return answer
-        watch = verify_ranks.Watch(0.1)
-        watch.at("step 3")
+        watchdog = verify_ranks.Watchdog(0.1)
+        watchdog.at("step 3")
         try:
             transport.exchange(b"", Tag(Kind.EXCHANGE, "late"))
         finally:
-            watch.stop()
+            watchdog.stop()
         return None
 
     assert on_threads(2, program, timeout=20) == [None, None]
@@ -442,13 +441,11 @@ def test_a_rank_that_waits_for_another_is_not_the_one_that_hangs(told: Callable[
 def test_the_command_ends_with_0_where_no_bit_differs_and_with_1_where_one_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert verification.main(["tests.verified:right_arguments"]) == 0
+    assert cli.main(["tests.verified:right_arguments"], "verify") == 0
     assert capsys.readouterr().out.endswith("no bit differs from the plain loop in 4 runs\n")
     for function, code in (("right_arguments", 0), ("not_deterministic", 1)):
         monkeypatch.setattr(sys, "argv", ["zero", "verify", f"tests.verified:{function}"])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        assert stopped.value.code == code
+        assert cli.main() == code
     assert "The model is not deterministic by itself" in capsys.readouterr().out
 
 
@@ -478,7 +475,7 @@ def test_the_command_ends_with_0_where_no_bit_differs_and_with_1_where_one_does(
 def test_a_function_that_gives_no_arguments_is_one_line(
     function: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert verification.main([function]) == 1
+    assert cli.main([function], "verify") == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ")
     assert said in captured.err

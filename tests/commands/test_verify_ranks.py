@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero import verify
-from zero.commands.verify import verification
+from zero.commands import cli
 from zero.commands.verify.bit_diff import Difference, ulps_between
 from zero.commands.verify.spec import Run
 
@@ -117,7 +117,7 @@ def test_what_differs_between_processes_is_not_blamed_on_a_stage() -> None:
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.usefixtures("temporary")
 def test_the_error_of_a_rank_is_one_line_and_nothing_hangs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert verification.main(["tests.verified:failing_arguments"]) == 1
+    assert cli.main(["tests.verified:failing_arguments"], "verify") == 1
     captured = capsys.readouterr()
     line = (
         r"error: rank 1: stage 1 on 2 ranks, step 1, batches\[1\]: ArithmeticError: a rank's own trouble "

@@ -70,12 +70,12 @@ MUTANTS = (
         "`zero.verify` looks for new gradients alone: from the second micro-batch on a backward adds to old ones.",
         (
             Edit(
-                "zero.commands.verify.ranks.Work.backward",
+                "zero.commands.verify.ranks.Workload.backward",
                 "        self.several_backwards |= any(",
                 "        self.several_backwards = any(",
             ),
             Edit(
-                "zero.commands.verify.ranks.Work.backward",
+                "zero.commands.verify.ranks.Workload.backward",
                 "p.grad is not g or _version(p.grad) != version for",
                 "p.grad is not g for",
             ),

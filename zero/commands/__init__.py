@@ -1,1 +1,1 @@
-"""The programs: train, verify, sweep. They import the library; the library does not import them."""
+"""The commands train, verify and sweep. They import the library; it imports none of them but the function `verify`."""

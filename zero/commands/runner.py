@@ -1,19 +1,20 @@
-"""Processes: starting ranks, joining their group, and carrying one rank's error to the person at the terminal.
+"""What all commands share: they start ranks, join a process group, check the output folder, and fail in one line.
 
-Knows: torch's elastic launcher, its environment variables, the process group's beginning and end. Does not know:
-what the ranks do. Two ways lead here, and a rank cannot tell them apart but by `started_by_us`:
+Knows: torch's elastic launcher, its environment variables, the beginning and the end of a process group. Does not
+know: what the ranks do.
 
-    zero train --ranks N    -> this file's `launch_ranks` -> N x `python -m zero.train`
-    torchrun -m zero.train  -> torchrun's own agent       -> N x `python -m zero.train`
+    zero train --ranks N    -> `launch_ranks`        -> N x `python -m zero.commands.train.rank SETTINGS`
+    torchrun -m zero.train  -> the agent of torchrun -> N x `python -m zero.train`
 
-`zero.verify` and `zero sweep` go the first way.
+`zero.verify` and `zero sweep` start their ranks in the first way. The settings are one argument, in JSON.
 
-An error travels as elastic's error file: the rank that fails writes one line and the traceback into it, the
+An error travels in elastic's error file: the rank that fails writes one line and the traceback to it, and the
 parent prints the line of the rank that failed first, once.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -24,33 +25,50 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-__all__ = ["RankError", "World", "barrier", "launch_ranks", "process_group", "record_error", "started_by_us"]
+__all__ = [
+    "RankError",
+    "World",
+    "barrier",
+    "cannot_write",
+    "check_alone",
+    "check_output",
+    "fail",
+    "launch_ranks",
+    "one_line",
+    "process_group",
+    "record_error",
+    "reports_errors",
+    "run_rank",
+    "started_by_us",
+    "under_launcher",
+]
 
 RUN_PREFIX = "zero-"
+T = TypeVar("T")
 
 
 class RankError(Exception):
-    """A rank that was launched ended badly: its error in one `line`, and in `trace` its traceback, if it left one."""
+    """A launched rank failed. ``line``: its error in one line; ``trace``: its traceback, empty if it wrote none."""
 
     def __init__(self, rank: int, line: str, trace: str) -> None:
         super().__init__(f"rank {rank}: {line}")
         self.line, self.trace = line, trace
 
 
-def launch_ranks(module: str, arguments: Sequence[str], ranks: int) -> None:
-    """Run `python -m module arguments` as `ranks` processes of this host and wait for them.
+def launch_ranks(module: str, settings: Mapping[str, Any], ranks: int) -> None:
+    """Run `python -m module SETTINGS` as ``ranks`` processes of this host, and wait for them.
 
     Raises RankError for the rank that failed first (the others are stopped), KeyboardInterrupt when interrupted.
     """
@@ -69,7 +87,7 @@ def launch_ranks(module: str, arguments: Sequence[str], ranks: int) -> None:
             logs_specs=DefaultLogsSpecs(log_dir=errors),
         )
         try:
-            elastic_launch(config, sys.executable)("-m", module, *arguments)
+            elastic_launch(config, sys.executable)("-m", module, json.dumps(settings))
         except ChildFailedError as error:
             raise _first_failure(error.failures) from None
         except SignalException:
@@ -77,7 +95,7 @@ def launch_ranks(module: str, arguments: Sequence[str], ranks: int) -> None:
 
 
 def _silence_agent() -> None:
-    """The agent logs a page about each rank that ends; what matters of it is in RankError."""
+    """Switch off the agent's log: it has a page for each failed rank, of which RankError holds the facts."""
     logger = logging.getLogger("torch.distributed.elastic")
     logger.propagate = False
     logger.addHandler(logging.NullHandler())
@@ -97,8 +115,8 @@ def _first_failure(failures: dict[int, ProcessFailure]) -> RankError:
 
 
 def _when(failure: ProcessFailure) -> float:
-    """Sorts failures by what caused what. A crash leaves no time, but the others fail because of it; then come recorded
-    errors by their time; a process that the agent itself ended (SIGTERM) is never the cause."""
+    """Return a sort key: causes come before consequences. A crash comes first: it has no recorded time, and the other
+    ranks fail because of it. Recorded errors follow by their time. A process that the agent ended (SIGTERM) is last."""
     if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
         return -math.inf
     return float(_details(failure).get("time", math.inf))
@@ -109,14 +127,81 @@ def _details(failure: ProcessFailure) -> dict[str, Any]:
     return message["extraInfo"] if isinstance(message, dict) else {}
 
 
+def run_rank(work: Callable[[dict[str, Any]], None]) -> int:
+    """Call ``work`` with the settings that `launch_ranks` gave to this process. Return the exit code. The launcher gets
+    the error, if there is one."""
+    try:
+        work(json.loads(sys.argv[1]))
+    except KeyboardInterrupt:
+        return 130
+    except (Exception, SystemExit) as error:
+        record_error(error)
+        return 1
+    return 0
+
+
+def reports_errors(run: Callable[[T], int]) -> Callable[[T], int]:
+    """Make a command of ``run`` that never raises and returns the exit code: that of ``run``, 1 after an error, which
+    it prints in one line, or 130 after an interrupt."""
+
+    @functools.wraps(run)
+    def command(argument: T) -> int:
+        try:
+            return run(argument)
+        except KeyboardInterrupt:
+            if not under_launcher():  # the launcher reports it
+                print("interrupted", file=sys.stderr)
+            return 130
+        except Exception as error:
+            record_error(error)
+            return fail(error)
+
+    return command
+
+
+def fail(error: Exception | str, note: str = "") -> int:
+    """Print an error in one line, and a note behind it; under a launcher with the rank. Return the exit code."""
+    rank = f"rank {os.environ['RANK']}: " if under_launcher() else ""
+    print(f"error: {rank}{one_line(error)}{note}", file=sys.stderr, flush=True)
+    return 1
+
+
+def one_line(error: BaseException | str) -> str:
+    """The message of an error without line breaks; its class if the message is empty."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def check_output(out: Path, *stale: str) -> None:
+    """Make the output folder of a command, and delete the stale files there. Raises ValueError if files cannot be
+    written there."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            for name in stale:
+                (out / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise cannot_write(out, error) from None
+
+
+def cannot_write(out: Path, error: OSError) -> ValueError:
+    """The error for an output folder in which no file can be written."""
+    return ValueError(f"--out {out}: cannot write there ({error.strerror}). Name a folder that can be written")
+
+
+def check_alone(command: str) -> None:
+    """Refuse to run a command that starts ranks of its own on several ranks that a launcher started."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RuntimeError(f"{command} starts ranks of its own: call it in one process, without torchrun")
+
+
 def record_error(error: BaseException) -> None:
-    """Leave this rank's error where the launcher looks for it. The first error recorded stays."""
+    """Write this rank's error where its launcher, if there is one, looks for it. The first error recorded stays."""
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if not path.name or path.exists():
         return
     now = time.time()
     details = {
-        "line": " ".join(str(error).split()) or type(error).__name__,
+        "line": one_line(error),
         "py_callstack": "".join(traceback.format_exception(error)),
         "timestamp": str(int(now)),
         "time": now,
@@ -124,14 +209,19 @@ def record_error(error: BaseException) -> None:
     path.write_text(json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}))
 
 
+def under_launcher() -> bool:
+    """Whether torch's elastic launcher started this process, be it torchrun's or that of `launch_ranks`."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def started_by_us() -> bool:
-    """Whether `launch_ranks` started this process, and so will show its error."""
+    """Whether `launch_ranks` started this process, so that the parent prints its error."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_PREFIX)
 
 
 @dataclass(frozen=True)
 class World:
-    """The first ``size`` of the processes that were launched, which meet through the file ``meeting``."""
+    """The first ``size`` of the launched processes, which meet through a file. ``timeout``: in seconds."""
 
     size: int
     meeting: Path
@@ -140,8 +230,8 @@ class World:
 
 @contextmanager
 def process_group(world: World | None = None) -> Iterator[None]:
-    """The default process group over gloo, of all that the launcher started or of ``world``; closed on the way out,
-    come what may."""
+    """Enter the default process group, over gloo, of all launched processes or of ``world``. It is destroyed at the end
+    of the block, also after an error."""
     if world is None:
         dist.init_process_group("gloo")
     else:
@@ -158,5 +248,5 @@ def process_group(world: World | None = None) -> Iterator[None]:
 
 
 def barrier() -> None:
-    """Wait until every rank of the default process group is here. All ranks."""
+    """Wait for every rank of the default process group. All ranks must call it."""
     dist.barrier()

@@ -1,7 +1,7 @@
-"""What torch itself has for the same purpose, around any model and an AdamW, so that a user's curve has its points.
+"""The baselines of `zero sweep`: PyTorch's own systems around any model and an AdamW.
 
 Knows: DistributedDataParallel, ZeroRedundancyOptimizer, fully_shard (FSDP2). Does not know: ZeroOptimizer, models.
-All of it is imported at once, so that a peer's own modules are no part of what it is measured to hold.
+All of them are imported at once, so that their modules do not count in the measured memory of any.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Optimizer
 
-__all__ = ["Peer", "fully_sharded", "peers"]
+__all__ = ["Baseline", "baselines", "fully_sharded"]
 
 
 @dataclass(frozen=True)
-class Peer:
-    """``build``: (model, its units, arguments of AdamW) -> what to call, and what to step. All ranks call it."""
+class Baseline:
+    """``build``: (model, its units, arguments of AdamW) -> module to call, optimizer to step. All ranks call it."""
 
     name: str
     build: Callable[[nn.Module, Iterable[nn.Module], dict[str, Any]], tuple[nn.Module, Optimizer]]
 
 
-def peers(world_size: int) -> list[Peer]:
-    """Those that there are for so many ranks; FSDP2 with every number of ranks to a copy."""
-    found = [Peer("DDP", _ddp), Peer("ZeroRedundancyOptimizer", _redundancy)]
+def baselines(world_size: int) -> list[Baseline]:
+    """Return the baselines for a number of ranks, with FSDP2 for every number of ranks that can share one copy."""
+    found = [Baseline("DDP", _ddp), Baseline("ZeroRedundancyOptimizer", _redundancy)]
     for shards in (number for number in range(2, world_size + 1) if world_size % number == 0):
         name = "FSDP2" if shards == world_size else f"FSDP2, hybrid {shards}"
         found += [_fsdp2(name, shards, True), _fsdp2(f"{name}, kept", shards, False)]
@@ -47,7 +47,8 @@ def _redundancy(model: nn.Module, units: Iterable[nn.Module], arguments: dict[st
 
 
 def fully_sharded(model: nn.Module, units: Iterable[nn.Module], shards: int, **named: Any) -> nn.Module:
-    """FSDP2: slices among ``shards`` neighbouring ranks, gathered a unit at a time; ``named``: of `fully_shard`."""
+    """Apply FSDP2 to the units and the model: ``shards`` neighbouring ranks share one copy. ``named``: arguments of
+    `fully_shard`."""
     device, world_size = next(model.parameters()).device.type, dist.get_world_size()
     sizes = (shards,) if shards == world_size else (world_size // shards, shards)
     mesh = init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
@@ -57,9 +58,9 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], shards: int, **n
     return model
 
 
-def _fsdp2(name: str, shards: int, reshard: bool) -> Peer:
+def _fsdp2(name: str, shards: int, reshard: bool) -> Baseline:
     def build(model: nn.Module, units: Iterable[nn.Module], arguments: dict[str, Any]) -> tuple[nn.Module, Optimizer]:
         sharded = fully_sharded(model, units, shards, reshard_after_forward=reshard)
         return sharded, AdamW(sharded.parameters(), **arguments)
 
-    return Peer(name, build)
+    return Baseline(name, build)

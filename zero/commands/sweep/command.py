@@ -1,15 +1,13 @@
-"""`zero sweep`: one model under every setting of ZeroOptimizer's dials, memory of a rank against the time of a step.
+"""`zero sweep`: one model under every setting of ZeroOptimizer, with memory of a rank against the time of a step.
 
-Knows: which settings there are, the order of runs, the table and the files that are left, after failures and an
-interrupt, too. Does not know: what a rank does (`sweep_rank`), or how a picture is drawn.
+Knows: the settings, the order of runs, the table and the files, also after failures and an interrupt. Does not know:
+what a rank does (`rank`), or how a picture is drawn.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import platform
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -19,24 +17,33 @@ from statistics import median
 import torch
 
 from ...core.stage import STAGES, Placement
-from ..console import INSTALL_HINT, View, make_view, megabytes
-from ..runner import RankError, launch_ranks
+from ..console import INSTALL_HINT, Console, megabytes
+from ..runner import (
+    RankError,
+    cannot_write,
+    check_alone,
+    check_output,
+    fail,
+    launch_ranks,
+    one_line,
+    reports_errors,
+)
 from ..train.plots import Dot, can_draw, draw_sweep
 from ..train.settings import SweepConfig
-from .baselines import peers
-from .rank import Job, Seen, said
+from .baselines import baselines
+from .rank import RankResult, RunSpec, result_path
 
 __all__ = ["Point", "draw", "frontier", "jobs", "run"]
 
 
 @dataclass(frozen=True)
 class Point:
-    """A setting, as it ran. ``step_ms``: of the slowest rank, the median over steps, and over rounds; ``peak``: bytes
-    above its start of the rank that held most, the median over rounds; None where the system does not tell.
-    ``sha256``: of the trained parameters, of all ranks and rounds, for settings of ours; one, unless bits differ."""
+    """The result of a setting. ``step_ms``: of the slowest rank, the median over steps, and then over rounds. ``peak``:
+    bytes above its start of the rank that held most, the median over rounds; None if the system does not report them.
+    ``sha256``: of the trained parameters on all ranks in all rounds, for settings of zero; one, unless bits differ."""
 
     name: str
-    job: Job
+    job: RunSpec
     step_ms: float
     peak: int | None
     sha256: tuple[str, ...]
@@ -44,9 +51,9 @@ class Point:
 
 @dataclass
 class _Found:
-    """What a sweep has so far: ``runs`` of each setting, one a round; ``failures``: name -> its error in one line."""
+    """The results so far. ``runs``: of each setting, one per round; ``failures``: name -> its error in one line."""
 
-    runs: dict[Job, list[list[Seen]]]
+    runs: dict[RunSpec, list[list[RankResult]]]
     failures: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -54,12 +61,12 @@ class _Found:
         return [_point(job, runs) for job, runs in self.runs.items() if runs]
 
 
-def jobs(config: SweepConfig) -> Iterator[Job]:
-    """Every setting of the dials that is another one for so many ranks, and what torch has."""
+def jobs(config: SweepConfig) -> Iterator[RunSpec]:
+    """Yield the baselines, and then every setting of zero that differs from the others for this number of ranks."""
     c = config
-    base = Job(c.preset, c.batch, c.sequence, c.steps, c.seed, c.threads, c.bucket_cap_mb)
+    base = RunSpec(c.preset, c.batch, c.sequence, c.steps, c.seed, c.threads, c.bucket_cap_mb)
     if config.peers:
-        yield from (replace(base, peer=peer.name) for peer in peers(config.ranks))
+        yield from (replace(base, peer=peer.name) for peer in baselines(config.ranks))
     for number in config.stage or STAGES:
         stage = STAGES[number]
         if stage.states is Placement.WHOLE:
@@ -79,8 +86,8 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def name_of(job: Job) -> str:
-    """A setting in few words, without what is the default."""
+def name_of(job: RunSpec) -> str:
+    """Name a setting in a few words, without its defaults."""
     if job.peer is not None:
         return job.peer
     parts = [f"zero {job.stage}"]
@@ -93,33 +100,24 @@ def name_of(job: Job) -> str:
     return ", ".join(parts)
 
 
+@reports_errors
 def run(config: SweepConfig) -> int:
-    """Measure, show and write; the exit code: 0, 1 after an error, where a setting failed or where settings trained
-    other parameters, 130 if interrupted. What was measured is shown and written whatever else happens."""
-    if "WORLD_SIZE" in os.environ:
-        return _fail("zero sweep starts ranks of its own: call it in one process, without torchrun")
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=config.out):
-            pass
-    except OSError as error:
-        return _cannot_write(config.out, error)
-    view = make_view()
+    """Measure every setting, print and write the results. The exit code is 1 if a setting failed or if settings trained
+    different parameters. After an interrupt, the results so far are printed and written."""
+    check_alone("zero sweep")
+    check_output(config.out)
+    console = Console()
     found = _Found({job: [] for job in jobs(config)})
-    interrupted = False
     try:
-        _measure(found, config, view)
+        _measure(found, config, console)
     except KeyboardInterrupt:
-        interrupted = True
-    code = _report(found, config, view)
-    if interrupted:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return code
+        _report(found, config, console)
+        raise
+    return _report(found, config, console)
 
 
 def frontier(points: list[Point]) -> list[Point]:
-    """Those of ours beside which no other of ours is both smaller and faster, by time."""
+    """Return the settings of zero for which no other one is both smaller and faster, ordered by time."""
     best: list[Point] = []
     ours = [point for point in points if point.job.peer is None and point.peak is not None]
     for point in sorted(ours, key=lambda point: (point.step_ms, point.peak or 0)):
@@ -128,8 +126,8 @@ def frontier(points: list[Point]) -> list[Point]:
     return best
 
 
-def _measure(found: _Found, config: SweepConfig, view: View) -> None:
-    """All rounds, each a run of every setting that has not failed yet."""
+def _measure(found: _Found, config: SweepConfig, console: Console) -> None:
+    """Run all rounds. A round runs each setting once, without those that have failed."""
     for number in range(config.rounds):
         turn = "" if config.rounds == 1 else f"round {number + 1} of {config.rounds}: "
         for job, runs in found.runs.items():
@@ -139,23 +137,25 @@ def _measure(found: _Found, config: SweepConfig, view: View) -> None:
             try:
                 runs.append(_run(job, config))
             except (RankError, OSError) as error:
-                found.failures[name] = " ".join(str(error).split())
-                view.line(f"{turn}{name}: failed: {found.failures[name]}")
+                found.failures[name] = one_line(error)
+                console.line(f"{turn}{name}: failed: {found.failures[name]}")
             else:
                 point = _point(job, runs[-1:])
-                view.line(f"{turn}{name}: {point.step_ms:.1f} ms, {_held(point)}")
+                console.line(f"{turn}{name}: {point.step_ms:.1f} ms, {_held(point)}")
 
 
-def _run(job: Job, config: SweepConfig) -> list[Seen]:
+def _run(job: RunSpec, config: SweepConfig) -> list[RankResult]:
     with tempfile.TemporaryDirectory(dir=config.out) as folder:
-        launch_ranks("zero.commands.sweep.rank", [json.dumps(asdict(job)), folder], config.ranks)
-        return [Seen(**json.loads(said(Path(folder), rank).read_text())) for rank in range(config.ranks)]
+        launch_ranks("zero.commands.sweep.rank", {"job": asdict(job), "folder": folder}, config.ranks)
+        return [RankResult(**json.loads(result_path(Path(folder), rank).read_text())) for rank in range(config.ranks)]
 
 
-def _point(job: Job, runs: list[list[Seen]]) -> Point:
-    seconds = [median(map(max, zip(*(seen.seconds for seen in ranks), strict=True))) for ranks in runs]
-    peaks = [max(seen.peak for seen in ranks if seen.peak is not None) for ranks in runs if ranks[0].peak is not None]
-    sha256 = tuple(sorted({seen.sha256 for ranks in runs for seen in ranks if seen.sha256 is not None}))
+def _point(job: RunSpec, runs: list[list[RankResult]]) -> Point:
+    seconds = [median(map(max, zip(*(result.seconds for result in ranks), strict=True))) for ranks in runs]
+    peaks = [
+        max(result.peak for result in ranks if result.peak is not None) for ranks in runs if ranks[0].peak is not None
+    ]
+    sha256 = tuple(sorted({result.sha256 for ranks in runs for result in ranks if result.sha256 is not None}))
     return Point(name_of(job), job, 1000 * median(seconds), round(median(peaks)) if peaks else None, sha256)
 
 
@@ -163,33 +163,33 @@ def _held(point: Point) -> str:
     return "unknown memory" if point.peak is None else f"{megabytes(point.peak)} a rank"
 
 
-def _report(found: _Found, config: SweepConfig, view: View) -> int:
-    """Show and write all that there is; the exit code: 0, or 1 where something is wrong, which is told."""
+def _report(found: _Found, config: SweepConfig, console: Console) -> int:
+    """Print and write all results. Return the exit code: 1 after an error, which is printed."""
     points, code = found.points, 0
     if points or found.failures:
         best = frontier(points)
-        _show(points, best, config, view)
+        _show(points, best, config, console)
         try:
             written = _write(points, found.failures, config)
         except OSError as error:
-            code = _cannot_write(config.out, error)
+            code = fail(cannot_write(config.out, error))
         else:
-            view.line(f"written to {config.out}: {', '.join(written)}")
+            console.line(f"written to {config.out}: {', '.join(written)}")
         if not can_draw():
-            view.line(f"matplotlib is not installed: no sweep.png. To have it: {INSTALL_HINT}")
+            console.line(f"matplotlib is not installed: no sweep.png. To have it: {INSTALL_HINT}")
     hashes = {sha256 for point in points for sha256 in point.sha256}
     if len(hashes) > 1:
-        code = _fail(f"settings of ours trained {len(hashes)} different sets of parameters: see sha256 in sweep.json")
+        code = fail(f"settings of ours trained {len(hashes)} different sets of parameters: see sha256 in sweep.json")
     elif hashes:
         ours = sum(point.job.peer is None for point in points)
-        view.line(f"settings of zero that trained the same bits: {ours}, SHA-256 {hashes.pop()}")
+        console.line(f"settings of zero that trained the same bits: {ours}, SHA-256 {hashes.pop()}")
     if found.failures:
         number = len(found.failures)
-        code = _fail(f"{number} setting{'s' * (number > 1)} failed: {'; '.join(found.failures)}")
+        code = fail(f"{number} setting{'s' * (number > 1)} failed: {'; '.join(found.failures)}")
     return code
 
 
-def _show(points: list[Point], best: list[Point], config: SweepConfig, view: View) -> None:
+def _show(points: list[Point], best: list[Point], config: SweepConfig, console: Console) -> None:
     rows = [
         (
             point.name,
@@ -200,7 +200,7 @@ def _show(points: list[Point], best: list[Point], config: SweepConfig, view: Vie
         for point in sorted(points, key=lambda point: point.step_ms)
     ]
     title = f"{config.preset} on {config.ranks} ranks: * no other of zero's is both smaller and faster"
-    view.table(title, ["setting", "step, ms", "MB of a rank, at its peak", ""], rows)
+    console.table(title, ["setting", "step, ms", "MB of a rank, at its peak", ""], rows)
 
 
 def _write(points: list[Point], failures: dict[str, str], config: SweepConfig) -> list[str]:
@@ -218,10 +218,10 @@ def _write(points: list[Point], failures: dict[str, str], config: SweepConfig) -
 
 
 def draw(folder: Path) -> list[str]:
-    """Draw the sweep.json of a folder as sweep.png. Return the names of the files written: none where no setting was
+    """Draw the sweep.json of a folder as sweep.png. Return the names of the files written: none if no setting was
     measured or matplotlib is missing."""
     written = json.loads((folder / "sweep.json").read_text())
-    points = [Point(**point | {"job": Job(**point["job"])}) for point in written["points"]]
+    points = [Point(**point | {"job": RunSpec(**point["job"])}) for point in written["points"]]
     best = frontier(points)
     dots = [
         Dot(
@@ -238,15 +238,6 @@ def draw(folder: Path) -> list[str]:
     ]
     if not dots or not can_draw():
         return []
-    what = "{preset} on {ranks} ranks, {batch} x {sequence} bytes a rank and step".format(**written["config"])
-    draw_sweep(folder / "sweep.png", what, dots)
+    title = "{preset} on {ranks} ranks, {batch} x {sequence} bytes a rank and step".format(**written["config"])
+    draw_sweep(folder / "sweep.png", title, dots)
     return ["sweep.png"]
-
-
-def _cannot_write(out: Path, error: OSError) -> int:
-    return _fail(f"--out {out}: cannot write there ({error.strerror}). Name a folder that can be written")
-
-
-def _fail(line: str) -> int:
-    print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)
-    return 1

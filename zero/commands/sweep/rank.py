@@ -1,6 +1,6 @@
-"""One rank of one run of `zero sweep`: trains a GPT under one system, and leaves what it saw in a file.
+"""One rank of one run of `zero sweep`: trains a GPT under one system, and writes its measurements to a file.
 
-Knows: steps, clocks, the memory of this process. Does not know: which runs there are, or what the others saw.
+Knows: steps, clocks, the memory of this process. Does not know: other runs, or the measurements of other ranks.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ import torch
 from torch import Tensor, nn
 
 from ... import Offload, ZeroOptimizer
-from ..runner import barrier, process_group
+from ..runner import barrier, process_group, run_rank
 from ..train.data import Corpus, load_corpus
 from ..train.memory_stats import parameters_sha256, proportional_set_size
 from ..train.model import build_model, loss_fn
-from .baselines import peers
+from .baselines import baselines
 
-__all__ = ["Job", "Seen", "main", "said"]
+__all__ = ["RankResult", "RunSpec", "result_path", "work"]
 
 LEARNING_RATE = 1e-3
-WARM = 2  # the first step makes the optimizer's states
-SAMPLED = 2
-EVERY = 0.005
+WARMUP_STEPS = 2  # the first step makes the optimizer's states
+SAMPLED_STEPS = 2
+SAMPLING_INTERVAL = 0.005
 
 
 @dataclass(frozen=True)
-class Job:
-    """What to train: ``peer`` by name, or ZeroOptimizer with these dials."""
+class RunSpec:
+    """One run: a baseline, named by ``peer``, or ZeroOptimizer with these settings."""
 
     preset: str
     batch: int
@@ -56,61 +56,61 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One rank's. ``seconds``: of each timed step; ``peak``: the most bytes that it held above its start, a page that n
-    processes share counting 1/n, during further steps; None where the system does not tell. ``sha256``: of the trained
-    parameters, where all are at hand."""
+class RankResult:
+    """The measurements of one rank. ``seconds``: of each timed step. ``peak``: the most bytes above its start during
+    further steps, where a page that n processes share counts 1/n; None if the system does not report it. ``sha256``: of
+    the trained parameters, for ZeroOptimizer."""
 
     seconds: list[float]
     peak: int | None
     sha256: str | None
 
 
-def said(folder: Path, rank: int) -> Path:
-    """The file that this rank leaves."""
+def result_path(folder: Path, rank: int) -> Path:
+    """The file of a rank's `RankResult`."""
     return folder / f"rank{rank}.json"
 
 
-def main(arguments: list[str]) -> None:
-    """Do a job. All ranks. Arguments: the job, as JSON; the folder where each rank leaves what it saw, and where the
-    file of an offload goes."""
-    job, folder = Job(**json.loads(arguments[0])), Path(arguments[1])
+def work(settings: dict[str, Any]) -> None:
+    """Train the `RunSpec` ``job``, and write a `RankResult` to ``folder``, which also takes the file of an offload. All
+    ranks must call it."""
+    job, folder = RunSpec(**settings["job"]), Path(settings["folder"])
     torch.set_num_threads(job.threads)
     with process_group():
-        seen = _train(job, folder)
-    said(folder, int(os.environ["RANK"])).write_text(json.dumps(asdict(seen)))
+        result = _train(job, folder)
+    result_path(folder, int(os.environ["RANK"])).write_text(json.dumps(asdict(result)))
 
 
-def _train(job: Job, folder: Path) -> Seen:
+def _train(job: RunSpec, folder: Path) -> RankResult:
     corpus = load_corpus(None, job.sequence)
-    known = {peer.name: peer for peer in peers(int(os.environ["WORLD_SIZE"]))}
+    by_name = {peer.name: peer for peer in baselines(int(os.environ["WORLD_SIZE"]))}
     arguments: dict[str, Any] = {"lr": LEARNING_RATE, "fused": True}
     small = build_model("tiny", job.sequence, job.seed)
-    _all(_steps(corpus, replace(job, batch=1), small, torch.optim.AdamW(small.parameters(), **arguments), range(1)))
-    del small  # what torch itself takes for a first step is there now
+    _exhaust(_steps(corpus, replace(job, batch=1), small, torch.optim.AdamW(small.parameters(), **arguments), range(1)))
+    del small  # now the memory that torch takes for a first step counts in the start
     start = _common_start()
     model = build_model(job.preset, job.sequence, job.seed)
     forward: nn.Module = model
     optimizer: Any
     if job.peer is None:
-        optimizer = _ours(job, folder, model, arguments)
+        optimizer = _zero_optimizer(job, folder, model, arguments)
     else:
-        forward, optimizer = known[job.peer].build(model, model.blocks, arguments)
+        forward, optimizer = by_name[job.peer].build(model, model.blocks, arguments)
 
-    timed = WARM + job.steps
-    _all(_steps(corpus, job, forward, optimizer, range(WARM)))
-    seconds = list(_steps(corpus, job, forward, optimizer, range(WARM, timed)))
+    timed = WARMUP_STEPS + job.steps
+    _exhaust(_steps(corpus, job, forward, optimizer, range(WARMUP_STEPS)))
+    seconds = list(_steps(corpus, job, forward, optimizer, range(WARMUP_STEPS, timed)))
     with _sampled() as sizes:
-        _all(_steps(corpus, job, forward, optimizer, range(timed, timed + SAMPLED)))
-    barrier()  # a rank that ends leaves the others its share of the pages of libraries
+        _exhaust(_steps(corpus, job, forward, optimizer, range(timed, timed + SAMPLED_STEPS)))
+    barrier()  # when a rank ends, its share of the pages of libraries counts in the others
     peak = None if start is None or not sizes else max(sizes) - start
     if not isinstance(optimizer, ZeroOptimizer):
-        return Seen(seconds, peak, None)
+        return RankResult(seconds, peak, None)
     optimizer.close()
-    return Seen(seconds, peak, parameters_sha256(model))
+    return RankResult(seconds, peak, parameters_sha256(model))
 
 
-def _ours(job: Job, folder: Path, model: nn.Module, arguments: dict[str, Any]) -> ZeroOptimizer:
+def _zero_optimizer(job: RunSpec, folder: Path, model: nn.Module, arguments: dict[str, Any]) -> ZeroOptimizer:
     return ZeroOptimizer(
         model,
         torch.optim.AdamW,
@@ -123,8 +123,8 @@ def _ours(job: Job, folder: Path, model: nn.Module, arguments: dict[str, Any]) -
     )
 
 
-def _steps(corpus: Corpus, job: Job, forward: nn.Module, optimizer: Any, numbers: range) -> Iterator[float]:
-    """Seconds of each step: of a micro-batch for each rank."""
+def _steps(corpus: Corpus, job: RunSpec, forward: nn.Module, optimizer: Any, numbers: range) -> Iterator[float]:
+    """Take steps of one micro-batch for each rank, and yield the seconds of each."""
     for number in numbers:
         batch = corpus.micro_batch(job.seed, number, int(os.environ["RANK"]), job.batch, job.sequence)
         begin = time.perf_counter()
@@ -136,7 +136,7 @@ def _steps(corpus: Corpus, job: Job, forward: nn.Module, optimizer: Any, numbers
 
 
 def _common_start() -> int | None:
-    """What this process holds, without what was freed, while every rank stands still. All ranks."""
+    """Return the bytes of this process, without freed memory, while all ranks are idle. All ranks must call it."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
     if trim is not None:
@@ -147,37 +147,37 @@ def _common_start() -> int | None:
     return start
 
 
-def _all(steps: Iterable[float]) -> None:
+def _exhaust(steps: Iterable[float]) -> None:
     for _ in steps:
         pass
 
 
 @contextmanager
 def _sampled() -> Iterator[list[int]]:
-    """What this process holds: at the beginning, every few milliseconds, at the end. Empty where the system does not
-    tell."""
+    """Give a list of the bytes of this process: at the start of the block, every few milliseconds, and at its end. The
+    list stays empty if the system does not report them."""
     sizes: list[int] = []
     over = threading.Event()
 
-    def look() -> None:
+    def take_sample() -> None:
         size = proportional_set_size()
         if size is not None:
             sizes.append(size)
 
-    def look_on() -> None:
-        while not over.wait(EVERY):
-            look()
+    def keep_sampling() -> None:
+        while not over.wait(SAMPLING_INTERVAL):
+            take_sample()
 
-    look()
-    looking = threading.Thread(target=look_on, daemon=True)
-    looking.start()
+    take_sample()
+    sampler = threading.Thread(target=keep_sampling, daemon=True)
+    sampler.start()
     try:
         yield sizes
     finally:
         over.set()
-        looking.join()
-        look()
+        sampler.join()
+        take_sample()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run_rank(work))

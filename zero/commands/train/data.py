@@ -1,8 +1,7 @@
-"""The text that `zero train` learns: bytes from disk, cut into training and validation.
+"""The text that `zero train` trains on: bytes from disk, cut into training and validation.
 
-Knows: where the text comes from, and which bytes micro-batch j of step s holds. Does not know: ranks. A
-micro-batch is a pure function of (text, seed, s, j, batch, sequence), so it is the same data on whichever rank
-it lands.
+Knows: the source of the text, and which bytes micro-batch j of step s holds. Does not know: ranks. A micro-batch is
+a pure function of (text, seed, s, j, batch, sequence), so it does not depend on the rank that takes it.
 
     |<------------- train: 9/10 ------------->|<- validation ->|
     file a . file b . file c . ...   (bytes of the files, in order of their paths)
@@ -44,7 +43,7 @@ class Corpus:
     sha256: str
 
     def summary(self) -> dict[str, str | int]:
-        """Where the text came from and what it is, for the record."""
+        """Return the source, the size and the hash of the text, for the record."""
         return {"source": self.source, "bytes": len(self.train) + len(self.validation), "sha256": self.sha256}
 
     def micro_batch(self, seed: int, step: int, index: int, batch: int, sequence: int) -> Batch:
@@ -67,10 +66,10 @@ def _windows(text: Tensor, starts: list[int], sequence: int) -> Batch:
 
 
 def load_corpus(path: Path | None, sequence: int) -> Corpus:
-    """Read `path` (a file, or every file below a folder), or the standard library of this Python when None.
+    """Read `path` (a file, or every file below a folder), or the standard library of this Python if it is None.
 
-    Raises FileNotFoundError where there is nothing, and ValueError where there is too little text for one
-    sequence of `sequence` bytes (and the byte after it) in the training part and in the validation part.
+    Raises FileNotFoundError if there is no such file, and ValueError if the training part or the validation part is
+    too short for one sequence of `sequence` bytes and the byte after it.
     """
     source = f"the standard library of Python in {_stdlib()}" if path is None else str(path)
     files = _library_files() if path is None else _files_of(path)
@@ -108,7 +107,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _walk(root: Path, skip: Callable[[str], bool]) -> list[Path]:
-    """The files below `root`, sorted by their path relative to it, without the files and folders that `skip` names."""
+    """The files below `root`, sorted by their path relative to it, without files and folders that `skip` selects."""
     found: list[Path] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not skip(name)]

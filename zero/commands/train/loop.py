@@ -1,7 +1,7 @@
-"""The loop of `zero train`: what one rank does in every step, and what it notes down about it.
+"""The steps of `zero train` on one rank, with their losses, times and bytes.
 
 Knows: micro-batches, and the order backward - clip - step - zero_grad. Does not know: how ranks are started, or how
-results are shown. Each rank keeps the losses of its own micro-batches; at logging time the ranks exchange them and
+results are printed. Each rank keeps the losses of its own micro-batches. At logging time the ranks exchange them and
 put them into the order of the micro-batches, so that a loss has the same bits for every number of ranks.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ... import ZeroOptimizer
-from ..console import Progress, View
+from ..console import Console, StepStats
 from .data import Batch, Corpus
 from .memory_stats import bytes_by_kind, live_storages, proportional_set_size
 from .model import loss_fn
@@ -30,7 +30,7 @@ LOGS_PER_RUN = 100
 
 
 class Stopwatch:
-    """Time spent inside `with`, until `lap`; what lies between does not count."""
+    """The time spent inside its `with` blocks since the last `lap`."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -50,7 +50,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Observation:
-    """Live storages of this process at one moment, in bytes, by kind."""
+    """Bytes of the live storages of this process at one moment, by kind."""
 
     kinds: dict[str, int]
 
@@ -60,21 +60,23 @@ class Observation:
 
 
 class Loop:
-    """One rank's training. `losses` (nats a byte, one a step, of all ranks) and `step_ms` are full after `run`."""
+    """The training of one rank. After `run`, ``losses`` (nats per byte, over all ranks) and ``step_ms`` have an entry
+    for each step."""
 
     def __init__(
-        self, config: TrainConfig, corpus: Corpus, model: nn.Module, optimizer: ZeroOptimizer, view: View | None
+        self, config: TrainConfig, corpus: Corpus, model: nn.Module, optimizer: ZeroOptimizer, console: Console | None
     ) -> None:
         self.losses: list[float] = []
         self.step_ms: list[float] = []
-        self._config, self._corpus, self._model, self._optimizer, self._view = config, corpus, model, optimizer, view
+        self._config, self._corpus, self._console = config, corpus, console
+        self._model, self._optimizer = model, optimizer
         self._mine = range(optimizer.rank, config.micro_batches, optimizer.world_size)
-        self._watch = Stopwatch()
+        self._stopwatch = Stopwatch()
         self._unshared: list[float] = []
         self._scaler = torch.amp.GradScaler("cpu", enabled=config.precision == "fp16")
 
     def run(self) -> RankFacts:
-        """All steps; returns what this rank measured in the last one. All ranks must call it."""
+        """Take all steps. Return the measurements of this rank in the last one. All ranks must call it."""
         self._optimizer.divisor = self._config.micro_batches
         every = max(1, self._config.steps // LOGS_PER_RUN)
         for step in range(self._config.steps - 1):
@@ -82,21 +84,21 @@ class Loop:
         return self._last_step(self._config.steps - 1)
 
     def _step(self, step: int, *, log: bool) -> None:
-        with self._watch:
+        with self._stopwatch:
             self._accumulate(step)
             self._update()
-        held = self._observe().total if log and self._view is not None else 0
+        held = self._observe().total if log and self._console is not None else 0
         self._clear()
         if log:
             self._log(held)
 
     def _last_step(self, step: int) -> RankFacts:
-        """A step like any other, looked at between its parts."""
+        """Take a step and measure storages and traffic between its parts."""
         before = self._optimizer.traffic
-        with self._watch:
+        with self._stopwatch:
             self._accumulate(step)
         after_backward = self._observe()
-        with self._watch:
+        with self._stopwatch:
             self._update()
         after_step = self._observe()
         after = self._optimizer.traffic
@@ -126,17 +128,17 @@ class Loop:
         self._scaler.update()
 
     def _clear(self) -> None:
-        with self._watch:
+        with self._stopwatch:
             self._optimizer.zero_grad()
-        self.step_ms.append(1000 * self._watch.lap())
+        self.step_ms.append(1000 * self._stopwatch.lap())
 
     def _observe(self) -> Observation:
         found = bytes_by_kind(live_storages(), self._optimizer.describe().storages)
-        del found["common"]  # of which each rank's slices are counted by the rank that owns them
+        del found["common"]  # the owner of a slice counts it
         return Observation(found)
 
     def _facts(self, after_backward: Observation, after_step: Observation, payload: int, control: int) -> RankFacts:
-        """Put the two observations together. Only the library itself is there to see a peak inside a backward."""
+        """Combine the two observations. Peaks inside a backward are those that the library itself reports."""
         description = self._optimizer.describe()
         seen = max(after_backward.kinds["scratch"], after_step.kinds["scratch"])
         return RankFacts(
@@ -157,13 +159,13 @@ class Loop:
         )
 
     def _log(self, held: int) -> None:
-        """Share the losses of the steps since the last call, and show the newest one."""
+        """Exchange the losses of the steps since the last call, and print the newest one."""
         new = self._share_losses()
         self.losses += new
-        if self._view is not None:
+        if self._console is not None:
             seconds = sum(self.step_ms[-len(new) :]) / 1000
             tokens = len(new) * self._config.micro_batches * self._config.batch * self._config.sequence
-            self._view.advance(Progress(len(self.losses), new[-1], tokens / seconds, held))
+            self._console.advance(StepStats(len(self.losses), new[-1], tokens / seconds, held))
 
     def _share_losses(self) -> list[float]:
         parts = self._optimizer.exchange(np.array(self._unshared, dtype="<f8").tobytes())

@@ -1,9 +1,8 @@
-"""What this process really holds, found by looking and not by asking.
+"""The memory of this process, measured without the help of the optimizer.
 
 Knows: how to find the distinct live storages behind every tensor that Python can reach, the share of physical
-memory that the kernel charges to the process, and the hash of a model. Does not know: ZeRO. The kinds that a
-storage may be of (parameters, gradients ...) are told to it as sets of addresses, and only name what was found
-without them.
+memory that the kernel charges to the process, and the hash of a model. Does not know: ZeRO. The kinds of storages
+(parameters, gradients ...) are given as sets of addresses, and only name storages that were found without them.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ OTHER = "other"
 def live_storages() -> dict[int, int]:
     """Address -> bytes of each distinct CPU or GPU storage behind a live tensor, its `grad` included.
 
-    Storages without memory are left out. A gradient has to be asked for: it has no Python object of its own
-    before somebody reads `p.grad`.
+    Storages without memory are left out. Gradients are read from their parameters: a gradient has no Python object
+    until `p.grad` is read.
     """
     with torch.DisableTorchFunctionSubclass():
         return dict(entry for tensor in _tensors() if (entry := _storage(tensor)) is not None)
@@ -59,7 +58,7 @@ def bytes_by_kind(live: Mapping[int, int], kinds: Mapping[str, frozenset[int]]) 
 
 
 def proportional_set_size() -> int | None:
-    """Bytes of physical memory of this process, a page shared by n processes counting 1/n; None where unknown."""
+    """Bytes of physical memory of this process, where a page shared by n processes counts 1/n; None if unknown."""
     try:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     except OSError:

@@ -1,9 +1,8 @@
 """The model that `zero train` trains: a byte-level GPT.
 
 Knows: the shape of the network, its presets, its initial weights (a pure function of the shape and a seed) and
-how to draw text from it. Does not know: data, optimizers, ranks. Nothing in it was written for a sharded
-optimizer: it is the kind of module that a person already has, with two-name (tied) weights, biases and norms of
-a few elements, and no dropout, so that a step is a pure function of weights and data.
+how to sample text from it. Does not know: data, optimizers, ranks. It is an ordinary module, with tied weights and
+with biases and norms of a few elements. It has no dropout, so a step is a pure function of weights and data.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def generate(model: GPT, prompt: bytes, length: int, seed: int, temperature: float = 0.8) -> bytes:
-    """`length` bytes that the model continues `prompt` (at least one byte) with; a pure function of its arguments."""
+    """Sample `length` bytes that continue `prompt` (at least one byte); a pure function of the arguments."""
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
     for _ in range(length):

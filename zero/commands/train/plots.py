@@ -1,7 +1,7 @@
-"""The pictures of a run: loss.png and memory.png; and of a sweep: sweep.png.
+"""The pictures of `zero train`, loss.png and memory.png, and of `zero sweep`, sweep.png.
 
-Knows: how to draw them from plain numbers, with matplotlib. Does not know: where the numbers come from. This is
-the only file that imports matplotlib, and only when it draws.
+Knows: how to draw them from numbers, with matplotlib, which is imported when something is drawn. Does not know: where
+the numbers come from.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def can_draw() -> bool:
 
 
 def draw_loss(path: Path, title: str, losses: Sequence[float], validation_bits_per_byte: float) -> None:
-    """Training loss (nats a byte, one number a step) and the final validation, in bits per byte."""
+    """Draw the training loss of each step (given in nats per byte) and the final validation, in bits per byte."""
     figure, axes = _figure(title)
     bits = [loss / math.log(2) for loss in losses]
     steps = range(1, len(bits) + 1)
@@ -51,7 +51,7 @@ def draw_loss(path: Path, title: str, losses: Sequence[float], validation_bits_p
 
 
 def draw_memory(path: Path, title: str, measured: Mapping[str, int], formula: Mapping[str, int]) -> None:
-    """Bytes of one rank by kind (the same keys in both), measured beside formula."""
+    """Draw the bytes of one rank by kind (the same keys in both), measured beside formula."""
     figure, axes = _figure(title)
     places = range(len(measured))
     bars = [("measured", measured, -0.2, MEASURED), ("formula", formula, 0.2, FORMULA)]
@@ -71,8 +71,8 @@ def draw_memory(path: Path, title: str, measured: Mapping[str, int], formula: Ma
 
 @dataclass(frozen=True)
 class Dot:
-    """One setting of a sweep. ``series``: what it is coloured by; ``ours``: it is no peer's; ``hollow``: it keeps
-    something on disk; ``best``: it lies on the line."""
+    """One setting of a sweep. ``series``: settings of one colour; ``ours``: a setting of zero, not of a peer;
+    ``hollow``: it keeps something on disk; ``best``: it lies on the line."""
 
     name: str
     series: str
@@ -84,7 +84,8 @@ class Dot:
 
 
 def draw_sweep(path: Path, title: str, dots: Sequence[Dot]) -> None:
-    """Memory of a rank against the time of a step; a line through the best, which are named, as all peers are."""
+    """Draw the memory of a rank against the time of a step, with a line through the best settings. The best settings
+    and all peers have their names beside them."""
     figure, axes = _figure(title, (10.0, 6.0))
     colors = dict(zip(dict.fromkeys(dot.series for dot in dots if dot.ours), SERIES, strict=False))
     for name in dict.fromkeys(dot.series for dot in dots):
@@ -107,12 +108,12 @@ def draw_sweep(path: Path, title: str, dots: Sequence[Dot]) -> None:
     axes.plot([x for x, _ in corners], [y for _, y in corners], color="0.75", linewidth=1.2)
     axes.set(xlabel="step, ms", ylabel="MB of a rank at its peak, above its start (10⁶ bytes)")
     axes.margins(x=0.15, y=0.08)
-    axes.set_xlim(left=0)  # which ends the scaling, so after the margins
+    axes.set_xlim(left=0)  # ends automatic scaling, so it comes after the margins
     axes.set_ylim(bottom=0)
     axes.grid(color="0.92")
     axes.set_axisbelow(True)
     axes.legend(frameon=False, fontsize=8)
-    figure.draw_without_rendering()  # settles where everything is
+    figure.draw_without_rendering()  # fixes all positions
     _name(axes, [dot for dot in dots if dot.best or not dot.ours], _taken(axes, dots, corners))
     _save(figure, path)
 
@@ -164,14 +165,14 @@ def _name(axes: Axes, dots: Sequence[Dot], taken: list[Bbox]) -> None:
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of the values around each place, about `window` of them; of those that there are at the ends."""
+    """Return the mean of about `window` values around each place, of fewer at the ends."""
     reach = window // 2
     around = [values[max(0, place - reach) : place + reach + 1] for place in range(len(values))]
     return [sum(part) / len(part) for part in around]
 
 
 def _figure(title: str, size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]:
-    """A figure that needs no display and touches no global state of matplotlib."""
+    """Make a figure that needs no display and changes no global state of matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,6 +1,6 @@
-"""What a run leaves behind: the summary in the terminal and the files run.json, loss.png and memory.png.
+"""The report of `zero train`: the summary in the terminal and the files run.json, loss.png and memory.png.
 
-Knows: the record of a run, and how to write and show it. Does not know: how the numbers were obtained.
+Knows: the record of a run, and how to write and print it. Does not know: how the numbers were measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..console import INSTALL_HINT, View, megabytes
+from ..console import INSTALL_HINT, Console, megabytes
 from .plots import can_draw, draw_loss, draw_memory
 from .settings import TrainConfig
 
@@ -33,12 +33,11 @@ KINDS = {
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank found in its own process during the last step; sizes in bytes.
+    """The measurements of one rank in its own process during the last step; sizes in bytes.
 
-    `measured` and `formula` have the keys of KINDS; `other` are live storages of no kind (data, activations);
-    `live` is every live storage, `pss` the proportional set size where the system tells it. Gradients,
-    parameters, other and live are those between the last backward and the step that follows, optimizer states
-    those after that step.
+    `measured` and `formula` have the keys of KINDS. `other` are live storages of no kind (data, activations), `live`
+    is every live storage, `pss` the proportional set size (None if the system has none). Gradients, parameters, `other`
+    and `live` are measured between the last backward and the update, optimizer states after it.
     """
 
     rank: int
@@ -51,18 +50,18 @@ class RankFacts:
     control_sent: int
 
     def to_bytes(self) -> bytes:
-        """For the wire."""
+        """Encode for an exchange between ranks."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankFacts:
-        """From the wire."""
+        """Decode the bytes of `to_bytes`."""
         return cls(**json.loads(data))
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A finished run. `losses` are nats a byte, the mean over all micro-batches of a step, one number a step."""
+    """A finished run. `losses`: for each step the mean over all its micro-batches, in nats per byte."""
 
     config: TrainConfig
     collective: str
@@ -87,7 +86,7 @@ class RunRecord:
         return sum(facts.control_sent for facts in self.ranks)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of run.json. What is said of "a rank" is said of rank 0; `ranks` has them all."""
+        """Return the content of run.json. Values "per rank" are those of rank 0; `ranks` has those of all ranks."""
         first = self.ranks[0]
         return {
             "world_size": len(self.ranks),
@@ -127,16 +126,16 @@ def _versions() -> dict[str, str]:
     }
 
 
-def write_report(record: RunRecord, view: View) -> None:
-    """Write the files into the run's folder and show the summary."""
+def write_report(record: RunRecord, console: Console) -> None:
+    """Write the files to the folder of the run, and print the summary."""
     out = record.config.out
     (out / "run.json").write_text(json.dumps(record.to_json(), indent=2) + "\n")
     drawn = _draw(record, out)
-    _show_table(record, view)
-    _show_result(record, view)
-    view.line(f"written to {out}: {', '.join(['run.json', *drawn])}")
+    _show_table(record, console)
+    _show_result(record, console)
+    console.line(f"written to {out}: {', '.join(['run.json', *drawn])}")
     if not drawn:
-        view.line(f"matplotlib is not installed: no loss.png, no memory.png. To have them: {INSTALL_HINT}")
+        console.line(f"matplotlib is not installed: no loss.png, no memory.png. To have them: {INSTALL_HINT}")
 
 
 def _draw(record: RunRecord, out: Path) -> list[str]:
@@ -151,33 +150,33 @@ def _draw(record: RunRecord, out: Path) -> list[str]:
 
 
 def _kinds(facts: RankFacts) -> list[str]:
-    """The kinds that this run has: where every rank holds the parameters, none are gathered."""
+    """Return the kinds of bytes in this run: if every rank holds all parameters, none are gathered."""
     return [kind for kind in KINDS if kind != "gathered_peak" or facts.measured[kind] or facts.formula[kind]]
 
 
-def _show_table(record: RunRecord, view: View) -> None:
+def _show_table(record: RunRecord, console: Console) -> None:
     first = record.ranks[0]
     rows = [(KINDS[kind], first.measured[kind], first.formula[kind]) for kind in _kinds(first)]
     rows.append(("sent per step by all ranks", record.traffic, record.formula_traffic))
     cells = [(name, f"{measured:,}", f"{formula:,}") for name, measured, formula in rows]
     title = f"measured beside formula: stage {record.config.stage}, rank 0 of {len(record.ranks)}, {record.collective}"
-    view.table(title, ["bytes", "measured", "formula"], cells)
+    console.table(title, ["bytes", "measured", "formula"], cells)
     pss = "unknown on this system" if first.pss is None else megabytes(first.pss)
-    view.line(
+    console.line(
         f"rank 0 in all: {megabytes(first.live)} in live tensors ({megabytes(first.other)} of them data and "
         f"activations); the process: {pss} (proportional set size)"
     )
-    view.line(f"control messages: {record.control_traffic:,} bytes per step by all ranks")
+    console.line(f"control messages: {record.control_traffic:,} bytes per step by all ranks")
 
 
-def _show_result(record: RunRecord, view: View) -> None:
+def _show_result(record: RunRecord, console: Console) -> None:
     first, last = record.losses[0] / math.log(2), record.losses[-1] / math.log(2)
-    view.line(f"median step: {np.median(record.step_ms):.1f} ms")
-    view.line(f"training loss: {first:.3f} -> {last:.3f} bits per byte")
-    view.line(f"validation: {record.validation_bits_per_byte:.3f} bits per byte")
-    view.line(f"parameters: {record.parameters:,}, SHA-256 {record.params_sha256}")
-    view.line("a sample of what it writes:")
-    view.line("".join(f"    {line}\n" for line in record.sample.splitlines()).rstrip())
+    console.line(f"median step: {np.median(record.step_ms):.1f} ms")
+    console.line(f"training loss: {first:.3f} -> {last:.3f} bits per byte")
+    console.line(f"validation: {record.validation_bits_per_byte:.3f} bits per byte")
+    console.line(f"parameters: {record.parameters:,}, SHA-256 {record.params_sha256}")
+    console.line("a sample of what it writes:")
+    console.line("".join(f"    {line}\n" for line in record.sample.splitlines()).rstrip())
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,27 +1,23 @@
-"""The flags of `zero train` and `zero sweep`, in one place.
+"""The flags of `zero train` and `zero sweep`.
 
-Knows: every flag's name, type, default and help text, as the fields of a frozen dataclass for each command; which
-values make sense on their own. The typer command lines are made from these fields. TrainConfig alone is also read by
-argparse, and written back as a command line. Does not know: what a flag does.
+Knows: the name, type, default and help text of every flag, as fields of one frozen dataclass for each command; which
+values are valid by themselves. Does not know: the parser, or what a flag does. The ranks of `zero train` get the fields
+as JSON.
 """
 
 from __future__ import annotations
 
-import argparse
-import inspect
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-__all__ = ["SweepConfig", "TrainConfig", "parse_arguments", "typer_signature"]
+__all__ = ["Flag", "SweepConfig", "TrainConfig", "flags_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What `zero train` was asked to do. A field is a flag; the text in its type is the flag's help."""
+    """The settings of `zero train`. A field is a flag; the text in its type is the flag's help."""
 
     stage: Annotated[int, "what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too"] = 2
     sharding_factor: Annotated[
@@ -68,22 +64,24 @@ class TrainConfig:
 
     @property
     def reshard(self) -> bool | int:
-        """What `ZeroOptimizer` calls ``reshard_after_forward``."""
+        """The argument ``reshard_after_forward`` of `ZeroOptimizer`."""
         text = self.reshard_after_forward
         return text == "true" if text in ("true", "false") else int(text)
 
-    def to_arguments(self) -> list[str]:
-        """The command line that `parse_arguments` reads this configuration from."""
-        return [text for item in fields(self) for text in _argument(item.name, getattr(self, item.name))]
-
     def to_json(self) -> dict[str, Any]:
-        """The fields as values that JSON knows."""
+        """Return the fields as values of JSON's types."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> TrainConfig:
+        """Build the configuration from the values of `to_json`."""
+        paths = {name: Path(values[name]) for name in ("offload", "data", "out") if values[name] is not None}
+        return cls(**{**values, **paths})
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig:
-    """What `zero sweep` was asked to do. A field is a flag; the text in its type is the flag's help."""
+    """The settings of `zero sweep`. A field is a flag; the text in its type is the flag's help."""
 
     preset: Annotated[Literal["tiny", "small", "medium"], "size of the model"] = "medium"
     ranks: Annotated[int, "processes"] = 2
@@ -118,7 +116,7 @@ def _require(holds: bool, name: str, value: object, expected: str) -> None:
 def _require_choices(config: TrainConfig | SweepConfig, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        choices = next(get_args(flag.type) for flag in _flags(type(config)) if flag.name == name)
+        choices = next(get_args(flag.type) for flag in flags_of(type(config)) if flag.name == name)
         _require(value in choices, name, value, f"one of {', '.join(choices)}")
 
 
@@ -126,17 +124,9 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _argument(name: str, value: object) -> list[str]:
-    if value is None:
-        return []
-    if isinstance(value, bool):
-        return [_option(name if value else "no_" + name)]
-    return [f"{_option(name)}={value}"]
-
-
 @dataclass(frozen=True)
-class _Flag:
-    """One field, as a command line needs it."""
+class Flag:
+    """One field of a configuration, as a command line needs it."""
 
     name: str
     type: Any
@@ -144,50 +134,8 @@ class _Flag:
     help: str
 
 
-def _flags(config: type[TrainConfig] | type[SweepConfig]) -> tuple[_Flag, ...]:
+def flags_of(config: type[TrainConfig] | type[SweepConfig]) -> list[Flag]:
+    """The flags of a command, in the order of the fields of its configuration."""
     hints = get_type_hints(config, include_extras=True)
     parts = {item.name: get_args(hints[item.name]) for item in fields(config)}
-    return tuple(_Flag(item.name, parts[item.name][0], item.default, parts[item.name][1]) for item in fields(config))
-
-
-def _argparse_options(flag: _Flag) -> dict[str, Any]:
-    if flag.type is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if get_origin(flag.type) is Literal:
-        return {"choices": get_args(flag.type)}
-    (scalar,) = [part for part in get_args(flag.type) or (flag.type,) if part is not NoneType]
-    return {"type": scalar, "metavar": scalar.__name__.upper()}
-
-
-def _help_with_default(flag: _Flag) -> str:
-    return flag.help if flag.default is None or flag.type is bool else f"{flag.help} (default: {flag.default})"
-
-
-def parse_arguments(arguments: Sequence[str], program: str) -> TrainConfig:
-    """Read a configuration with argparse; exits with code 2 and a usage line where a flag is unknown or malformed.
-
-    Raises ValueError where a value makes no sense.
-    """
-    parser = argparse.ArgumentParser(
-        prog=program, description="Train a byte-level GPT with ZeroOptimizer.", allow_abbrev=False
-    )
-    for flag in _flags(TrainConfig):
-        parser.add_argument(
-            _option(flag.name), default=flag.default, help=_help_with_default(flag), **_argparse_options(flag)
-        )
-    return TrainConfig(**vars(parser.parse_args(arguments)))
-
-
-def typer_signature(config: type[TrainConfig] | type[SweepConfig], option: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a typer command with one option per field; `option` is `typer.Option`."""
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                flag.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=flag.default,
-                annotation=Annotated[flag.type, option(help=flag.help)],
-            )
-            for flag in _flags(config)
-        ]
-    )
+    return [Flag(item.name, parts[item.name][0], item.default, parts[item.name][1]) for item in fields(config)]

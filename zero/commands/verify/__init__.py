@@ -1,1 +1,1 @@
-"""`zero.verify`: trains a loop of the user's with and without the library, and compares the bits."""
+"""`zero.verify`: trains a model of the user with and without the library, and compares the bits."""

@@ -1,6 +1,6 @@
-"""Where two sets of parameters first differ, bit for bit, and by how much.
+"""Finds the first bit in which two sets of parameters differ, and the distance of the two values.
 
-Knows: named tensors. Does not know: what made them. Elements are counted in the order of their index, whatever their
+Knows: named tensors. Does not know: their origin. Elements are counted in the order of their index, whatever their
 order in memory.
 """
 
@@ -47,7 +47,7 @@ class Difference:
 
     @staticmethod
     def from_json(data: bytes) -> Difference | None:
-        """What `to_json` made, or None of nothing."""
+        """Decode the bytes of `to_json`; None if they are empty."""
         found = json.loads(data or b"null")
         return None if found is None else Difference(**{**found, "index": tuple(found["index"])})
 
@@ -61,10 +61,10 @@ class Difference:
 
 
 def first_difference(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Difference | None:
-    """The first difference in the order of ``plain``; None where all bits are the same.
+    """Return the first difference in the order of ``plain``, or None if all bits are the same.
 
     Raises:
-        ValueError: the names, shapes or dtypes are not the same, so that there is nothing to compare.
+        ValueError: the names, shapes or dtypes differ.
     """
     _check_same_kind(plain, other)
     first: tuple[str, int] | None = None
@@ -110,7 +110,7 @@ def _integers(tensor: Tensor) -> Tensor:
 
 
 def ulps_between(one: Tensor, other: Tensor) -> int | None:
-    """How many steps through the values of their dtype lie between two elements (0-dim); None where one is NaN.
+    """Count the steps from one element (0-dim) to another through the values of their dtype; None if one is NaN.
 
     Both zeros are one value, and the largest finite number is one step from infinity.
     """
@@ -120,6 +120,6 @@ def ulps_between(one: Tensor, other: Tensor) -> int | None:
 
 
 def _ordered(element: Tensor) -> int:
-    """The number of the element's value among all of its dtype, 0 being zero."""
+    """Return the position of the element among all values of its dtype in ascending order, where 0 is at 0."""
     bits = int(_integers(element))
     return bits if bits >= 0 else -(bits + 2 ** (8 * element.itemsize - 1))

@@ -1,12 +1,12 @@
-"""What the processes of `zero.verify` do: the plain loop, twice, and then the same steps on ranks.
+"""The processes of `zero.verify`: the plain loop, twice, and then the same steps on ranks.
 
-Knows: the loops, where a process is when it fails, how long it may stay there. Does not know: how processes are
-started, or how results are shown. The `Program` lies in a folder, and what they find comes to lie there too:
+Knows: the loops, the place of an error, the time limit of each part. Does not know: how processes are started, or how
+results are printed. A folder holds the `VerifySpec` and the results. ``loop`` is in the settings of a process:
 
-    python -m zero.commands.verify.ranks plain FOLDER  one process    step-N.pt: the plain loop's parameters after it
-    python -m zero.commands.verify.ranks again FOLDER  another one    compares with these after every step
-    python -m zero.commands.verify.ranks ranks FOLDER  W processes    compare with these after every step
-                                                             runs.jsonl: a line for each run that compared
+    loop    processes      what they do
+    plain   one            writes step-N.pt: the parameters of the plain loop after each step
+    again   another one    compares with these after every step, and appends a line to runs.jsonl
+    ranks   W              compare with these after every step, and append a line to runs.jsonl for each run
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ import zero
 
 from ... import ZeroOptimizer
 from ...core.parameter_specs import is_copied
-from ..runner import World, process_group, record_error
+from ..runner import World, process_group, record_error, run_rank
 from .bit_diff import Difference, first_difference
-from .reference import MixedPlainLoop, PlainLoop
-from .spec import RESULTS, Program, Run, as_batches, resolve
+from .reference import MixedReferenceLoop, ReferenceLoop
+from .spec import RESULTS, Run, VerifySpec, as_batches, resolve
 
 
 def _folder_of(file: str | None, *parts: str) -> str:
@@ -47,14 +47,14 @@ LIBRARIES = (
 WAITING = (_folder_of(torch.__file__, "distributed"), _folder_of(collectives.__file__))
 
 
-class PlacedError(Exception):
+class LocatedError(Exception):
     """An error with the place where it was raised."""
 
 
-class Watch:
-    """Names the place where this process is in its errors, and ends the process where it stays there for too long.
+class Watchdog:
+    """Adds the current place to errors, and ends the process if it stays at one place for too long.
 
-    A rank that waits for others is not the one that hangs; for these the process group has a limit of its own.
+    A rank that waits for others is not the one that hangs. The process group has a limit of its own for such waits.
     """
 
     def __init__(self, limit: float) -> None:
@@ -75,12 +75,12 @@ class Watch:
         self._timer.cancel()
         faulthandler.cancel_dump_traceback_later()
 
-    def told(self, error: BaseException) -> PlacedError:
-        """The error with this place; it is the cause."""
-        line = _line_of_user(traceback.extract_tb(error.__traceback__))
-        placed = PlacedError(f"{self.place}: {type(error).__name__}: {error}{line}")
-        placed.__cause__ = error
-        return placed
+    def locate(self, error: BaseException) -> LocatedError:
+        """Return an error that names the current place, with ``error`` as its cause."""
+        line = _user_line(traceback.extract_tb(error.__traceback__))
+        located = LocatedError(f"{self.place}: {type(error).__name__}: {error}{line}")
+        located.__cause__ = error
+        return located
 
     def _expired(self) -> None:
         stack = traceback.extract_stack(sys._current_frames()[self._main])
@@ -88,36 +88,36 @@ class Watch:
             return
         record_error(
             TimeoutError(
-                f"{self.place}: not done after {self.limit:g} s{_line_of_user(stack)}; where this is no endless loop, "
+                f"{self.place}: not done after {self.limit:g} s{_user_line(stack)}; where this is no endless loop, "
                 "pass a longer timeout"
             )
         )
         os._exit(1)
 
 
-def _line_of_user(stack: Iterable[traceback.FrameSummary]) -> str:
-    """Where in the user's own code a stack stands, in words."""
+def _user_line(stack: Iterable[traceback.FrameSummary]) -> str:
+    """Name the innermost line of the user's own code in a stack, in words."""
     frames = [frame for frame in stack if not frame.filename.startswith((*LIBRARIES, "<"))]
     return f" (at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
 @dataclass
-class Work:
-    """A program made ready in this process: a model as built, micro-batches of its own, the number of steps.
-    ``several_backwards``: `loss_fn` has run one itself."""
+class Workload:
+    """A `VerifySpec` loaded in this process: a model as built, micro-batches, the number of steps.
+    ``several_backwards``: `loss_fn` ran a backward itself."""
 
     name: str
-    program: Program
+    spec: VerifySpec
     model: nn.Module
     batches: list[Any]
     steps: int
     several_backwards: bool = False
 
-    def backward(self, watch: Watch, step: int, number: int) -> None:
-        """Micro-batch ``number`` (from 0) of step ``step`` (from 1)."""
-        index = (step - 1) * self.program.micro_batches + number
-        watch.at(f"{self.name}, step {step}, batches[{index}]")
-        given = self.program.loss_fn
+    def backward(self, watchdog: Watchdog, step: int, number: int) -> None:
+        """Run the forward and backward of micro-batch ``number`` (from 0) of step ``step`` (from 1)."""
+        index = (step - 1) * self.spec.micro_batches + number
+        watchdog.at(f"{self.name}, step {step}, batches[{index}]")
+        given = self.spec.loss_fn
         before = [(parameter.grad, _version(parameter.grad)) for parameter in self.model.parameters()]
         loss = (resolve(given) if given else _default_loss)(self.model, self.batches[index])
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -129,7 +129,7 @@ class Work:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def run(self, stage: int | None, world_size: int, step: int, found: Mapping[int, Difference]) -> Run:
-        """What came of it; ``found``: by rank."""
+        """Return the result. ``found``: rank -> its difference."""
         numel = sum(parameter.numel() for parameter in self.model.parameters())
         first = next(iter(found.values()), None)
         return Run(stage, world_size, step, numel, tuple(found), first, self.several_backwards)
@@ -145,73 +145,74 @@ def _default_loss(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def _begin(folder: Path, watch: Watch, name: str, seed: int) -> Work:
-    """The program made ready. Building starts from one state of torch's random generator, training from that of
-    ``seed``: a model that draws from it, and does not seed it for each micro-batch, is not deterministic by itself."""
-    program = Program.load(folder)
+def _prepare(folder: Path, watchdog: Watchdog, name: str, seed: int) -> Workload:
+    """Load the specification, and build the model and the batches. Torch's random generator is seeded with 0 for the
+    construction and with ``seed`` for the training: a model that draws from it, and does not seed it for each
+    micro-batch, is found to be non-deterministic."""
+    spec = VerifySpec.load(folder)
     torch.manual_seed(0)
-    watch.at(f"{name}, build_model()")
-    model = resolve(program.build_model)()
+    watchdog.at(f"{name}, build_model()")
+    model = resolve(spec.build_model)()
     if not isinstance(model, nn.Module):
         raise TypeError(f"build_model() must return an nn.Module, not {type(model).__name__}")
-    watch.at(f"{name}, batches")
-    given = program.batches
+    watchdog.at(f"{name}, batches")
+    given = spec.batches
     batches = as_batches(resolve(given)()) if isinstance(given, str) else given
     torch.manual_seed(seed)
-    return Work(name, program, model, batches, program.steps(len(batches)))
+    return Workload(name, spec, model, batches, spec.steps(len(batches)))
 
 
-def plain_loop(folder: Path, watch: Watch) -> None:
-    """The plain loop, which leaves its parameters after each step. Refuses one that would show nothing."""
+def reference_loop(folder: Path, watchdog: Watchdog) -> None:
+    """Run the plain loop, and write its parameters after each step. Raises ValueError if it would prove nothing."""
     step, finite = 0, list[str]()
-    for step, parameters in _plain_steps(_begin(folder, watch, "the plain loop", seed=1), watch):
-        if step == 0:  # what is trained; a frozen mask may hold infinities
+    for step, parameters in _reference_steps(_prepare(folder, watchdog, "the plain loop", seed=1), watchdog):
+        if step == 0:  # trained parameters alone: a frozen mask may hold infinities
             finite = [name for name, p in parameters.items() if p.requires_grad and p.isfinite().all()]
         for name in finite:
             if not parameters[name].isfinite().all():
                 raise ValueError(f"{name!r} holds NaN or infinity after step {step}: training that fails shows nothing")
         copies = {name: parameter.detach().cpu().contiguous().clone() for name, parameter in parameters.items()}
         torch.save(copies, _step_file(folder, step))
-    if step and first_difference(_plain(folder, 0), _plain(folder, step)) is None:
+    if step and first_difference(_reference_parameters(folder, 0), _reference_parameters(folder, step)) is None:
         raise ValueError(f"no parameter has moved after {step} steps: is the learning rate 0, or is all frozen?")
 
 
-def plain_loop_again(folder: Path, watch: Watch) -> None:
-    """The plain loop, compared with the first one: in another process, since the order of a set, say, differs between
-    processes; and after a step of an earlier loop, since counters go on, as they do from stage to stage on the ranks.
-    """
-    for step, _ in _plain_steps(_begin(folder, watch, "the plain loop, again", seed=2), watch):
+def reference_loop_again(folder: Path, watchdog: Watchdog) -> None:
+    """Run the plain loop again, and compare it with the first one. It runs in another process, since for example the
+    order of a set differs between processes. A step of another loop comes before it, since counters of the user's code
+    continue from one loop to the next, as they do from stage to stage on the ranks."""
+    for step, _ in _reference_steps(_prepare(folder, watchdog, "the plain loop, again", seed=2), watchdog):
         if step == 1:
             break
-    again = _begin(folder, watch, "the plain loop, again", seed=2)
-    for step, parameters in _plain_steps(again, watch):
-        found = first_difference(_plain(folder, step), parameters)
+    again = _prepare(folder, watchdog, "the plain loop, again", seed=2)
+    for step, parameters in _reference_steps(again, watchdog):
+        found = first_difference(_reference_parameters(folder, step), parameters)
         if found is not None:
             break
-    _leave(folder, again.run(None, 1, step, {0: found} if found else {}))
+    _append_run(folder, again.run(None, 1, step, {0: found} if found else {}))
 
 
-def _plain_steps(work: Work, watch: Watch) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """What a person writes without this library; step 0 is the model as built."""
-    program, model = work.program, work.model
-    watch.at(f"{work.name}, the optimizer class")
-    optimizer_class, precision = resolve(program.optimizer_class), program.precision
-    loop = PlainLoop(list(model.parameters()), optimizer_class, program.defaults)
+def _reference_steps(workload: Workload, watchdog: Watchdog) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Take the steps of the plain loop, and yield the parameters after each; step 0 is the model as built."""
+    spec, model = workload.spec, workload.model
+    watchdog.at(f"{workload.name}, the optimizer class")
+    optimizer_class, precision = resolve(spec.optimizer_class), spec.precision
+    loop = ReferenceLoop(list(model.parameters()), optimizer_class, spec.defaults)
     if precision is not None:
-        loop = MixedPlainLoop(model, optimizer_class, program.defaults, precision)
-    yield 0, _compared(model)
-    for step in range(1, work.steps + 1):
-        for number in range(program.micro_batches):
-            work.backward(watch, step, number)
-            loop.micro_batch_is_done()
-        watch.at(f"{work.name}, step {step}, the update")
-        loop.update(program.micro_batches, program.max_norm)
-        yield step, _compared(model)
+        loop = MixedReferenceLoop(model, optimizer_class, spec.defaults, precision)
+    yield 0, _compared_parameters(model)
+    for step in range(1, workload.steps + 1):
+        for number in range(spec.micro_batches):
+            workload.backward(watchdog, step, number)
+            loop.end_micro_batch()
+        watchdog.at(f"{workload.name}, step {step}, the update")
+        loop.update(spec.micro_batches, spec.max_norm)
+        yield step, _compared_parameters(model)
 
 
-def _compared(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters by name, complex ones as real numbers; without frozen tensor subclasses, which nobody writes and
-    no file can hold."""
+def _compared_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters by name, complex ones as real numbers. Frozen tensor subclasses are left out: nothing
+    writes to them, and no file can hold them."""
     named = {name: parameter for name, parameter in model.named_parameters() if is_copied(parameter)}
     return {
         name: torch.view_as_real(parameter.detach().resolve_conj()) if parameter.is_complex() else parameter
@@ -219,92 +220,93 @@ def _compared(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def worlds(folder: Path, watch: Watch) -> None:
-    """Every stage on every number of ranks, the largest first: a process that is in no smaller one is done."""
-    program = Program.load(folder)
-    for size in sorted(program.world_sizes, reverse=True):
+def all_world_sizes(folder: Path, watchdog: Watchdog) -> None:
+    """Run every stage on every number of ranks, the largest first, so that a process can end after its last group."""
+    spec = VerifySpec.load(folder)
+    for size in sorted(spec.world_sizes, reverse=True):
         if int(os.environ["RANK"]) >= size:
             return
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
-        watch.at(f"{size} ranks, joining their group")
-        with process_group(World(size, folder / f"world-{size}", 2 * program.timeout)):
+        watchdog.at(f"{size} ranks, joining their group")
+        with process_group(World(size, folder / f"world-{size}", 2 * spec.timeout)):
             try:
-                for stage in program.stages:
-                    run = _on_ranks(folder, watch, stage, size)
+                for stage in spec.stages:
+                    run = _on_ranks(folder, watchdog, stage, size)
                     if os.environ["RANK"] == "0":
-                        _leave(folder, run)
+                        _append_run(folder, run)
             except Exception as error:
-                raise watch.told(error) from error  # recorded at the group's end, before what that may raise
+                raise watchdog.locate(error) from error  # recorded before the group is destroyed, which may raise
 
 
-def _on_ranks(folder: Path, watch: Watch, stage: int, size: int) -> Run:
-    """The steps of the plain loop with `ZeroOptimizer`, up to the first difference. The same on all ranks."""
+def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int) -> Run:
+    """Take the steps of the plain loop with `ZeroOptimizer`, up to the first difference. All ranks must call it and
+    return the same result."""
     name = f"stage {stage} on {size} rank{'s' if size > 1 else ''}"
-    work = _begin(folder, watch, name, seed=3 + int(os.environ["RANK"]))
-    watch.at(f"{name}, ZeroOptimizer(...)")
-    program = work.program
+    workload = _prepare(folder, watchdog, name, seed=3 + int(os.environ["RANK"]))
+    watchdog.at(f"{name}, ZeroOptimizer(...)")
+    spec = workload.spec
     optimizer = ZeroOptimizer(
-        work.model,
-        resolve(program.optimizer_class),
+        workload.model,
+        resolve(spec.optimizer_class),
         stage=stage,
-        divisor=program.micro_batches,
-        bucket_cap_mb=program.bucket_cap_mb,
-        mixed_precision=program.precision,
-        units=resolve(program.units) if program.units else None,
-        **program.defaults,
+        divisor=spec.micro_batches,
+        bucket_cap_mb=spec.bucket_cap_mb,
+        mixed_precision=spec.precision,
+        units=resolve(spec.units) if spec.units else None,
+        **spec.defaults,
     )
-    for step in range(work.steps + 1):
+    for step in range(workload.steps + 1):
         if step:
-            for number in range(optimizer.rank, program.micro_batches, size):
-                work.backward(watch, step, number)
-            watch.at(f"{name}, step {step}, the update")
-            if program.max_norm is not None:
-                optimizer.clip_grad_norm_(program.max_norm)
+            for number in range(optimizer.rank, spec.micro_batches, size):
+                workload.backward(watchdog, step, number)
+            watchdog.at(f"{name}, step {step}, the update")
+            if spec.max_norm is not None:
+                optimizer.clip_grad_norm_(spec.max_norm)
             optimizer.step()
             optimizer.zero_grad()
         with optimizer.gathered():
-            mine = first_difference(_plain(folder, step), _compared(work.model))
+            mine = first_difference(_reference_parameters(folder, step), _compared_parameters(workload.model))
         answers = [Difference.from_json(data) for data in optimizer.exchange(b"" if mine is None else mine.to_json())]
         found = {rank: difference for rank, difference in enumerate(answers) if difference is not None}
         if found:
             break
     optimizer.close()
-    return work.run(stage, size, step, found)
+    return workload.run(stage, size, step, found)
 
 
 def _step_file(folder: Path, step: int) -> Path:
     return folder / f"step-{step}.pt"
 
 
-def _plain(folder: Path, step: int) -> dict[str, Tensor]:
-    """The plain loop's parameters after a step."""
+def _reference_parameters(folder: Path, step: int) -> dict[str, Tensor]:
+    """Load the parameters of the plain loop after a step."""
     found: dict[str, Tensor] = torch.load(_step_file(folder, step), weights_only=True, mmap=True)
     return found
 
 
-def _leave(folder: Path, run: Run) -> None:
+def _append_run(folder: Path, run: Run) -> None:
     with (folder / RESULTS).open("ab") as file:
         file.write(run.to_json() + b"\n")
 
 
-def main() -> int:
-    """One process; the exit code. Its error goes to the launcher in one line."""
-    what, folder = sys.argv[1], Path(sys.argv[2])
-    program = Program.load(folder)
-    sys.path[:] = program.path
-    torch.set_num_threads(program.threads)
-    watch = Watch(program.timeout)
+def work(settings: dict[str, Any]) -> None:
+    """Run the loop of the settings in this process. An error names its place."""
+    folder = Path(settings["folder"])
+    spec = VerifySpec.load(folder)
+    sys.path[:] = spec.path
+    torch.set_num_threads(spec.threads)
+    watchdog = Watchdog(spec.timeout)
     try:
-        {"plain": plain_loop, "again": plain_loop_again, "ranks": worlds}[what](folder, watch)
-    except KeyboardInterrupt:
-        return 130
+        {"plain": reference_loop, "again": reference_loop_again, "ranks": all_world_sizes}[settings["loop"]](
+            folder, watchdog
+        )
+    except LocatedError:
+        raise
     except (Exception, SystemExit) as error:
-        record_error(error if isinstance(error, PlacedError) else watch.told(error))
-        return 1
+        raise watchdog.locate(error) from error
     finally:
-        watch.stop()
-    return 0
+        watchdog.stop()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_rank(work))

@@ -1,7 +1,7 @@
-"""The plain loop that `zero.verify` compares with: what a person writes without this library, one process alone.
+"""The reference of `zero.verify`: the plain loop, without this library, in one process.
 
 Knows: one division, a clip, a step; with mixed precision also the casts between a 16-bit model and its fp32 weights.
-Does not know: micro-batches, ranks, or what is compared.
+Does not know: micro-batches, ranks, or the comparison.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ...parameters.casting import InputCast, cast
 from ...step.clip import clip_grad_norm_
 
 
-class PlainLoop:
-    """Parameters and the optimizer of torch over them."""
+class ReferenceLoop:
+    """Parameters, and an optimizer of torch for them."""
 
     superseded = False
 
@@ -31,8 +31,8 @@ class PlainLoop:
         self._parameters = parameters
         self._optimizer = optimizer_class(parameters, **defaults)
 
-    def micro_batch_is_done(self) -> None:
-        """A backward has added to the gradients."""
+    def end_micro_batch(self) -> None:
+        """Finish a micro-batch, after its backward has added to the gradients."""
 
     def update(self, divisor: float, max_norm: float | None) -> None:
         """Divide, clip, step, and clear the gradients."""
@@ -45,9 +45,9 @@ class PlainLoop:
         self._optimizer.zero_grad()
 
 
-class MixedPlainLoop(PlainLoop):
-    """The same in mixed precision: a 16-bit model, its weights in fp32, gradients added up in a dtype of their own. The
-    parameters are the fp32 ones."""
+class MixedReferenceLoop(ReferenceLoop):
+    """The plain loop in mixed precision: a 16-bit model, master weights in fp32, gradients summed in a dtype of their
+    own. The optimizer's parameters are the master weights."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class MixedPlainLoop(PlainLoop):
                 continue
             wide = parameter.detach().clone()
             cast([parameter], precision.param_dtype)
-            known = wide if parameter.requires_grad else parameter.detach()  # what is frozen is narrow, and no more
+            known = wide if parameter.requires_grad else parameter.detach()  # a frozen parameter has no wide copy
             masters.append(known.to(precision.of(wide.dtype).master_dtype).requires_grad_())
         if precision.buffer_dtype is not None:
             cast(model.buffers(), precision.buffer_dtype)
@@ -73,7 +73,7 @@ class MixedPlainLoop(PlainLoop):
         self._sums = dict[int, Tensor]()
         super().__init__(masters, optimizer_class, defaults)
 
-    def micro_batch_is_done(self) -> None:
+    def end_micro_batch(self) -> None:
         for number, parameter in enumerate(self._model):
             if parameter.grad is not None:
                 arrived = parameter.grad.to(self._precision.travel).to(self._precision.accumulate_dtype)

@@ -1,7 +1,7 @@
-"""What the processes of `zero.verify` are told: functions by name, batches and numbers as one file.
+"""The arguments of `zero.verify` as one file for its processes, with functions by name, and the results of a run.
 
-Knows: which arguments make sense, how a function is found again in another process, what comes back. Does not know:
-processes, loops. Nothing is unpickled: the file is read with `weights_only=True`, functions are imported.
+Knows: which arguments are valid, how another process finds a function, what a run returns. Does not know: processes,
+loops. Nothing is unpickled: the file is read with `weights_only=True`, functions are imported.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ...config import MixedPrecision
 from ...step.clip import check_norm_arguments
 from .bit_diff import Difference
 
-__all__ = ["RESULTS", "Program", "Run", "as_batches", "plain_data", "reference", "resolve"]
+__all__ = ["RESULTS", "Run", "VerifySpec", "as_batches", "plain_data", "reference", "resolve"]
 
-FILE = "program.pt"
+FILE = "spec.pt"
 RESULTS = "runs.jsonl"
 
 
 @dataclass(frozen=True)
-class Program:
-    """What is run. Functions are text that `resolve` understands; ``batches``: such text, or the micro-batches."""
+class VerifySpec:
+    """The arguments of a verification. Functions are names for `resolve`; ``batches`` is a name or the list."""
 
     build_model: str
     batches: str | list[Any]
@@ -71,7 +71,7 @@ class Program:
         return None if self.mixed_precision is None else MixedPrecision(**self.mixed_precision)
 
     def steps(self, count: int) -> int:
-        """How many steps ``count`` micro-batches make; `ValueError` where they do not."""
+        """Return the number of steps of ``count`` micro-batches. Raises ValueError if they fill no whole steps."""
         size = self.micro_batches
         if count == 0 or count % size:
             below = count // size * size
@@ -86,16 +86,16 @@ class Program:
         torch.save(vars(self), folder / FILE)
 
     @staticmethod
-    def load(folder: Path) -> Program:
-        return Program(**torch.load(folder / FILE, weights_only=True))
+    def load(folder: Path) -> VerifySpec:
+        return VerifySpec(**torch.load(folder / FILE, weights_only=True))
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run beside the plain loop: at a stage on so many ranks, or the plain loop again (``stage`` None).
+    """One run compared with the plain loop: a stage on ``world_size`` ranks, or the plain loop again (``stage`` None).
 
-    Where there is a ``difference``, it is what the first of ``ranks`` found after ``step`` (0: as built), and the run
-    ended there; otherwise ``step`` is the last one. ``numel``: parameters, in elements.
+    ``difference``: that of the first of ``ranks``, after ``step`` (0: as built), where the run ended; if it is None,
+    ``step`` is the last one. ``numel``: elements of all parameters.
     """
 
     stage: int | None
@@ -104,7 +104,7 @@ class Run:
     numel: int
     ranks: tuple[int, ...]
     difference: Difference | None
-    several_backwards: bool = False  # `loss_fn` has run one itself: seen in the plain loop
+    several_backwards: bool = False  # `loss_fn` ran a backward itself, in the plain loop
 
     @property
     def ok(self) -> bool:
@@ -131,7 +131,7 @@ class Run:
 
 
 def as_batches(batches: Any) -> list[Any]:
-    """Micro-batches as a list; `TypeError` where they are no finite collection."""
+    """Return the micro-batches as a list. Raises TypeError if they are no finite collection."""
     if not hasattr(batches, "__iter__") or not hasattr(batches, "__len__") or isinstance(batches, (str, Mapping)):
         raise TypeError(
             f"batches must be a sequence of micro-batches, or a function that returns one, not {_kind(batches)}"
@@ -140,7 +140,7 @@ def as_batches(batches: Any) -> list[Any]:
 
 
 def plain_data(value: Any, name: str, remedy: str) -> Any:
-    """``value``, where another process can read it from a file without unpickling; `TypeError` where not."""
+    """Return ``value``. Raises TypeError if another process cannot read it from a file without unpickling."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -155,7 +155,7 @@ def plain_data(value: Any, name: str, remedy: str) -> Any:
 
 
 def reference(function: Any, name: str) -> str:
-    """Text by which another process finds a function or class, "MODULE:NAME" or "/PATH/SCRIPT.py:NAME".
+    """Return the name by which another process finds a function or class: "MODULE:NAME" or "/PATH/SCRIPT.py:NAME".
 
     Raises:
         TypeError: it cannot be found by name.
@@ -178,7 +178,7 @@ def reference(function: Any, name: str) -> str:
 
 
 def _where(module: str | None, name: str) -> str:
-    """The module's name, or the script's path for what was started as one."""
+    """Return the name of the module, or the path of the script if it is the main module."""
     if module != "__main__":
         return str(module)
     main = sys.modules["__main__"]
@@ -193,7 +193,7 @@ def _where(module: str | None, name: str) -> str:
 
 
 def resolve(text: str) -> Any:
-    """What `reference` made the text of, imported here."""
+    """Import the function or class that `reference` named."""
     where, _, qualified = text.rpartition(":")
     return _named(_script(where) if os.path.isabs(where) else importlib.import_module(where), qualified)
 
@@ -203,7 +203,7 @@ def _named(module: ModuleType, qualified: str) -> Any:
 
 
 def _script(path: str) -> ModuleType:
-    """The script as a module, executed once; its `if __name__ == "__main__":` does not hold."""
+    """Import the script as a module, once; the block under `if __name__ == "__main__":` does not run."""
     name = "__zero_verify_script__"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

@@ -1,14 +1,11 @@
 """`zero.verify`: a user's own model, at each stage and number of ranks, against the user's own plain loop.
 
-Knows: the public face of it, and the order: the plain loop, twice, each time in a new process; then all stages on the
-ranks. Does not know: what the processes do (`verify_ranks`), or how they are told (`program`).
+Knows: the public function, and the order: the plain loop, twice, each time in a new process; then all stages on the
+ranks. Does not know: what the processes do (`ranks`), or how they get their arguments (`spec`).
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import inspect
 import math
 import operator
 import os
@@ -26,13 +23,10 @@ from torch import Tensor, nn
 
 from ...config import MixedPrecision
 from ...optimizer import ZeroOptimizer
-from .spec import RESULTS, Program, Run, as_batches, plain_data, reference
+from .spec import RESULTS, Run, VerifySpec, as_batches, plain_data, reference
 
-__all__ = ["FUNCTION", "FUNCTION_HELP", "HELP", "Verification", "main", "run", "verify"]
+__all__ = ["Verification", "verify"]
 
-HELP = "Find where your own model, at each stage and number of ranks, first leaves the bits of your plain loop."
-FUNCTION = "MODULE:FUNCTION"
-FUNCTION_HELP = "a function without arguments that returns a dict of zero.verify's; the current directory is importable"
 NOT_DETERMINISTIC = (
     "The model is not deterministic by itself, so there is nothing to compare the stages with. Where it draws random "
     "numbers (dropout), seed them for each micro-batch: torch.manual_seed(...) in loss_fn, from the batch."
@@ -50,9 +44,9 @@ BUILT_TWICE = (
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found: the plain loop beside itself, and a run for each stage and number of ranks.
+    """The result of `verify`: the plain loop compared with itself, and a run for each stage and number of ranks.
 
-    Where two plain loops differ there are no runs.
+    If the two plain loops differ, there are no runs.
     """
 
     plain: Run
@@ -65,7 +59,7 @@ class Verification:
 
     @property
     def conclusion(self) -> str:
-        """The last line of the table; a further one where gradients are added up in another order."""
+        """The last line of the table; a further one if gradients are added up in another order."""
         return f"{self._verdict}\n{BY_ROUNDS}" if self.plain.several_backwards else self._verdict
 
     @property
@@ -134,11 +128,13 @@ def verify(
         RuntimeError: a process failed, or the plain loop showed nothing (a trained parameter turned NaN or infinite, or
             none moved); the message says where it was, and the cause is its traceback.
     """
-    _check_place()
+    _check_process()
     sizes = _integers(world_sizes, "world_sizes")
-    told = _integers(stages, "stages", least=0)
-    _rehearse(optimizer_class, told, {"bucket_cap_mb": bucket_cap_mb, "mixed_precision": mixed_precision}, defaults)
-    program = Program(
+    stage_numbers = _integers(stages, "stages", least=0)
+    _dry_run(
+        optimizer_class, stage_numbers, {"bucket_cap_mb": bucket_cap_mb, "mixed_precision": mixed_precision}, defaults
+    )
+    spec = VerifySpec(
         build_model=reference(build_model, "build_model"),
         batches=reference(batches, "batches")
         if callable(batches)
@@ -147,7 +143,7 @@ def verify(
         loss_fn=None if loss_fn is None else reference(loss_fn, "loss_fn"),
         units=None if units is None else reference(units, "units"),
         defaults=plain_data(defaults, "the optimizer's arguments", "leave out what is none of these"),
-        stages=told,
+        stages=stage_numbers,
         world_sizes=sizes,
         micro_batches=math.lcm(*sizes) if micro_batches is None else _integers([micro_batches], "micro_batches")[0],
         max_norm=max_norm,
@@ -157,29 +153,32 @@ def verify(
         timeout=timeout,
         path=[os.path.abspath(entry) for entry in sys.path],
     )
-    show: Callable[[str], None] = (lambda _: None) if quiet else _show
-    listed = {"stages": told, "ranks": sorted(sizes, reverse=True), "micro-batches a step": [program.micro_batches]}
+    emit: Callable[[str], None] = (lambda _: None) if quiet else _print_line
+    listed = {
+        "stages": stage_numbers,
+        "ranks": sorted(sizes, reverse=True),
+        "micro-batches a step": [spec.micro_batches],
+    }
     settings = "; ".join(f"{name}: {', '.join(map(str, numbers))}" for name, numbers in listed.items())
-    show(f"{optimizer_class.__name__}, first in the plain loop, twice; {settings}")
-    found = _run(program, show)
-    show(found.conclusion)
+    emit(f"{optimizer_class.__name__}, first in the plain loop, twice; {settings}")
+    found = _run(spec, emit)
+    emit(found.conclusion)
     return found
 
 
-def _check_place() -> None:
-    from ..runner import started_by_us
+def _check_process() -> None:
+    from ..runner import check_alone, started_by_us
 
     if started_by_us():
         raise RuntimeError(
             "verify() ran again in one of its own processes, which import the script that called it: put the call "
             'under `if __name__ == "__main__":`'
         )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RuntimeError("verify() starts ranks of its own: call it in one process, without torchrun")
+    check_alone("verify()")
 
 
 def _integers(values: Sequence[int], name: str, least: int = 1) -> tuple[int, ...]:
-    """Distinct whole numbers, in their order."""
+    """Return the distinct whole numbers, in their order."""
     try:
         found = tuple(dict.fromkeys(operator.index(value) for value in values))
     except TypeError:
@@ -189,8 +188,8 @@ def _integers(values: Sequence[int], name: str, least: int = 1) -> tuple[int, ..
     return found
 
 
-def _rehearse(optimizer_class: Any, stages: Sequence[int], ours: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Let the library judge what is its own on a throw-away module, before any process is started."""
+def _dry_run(optimizer_class: Any, stages: Sequence[int], ours: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Let the library check its own arguments on a throw-away module, before any process is started."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class must be a class of torch.optim, not {optimizer_class!r}")
     with torch.random.fork_rng(devices=[]):
@@ -204,32 +203,32 @@ def _rehearse(optimizer_class: Any, stages: Sequence[int], ours: dict[str, Any],
         ) from error
 
 
-def _run(program: Program, show: Callable[[str], None]) -> Verification:
-    """The plain loops, and where they agree the stages; a run is shown as it ends."""
+def _run(spec: VerifySpec, emit: Callable[[str], None]) -> Verification:
+    """Run the plain loops and, if they agree, the stages. Each run is printed as it ends."""
     with tempfile.TemporaryDirectory(prefix="zero-verify-") as name:
         folder = Path(name)
-        program.save(folder)
+        spec.save(folder)
         results = folder / RESULTS
         results.touch()
-        with _followed(results, show):
+        with _followed(results, emit):
             _start("plain", folder, 1)
             _start("again", folder, 1)
             if all(run.ok for run in _read(results)):
-                _start("ranks", folder, max(program.world_sizes))
+                _start("ranks", folder, max(spec.world_sizes))
         runs = _read(results)
-    if all(run.ok for run in runs) and len(runs) != 1 + len(program.stages) * len(program.world_sizes):
+    if all(run.ok for run in runs) and len(runs) != 1 + len(spec.stages) * len(spec.world_sizes):
         raise RuntimeError("the processes ended before their runs did, and without an error: is there an os._exit()?")
     return Verification(runs[0], tuple(runs[1:]))
 
 
-def _start(what: str, folder: Path, processes: int) -> None:
+def _start(loop: str, folder: Path, processes: int) -> None:
     from ..runner import RankError, launch_ranks
 
     try:
-        launch_ranks("zero.commands.verify.ranks", [what, str(folder)], processes)
+        launch_ranks("zero.commands.verify.ranks", {"loop": loop, "folder": str(folder)}, processes)
     except RankError as error:
         cause = RuntimeError(f"in that process:\n{error.trace}") if error.trace else None
-        raise RuntimeError(str(error) if what == "ranks" else error.line) from cause
+        raise RuntimeError(str(error) if loop == "ranks" else error.line) from cause
 
 
 def _read(results: Path) -> list[Run]:
@@ -237,18 +236,18 @@ def _read(results: Path) -> list[Run]:
 
 
 @contextmanager
-def _followed(results: Path, show: Callable[[str], None]) -> Iterator[None]:
-    """Show each run while the block, which waits for processes, goes on."""
+def _followed(results: Path, emit: Callable[[str], None]) -> Iterator[None]:
+    """Print each run as it ends, while the block waits for the processes."""
     ended = threading.Event()
 
     def follow() -> None:
-        shown, last = 0, False
+        printed, last = 0, False
         while not last:
             last = ended.wait(0.2)
             runs = _read(results)
-            for run in runs[shown:]:
-                show(str(run))
-            shown = len(runs)
+            for run in runs[printed:]:
+                emit(str(run))
+            printed = len(runs)
 
     follower = threading.Thread(target=follow, daemon=True)
     follower.start()
@@ -259,51 +258,5 @@ def _followed(results: Path, show: Callable[[str], None]) -> Iterator[None]:
         follower.join()
 
 
-def _show(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m zero.verify MODULE:FUNCTION`; the exit code, as of `run`."""
-    parser = argparse.ArgumentParser(prog="python -m zero.verify", description=HELP, allow_abbrev=False)
-    parser.add_argument("function", metavar=FUNCTION, help=FUNCTION_HELP)
-    return run(parser.parse_args(arguments).function)
-
-
-def run(function: str) -> int:
-    """Verify with the arguments that "MODULE:FUNCTION" returns. The exit code: 0 where no bit differs, 1 where one does
-    or after an error (told in one line), 130 if interrupted."""
-    sys.path.insert(0, os.getcwd())
-    try:
-        return 0 if verify(**_arguments(function)).ok else 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr, flush=True)
-        return 1
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of `verify` that the function returns."""
-    module, _, name = text.partition(":")
-    if not module or not name:
-        raise ValueError(f"{text!r} must be MODULE:FUNCTION, as in `zero verify my_model:arguments`")
-    try:
-        found = importlib.import_module(module)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"cannot import {module} from {os.getcwd()}: {type(error).__name__}: {error}") from error
-    function = getattr(found, name, None)
-    if not callable(function):
-        raise ValueError(f"{found!r} has no function {name!r}")
-    try:
-        arguments = function()
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{text}() failed: {type(error).__name__}: {error}") from error
-    if not isinstance(arguments, dict):
-        raise TypeError(f"{text}() must return a dict of zero.verify's arguments, not {type(arguments).__name__}")
-    try:
-        inspect.signature(verify).bind(**arguments)
-    except TypeError as error:
-        raise TypeError(f"{text}() must return a dict of zero.verify's arguments: {error}") from error
-    return arguments

@@ -1,0 +1,49 @@
+"""`zero verify MODULE:FUNCTION`: calls `zero.verify` with the arguments that a function of the user returns.
+
+Knows: how to find the function. Does not know: what is verified.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from typing import Any
+
+from ..runner import reports_errors
+from .verification import verify
+
+__all__ = ["run"]
+
+
+@reports_errors
+def run(function: str) -> int:
+    """Verify with the arguments that "MODULE:FUNCTION" returns. The exit code: 0 if no bit differs, or 1."""
+    sys.path.insert(0, os.getcwd())
+    return 0 if verify(**_arguments(function)).ok else 1
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Import and call the function. Return the arguments of `verify`."""
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise ValueError(f"{text!r} must be MODULE:FUNCTION, as in `zero verify my_model:arguments`")
+    try:
+        found = importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"cannot import {module} from {os.getcwd()}: {type(error).__name__}: {error}") from error
+    function = getattr(found, name, None)
+    if not callable(function):
+        raise ValueError(f"{found!r} has no function {name!r}")
+    try:
+        arguments = function()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{text}() failed: {type(error).__name__}: {error}") from error
+    if not isinstance(arguments, dict):
+        raise TypeError(f"{text}() must return a dict of zero.verify's arguments, not {type(arguments).__name__}")
+    try:
+        inspect.signature(verify).bind(**arguments)
+    except TypeError as error:
+        raise TypeError(f"{text}() must return a dict of zero.verify's arguments: {error}") from error
+    return arguments
