@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from unittest import mock
 
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture import providers
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from ..machine import program as p
@@ -91,7 +93,8 @@ class Kind:
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
-        run_state_machine_as_test(Drawing, settings=size)
+        with mock.patch.object(providers, "_get_local_constants", providers.Constants):  # numbers of the library's source
+            run_state_machine_as_test(Drawing, settings=size)
         if len(found) < self.count:
             raise RuntimeError(f"only {len(found)} of {self.count} programs could be drawn")
         return found[: self.count]
