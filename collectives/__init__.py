@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from .algorithms.all_to_all import AllToAll
+from .algorithms.base import Collective
 from .algorithms.hierarchical import Hierarchical
 from .algorithms.hybrid_sharding import Replicated
 from .algorithms.pairwise import Pairwise
@@ -20,7 +21,6 @@ from .backend import Region
 from .backends.threads import Loopback, on_threads, solo
 from .messages import (
     Chain,
-    Collective,
     CollectiveError,
     Kind,
     MismatchError,

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from .messages import Tag
 from .messenger import Channel
-from .peer_links import RETURN_LANE
-from .sends import Expected
+from .peer_links import RETURN_LANE, Expected
 
 _RETURNED = struct.Struct("<q")
 

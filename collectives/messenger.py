@@ -24,12 +24,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .backend import Carrier, PendingBytes
+from .backend import Carrier, Pending, PendingBytes
 from .messages import Kind, Tag, is_abort, place_of
-from .peer_links import ANSWER_LANE, GAVE_UP, HERE_LANE, PAYLOAD_LANE, Line
-from .sends import SMALL, Expected, Recv, Send
+from .peer_links import ANSWER_LANE, GAVE_UP, HERE_LANE, PAYLOAD_LANE, Expected, Line
 
 READ, HERE = b"r", b"h"
+SMALL = 1 << 16  # bytes that a network takes at once
 MOST_SETTLED = 256  # answers that are not waited for; of more, the oldest have left long ago
 
 
@@ -247,3 +247,62 @@ class Channel(Line):
 
 def _size(parts: Sequence[Tensor]) -> int:
     return sum(part.numel() for part in parts)
+
+
+class Send:
+    """A message under way. The channel holds it until it was waited for: a carrier may drop what nobody holds."""
+
+    def __init__(self, channel: Channel, to: int, tag: Tag, size: int, pendings: Sequence[Pending] = ()) -> None:
+        self._channel, self._to, self._tag, self.size = channel, to, tag, size
+        self.distant = channel.streams[to].distant
+        self.pendings = list(pendings)
+        self.answers = 0  # which answer says that this was read; 0: none does
+        channel.unsent[id(self)] = self
+
+    def wait(self) -> None:
+        if self.answers:
+            self._channel.wait_answers(self._to, self.answers, self._tag)
+        while self.pendings:
+            self._channel.wait(self.pendings[0], self._to, self._tag)
+            self.pendings.pop(0)
+        self._channel.unsent.pop(id(self), None)
+
+
+class Settled:
+    """Sends to peers that had asked for them before they sent what was read of them since: these are under way. To wait
+    would be to ask the network, which may have lost sight of one whose peer is gone just now; so that is left to the
+    next time, when the peers have been heard of again."""
+
+    def __init__(self, channel: Channel, sends: Sequence[Send]) -> None:
+        self._channel, self._sends = channel, sends
+
+    def wait(self) -> None:
+        settled = self._channel.settled
+        for send in (*settled, *(send for send in self._sends if not send.distant or send.size > SMALL)):
+            send.wait()
+        settled[:] = [send for send in self._sends if send.distant and send.size <= SMALL]
+        self._sends = ()
+
+
+class Recv:
+    """A part of a message that is expected from one rank. The header is read before its bytes are believed."""
+
+    def __init__(self, channel: Channel, expected: Expected, part: Tensor | None, *, last: bool) -> None:
+        """``last``: to be answered when it was read, where that is waited for."""
+        self._channel, self.expected, self._last = channel, expected, last
+        self.part = part  # None: there is none, or it was read
+        self.payload: Pending | None = None  # what comes there, when it was asked for
+        self.here: PendingBytes | None = None  # what is sent behind a part of many bytes
+
+    def wait(self) -> None:
+        channel, expected = self._channel, self.expected
+        channel.confirm(expected)
+        if self.here is not None:
+            channel.wait_here(self.here, expected.source, expected.tag)
+            self.here = None
+        if self.part is not None:
+            assert self.payload is not None, "every part is asked for before a header is believed"
+            channel.wait(self.payload, expected.source, expected.tag)
+            self.part = self.payload = None  # it was read
+            if self._last:
+                channel.answer(expected)

@@ -24,8 +24,12 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from .backend import ByteCarrier, ByTensors, Carrier, Memory, Pending, PendingBytes
 from .messages import (
@@ -42,13 +46,50 @@ from .messages import (
     describe,
     is_abort,
 )
-from .sends import Counters, Send, Stream
 
 HEADER_LANE, PAYLOAD_LANE, TEXT_LANE, RETURN_LANE, ANSWER_LANE, HERE_LANE, LANES = 0, 1, 2, 3, 4, 5, 6
 GAVE_UP = b"g"
 LAST_WORDS = 60.0  # seconds for which a failed rank's messages are kept for their receivers
 GRACE = 1.0  # seconds that ranks of a host are waited for longer than those of others, for whom they may wait
 LISTEN = 0.5  # seconds in which the words of a rank that is gone are here, if it said any; and for which they are said
+
+
+@dataclass
+class Counters:
+    """`messages.Traffic` while it grows."""
+
+    sent: int = 0
+    received: int = 0
+    control_sent: int = 0
+    control_received: int = 0
+    messages: int = 0
+
+
+class Stream:
+    """Messages of one rank: headers asked for, those expected, at most one that was read and put back, and what this
+    rank lends it. ``distant``: it is reached over a network; ``limit``: seconds for which it is waited for."""
+
+    def __init__(self, distant: bool, limit: float) -> None:
+        self.distant, self.limit = distant, limit
+        self.words: PendingBytes | None = None
+        self.answers: deque[PendingBytes] = deque()  # to what was sent
+        self.asked = self.answered = 0
+        self.posted: deque[PendingBytes] = deque()
+        self.expected: deque[Expected] = deque()
+        self.returned: bytes | None = None
+        self.lent: dict[int, Tensor] = {}  # by number, as both sides count
+        self.lends = self.borrowed = 0
+        self.coming_back: PendingBytes | None = None
+
+
+class Expected:
+    """A header that is expected from one rank."""
+
+    __slots__ = ("confirmed", "packed", "place", "size", "source", "tag")
+
+    def __init__(self, source: int, tag: Tag, size: int, packed: bytes) -> None:
+        self.source, self.tag, self.size, self.packed = source, tag, size, packed
+        self.confirmed, self.place = False, 0
 
 
 class Line:
@@ -70,7 +111,7 @@ class Line:
         self._family.append(weakref.ref(self))
         self.broken: str | None = None
         self._process = os.getpid()
-        self.unsent: dict[int, Send] = {}  # sends that nobody has waited for yet
+        self.unsent: dict[int, object] = {}  # sends that nobody has waited for yet
         # A rank of this host may itself wait for one of another, and is to say so before it is given up.
         distant = [self.bytes.posts(carried) for carried in self.ranks]
         near = self.timeout + GRACE if any(distant) else self.timeout

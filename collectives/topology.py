@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from .algorithms.all_to_all import AllToAll
+from .algorithms.base import Collective
 from .algorithms.hierarchical import Hierarchical
 from .algorithms.hybrid_sharding import Replicated
 from .algorithms.pairwise import Pairwise
@@ -32,7 +33,7 @@ from .backends.hybrid import RoutedCarrier
 from .backends.rendezvous import Card, Door, exchange_cards, join
 from .backends.shared_memory import HostCarrier
 from .backends.threads import LoopbackCarrier
-from .messages import Collective, CollectiveError, Kind, Tag
+from .messages import CollectiveError, Kind, Tag
 from .transport import Transport
 
 CPU = torch.device("cpu")

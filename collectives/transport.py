@@ -19,9 +19,8 @@ from torch import Tensor, UntypedStorage
 from .backend import Carrier, CommonMemory, Memory, Region
 from .exposed_buffers import Borrowed, Lent
 from .messages import Chain, Kind, Tag, Traffic, Work, as_bytes, describe
-from .messenger import Channel
+from .messenger import Channel, Send, Settled
 from .pool import Pool
-from .sends import Send, Settled
 
 LOG = logging.getLogger("collectives")
 CHUNK, LEAST = 1 << 20, 1 << 17  # elements of a chunk at most, and at least

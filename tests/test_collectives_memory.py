@@ -22,9 +22,8 @@ from collectives import (
     on_threads,
     solo,
 )
-from collectives.messenger import MOST_SETTLED
+from collectives.messenger import MOST_SETTLED, SMALL
 from collectives.pool import Pool
-from collectives.sends import SMALL
 
 from .carried import (
     BF16,

@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..messages import Chain, Collective, Tag, Work
+from ..messages import Chain, Tag, Work
 from ..transport import Transport
+from .base import Collective
 
 
 class Replicated:
