@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import torch
 
-from .algorithms.all_to_all import AllToAll
 from .algorithms.base import Collective
 from .algorithms.hierarchical import Hierarchical
 from .algorithms.hybrid_sharding import Replicated
 from .algorithms.pairwise import Pairwise
+from .algorithms.process_group import AllToAll, Native
 from .algorithms.ring import Ring
 from .algorithms.shared import Shared
 from .backend import Region
@@ -37,19 +37,13 @@ LOG = logging.getLogger(__name__)
 Algorithm = Callable[[Transport], Collective]
 
 
-def _native(transport: Transport) -> Collective:
-    from .backends.gloo import Native  # the one module that needs torch.distributed
-
-    return Native(transport)
-
-
 ALGORITHMS: dict[str, Algorithm] = {
     "pairwise": Pairwise,
     "shared": shared,
     "hierarchical": hierarchical,
     "ring": Ring,
     "all_to_all": AllToAll,
-    "native": _native,
+    "native": Native,
 }
 
 

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .algorithms.all_to_all import AllToAll
 from .algorithms.base import Collective
 from .algorithms.hierarchical import Hierarchical
 from .algorithms.hybrid_sharding import Replicated
 from .algorithms.pairwise import Pairwise
+from .algorithms.process_group import AllToAll, Native
 from .algorithms.shared import Shared
 from .backend import OwnCollectives
 from .backends.hybrid import RoutedCarrier
@@ -221,8 +221,6 @@ def _by_nccl(transport: Transport) -> Choice:
         door.close()
     if len(hosts) == 1:
         return Choice(AllToAll(transport), f"all {transport.world_size} ranks are on one host, with NCCL")
-    from .backends.gloo import Native  # the one module that needs torch.distributed
-
     return Choice(
         Native(transport),
         f"{transport.world_size} ranks are on {len(hosts)} hosts, where NCCL's own reduce-scatter sends less, but adds "

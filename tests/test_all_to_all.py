@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from collectives import ALGORITHMS, AllToAll, CollectiveError, Kind, Loopback, MismatchError, PeerError, Tag
-from collectives.backends.gloo import Native, ProcessGroupCarrier, connect
+from collectives.algorithms.process_group import Native
+from collectives.backends.gloo import ProcessGroupCarrier, connect
 from collectives.topology import choose
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import device_of
@@ -278,7 +279,9 @@ def while_adding_up(group: dist.ProcessGroup, rank: int) -> str:
     work = AllToAll(transport).reduce_scatter(whole, [0, 2, 4], torch.empty(2), start=None, tag=reduction())
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr("collectives.algorithms.all_to_all.fold", mock.Mock(side_effect=MemoryError("in the middle")))
+            patch.setattr(
+                "collectives.algorithms.process_group.fold", mock.Mock(side_effect=MemoryError("in the middle"))
+            )
         caught = pytest.raises(MemoryError) if rank == 1 else nullcontext()
         with caught:
             work.wait()

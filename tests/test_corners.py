@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives import CollectiveError, Kind, Loopback, Pairwise, PeerError, Tag, Transport, on_threads
-from collectives.backends.gloo import DEFAULT_TIMEOUT, Native, _timeout, connect
+from collectives.algorithms.process_group import Native
+from collectives.backends.gloo import DEFAULT_TIMEOUT, _timeout, connect
 from zero import ZeroOptimizer
 from zero.parameters.released import as_plain
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives import Collective, Kind, Pairwise, Tag, Transport, Work
-from collectives.backends.gloo import Native, connect
+from collectives.algorithms.process_group import Native
+from collectives.backends.gloo import connect
 from collectives.messages import WORDS_BYTES
 from zero import ZeroOptimizer
 from zero.core.layout import JOINED_BYTES

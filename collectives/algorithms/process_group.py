@@ -20,6 +20,7 @@ from torch import Tensor
 from ..backend import OwnCollectives, Pending
 from ..messages import Chain, CollectiveError, PeerError, Tag, Work, as_bytes
 from ..transport import Transport
+from .ordered_sum import fold
 
 
 class _Running:
@@ -112,6 +113,100 @@ class CarrierCalls:
         moved = (t.world_size - 1) * width * buffer.itemsize
         t.count_payload(moved, moved)
         return work
+
+
+class AllToAll:
+    """Direct exchange by the backend's own all-to-all, and the sum in rank order.
+
+        rank 0 | x00 | x01 | x02 |   all-to-all    rank 0 | x00 | x10 | x20 |   sum    start + x00 + x10 + x20
+        rank 1 | x10 | x11 | x12 |      --->       rank 1 | x01 | x11 | x21 |   -->    start + x01 + x11 + x21
+        rank 2 | x20 | x21 | x22 |                 rank 2 | x02 | x12 | x22 |          start + x02 + x12 + x22
+
+    It is for NCCL, whose own sums have no fixed order. A rank sends (W - 1)/W of its contribution, as in a
+    reduce-scatter, and nothing is added on the way. Among GPUs of one host that costs no more than NCCL's own
+    reduce-scatter. Between hosts the latter sends less: it adds the contributions of a host before it sends.
+
+    The tensor's device decides what carries the bytes, in one process group: in "cpu:gloo,cuda:nccl", NCCL carries CUDA
+    tensors, and gloo the headers. This was run over gloo, never on NCCL.
+    """
+
+    name = "all_to_all"
+    exact = True
+
+    def __init__(self, transport: Transport) -> None:
+        """``transport``: over a torch.distributed process group of exactly its ranks."""
+        self.transport, self._calls = transport, CarrierCalls(transport, self.name)
+
+    def reduce_scatter(
+        self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
+    ) -> Work:
+        """See `collectives.Collective.reduce_scatter`. Receives W slices, one's own among them, into scratch memory."""
+        t = self.transport
+        sizes = [(high - low) * source.itemsize for low, high in itertools.pairwise(bounds)]
+        own, numel = sizes[t.rank], out.numel()
+        alone = t.world_size == 1
+        arrived = source if alone else t.scratch(t.world_size * numel, source.dtype, source.device)
+
+        def add() -> None:
+            parts = arrived.view(t.world_size, numel).unbind()
+            fold(parts if start is None else [start, *parts], out)
+
+        work = self._calls.start(
+            tag,
+            bounds,
+            source.dtype,
+            lambda carrier: carrier.all_to_all(as_bytes(arrived), as_bytes(source), [own] * t.world_size, sizes),
+            add,
+        )
+        t.count_payload(sum(sizes) - own, (t.world_size - 1) * own)
+        return work
+
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
+        """See `collectives.Collective.all_gather`."""
+        return self._calls.all_gather(buffer, bounds, tag)
+
+
+class Native:
+    """torch.distributed's own reduce-scatter and all-gather, padded to equal slices: the baseline, and what sends least
+    between hosts over NCCL.
+
+    The order of its sums is the backend's own. Payload is counted as a ring would send it, padding included.
+    """
+
+    name = "native"
+    exact = False
+
+    def __init__(self, transport: Transport) -> None:
+        """``transport``: over a process group of exactly its ranks."""
+        self.transport, self._calls = transport, CarrierCalls(transport, self.name)
+
+    def reduce_scatter(
+        self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
+    ) -> Work:
+        """See `collectives.Collective.reduce_scatter`; sums in ``source``'s dtype, in the backend's order."""
+        t = self.transport
+        width = max(high - low for low, high in itertools.pairwise(bounds))
+        padded = received = source
+        if t.world_size > 1:
+            padded = t.scratch(width * t.world_size, source.dtype, source.device).zero_()
+            for rank, (low, high) in enumerate(itertools.pairwise(bounds)):
+                padded[rank * width : rank * width + high - low].copy_(source[low:high])
+            received = t.scratch(width, source.dtype, source.device)
+
+        def add() -> None:
+            summed = received[: out.numel()]
+            fold([summed] if start is None else [start, summed], out)
+
+        work = self._calls.start(
+            tag, bounds, source.dtype, lambda carrier: carrier.reduce_scatter(received, padded), add
+        )
+        moved = (t.world_size - 1) * width * source.itemsize
+        t.count_payload(moved, moved)
+        return work
+
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
+        """See `collectives.Collective.all_gather`."""
+        return self._calls.all_gather(buffer, bounds, tag)
 
 
 def _lost(transport: Transport, tag: Tag, error: PeerError) -> PeerError:

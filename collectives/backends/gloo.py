@@ -1,4 +1,4 @@
-"""The library's one seam to torch.distributed: a carrier, and its own collectives as a baseline.
+"""The library's one seam to torch.distributed: a carrier.
 
 Knows: process groups, and that torch numbers ranks globally; only here do global ranks exist at all, and even here
 every call is made with ranks of the group. Does not know: buckets, optimizers.
@@ -6,11 +6,9 @@ every call is made with ranks of the group. Does not know: buckets, optimizers.
 
 from __future__ import annotations
 
-import itertools
 import os
 import weakref
 import zlib
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,9 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..algorithms.ordered_sum import fold
-from ..algorithms.process_group import CarrierCalls
-from ..messages import PeerError, Tag, Work
+from ..messages import PeerError
 from ..transport import Transport
 from .threads import solo
 
@@ -182,46 +178,3 @@ def _timeout(group: dist.ProcessGroup) -> float:
     except (AttributeError, RuntimeError):
         return DEFAULT_TIMEOUT
     return float(limit.total_seconds())
-
-
-class Native:
-    """torch.distributed's own reduce-scatter and all-gather, padded to equal slices: the baseline, and what sends least
-    between hosts over NCCL.
-
-    The order of its sums is the backend's own. Payload is counted as a ring would send it, padding included.
-    """
-
-    name = "native"
-    exact = False
-
-    def __init__(self, transport: Transport) -> None:
-        """``transport``: over a process group of exactly its ranks."""
-        self.transport, self._calls = transport, CarrierCalls(transport, self.name)
-
-    def reduce_scatter(
-        self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
-    ) -> Work:
-        """See `collectives.Collective.reduce_scatter`; sums in ``source``'s dtype, in the backend's order."""
-        t = self.transport
-        width = max(high - low for low, high in itertools.pairwise(bounds))
-        padded = received = source
-        if t.world_size > 1:
-            padded = t.scratch(width * t.world_size, source.dtype, source.device).zero_()
-            for rank, (low, high) in enumerate(itertools.pairwise(bounds)):
-                padded[rank * width : rank * width + high - low].copy_(source[low:high])
-            received = t.scratch(width, source.dtype, source.device)
-
-        def add() -> None:
-            summed = received[: out.numel()]
-            fold([summed] if start is None else [start, summed], out)
-
-        work = self._calls.start(
-            tag, bounds, source.dtype, lambda carrier: carrier.reduce_scatter(received, padded), add
-        )
-        moved = (t.world_size - 1) * width * source.itemsize
-        t.count_payload(moved, moved)
-        return work
-
-    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `collectives.Collective.all_gather`."""
-        return self._calls.all_gather(buffer, bounds, tag)
