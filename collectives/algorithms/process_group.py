@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,20 +49,54 @@ class _Running:
             raise
 
 
-class CarrierCalls:
-    """A carrier's own collectives, for the algorithm ``name``; a single rank needs none."""
+@dataclass(frozen=True)
+class _Exchange:
+    """How the contributions to this rank's slice get here. ``parts``: what is added up, in this order, when ``call`` is
+    done; ``sent`` and ``received``: bytes of payload."""
 
-    def __init__(self, transport: Transport, name: str) -> None:
-        self._transport, carrier = transport, transport.carrier
+    call: Callable[[OwnCollectives], Pending]
+    parts: Sequence[Tensor]
+    sent: int
+    received: int
+
+
+class CarrierCalls(ABC):
+    """An algorithm that is made of a carrier's own collectives; a single rank needs none."""
+
+    name: str
+    exact: bool
+
+    def __init__(self, transport: Transport) -> None:
+        """``transport``: over a torch.distributed process group of exactly its ranks."""
+        self.transport, carrier = transport, transport.carrier
         self._carrier: OwnCollectives | None = carrier if isinstance(carrier, OwnCollectives) else None
         if transport.world_size == 1:
             return
         if self._carrier is None:
-            raise CollectiveError(f"collective {name!r} needs a torch.distributed process group")
+            raise CollectiveError(f"collective {self.name!r} needs a torch.distributed process group")
         if transport.carried(range(transport.world_size)) != list(range(carrier.world_size)):
-            raise CollectiveError(f"collective {name!r} needs a process group of exactly these ranks, in their order")
+            raise CollectiveError(
+                f"collective {self.name!r} needs a process group of exactly these ranks, in their order"
+            )
 
-    def start(
+    @abstractmethod
+    def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
+        """What a reduce-scatter of ``source`` does where this rank's slice has ``numel`` elements."""
+
+    def reduce_scatter(
+        self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
+    ) -> Work:
+        """See `collectives.Collective.reduce_scatter`, and `_exchange` for the scratch memory."""
+        t, before = self.transport, [] if start is None else [start]
+        if t.world_size == 1:
+            return _Running(t, tag, None, lambda: fold([*before, source], out))
+        exchange = self._exchange(source, bounds, out.numel())
+        parts = [*before, *exchange.parts]
+        work = self._start(tag, bounds, source.dtype, exchange.call, lambda: fold(parts, out))
+        t.count_payload(exchange.sent, exchange.received)
+        return work
+
+    def _start(
         self,
         tag: Tag,
         bounds: Sequence[int],
@@ -70,9 +105,8 @@ class CarrierCalls:
         finish: Callable[[], None],
     ) -> Work:
         """Begin ``call`` when all ranks are here; ``finish`` runs when it is done. Nothing to move needs no call."""
-        t, carrier = self._transport, self._carrier
-        if t.world_size == 1 or carrier is None:
-            return _Running(t, tag, None, finish)
+        t, carrier = self.transport, self._carrier
+        assert carrier is not None
         agreed = zlib.crc32(repr((tag.digest, list(bounds), dtype)).encode())
         t.announce(replace(tag, digest=agreed)).wait()
         try:
@@ -84,10 +118,10 @@ class CarrierCalls:
             raise
         return _Running(t, tag, pending, finish)
 
-    def all_gather(self, buffer: Tensor, bounds: Sequence[int], tag: Tag) -> Work:
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. Equal slices arrive in their place; uneven ones are padded to the
         longest, in scratch memory as long as all of them, and counted so."""
-        t = self._transport
+        t = self.transport
         if t.world_size == 1:
             return Chain(())
         width = max(high - low for low, high in itertools.pairwise(bounds))
@@ -107,7 +141,7 @@ class CarrierCalls:
             for target, arrived in copies:
                 target.copy_(arrived)
 
-        work = self.start(
+        work = self._start(
             tag, bounds, buffer.dtype, lambda carrier: carrier.all_gather(as_bytes(padded), as_bytes(sent)), finish
         )
         moved = (t.world_size - 1) * width * buffer.itemsize
@@ -115,7 +149,7 @@ class CarrierCalls:
         return work
 
 
-class AllToAll:
+class AllToAll(CarrierCalls):
     """Direct exchange by the backend's own all-to-all, and the sum in rank order.
 
         rank 0 | x00 | x01 | x02 |   all-to-all    rank 0 | x00 | x10 | x20 |   sum    start + x00 + x10 + x20
@@ -133,40 +167,21 @@ class AllToAll:
     name = "all_to_all"
     exact = True
 
-    def __init__(self, transport: Transport) -> None:
-        """``transport``: over a torch.distributed process group of exactly its ranks."""
-        self.transport, self._calls = transport, CarrierCalls(transport, self.name)
-
-    def reduce_scatter(
-        self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
-    ) -> Work:
-        """See `collectives.Collective.reduce_scatter`. Receives W slices, one's own among them, into scratch memory."""
+    def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
+        """Receives W slices, one's own among them, into scratch memory."""
         t = self.transport
         sizes = [(high - low) * source.itemsize for low, high in itertools.pairwise(bounds)]
-        own, numel = sizes[t.rank], out.numel()
-        alone = t.world_size == 1
-        arrived = source if alone else t.scratch(t.world_size * numel, source.dtype, source.device)
+        own = sizes[t.rank]
+        arrived = t.scratch(t.world_size * numel, source.dtype, source.device)
 
-        def add() -> None:
-            parts = arrived.view(t.world_size, numel).unbind()
-            fold(parts if start is None else [start, *parts], out)
+        def call(carrier: OwnCollectives) -> Pending:
+            return carrier.all_to_all(as_bytes(arrived), as_bytes(source), [own] * t.world_size, sizes)
 
-        work = self._calls.start(
-            tag,
-            bounds,
-            source.dtype,
-            lambda carrier: carrier.all_to_all(as_bytes(arrived), as_bytes(source), [own] * t.world_size, sizes),
-            add,
-        )
-        t.count_payload(sum(sizes) - own, (t.world_size - 1) * own)
-        return work
-
-    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `collectives.Collective.all_gather`."""
-        return self._calls.all_gather(buffer, bounds, tag)
+        parts = arrived.view(t.world_size, numel).unbind()
+        return _Exchange(call, parts, sum(sizes) - own, (t.world_size - 1) * own)
 
 
-class Native:
+class Native(CarrierCalls):
     """torch.distributed's own reduce-scatter and all-gather, padded to equal slices: the baseline, and what sends least
     between hosts over NCCL.
 
@@ -176,37 +191,16 @@ class Native:
     name = "native"
     exact = False
 
-    def __init__(self, transport: Transport) -> None:
-        """``transport``: over a process group of exactly its ranks."""
-        self.transport, self._calls = transport, CarrierCalls(transport, self.name)
-
-    def reduce_scatter(
-        self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
-    ) -> Work:
-        """See `collectives.Collective.reduce_scatter`; sums in ``source``'s dtype, in the backend's order."""
+    def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
+        """Sums in ``source``'s dtype. Its slices, padded to the longest, and the sum of one are in scratch memory."""
         t = self.transport
         width = max(high - low for low, high in itertools.pairwise(bounds))
-        padded = received = source
-        if t.world_size > 1:
-            padded = t.scratch(width * t.world_size, source.dtype, source.device).zero_()
-            for rank, (low, high) in enumerate(itertools.pairwise(bounds)):
-                padded[rank * width : rank * width + high - low].copy_(source[low:high])
-            received = t.scratch(width, source.dtype, source.device)
-
-        def add() -> None:
-            summed = received[: out.numel()]
-            fold([summed] if start is None else [start, summed], out)
-
-        work = self._calls.start(
-            tag, bounds, source.dtype, lambda carrier: carrier.reduce_scatter(received, padded), add
-        )
+        padded = t.scratch(width * t.world_size, source.dtype, source.device).zero_()
+        for rank, (low, high) in enumerate(itertools.pairwise(bounds)):
+            padded[rank * width : rank * width + high - low].copy_(source[low:high])
+        summed = t.scratch(width, source.dtype, source.device)
         moved = (t.world_size - 1) * width * source.itemsize
-        t.count_payload(moved, moved)
-        return work
-
-    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `collectives.Collective.all_gather`."""
-        return self._calls.all_gather(buffer, bounds, tag)
+        return _Exchange(lambda carrier: carrier.reduce_scatter(summed, padded), [summed[:numel]], moved, moved)
 
 
 def _lost(transport: Transport, tag: Tag, error: PeerError) -> PeerError:
