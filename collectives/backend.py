@@ -1,6 +1,6 @@
-"""What moves bytes between ranks, as transports see it: protocols, and the short way over a carrier without one.
+"""What moves bytes between ranks, as transports see it: protocols, and the short way over a backend without one.
 
-Knows: ranks and slots of a carrier. Does not know: headers, or what is sent.
+Knows: ranks and slots of a backend. Does not know: headers, or what is sent.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor, UntypedStorage
 
 
 class Pending(Protocol):
-    """A transfer of a carrier under way."""
+    """A transfer of a backend under way."""
 
     def wait(self, timeout: float) -> None:
         """Return when the tensor may be used again; raise `PeerError` where that cannot happen any more."""
 
 
-class Carrier(Protocol):
+class Backend(Protocol):
     """Moves bytes between two ranks, in order for each (pair, slot). Tensors are 1-D, contiguous, uint8, not empty."""
 
     name: str
@@ -41,13 +41,13 @@ class PendingBytes(Protocol):
 
 @runtime_checkable
 class ByteCarrier(Protocol):
-    """A carrier with a short way for a few bytes, as headers are."""
+    """A backend with a short way for a few bytes, as headers are."""
 
     def posts(self, source: int) -> bool:
         """True where receives from a rank should be posted before it sends, as over a network."""
 
     def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> Pending:
-        """``patience``: seconds for which a peer may read nothing, so that there is no room for these; the carrier's
+        """``patience``: seconds for which a peer may read nothing, so that there is no room for these; the backend's
         time limit where None."""
 
     def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes: ...
@@ -90,7 +90,7 @@ class Region(Protocol):
 
 @runtime_checkable
 class CommonMemory(Protocol):
-    """A carrier whose ranks, or those of a host, can have memory in common."""
+    """A backend whose ranks, or those of a host, can have memory in common."""
 
     def are_here(self, ranks: Sequence[int]) -> bool:
         """True where all of these ranks share this host."""
@@ -102,13 +102,13 @@ class CommonMemory(Protocol):
 
 @runtime_checkable
 class OwnCollectives(Protocol):
-    """A carrier with collectives of its own, among all of its ranks, which begin them in the same order.
+    """A backend with collectives of its own, among all of its ranks, which begin them in the same order.
 
     Tensors are 1-D and contiguous, and stay as they are until the wait. The sizes that a rank expects are those that
     the others send; nothing tells where they are not, so the ranks must have agreed before.
     """
 
-    def backend(self, device: torch.device) -> str:
+    def device_backend(self, device: torch.device) -> str:
         """What moves tensors of this device in these collectives; empty where nothing does."""
 
     def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> Pending:
@@ -122,21 +122,21 @@ class OwnCollectives(Protocol):
 
 
 class ByTensors:
-    """The short way for a few bytes over a carrier that knows tensors alone."""
+    """The short way for a few bytes over a backend that knows tensors alone."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
 
     def posts(self, source: int) -> bool:
         return True
 
     def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> Pending:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return self._carrier.send(tensor, to, slot)
+        return self._backend.send(tensor, to, slot)
 
     def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes:
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return _BytesOfTensor(buffer, self._carrier.recv(buffer, source, slot))
+        return _BytesOfTensor(buffer, self._backend.recv(buffer, source, slot))
 
 
 class _BytesOfTensor:

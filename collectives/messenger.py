@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .backend import Carrier, Pending, PendingBytes
+from .backend import Backend, Pending, PendingBytes
 from .messages import Kind, Tag, is_abort, place_of
 from .peer_links import ANSWER_LANE, GAVE_UP, HERE_LANE, PAYLOAD_LANE, Expected, Line
 
@@ -36,9 +36,9 @@ MOST_SETTLED = 256  # answers that are not waited for; of more, the oldest have 
 class Channel(Line):
     """The messages of one transport."""
 
-    def __init__(self, carrier: Carrier, ranks: Sequence[int], number: int, like: Channel | None = None) -> None:
+    def __init__(self, backend: Backend, ranks: Sequence[int], number: int, like: Channel | None = None) -> None:
         """See `Line`."""
-        super().__init__(carrier, ranks, number, like)
+        super().__init__(backend, ranks, number, like)
         self.settled: list[Send] = []  # sends that nobody need wait for
         self._packed: tuple[Tag | None, int, bytes] = (None, 0, b"")
         self._unasked: deque[Recv] = deque()  # parts behind first ones
@@ -126,7 +126,7 @@ class Channel(Line):
             if much:
                 work.pendings.append(self.send_header(self.packed(tag, work.size), to))
             for part in parts:
-                work.pendings.append(self.carrier.send(part, rank, self.slot(PAYLOAD_LANE)))
+                work.pendings.append(self.backend.send(part, rank, self.slot(PAYLOAD_LANE)))
                 if far:
                     work.pendings.append(self.bytes.send_bytes(HERE, rank, self.slot(HERE_LANE)))
                 self.ask_rest()
@@ -168,7 +168,7 @@ class Channel(Line):
         source, tag = work.expected.source, work.expected.tag
         try:
             if work.part is not None and work.payload is None:
-                work.payload = self.carrier.recv(work.part, self.ranks[source], self.slot(PAYLOAD_LANE))
+                work.payload = self.backend.recv(work.part, self.ranks[source], self.slot(PAYLOAD_LANE))
             if work.here is None and work.expected.size > SMALL and self.streams[source].distant:
                 work.here = self.bytes.recv_bytes(1, self.ranks[source], self.slot(HERE_LANE))
         except BaseException as error:
@@ -250,7 +250,7 @@ def _size(parts: Sequence[Tensor]) -> int:
 
 
 class Send:
-    """A message under way. The channel holds it until it was waited for: a carrier may drop what nobody holds."""
+    """A message under way. The channel holds it until it was waited for: a backend may drop what nobody holds."""
 
     def __init__(self, channel: Channel, to: int, tag: Tag, size: int, pendings: Sequence[Pending] = ()) -> None:
         self._channel, self._to, self._tag, self.size = channel, to, tag, size

@@ -8,13 +8,13 @@
     lane 5   "a part of it has left", behind each part
 
 Each is first-in-first-out for a pair of ranks. A rank that fails says so on all of them, so whoever waits for it learns
-at once why nothing will come, and the carrier itself stays whole for its user. Over a network nothing leaves before its
+at once why nothing will come, and the backend itself stays whole for its user. Over a network nothing leaves before its
 receiver has asked for it: so why a rank failed is asked for from the start, and is heard when that rank is gone.
 
 A process that is forked from a rank inherits its sockets, and memory that peers read: what it sent, read or wrote would
 be taken for the rank's. So a line works in the process that made it, and nowhere else.
 
-Knows: one carrier, the ranks of one group, and what a header says of a failure. Does not know: which message follows
+Knows: one backend, the ranks of one group, and what a header says of a failure. Does not know: which message follows
 which (`channel`).
 """
 
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .backend import ByteCarrier, ByTensors, Carrier, Memory, Pending, PendingBytes
+from .backend import Backend, ByteCarrier, ByTensors, Memory, Pending, PendingBytes
 from .messages import (
     HEADER_BYTES,
     WORDS_BYTES,
@@ -93,16 +93,16 @@ class Expected:
 
 
 class Line:
-    """What connects the ranks of one transport. Ranks are those of the group; ``ranks`` says what the carrier calls
+    """What connects the ranks of one transport. Ranks are those of the group; ``ranks`` says what the backend calls
     them."""
 
-    def __init__(self, carrier: Carrier, ranks: Sequence[int], number: int, like: Line | None = None) -> None:
-        """``number``: keeps lines of one carrier apart. ``like``: the line of the same ranks with which this one is
+    def __init__(self, backend: Backend, ranks: Sequence[int], number: int, like: Line | None = None) -> None:
+        """``number``: keeps lines of one backend apart. ``like``: the line of the same ranks with which this one is
         counted, and fails."""
-        self.carrier, self.ranks, self.number = carrier, tuple(ranks), number
-        self.bytes: ByteCarrier = carrier if isinstance(carrier, ByteCarrier) else ByTensors(carrier)
-        self.memory: Memory | None = carrier if isinstance(carrier, Memory) else None
-        self.rank, self.timeout = self.ranks.index(carrier.rank), carrier.timeout
+        self.backend, self.ranks, self.number = backend, tuple(ranks), number
+        self.bytes: ByteCarrier = backend if isinstance(backend, ByteCarrier) else ByTensors(backend)
+        self.memory: Memory | None = backend if isinstance(backend, Memory) else None
+        self.rank, self.timeout = self.ranks.index(backend.rank), backend.timeout
         self.called: tuple[int, ...] = tuple(range(len(self.ranks))) if like is None else like.called
         self._header_slot = self.slot(HEADER_LANE)
         self.peers = [(self.rank + i) % len(ranks) for i in range(1, len(ranks))]
@@ -113,7 +113,7 @@ class Line:
         self._process = os.getpid()
         self.unsent: dict[int, object] = {}  # sends that nobody has waited for yet
         # A rank of this host may itself wait for one of another, and is to say so before it is given up.
-        distant = [self.bytes.posts(carried) for carried in self.ranks]
+        distant = [self.bytes.posts(backend_ranks) for backend_ranks in self.ranks]
         near = self.timeout + GRACE if any(distant) else self.timeout
         self.streams = [Stream(far, self.timeout if far else near) for far in distant]
         for peer in self.peers:

@@ -29,10 +29,10 @@ from .algorithms.pairwise import Pairwise
 from .algorithms.process_group import AllToAll, Native
 from .algorithms.shared import Shared
 from .backend import OwnCollectives
-from .backends.hybrid import RoutedCarrier
+from .backends.hybrid import HybridBackend
 from .backends.rendezvous import Card, Door, exchange_cards, join
-from .backends.shared_memory import HostCarrier
-from .backends.threads import LoopbackCarrier
+from .backends.shared_memory import SharedMemoryBackend
+from .backends.threads import ThreadBackend
 from .messages import CollectiveError, Kind, Tag
 from .transport import Transport
 
@@ -44,7 +44,7 @@ class Neighbours:
     """The hosts of a group, and this rank's connections to the ranks of its own."""
 
     hosts: tuple[tuple[int, ...], ...]  # ranks by host, in the order of each host's first rank
-    local: HostCarrier | None  # among the ranks of this host; None where they cannot share memory
+    local: SharedMemoryBackend | None  # among the ranks of this host; None where they cannot share memory
     problem: str  # why some host's ranks cannot; empty where all can; the same on every rank
 
     def among(self, ranks: Sequence[int]) -> list[list[int]]:
@@ -60,13 +60,13 @@ def meet_neighbours(transport: Transport) -> Neighbours:
         cards = exchange_cards(transport, door)
         hosts = _hosts(cards)
         mine = next(ranks for ranks in hosts if transport.rank in ranks)
-        carrier = join(transport.split(mine), door, [cards[rank] for rank in mine])
+        backend = join(transport.split(mine), door, [cards[rank] for rank in mine])
     finally:
         door.close()
-    problem = carrier if isinstance(carrier, str) else ""
+    problem = backend if isinstance(backend, str) else ""
     told = transport.exchange(problem.encode(), Tag(Kind.EXCHANGE, "who shares memory"))
     problem = next((text.decode(errors="replace") for text in told if text), "")
-    local = None if isinstance(carrier, str) or problem else carrier
+    local = None if isinstance(backend, str) or problem else backend
     return Neighbours(hosts, local, problem)
 
 
@@ -79,18 +79,18 @@ def _hosts(cards: Sequence[Card]) -> tuple[tuple[int, ...], ...]:
 
 
 def _near(transport: Transport, neighbours: Neighbours) -> Transport:
-    """The same group, through shared memory where ranks share a host and can; over its carrier else."""
+    """The same group, through shared memory where ranks share a host and can; over its backend else."""
     if neighbours.local is None:
         return transport
     if len(neighbours.hosts) == 1:
         return Transport(neighbours.local)
     mine = next(ranks for ranks in neighbours.hosts if transport.rank in ranks)
-    return transport.over(RoutedCarrier(transport.carrier, neighbours.local, transport.carried(mine)))
+    return transport.over(HybridBackend(transport.backend, neighbours.local, transport.backend_ranks(mine)))
 
 
 def shared(transport: Transport) -> Collective:
     """`Shared` among ranks of one host; `CollectiveError` where they are not, or cannot share memory. Collective."""
-    if isinstance(transport.carrier, LoopbackCarrier):
+    if isinstance(transport.backend, ThreadBackend):
         return Shared(transport)
     neighbours = meet_neighbours(transport)
     _check_shared(neighbours, [range(transport.world_size)])
@@ -107,7 +107,7 @@ def _check_shared(neighbours: Neighbours, groups: Sequence[Sequence[int]]) -> No
 def hierarchical(transport: Transport) -> Collective:
     """`Hierarchical` among the hosts of the ranks; `CollectiveError` where ranks of a host cannot share memory.
     Collective."""
-    if isinstance(transport.carrier, LoopbackCarrier):
+    if isinstance(transport.backend, ThreadBackend):
         return Hierarchical(transport, [range(transport.world_size)])
     neighbours = meet_neighbours(transport)
     _check_hierarchical(neighbours)
@@ -138,7 +138,7 @@ def choose(transport: Transport, device: torch.device = CPU) -> Choice:
     where most tensors are that it will move."""
     if transport.world_size == 1:
         return Choice(Pairwise(transport), "one rank sends nothing")
-    if isinstance(transport.carrier, LoopbackCarrier):
+    if isinstance(transport.backend, ThreadBackend):
         return Choice(Pairwise(transport), "the ranks are threads")
     if _all_have_nccl(transport, device):
         return _by_nccl(transport)
@@ -176,7 +176,7 @@ def replicate(
 
     if not isinstance(algorithm, str):
         return choice(transport, algorithm, "asked for")
-    if isinstance(transport.carrier, LoopbackCarrier):
+    if isinstance(transport.backend, ThreadBackend):
         builds: dict[str, Callable[[Transport], Collective]] = {
             "auto": Pairwise,
             "shared": Shared,
@@ -207,9 +207,9 @@ def _on_one_host(transport: Transport) -> Collective:
 
 def _all_have_nccl(transport: Transport, device: torch.device) -> bool:
     """True where NCCL moves the tensors of every rank, which is asked: ranks must choose alike. Collective."""
-    carrier = transport.carrier
-    backend = carrier.backend(device) if isinstance(carrier, OwnCollectives) else ""
-    told = transport.exchange(backend.encode(), Tag(Kind.EXCHANGE, "telling what moves a device's tensors"))
+    backend = transport.backend
+    device_backend = backend.device_backend(device) if isinstance(backend, OwnCollectives) else ""
+    told = transport.exchange(device_backend.encode(), Tag(Kind.EXCHANGE, "telling what moves a device's tensors"))
     return all(name == b"nccl" for name in told)
 
 

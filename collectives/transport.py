@@ -1,6 +1,6 @@
 """What a group's ranks say to each other: tagged messages, memory, meetings, and the group's parts.
 
-Knows: ranks of the group, which are numbered from 0 in it. Does not know: what carries the bytes (a `Carrier`: threads
+Knows: ranks of the group, which are numbered from 0 in it. Does not know: what carries the bytes (a `Backend`: threads
 in `loopback`, torch.distributed in `native`, this host's sockets and memory in `host`), algorithms, or optimizers.
 """
 
@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, UntypedStorage
 
-from .backend import Carrier, CommonMemory, Memory, Region
+from .backend import Backend, CommonMemory, Memory, Region
 from .exposed_buffers import Borrowed, Lent
 from .messages import Chain, Kind, Tag, Traffic, Work, as_bytes, describe
 from .messenger import Channel, Send, Settled
@@ -28,21 +28,21 @@ GRAIN = 64  # elements that a kernel takes at once, at most: a cut leaves it no 
 
 
 class Transport:
-    """Tagged messages among the ranks of a group, over a carrier. Ranks here are always ranks of the group."""
+    """Tagged messages among the ranks of a group, over a backend. Ranks here are always ranks of the group."""
 
     def __init__(
-        self, carrier: Carrier, ranks: Sequence[int] | None = None, channel: int = 0, like: Transport | None = None
+        self, backend: Backend, ranks: Sequence[int] | None = None, channel: int = 0, like: Transport | None = None
     ) -> None:
-        """``ranks``: the carrier's ranks that form the group, in group order (default: all). ``like``: the transport
+        """``ranks``: the backend's ranks that form the group, in group order (default: all). ``like``: the transport
         with which this one is counted, fails and shares its scratch memory."""
-        ranks = tuple(range(carrier.world_size) if ranks is None else ranks)
-        if carrier.rank not in ranks:
-            raise ValueError(f"rank {carrier.rank} is not one of the group's ranks {list(ranks)}")
-        self.carrier = carrier
-        self._channel: Channel = Channel(carrier, ranks, channel, None if like is None else like._channel)
+        ranks = tuple(range(backend.world_size) if ranks is None else ranks)
+        if backend.rank not in ranks:
+            raise ValueError(f"rank {backend.rank} is not one of the group's ranks {list(ranks)}")
+        self.backend = backend
+        self._channel: Channel = Channel(backend, ranks, channel, None if like is None else like._channel)
         self.rank = self._channel.rank
         self.world_size = len(ranks)
-        self.timeout, self.name = carrier.timeout, carrier.name
+        self.timeout, self.name = backend.timeout, backend.name
         self._may_have_common = True
         self.memory: Memory | None = self._channel.memory
         self._allocate = partial(_allocate, self.memory)  # which holds nothing that holds this
@@ -75,20 +75,20 @@ class Transport:
     @property
     def has_common(self) -> bool:
         """True where all ranks share a host, so that `common` gives memory as long as there is any."""
-        if not self._may_have_common or not isinstance(self.carrier, CommonMemory):
+        if not self._may_have_common or not isinstance(self.backend, CommonMemory):
             return False
-        return self.carrier.are_here(self._channel.ranks)
+        return self.backend.are_here(self._channel.ranks)
 
     def common(self, sizes: Sequence[int]) -> Sequence[Region] | None:
         """Memory of these bytes that is the same for all ranks; None where they do not share a host, or there is none.
         Collective."""
         self.check()
-        if not self.has_common or not isinstance(self.carrier, CommonMemory) or not sum(sizes):
+        if not self.has_common or not isinstance(self.backend, CommonMemory) or not sum(sizes):
             return None
         tag = Tag(Kind.EXCHANGE, "making memory for all ranks")
         self.exchange(b"", tag)  # who failed, or is elsewhere, says so here: a rank that waits for memory hears nothing
         try:
-            regions = self.carrier.common(sizes, self._channel.ranks)
+            regions = self.backend.common(sizes, self._channel.ranks)
         except BaseException as error:
             raise self._channel.cut_off(error, 0, tag) from error
         problems = self.exchange(b"" if regions is not None else b"none", tag)
@@ -105,8 +105,8 @@ class Transport:
     def split(self, ranks: Sequence[int], channel: int = 0, *, may_have_common: bool = True) -> Transport:
         """The part of this group that ``ranks`` name, in that order. Called by these ranks; nothing is sent.
         ``may_have_common``: False where some other part has no memory in common, and all are to be alike."""
-        carried = self.carried(ranks)
-        part = Transport(self.carrier, carried, self._derived(carried, channel))
+        backend_ranks = self.backend_ranks(ranks)
+        part = Transport(self.backend, backend_ranks, self._derived(backend_ranks, channel))
         part._may_have_common = may_have_common
         return part
 
@@ -115,23 +115,23 @@ class Transport:
         call its ranks what they are called here. ``ranks``: these, in its order."""
         self._channel.adopt(part._channel, ranks)
 
-    def over(self, carrier: Carrier) -> Transport:
-        """The same group over another carrier with the same ranks; this transport is not to be used any more."""
+    def over(self, backend: Backend) -> Transport:
+        """The same group over another backend with the same ranks; this transport is not to be used any more."""
         ranks = self._channel.ranks  # a channel of its own: this one has asked for messages that it will not read
-        return Transport(carrier, ranks, self._derived(ranks, -1))
+        return Transport(backend, ranks, self._derived(ranks, -1))
 
-    def carried(self, ranks: Sequence[int]) -> list[int]:
-        """What the carrier calls these ranks."""
+    def backend_ranks(self, ranks: Sequence[int]) -> list[int]:
+        """What the backend calls these ranks."""
         return [self._channel.ranks[rank] for rank in ranks]
 
     def sibling(self, channel: int) -> Transport:
         """The same ranks with messages of their own, counted here and failing together. Called by all; nothing is
         sent."""
         ranks = self._channel.ranks
-        return Transport(self.carrier, ranks, self._derived(ranks, channel), like=self)
+        return Transport(self.backend, ranks, self._derived(ranks, channel), like=self)
 
-    def _derived(self, carried: Sequence[int], channel: int) -> int:
-        name = ",".join(map(str, (self._channel.number, channel, *carried)))
+    def _derived(self, backend_ranks: Sequence[int], channel: int) -> int:
+        name = ",".join(map(str, (self._channel.number, channel, *backend_ranks)))
         return zlib.crc32(name.encode()) & 0xFFFFFF
 
     def fork(self) -> Transport:
@@ -139,7 +139,7 @@ class Transport:
         tag = Tag(Kind.EXCHANGE, "opening a channel")
         channel = int.from_bytes(os.urandom(3), "little")
         first = self.exchange(channel.to_bytes(4, "little"), tag)[0]
-        return Transport(self.carrier, self._channel.ranks, int.from_bytes(first, "little"))
+        return Transport(self.backend, self._channel.ranks, int.from_bytes(first, "little"))
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class Transport:
 
     def abort(self, reason: str) -> list[int]:
         """Tell every other rank that this one failed, and return those that could not be told. The transport is of no
-        use afterwards; the carrier is."""
+        use afterwards; the backend is."""
         LOG.debug("%s: aborts: %s", self.called, reason)
         return self._channel.abort(reason)
 

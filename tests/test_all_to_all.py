@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from collectives import ALGORITHMS, AllToAll, CollectiveError, Kind, Loopback, MismatchError, PeerError, Tag
 from collectives.algorithms.process_group import Native
-from collectives.backends.gloo import ProcessGroupCarrier, connect
+from collectives.backends.gloo import GlooBackend, connect
 from collectives.topology import choose
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import device_of
@@ -135,7 +135,7 @@ def test_training_by_all_to_all_gives_the_bits_of_the_plain_loop(gloo: GlooPool,
 
 def told_of_nccl(patch: pytest.MonkeyPatch) -> None:
     """Let every process group have NCCL for CUDA, which tensors of the CPU then take for gloo."""
-    patch.setattr(ProcessGroupCarrier, "backend", lambda _, device: {"cuda": "nccl", "cpu": "gloo"}[device.type])
+    patch.setattr(GlooBackend, "device_backend", lambda _, device: {"cuda": "nccl", "cpu": "gloo"}[device.type])
 
 
 def chosen(group: dist.ProcessGroup, rank: int, hosts: list[int], devices: list[str], nccl: bool) -> tuple[str, str]:
@@ -213,11 +213,11 @@ def test_what_is_chosen_is_told_where_the_parameters_are() -> None:
 
 
 def table(group: dist.ProcessGroup, rank: int) -> list[tuple[str, str, str]]:
-    both = dist.new_group(range(SIZE), backend="cpu:gloo,cuda:fake")
+    both = dist.new_group(range(SIZE), device_backend="cpu:gloo,cuda:fake")
     assert works(AllToAll(connect(both))) == "all_to_all"
     kinds = ("cpu", "cuda", "xpu")
     return [
-        tuple(ProcessGroupCarrier(each, 5.0).backend(torch.device(kind)) for kind in kinds) for each in (group, both)
+        tuple(GlooBackend(each, 5.0).device_backend(torch.device(kind)) for kind in kinds) for each in (group, both)
     ]
 
 

@@ -171,13 +171,13 @@ def test_the_arenas_of_all_ranks_of_a_large_host_find_room_in_every_rank(monkeyp
 
 
 def test_nothing_takes_no_memory() -> None:
-    (carrier,) = mesh(1)
-    transport = Transport(carrier)
+    (backend,) = mesh(1)
+    transport = Transport(backend)
     for make in (transport.empty, transport.scratch):
         empty = make(0, torch.bfloat16, CPU)
         assert (empty.shape, empty.dtype) == ((0,), torch.bfloat16)
         assert transport.reaches(empty)
-    assert pages_of(carrier._arena.fd) == 0
+    assert pages_of(backend._arena.fd) == 0
 
 
 def test_a_pool_of_shared_memory_gives_back_what_it_drops() -> None:
@@ -204,7 +204,7 @@ def test_an_address_space_that_is_too_small_is_an_error(monkeypatch: pytest.Monk
 
 def test_memory_of_another_arena_is_copied_to_where_peers_can_read_it() -> None:
     def program(_: Transport) -> tuple[list[float], bool]:
-        first, second = (Transport(carrier) for carrier in mesh(2))
+        first, second = (Transport(backend) for backend in mesh(2))
         theirs = second.scratch(5, torch.float32, CPU).fill_(2.0)
         copied = first.within_reach(theirs)
         return copied.tolist(), first.reaches(theirs) or not first.reaches(copied)

@@ -54,11 +54,11 @@ def test_half_a_sum_is_no_sum_on_any_rank(error: type[BaseException], monkeypatc
         assert f"rank {rank}, while adding up: {error.__name__}: in the middle" in message
 
 
-def test_a_carrier_never_cuts_a_message_to_fit() -> None:
+def test_a_backend_never_cuts_a_message_to_fit() -> None:
     def program(transport: Transport) -> None:
         tensor = torch.zeros(3 + transport.rank, dtype=torch.uint8)
-        carrier = transport.carrier
-        side = carrier.recv(tensor, 0, 0) if transport.rank else carrier.send(tensor, 1, 0)
+        backend = transport.backend
+        side = backend.recv(tensor, 0, 0) if transport.rank else backend.send(tensor, 1, 0)
         with pytest.raises(PeerError, match="3 bytes came where 4 fit"):
             side.wait(5)
 

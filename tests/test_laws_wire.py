@@ -1,6 +1,6 @@
 """Laws about what travels: in which order, how much of it at once, and what must not be seen in it.
 
-`Spy` stands between a transport and its carrier and sees every message as it leaves a rank.
+`Spy` stands between a transport and its backend and sees every message as it leaves a rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Kind, Loopback, Pairwise, Tag, Transport, Work, on_threads
-from collectives.backend import Carrier, Pending
+from collectives.backend import Backend, Pending
 from collectives.backends.threads import Interference
 from collectives.messages import HEADER_BYTES
 from zero import ZeroOptimizer
@@ -240,22 +240,22 @@ class Message:
 
 
 class Spy:
-    """A carrier that writes down what leaves this rank through channels that were opened (not the opening itself,
+    """A backend that writes down what leaves this rank through channels that were opened (not the opening itself,
     which draws a number by chance)."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier, self.messages = carrier, list[Message]()
-        self.name, self.timeout = self._carrier.name, self._carrier.timeout
-        self.rank, self.world_size = self._carrier.rank, self._carrier.world_size
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self.messages = backend, list[Message]()
+        self.name, self.timeout = self._backend.name, self._backend.timeout
+        self.rank, self.world_size = self._backend.rank, self._backend.world_size
 
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
         if slot >= LANES:
             digest = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
             self.messages.append(Message(to, slot % LANES, tensor.numel(), digest))
-        return self._carrier.send(tensor, to, slot)
+        return self._backend.send(tensor, to, slot)
 
     def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
-        return self._carrier.recv(tensor, source, slot)
+        return self._backend.recv(tensor, source, slot)
 
 
 def wire(stage: int) -> tuple[list[list[Message]], list[Any]]:
@@ -263,7 +263,7 @@ def wire(stage: int) -> tuple[list[list[Message]], list[Any]]:
     models = [build(rank) for rank in range(2)]
 
     def program(transport: Transport) -> tuple[list[Message], Any]:
-        spy, model, norms = Spy(transport.carrier), models[transport.rank], list[Tensor]()
+        spy, model, norms = Spy(transport.backend), models[transport.rank], list[Tensor]()
         given = {**ARGUMENTS, "collective": "pairwise"}
         optimizer = ZeroOptimizer(model, stage=stage, process_group=Transport(spy), **given)
         for step in range(2):
@@ -306,7 +306,7 @@ def test_the_wire_knows_neither_hashes_of_strings_nor_addresses() -> None:
 
 
 @ALL_STAGES
-def test_traffic_is_what_the_carrier_carried(stage: int) -> None:
+def test_traffic_is_what_the_backend_sent(stage: int) -> None:
     """Headers and control bytes included, and what one sends another receives."""
     sent, traffic = wire(stage)
     for messages, counted in zip(sent, traffic, strict=True):

@@ -22,7 +22,7 @@ from collectives import Collective, CollectiveError, Kind, Tag, Transport, topol
 from collectives.backends import rendezvous
 from collectives.backends.arena import Arena, Window
 from collectives.backends.rendezvous import Card, Door, exchange_cards, join
-from collectives.backends.shared_memory import HostCarrier
+from collectives.backends.shared_memory import SharedMemoryBackend
 from collectives.topology import choose, hierarchical, shared
 
 from .descriptors import opened
@@ -206,9 +206,9 @@ def test_a_stranger_is_turned_away_and_the_ranks_connect() -> None:
             ]
             strangers = [knock(door.card, data, files) for data, files in attempts]
         transport.exchange(b"", Tag(Kind.EXCHANGE, "strangers first"))
-        carrier = join(transport, door, cards)
+        backend = join(transport, door, cards)
         os.close(empty)
-        assert isinstance(carrier, HostCarrier), carrier
+        assert isinstance(backend, SharedMemoryBackend), backend
         answers = []
         for stranger in strangers:
             try:
@@ -216,7 +216,7 @@ def test_a_stranger_is_turned_away_and_the_ranks_connect() -> None:
             except ConnectionResetError:
                 answers.append((b"", []))
             stranger.close()
-        return works(shared(Transport(carrier))), answers
+        return works(shared(Transport(backend))), answers
 
     (_, none), (name, answers) = on_wires(2, program)
     assert (none, name) == ([], "shared")
@@ -266,9 +266,9 @@ def test_the_door_is_shut_when_all_are_in_and_nothing_is_left_of_a_group() -> No
     def program(transport: Transport) -> tuple[str, bool, bool]:
         door = Door(transport.world_size)
         listened = listening(door.card.address)
-        carrier = join(transport, door, exchange_cards(transport, door))
-        assert isinstance(carrier, HostCarrier)
-        works(shared(Transport(carrier)))
+        backend = join(transport, door, exchange_cards(transport, door))
+        assert isinstance(backend, SharedMemoryBackend)
+        works(shared(Transport(backend)))
         return door.card.address, listened, listening(door.card.address)
 
     for world_size in (1, 2, 5):

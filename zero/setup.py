@@ -353,8 +353,8 @@ def _transport(process_group: ProcessGroup | Transport | None) -> Transport:
 def backend_of(process_group: ProcessGroup | Transport | None, device: torch.device) -> str:
     """The name of what moves a device's tensors in a group; empty where nothing does."""
     if isinstance(process_group, Transport):
-        carrier = process_group.carrier
-        return carrier.backend(device) if isinstance(carrier, OwnCollectives) else ""
+        backend = process_group.backend
+        return backend.device_backend(device) if isinstance(backend, OwnCollectives) else ""
     from collectives.backends.gloo import backend_of
 
     return backend_of(process_group, device)

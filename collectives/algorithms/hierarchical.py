@@ -40,7 +40,7 @@ class Hierarchical:
     exact = True
 
     def __init__(self, transport: Transport, hosts: Sequence[Sequence[int]]) -> None:
-        """``transport``: over a carrier whose ranks see the memory of the ranks of their own host."""
+        """``transport``: over a backend whose ranks see the memory of the ranks of their own host."""
         self.transport = transport
         self.hosts = Hosts(hosts)
         # What passes through a rank leaves it when somebody waits, perhaps after later collectives were launched: so it

@@ -1,10 +1,10 @@
-"""Algorithms that are made of the carrier's own collectives: how one is entered, waited for, and ended by a failure.
+"""Algorithms that are made of the backend's own collectives: how one is entered, waited for, and ended by a failure.
 
 Such a collective has no headers: ranks that entered different ones would mix their bytes, or wait for each other until
 the time limit. So each rank first says to all others what it enters, cut where, in which dtype, by headers of the
-transport, and begins when it has read the same of all. That also keeps the order in which the carrier wants them.
+transport, and begins when it has read the same of all. That also keeps the order in which the backend wants them.
 
-Knows: tags, and collectives of a carrier. Does not know: what an algorithm makes of them, or what the carrier is.
+Knows: tags, and collectives of a backend. Does not know: what an algorithm makes of them, or what the backend is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .ordered_sum import fold
 
 
 class _Running:
-    """A collective of the carrier, and what is left to do when its bytes are here."""
+    """A collective of the backend, and what is left to do when its bytes are here."""
 
     def __init__(self, transport: Transport, tag: Tag, pending: Pending | None, finish: Callable[[], None]) -> None:
         self._transport, self._tag, self._pending = transport, tag, pending
@@ -60,21 +60,21 @@ class _Exchange:
     received: int
 
 
-class CarrierCalls(ABC):
-    """An algorithm that is made of a carrier's own collectives; a single rank needs none."""
+class ProcessGroupAlgorithm(ABC):
+    """An algorithm that is made of a backend's own collectives; a single rank needs none."""
 
     name: str
     exact: bool
 
     def __init__(self, transport: Transport) -> None:
         """``transport``: over a torch.distributed process group of exactly its ranks."""
-        self.transport, carrier = transport, transport.carrier
-        self._carrier: OwnCollectives | None = carrier if isinstance(carrier, OwnCollectives) else None
+        self.transport, backend = transport, transport.backend
+        self._backend: OwnCollectives | None = backend if isinstance(backend, OwnCollectives) else None
         if transport.world_size == 1:
             return
-        if self._carrier is None:
+        if self._backend is None:
             raise CollectiveError(f"collective {self.name!r} needs a torch.distributed process group")
-        if transport.carried(range(transport.world_size)) != list(range(carrier.world_size)):
+        if transport.backend_ranks(range(transport.world_size)) != list(range(backend.world_size)):
             raise CollectiveError(
                 f"collective {self.name!r} needs a process group of exactly these ranks, in their order"
             )
@@ -105,12 +105,12 @@ class CarrierCalls(ABC):
         finish: Callable[[], None],
     ) -> Work:
         """Begin ``call`` when all ranks are here; ``finish`` runs when it is done. Nothing to move needs no call."""
-        t, carrier = self.transport, self._carrier
-        assert carrier is not None
+        t, backend = self.transport, self._backend
+        assert backend is not None
         agreed = zlib.crc32(repr((tag.digest, list(bounds), dtype)).encode())
         t.announce(replace(tag, digest=agreed)).wait()
         try:
-            pending = call(carrier) if bounds[-1] else None
+            pending = call(backend) if bounds[-1] else None
         except PeerError as error:
             raise _lost(t, tag, error) from error
         except BaseException as error:  # the others have begun
@@ -142,14 +142,14 @@ class CarrierCalls(ABC):
                 target.copy_(arrived)
 
         work = self._start(
-            tag, bounds, buffer.dtype, lambda carrier: carrier.all_gather(as_bytes(padded), as_bytes(sent)), finish
+            tag, bounds, buffer.dtype, lambda backend: backend.all_gather(as_bytes(padded), as_bytes(sent)), finish
         )
         moved = (t.world_size - 1) * width * buffer.itemsize
         t.count_payload(moved, moved)
         return work
 
 
-class AllToAll(CarrierCalls):
+class AllToAll(ProcessGroupAlgorithm):
     """Direct exchange by the backend's own all-to-all, and the sum in rank order.
 
         rank 0 | x00 | x01 | x02 |   all-to-all    rank 0 | x00 | x10 | x20 |   sum    start + x00 + x10 + x20
@@ -174,14 +174,14 @@ class AllToAll(CarrierCalls):
         own = sizes[t.rank]
         arrived = t.scratch(t.world_size * numel, source.dtype, source.device)
 
-        def call(carrier: OwnCollectives) -> Pending:
-            return carrier.all_to_all(as_bytes(arrived), as_bytes(source), [own] * t.world_size, sizes)
+        def call(backend: OwnCollectives) -> Pending:
+            return backend.all_to_all(as_bytes(arrived), as_bytes(source), [own] * t.world_size, sizes)
 
         parts = arrived.view(t.world_size, numel).unbind()
         return _Exchange(call, parts, sum(sizes) - own, (t.world_size - 1) * own)
 
 
-class Native(CarrierCalls):
+class Native(ProcessGroupAlgorithm):
     """torch.distributed's own reduce-scatter and all-gather, padded to equal slices: the baseline, and what sends least
     between hosts over NCCL.
 
@@ -200,11 +200,11 @@ class Native(CarrierCalls):
             padded[rank * width : rank * width + high - low].copy_(source[low:high])
         summed = t.scratch(width, source.dtype, source.device)
         moved = (t.world_size - 1) * width * source.itemsize
-        return _Exchange(lambda carrier: carrier.reduce_scatter(summed, padded), [summed[:numel]], moved, moved)
+        return _Exchange(lambda backend: backend.reduce_scatter(summed, padded), [summed[:numel]], moved, moved)
 
 
 def _lost(transport: Transport, tag: Tag, error: PeerError) -> PeerError:
-    """What to raise where a collective of the carrier failed, which does not say because of whom: whoever cannot be
+    """What to raise where a collective of the backend failed, which does not say because of whom: whoever cannot be
     told so may be the one. Where a time limit passed in its midst nobody is named: gloo then closes connections as it
     likes, so that silence is no proof, and all the others wait as this rank does."""
     reason = f"{transport.called}, in {tag.label}: the process group's own collective failed ({error})"

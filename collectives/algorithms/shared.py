@@ -46,7 +46,7 @@ class Shared:
     exact = True
 
     def __init__(self, transport: Transport) -> None:
-        """``transport``: over a carrier whose ranks see each other's memory."""
+        """``transport``: over a backend whose ranks see each other's memory."""
         if transport.memory is None:
             raise CollectiveError(f"collective 'shared' needs ranks that share memory, which {transport.name} has not")
         self.transport = transport

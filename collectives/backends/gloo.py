@@ -1,4 +1,4 @@
-"""The library's one seam to torch.distributed: a carrier.
+"""The library's one seam to torch.distributed: a backend.
 
 Knows: process groups, and that torch numbers ranks globally; only here do global ranks exist at all, and even here
 every call is made with ranks of the group. Does not know: buckets, optimizers.
@@ -65,9 +65,9 @@ class _Collective:
         self._held = ()
 
 
-class ProcessGroupCarrier:
+class GlooBackend:
     """torch.distributed's isend and irecv over a gloo group, and its own collectives, which the backend of the tensor's
-    device moves. Messages of device memory are staged through the host. See `carriers.OwnCollectives`.
+    device moves. Messages of device memory are staged through the host. See `collectives.backend.OwnCollectives`.
     """
 
     name = "gloo"
@@ -97,8 +97,8 @@ class ProcessGroupCarrier:
         self._under_way.add(pending)
         return pending
 
-    def backend(self, device: torch.device) -> str:
-        return _backend(self.group, device)
+    def device_backend(self, device: torch.device) -> str:
+        return _device_backend(self.group, device)
 
     def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> _Collective:
         return self._collective(dist.all_to_all_single, out, source, out_splits, splits)
@@ -112,7 +112,7 @@ class ProcessGroupCarrier:
 
     def _collective(self, call: Any, out: Tensor, source: Tensor, *splits: list[int]) -> _Collective:
         work = _started(call, out, source, *splits, group=self.group, async_op=True)
-        return _Collective(work, self.backend(out.device) == "nccl", out, source)
+        return _Collective(work, self.device_backend(out.device) == "nccl", out, source)
 
 
 def _tag(slot: int, data: Tensor) -> int:
@@ -148,13 +148,13 @@ def connect(process_group: dist.ProcessGroup | None = None) -> Transport:
     size = dist.get_world_size(process_group)
     if size == 1:
         return solo()
-    if _backend(process_group, torch.device("cpu")) != "gloo":
+    if _device_backend(process_group, torch.device("cpu")) != "gloo":
         backend = dist.get_backend_config(process_group)
         raise NotImplementedError(
             f"the process group's backend is {backend!r}: more than one rank needs gloo, alone or beside another "
             "backend, as in init_process_group('cpu:gloo,cuda:nccl')"
         )
-    return Transport(ProcessGroupCarrier(process_group, _timeout(process_group)))
+    return Transport(GlooBackend(process_group, _timeout(process_group)))
 
 
 def backend_of(process_group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -162,10 +162,10 @@ def backend_of(process_group: dist.ProcessGroup | None, device: torch.device) ->
     if not (dist.is_available() and dist.is_initialized()):
         return ""
     group = dist.group.WORLD if process_group is None else process_group
-    return "" if group is None else _backend(group, device)
+    return "" if group is None else _device_backend(group, device)
 
 
-def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+def _device_backend(group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of what moves a device's tensors in a group; empty where nothing does."""
     pairs = (part.partition(":") for part in dist.get_backend_config(group).split(","))
     return {kind: name for kind, _, name in pairs}.get(device.type, "")

@@ -1,6 +1,6 @@
 """Ranks of several hosts: through shared memory to those of this one, over the network to the others.
 
-Knows: which carrier reaches a rank. Does not know: what is sent.
+Knows: which backend reaches a rank. Does not know: what is sent.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, UntypedStorage
 
-from ..backend import ByTensors, Carrier, Pending, PendingBytes, Region
-from .shared_memory import HostCarrier
+from ..backend import Backend, ByTensors, Pending, PendingBytes, Region
+from .shared_memory import SharedMemoryBackend
 
 
-class RoutedCarrier:
-    """Two carriers as one."""
+class HybridBackend:
+    """Two backends as one."""
 
-    def __init__(self, remote: Carrier, local: HostCarrier, ranks: Sequence[int]) -> None:
-        """``ranks``: of the remote carrier, those of this host, in the order of the local carrier."""
+    def __init__(self, remote: Backend, local: SharedMemoryBackend, ranks: Sequence[int]) -> None:
+        """``ranks``: of the remote backend, those of this host, in the order of the local backend."""
         self.name = f"{local.name} and {remote.name}"
         self.rank, self.world_size, self.timeout = remote.rank, remote.world_size, remote.timeout
         self._remote, self._remote_bytes, self._local = remote, ByTensors(remote), local

@@ -1,4 +1,4 @@
-"""How the ranks of one host find each other, and become a `HostCarrier`.
+"""How the ranks of one host find each other, and become a `SharedMemoryBackend`.
 
 Each rank listens at an abstract address that it drew by chance, tells it to the others through the transport that they
 have, and hands every peer that knows its token, and belongs to the same user, the descriptor of its arena. No name in a
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from ..messages import Kind, Tag
 from ..transport import Transport
 from .arena import Arena, Window, arena_bytes
-from .shared_memory import SPIN, HostCarrier, Peer
+from .shared_memory import SPIN, Peer, SharedMemoryBackend
 
 PATIENCE = 60.0  # seconds for which a rank waits for another to connect
 _PEER_CREDENTIALS = struct.Struct("iII")  # process, user, group
@@ -91,18 +91,18 @@ def exchange_cards(transport: Transport, door: Door) -> list[Card]:
     return [Card.unpack(data) for data in transport.exchange(json.dumps(asdict(door.card)).encode(), tag)]
 
 
-def join(transport: Transport, door: Door, cards: Sequence[Card]) -> HostCarrier | str:
+def join(transport: Transport, door: Door, cards: Sequence[Card]) -> SharedMemoryBackend | str:
     """Connect the ranks of ``transport``, which are on one host; the reason where one of them could not, on every rank.
     Collective. ``cards``: of these ranks."""
-    problem, carrier = _first_problem(cards), None
+    problem, backend = _first_problem(cards), None
     if not problem:
         try:
-            carrier = _connect(transport, door, cards)
+            backend = _connect(transport, door, cards)
         except (OSError, MemoryError) as error:
             problem = f"rank {transport.rank} could not connect: {type(error).__name__}: {error}"
     told = transport.exchange(problem.encode(), Tag(Kind.EXCHANGE, "connecting the ranks of a host"))
     problem = next((text.decode(errors="replace") for text in told if text), "")
-    return problem if carrier is None or problem else carrier
+    return problem if backend is None or problem else backend
 
 
 def _first_problem(cards: Sequence[Card]) -> str:
@@ -124,7 +124,7 @@ class _Link:
     process: int  # of the other; 0 where it has none that this one can see
 
 
-def _connect(transport: Transport, door: Door, cards: Sequence[Card]) -> HostCarrier:
+def _connect(transport: Transport, door: Door, cards: Sequence[Card]) -> SharedMemoryBackend:
     """Nothing that depends on how much memory is left happens before all ranks are connected: where it fails on one
     of them, nobody waits for it here."""
     assert door.listener is not None
@@ -160,7 +160,7 @@ def _connect(transport: Transport, door: Door, cards: Sequence[Card]) -> HostCar
             for other, link in links.items():
                 peers[other] = Peer(link.connection, link.files, Window(link.arena), link.process, spin)
         opened.pop_all()
-    return HostCarrier(rank, peers, door.arena, transport.timeout)
+    return SharedMemoryBackend(rank, peers, door.arena, transport.timeout)
 
 
 def _spin(ranks: int) -> float:

@@ -1,4 +1,4 @@
-"""The carrier among processes of one host: frames over Unix sockets, bytes through memory that both sides map.
+"""The backend among processes of one host: frames over Unix sockets, bytes through memory that both sides map.
 
     frame   slot | kind | body
     bytes   a few bytes, in the body
@@ -33,7 +33,7 @@ _PLACE = struct.Struct("<qq")
 _BYTES, _AT, _READ, _END = 0, 1, 2, 3
 INLINE = 4096  # bytes up to which a message travels in a frame
 _FRAME_BYTES = _FRAME.size + INLINE
-_NOW = int(getattr(socket, "MSG_DONTWAIT", 0))  # where it is missing there is no such carrier, but a file to import
+_NOW = int(getattr(socket, "MSG_DONTWAIT", 0))  # where it is missing there is no such backend, but a file to import
 _SEND = _NOW | int(getattr(socket, "MSG_NOSIGNAL", 0))
 SPIN = (
     50e-6  # seconds for which a rank that has a core of its own looks again before it sleeps: waking up costs as much
@@ -51,56 +51,56 @@ SENT = _Sent()
 
 
 class _Lent:
-    def __init__(self, carrier: HostCarrier, tensor: Tensor, to: int, slot: int) -> None:
-        self._carrier, self._tensor, self._to, self._slot = carrier, tensor, to, slot
-        carrier.lent[to, slot] += 1
-        self._number = carrier.lent[to, slot]
+    def __init__(self, backend: SharedMemoryBackend, tensor: Tensor, to: int, slot: int) -> None:
+        self._backend, self._tensor, self._to, self._slot = backend, tensor, to, slot
+        backend.lent[to, slot] += 1
+        self._number = backend.lent[to, slot]
 
     def wait(self, timeout: float) -> None:
-        carrier, key = self._carrier, (self._to, self._slot)
-        while carrier.returned[key] < self._number:
-            carrier.next_frame(self._to, self._slot, timeout, answer=True)
-            carrier.returned[key] += 1
+        backend, key = self._backend, (self._to, self._slot)
+        while backend.returned[key] < self._number:
+            backend.next_frame(self._to, self._slot, timeout, answer=True)
+            backend.returned[key] += 1
 
 
 class _Expected:
-    def __init__(self, carrier: HostCarrier, tensor: Tensor, source: int, slot: int) -> None:
-        self._carrier, self._tensor, self._source, self._slot = carrier, tensor, source, slot
+    def __init__(self, backend: SharedMemoryBackend, tensor: Tensor, source: int, slot: int) -> None:
+        self._backend, self._tensor, self._source, self._slot = backend, tensor, source, slot
 
     def wait(self, timeout: float) -> None:
-        kind, body = self._carrier.next_frame(self._source, self._slot, timeout)
+        kind, body = self._backend.next_frame(self._source, self._slot, timeout)
         if kind == _BYTES:
             arrived, size = torch.frombuffer(bytearray(body), dtype=torch.uint8), len(body)
         else:
             place, size = _PLACE.unpack(body)
-            arrived = self._carrier.look(self._source, place, size, torch.uint8)
+            arrived = self._backend.look(self._source, place, size, torch.uint8)
         if size != self._tensor.numel():
             raise _wrong_size(size, self._tensor.numel())
         self._tensor.copy_(arrived)  # host synchronisation: the sender waits until a device has read it, too
         if kind == _AT:
-            self._carrier.put(self._source, self._slot, _READ)
+            self._backend.put(self._source, self._slot, _READ)
 
 
 class _ExpectedBytes:
-    __slots__ = ("_carrier", "_size", "_slot", "_source")
+    __slots__ = ("_backend", "_size", "_slot", "_source")
 
-    def __init__(self, carrier: HostCarrier, size: int, source: int, slot: int) -> None:
-        self._carrier, self._size, self._source, self._slot = carrier, size, source, slot
+    def __init__(self, backend: SharedMemoryBackend, size: int, source: int, slot: int) -> None:
+        self._backend, self._size, self._source, self._slot = backend, size, source, slot
 
     def wait(self, timeout: float) -> bytes:
-        kind, body = self._carrier.next_frame(self._source, self._slot, timeout)
+        kind, body = self._backend.next_frame(self._source, self._slot, timeout)
         place, size = (0, len(body)) if kind == _BYTES else _PLACE.unpack(body)
         if size != self._size:
             raise _wrong_size(size, self._size)
         if kind == _BYTES:
             return body
-        data = self._carrier.look(self._source, place, size, torch.uint8).numpy().tobytes()
-        self._carrier.put(self._source, self._slot, _READ)
+        data = self._backend.look(self._source, place, size, torch.uint8).numpy().tobytes()
+        self._backend.put(self._source, self._slot, _READ)
         return data
 
 
-class HostCarrier:
-    """One rank's end of the sockets to its peers, and its arena. See `carriers`."""
+class SharedMemoryBackend:
+    """One rank's end of the sockets to its peers, and its arena. See `collectives.backend`."""
 
     name = "shared memory"
 

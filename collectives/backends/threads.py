@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the carrier of tests and of a single rank.
+"""Ranks as threads of one process: the backend of tests and of a single rank.
 
 As on a real network nothing moves at once: a sender's tensor is read, and a receiver's written, at the latest moment
 that is allowed, when one of the two waits. So a tensor that is reused too early, or read before a wait, shows.
@@ -92,7 +92,7 @@ class _World:
             self._changed.notify_all()
 
 
-class LoopbackCarrier:
+class ThreadBackend:
     """One thread's end of the mailboxes."""
 
     name = "loopback"
@@ -132,7 +132,7 @@ class Loopback(Generic[T]):
         self._world = _World(interfere)
         self.world_size = world_size
         self.transports = [
-            Transport(LoopbackCarrier(self._world, rank, world_size, timeout)) for rank in range(world_size)
+            Transport(ThreadBackend(self._world, rank, world_size, timeout)) for rank in range(world_size)
         ]
 
     def run(self, program: Callable[[Transport], T], ranks: Sequence[int] | None = None) -> list[T]:

@@ -158,8 +158,8 @@ RANKS = (
         (
             Edit(
                 "collectives.peer_links.Line.__init__",
-                "self.rank, self.timeout = self.ranks.index(carrier.rank)",
-                "self.rank, self.timeout = carrier.rank % len(ranks)",
+                "self.rank, self.timeout = self.ranks.index(backend.rank)",
+                "self.rank, self.timeout = backend.rank % len(ranks)",
             ),
         ),
         ("test_properties.py::test_groups_of_one_world_train_apart[2]",),
@@ -172,7 +172,7 @@ RANKS = (
             Edit(
                 "collectives.algorithms.pairwise.Pairwise.reduce_scatter",
                 "                parts.append((source[low:high] if rank == t.rank else arriving[rank])[begin:end])\n",
-                "                own = rank == t.carrier.rank\n"
+                "                own = rank == t.backend.rank\n"
                 "                if own or rank in arriving:\n"
                 "                    parts.append((source[low:high] if own else arriving[rank])[begin:end])\n",
             ),
@@ -187,7 +187,7 @@ RANKS = (
             Edit(
                 "zero.step.update.Update.clip",
                 'for data in self._transport.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):',
-                "world = Transport(self._transport.carrier, channel=77)\n"
+                "world = Transport(self._transport.backend, channel=77)\n"
                 '        for data in world.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):',
             ),
         ),
@@ -199,7 +199,7 @@ RANKS = (
         "The native gather takes what arrived for slices in a row, although uneven ones come padded to one width.",
         (
             Edit(
-                "collectives.algorithms.process_group.CarrierCalls.all_gather",
+                "collectives.algorithms.process_group.ProcessGroupAlgorithm.all_gather",
                 "(buffer[low:high], padded[rank * width : rank * width + high - low])",
                 "(buffer[low:high], padded[low:high])",
             ),
@@ -253,8 +253,8 @@ RANKS = (
         (
             Edit(
                 "collectives.transport.Transport.fork",
-                'return Transport(self.carrier, self._channel.ranks, int.from_bytes(first, "little"))',
-                "return Transport(self.carrier, self._channel.ranks, 1 if first else 0)",
+                'return Transport(self.backend, self._channel.ranks, int.from_bytes(first, "little"))',
+                "return Transport(self.backend, self._channel.ranks, 1 if first else 0)",
             ),
         ),
         ("test_collectives_groups.py::test_messages_of_forked_channels_do_not_mix",),
