@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives import Collective, Kind, Region, Tag, Transport
-from collectives.algorithms.ordered_sum import fold
+from collectives.algorithms.ordered_sum import ordered_sum
 
 GLOO, ROOFLINE = "gloo", "roofline"
 IN_COMMON, RELEASED = "in common", "in common, released"
@@ -184,7 +184,7 @@ def _gloo_all_gather(shape: Shape) -> Case:
 def _fold_alone(shape: Shape) -> Case:
     source, out = torch.empty(shape.numel, dtype=DTYPE), torch.empty(shape.width, dtype=DTYPE)
     parts = _slices(source, shape.width)
-    return Case(ROOFLINE, lambda: fold(parts, out), source, out)
+    return Case(ROOFLINE, lambda: ordered_sum(parts, out), source, out)
 
 
 def _copy_alone(shape: Shape) -> Case:

@@ -60,7 +60,13 @@ def build(
     tensors that it moves are, for "auto". ``factor``: a divisor of the number of ranks, how many of them own slices;
     every so many have the same ones."""
     choice = _build(transport, algorithm, device, factor)
-    LOG.info("%s of %d: collective %s (%s)", transport.called, transport.world_size, choice.collective.name, choice.why)
+    LOG.info(
+        "%s of %d: collective %s (%s)",
+        transport.rank_label,
+        transport.world_size,
+        choice.collective.name,
+        choice.reason,
+    )
     return choice
 
 

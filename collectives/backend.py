@@ -43,7 +43,7 @@ class PendingBytes(Protocol):
 class ByteCarrier(Protocol):
     """A backend with a short way for a few bytes, as headers are."""
 
-    def posts(self, source: int) -> bool:
+    def needs_posted_recv(self, source: int) -> bool:
         """True where receives from a rank should be posted before it sends, as over a network."""
 
     def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> Pending:
@@ -60,14 +60,14 @@ class Memory(Protocol):
     def allocate(self, nbytes: int) -> UntypedStorage:
         """``nbytes`` with undefined content, freed with their last holder; `MemoryError` where there are none."""
 
-    def give_up(self, to: int, slot: int) -> None:
+    def close_slot(self, to: int, slot: int) -> None:
         """Tell a peer that nothing is sent to it any more in this slot, nor read of what it sent: its waits there raise
         `GoneError`."""
 
-    def place(self, tensor: Tensor) -> int | None:
+    def offset_of(self, tensor: Tensor) -> int | None:
         """What tells a peer where the tensor's first byte lies; None where it lies elsewhere."""
 
-    def look(self, source: int, place: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+    def map_peer(self, source: int, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
         """Elements of rank ``source``, 1-D, in its own memory: to be read only, and only while it lends them."""
 
 
@@ -92,7 +92,7 @@ class Region(Protocol):
 class CommonMemory(Protocol):
     """A backend whose ranks, or those of a host, can have memory in common."""
 
-    def are_here(self, ranks: Sequence[int]) -> bool:
+    def share_host(self, ranks: Sequence[int]) -> bool:
         """True where all of these ranks share this host."""
 
     def common(self, sizes: Sequence[int], ranks: Sequence[int]) -> Sequence[Region] | None:
@@ -127,7 +127,7 @@ class ByTensors:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def posts(self, source: int) -> bool:
+    def needs_posted_recv(self, source: int) -> bool:
         return True
 
     def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> Pending:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 LABEL_BYTES = 76
-WORDS_BYTES = 4096  # of why a rank failed
-_WORDS = struct.Struct("<iI")  # culprit, length of the reason
+REPORT_BYTES = 4096  # of why a rank failed
+_REPORT = struct.Struct("<iI")  # culprit, length of the reason
 _TAG = struct.Struct(f"<iqiqqH{LABEL_BYTES}s10x")
-_PLACE = struct.Struct("<q")
-HEADER_BYTES = _TAG.size + _PLACE.size  # 128
+_OFFSET = struct.Struct("<q")
+HEADER_BYTES = _TAG.size + _OFFSET.size  # 128
 
 
 class Kind(IntEnum):
@@ -49,7 +49,7 @@ class Tag:
     digest: int = 0
 
     def pack(self, size: int) -> bytes:
-        """What the header of a message of ``size`` bytes begins with; `at` completes it."""
+        """What the header of a message of ``size`` bytes begins with; `with_offset` completes it."""
         label = _cut(self.label)
         return _TAG.pack(self.kind, self.round, self.index, self.digest, size, len(label), label)
 
@@ -64,13 +64,13 @@ class Tag:
         return mine == (other.kind, other.round, other.index, other.digest, _cut(other.label))
 
 
-def at(packed: bytes, place: int = 0) -> bytes:
+def with_offset(packed: bytes, offset: int = 0) -> bytes:
     """A header that says where the message's bytes lie, in memory that the receiver can see."""
-    return packed + _PLACE.pack(place)
+    return packed + _OFFSET.pack(offset)
 
 
-def place_of(header: bytes) -> int:
-    return int(_PLACE.unpack_from(header, _TAG.size)[0])
+def header_offset(header: bytes) -> int:
+    return int(_OFFSET.unpack_from(header, _TAG.size)[0])
 
 
 def describe(tag: Tag) -> str:
@@ -106,14 +106,14 @@ class Failure:
     reason: str
 
     def pack(self) -> bytes:
-        """`WORDS_BYTES`, whatever the reason: they are expected before anybody knows of one."""
-        text = self.reason.encode(errors="replace")[: WORDS_BYTES - _WORDS.size]
-        return (_WORDS.pack(self.culprit, len(text)) + text).ljust(WORDS_BYTES, b"\0")
+        """`REPORT_BYTES`, whatever the reason: they are expected before anybody knows of one."""
+        text = self.reason.encode(errors="replace")[: REPORT_BYTES - _REPORT.size]
+        return (_REPORT.pack(self.culprit, len(text)) + text).ljust(REPORT_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, data: bytes) -> Failure:
-        culprit, length = _WORDS.unpack_from(data)
-        return cls(culprit, data[_WORDS.size :][:length].decode(errors="replace"))
+        culprit, length = _REPORT.unpack_from(data)
+        return cls(culprit, data[_REPORT.size :][:length].decode(errors="replace"))
 
 
 @dataclass(frozen=True)

@@ -25,23 +25,23 @@ import torch
 from torch import Tensor
 
 from .backend import Backend, Pending, PendingBytes
-from .messages import Kind, Tag, is_abort, place_of
-from .peer_links import ANSWER_LANE, GAVE_UP, HERE_LANE, PAYLOAD_LANE, Expected, Line
+from .messages import Kind, Tag, header_offset, is_abort
+from .peer_links import ACK_PORT, FAILED, MARKER_PORT, PAYLOAD_PORT, Expected, PeerLinks
 
-READ, HERE = b"r", b"h"
+ACK, MARKER = b"r", b"h"
 SMALL = 1 << 16  # bytes that a network takes at once
-MOST_SETTLED = 256  # answers that are not waited for; of more, the oldest have left long ago
+MOST_DEFERRED = 256  # answers that are not waited for; of more, the oldest have left long ago
 
 
-class Channel(Line):
+class Messenger(PeerLinks):
     """The messages of one transport."""
 
-    def __init__(self, backend: Backend, ranks: Sequence[int], number: int, like: Channel | None = None) -> None:
-        """See `Line`."""
+    def __init__(self, backend: Backend, ranks: Sequence[int], number: int, like: Messenger | None = None) -> None:
+        """See `PeerLinks`."""
         super().__init__(backend, ranks, number, like)
-        self.settled: list[Send] = []  # sends that nobody need wait for
+        self.deferred: list[Send] = []  # sends that nobody need wait for
         self._packed: tuple[Tag | None, int, bytes] = (None, 0, b"")
-        self._unasked: deque[Recv] = deque()  # parts behind first ones
+        self._unposted: deque[Recv] = deque()  # parts behind first ones
 
     # -- headers --------------------------------------------------------------------------------------------------
 
@@ -54,20 +54,20 @@ class Channel(Line):
     def expect(self, tag: Tag, size: int, source: int) -> Expected:
         """Expect a message of ``size`` bytes after all that were expected of this rank before."""
         expected = Expected(source, tag, size, self.packed(tag, size))
-        self.streams[source].expected.append(expected)
-        self._ask(source)
+        self.states[source].expected.append(expected)
+        self._post_headers(source)
         return expected
 
-    def ask(self, source: int, tag: Tag) -> None:
+    def post_next_header(self, source: int, tag: Tag) -> None:
         """Ask for one header more than are expected, where that is of use now."""
         try:
-            self._ask(source, more=1)
+            self._post_headers(source, more=1)
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
 
-    def _ask(self, source: int, more: int = 0) -> None:
-        stream = self.streams[source]
-        while stream.distant and len(stream.posted) + (stream.returned is not None) < len(stream.expected) + more:
+    def _post_headers(self, source: int, more: int = 0) -> None:
+        state = self.states[source]
+        while state.remote and len(state.posted) + (state.unread_header is not None) < len(state.expected) + more:
             self.post_header(source)
 
     def next_header(self, source: int, tag: Tag) -> bytes:
@@ -78,23 +78,23 @@ class Channel(Line):
         return header
 
     def _read_header(self, source: int, tag: Tag) -> bytes:
-        stream = self.streams[source]
-        if stream.returned is not None:
-            header, stream.returned = stream.returned, None
+        state = self.states[source]
+        if state.unread_header is not None:
+            header, state.unread_header = state.unread_header, None
             return header
-        if not stream.posted:
+        if not state.posted:
             try:
                 self.post_header(source)
             except BaseException as error:
                 raise self.cut_off(error, source, tag) from error
-        header = self.wait_bytes(stream.posted[0], source, tag)
-        stream.posted.popleft()
+        header = self.wait_bytes(state.posted[0], source, tag)
+        state.posted.popleft()
         return header
 
     def confirm(self, work: Expected) -> None:
         """Read headers from ``work``'s source up to its own; they come in the order in which they were expected."""
-        self.ask_rest()
-        expected = self.streams[work.source].expected
+        self.post_remaining()
+        expected = self.states[work.source].expected
         while not work.confirmed:
             first = expected[0]
             header = self._read_header(work.source, first.tag)
@@ -105,13 +105,13 @@ class Channel(Line):
                 if theirs.kind is Kind.MEET and theirs.round < first.tag.round:
                     continue  # it had nothing of its own for this round, and will catch up
                 raise self.mismatch(work.source, first.tag, theirs, first.size, size)
-            first.place = place_of(header)
+            first.offset = header_offset(header)
             first.confirmed = True
             expected.popleft()
 
     def confirm_expected(self, source: int) -> None:
         """Read the headers of all that is still under way from ``source``, which come before any other."""
-        expected = self.streams[source].expected
+        expected = self.states[source].expected
         if expected:
             self.confirm(expected[-1])
 
@@ -121,19 +121,19 @@ class Channel(Line):
         """A header, and the parts of a tensor of bytes behind it, of which none is empty."""
         work, rank = Send(self, to, tag, _size(parts)), self.ranks[to]
         much = work.size > SMALL
-        far = much and self.streams[to].distant
+        far = much and self.states[to].remote
         try:
             if much:
                 work.pendings.append(self.send_header(self.packed(tag, work.size), to))
             for part in parts:
-                work.pendings.append(self.backend.send(part, rank, self.slot(PAYLOAD_LANE)))
+                work.pendings.append(self.backend.send(part, rank, self.slot(PAYLOAD_PORT)))
                 if far:
-                    work.pendings.append(self.bytes.send_bytes(HERE, rank, self.slot(HERE_LANE)))
-                self.ask_rest()
+                    work.pendings.append(self.bytes.send_bytes(MARKER, rank, self.slot(MARKER_PORT)))
+                self.post_remaining()
             if not much:
                 work.pendings.append(self.send_header(self.packed(tag, work.size), to))
             if far:
-                work.answers = self._ask_answer(to)
+                work.ack_number = self._expect_ack(to)
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
         return work
@@ -144,75 +144,75 @@ class Channel(Line):
         expected = Expected(source, tag, size, self.packed(tag, size))
         works = [Recv(self, expected, part, last=n == len(parts) - 1) for n, part in enumerate(parts)]
         try:
-            if any(work.expected.source == source for work in self._unasked):
-                self.ask_rest()  # in the order in which they are sent
+            if any(work.expected.source == source for work in self._unposted):
+                self.post_remaining()  # in the order in which they are sent
             if works:
                 self._post(works[0])
-            self.streams[source].expected.append(expected)
-            self._ask(source)
-            self._unasked.extend(works[1:])
+            self.states[source].expected.append(expected)
+            self._post_headers(source)
+            self._unposted.extend(works[1:])
             return works or [Recv(self, expected, None, last=False)]
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
 
-    def ask_rest(self) -> None:
+    def post_remaining(self) -> None:
         """Ask for the parts behind first ones. That is put off until a first part of this rank's own has left, or until
         nothing more is sent now: while the network carries that part, there is time."""
-        while self._unasked:
+        while self._unposted:
             self.check()
-            self._post(self._unasked[0])
-            self._unasked.popleft()
+            self._post(self._unposted[0])
+            self._unposted.popleft()
 
     def _post(self, work: Recv) -> None:
         """Ask for a part; again after an interrupt."""
         source, tag = work.expected.source, work.expected.tag
         try:
             if work.part is not None and work.payload is None:
-                work.payload = self.backend.recv(work.part, self.ranks[source], self.slot(PAYLOAD_LANE))
-            if work.here is None and work.expected.size > SMALL and self.streams[source].distant:
-                work.here = self.bytes.recv_bytes(1, self.ranks[source], self.slot(HERE_LANE))
+                work.payload = self.backend.recv(work.part, self.ranks[source], self.slot(PAYLOAD_PORT))
+            if work.marker is None and work.expected.size > SMALL and self.states[source].remote:
+                work.marker = self.bytes.recv_bytes(1, self.ranks[source], self.slot(MARKER_PORT))
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
 
-    def _ask_answer(self, to: int) -> int:
+    def _expect_ack(self, to: int) -> int:
         """To many bytes: a network may never say that they did not leave, where their reader is gone; but a peer that
         answers has read them, and one that is gone does not answer. Returns the answer's number."""
-        stream = self.streams[to]
-        stream.answers.append(self.bytes.recv_bytes(1, self.ranks[to], self.slot(ANSWER_LANE)))
-        stream.asked += 1
-        return stream.asked
+        state = self.states[to]
+        state.acks.append(self.bytes.recv_bytes(1, self.ranks[to], self.slot(ACK_PORT)))
+        state.acks_expected += 1
+        return state.acks_expected
 
-    def wait_answers(self, to: int, number: int, tag: Tag) -> None:
-        stream = self.streams[to]
-        while stream.answered < number:
-            if self.wait_bytes(stream.answers[0], to, tag) == GAVE_UP:
+    def wait_acks(self, to: int, number: int, tag: Tag) -> None:
+        state = self.states[to]
+        while state.acks_received < number:
+            if self.wait_bytes(state.acks[0], to, tag) == FAILED:
                 raise self.aborted(to, tag)
-            stream.answers.popleft()
-            stream.answered += 1
+            state.acks.popleft()
+            state.acks_received += 1
 
-    def wait_here(self, here: PendingBytes, source: int, tag: Tag) -> None:
-        if self.wait_bytes(here, source, tag) == GAVE_UP:
+    def wait_marker(self, marker: PendingBytes, source: int, tag: Tag) -> None:
+        if self.wait_bytes(marker, source, tag) == FAILED:
             raise self.aborted(source, tag)
 
-    def answer(self, read: Expected) -> None:
+    def acknowledge(self, read: Expected) -> None:
         """Say that the bytes of a message were read, where that is waited for."""
-        stream = self.streams[read.source]
-        if stream.distant and read.size > SMALL:
+        state = self.states[read.source]
+        if state.remote and read.size > SMALL:
             try:
-                said = self.bytes.send_bytes(READ, self.ranks[read.source], self.slot(ANSWER_LANE))
+                said = self.bytes.send_bytes(ACK, self.ranks[read.source], self.slot(ACK_PORT))
             except BaseException as error:
                 raise self.cut_off(error, read.source, read.tag) from error
-            self.settled.append(Send(self, read.source, read.tag, len(READ), [said]))
-            while len(self.settled) > MOST_SETTLED:
-                self.settled.pop(0).wait()
+            self.deferred.append(Send(self, read.source, read.tag, len(ACK), [said]))
+            while len(self.deferred) > MOST_DEFERRED:
+                self.deferred.pop(0).wait()
 
     def send_control(self, data: bytes, to: int, tag: Tag) -> list[Send]:
         """A header that says how many bytes there are, and those at once where no network is in the way."""
         try:
             pendings = [self.send_header(self.packed(tag, len(data)), to)]
-            size = 0 if self.streams[to].distant else len(data)
+            size = 0 if self.states[to].remote else len(data)
             if size:
-                pendings.append(self.bytes.send_bytes(data, self.ranks[to], self.slot(PAYLOAD_LANE)))
+                pendings.append(self.bytes.send_bytes(data, self.ranks[to], self.slot(PAYLOAD_PORT)))
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
         self.counted.control_sent += len(data)
@@ -220,7 +220,7 @@ class Channel(Line):
 
     def send_rest(self, data: bytes, to: int, tag: Tag) -> list[Send]:
         """What `send_control` has left. Called when all that comes from the others was asked for."""
-        if not data or not self.streams[to].distant:
+        if not data or not self.states[to].remote:
             return []
         return [self.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], to, tag)]
 
@@ -233,8 +233,8 @@ class Channel(Line):
         self.counted.control_received += size
         if not size:
             return bytes
-        if not self.streams[source].distant:
-            return lambda: self.wait_bytes(self.recv_bytes(size, source, PAYLOAD_LANE, tag), source, tag)
+        if not self.states[source].remote:
+            return lambda: self.wait_bytes(self.recv_bytes(size, source, PAYLOAD_PORT, tag), source, tag)
         data = torch.empty(size, dtype=torch.uint8, device="cpu")
         (work,) = self.recv([data], source, tag)
 
@@ -252,57 +252,57 @@ def _size(parts: Sequence[Tensor]) -> int:
 class Send:
     """A message under way. The channel holds it until it was waited for: a backend may drop what nobody holds."""
 
-    def __init__(self, channel: Channel, to: int, tag: Tag, size: int, pendings: Sequence[Pending] = ()) -> None:
-        self._channel, self._to, self._tag, self.size = channel, to, tag, size
-        self.distant = channel.streams[to].distant
+    def __init__(self, messenger: Messenger, to: int, tag: Tag, size: int, pendings: Sequence[Pending] = ()) -> None:
+        self._messenger, self._to, self._tag, self.size = messenger, to, tag, size
+        self.remote = messenger.states[to].remote
         self.pendings = list(pendings)
-        self.answers = 0  # which answer says that this was read; 0: none does
-        channel.unsent[id(self)] = self
+        self.ack_number = 0  # of the ack that confirms this message; 0: there is none
+        messenger.unsent[id(self)] = self
 
     def wait(self) -> None:
-        if self.answers:
-            self._channel.wait_answers(self._to, self.answers, self._tag)
+        if self.ack_number:
+            self._messenger.wait_acks(self._to, self.ack_number, self._tag)
         while self.pendings:
-            self._channel.wait(self.pendings[0], self._to, self._tag)
+            self._messenger.wait(self.pendings[0], self._to, self._tag)
             self.pendings.pop(0)
-        self._channel.unsent.pop(id(self), None)
+        self._messenger.unsent.pop(id(self), None)
 
 
-class Settled:
+class DeferredSends:
     """Sends to peers that had asked for them before they sent what was read of them since: these are under way. To wait
     would be to ask the network, which may have lost sight of one whose peer is gone just now; so that is left to the
     next time, when the peers have been heard of again."""
 
-    def __init__(self, channel: Channel, sends: Sequence[Send]) -> None:
-        self._channel, self._sends = channel, sends
+    def __init__(self, messenger: Messenger, sends: Sequence[Send]) -> None:
+        self._messenger, self._sends = messenger, sends
 
     def wait(self) -> None:
-        settled = self._channel.settled
-        for send in (*settled, *(send for send in self._sends if not send.distant or send.size > SMALL)):
+        deferred = self._messenger.deferred
+        for send in (*deferred, *(send for send in self._sends if not send.remote or send.size > SMALL)):
             send.wait()
-        settled[:] = [send for send in self._sends if send.distant and send.size <= SMALL]
+        deferred[:] = [send for send in self._sends if send.remote and send.size <= SMALL]
         self._sends = ()
 
 
 class Recv:
     """A part of a message that is expected from one rank. The header is read before its bytes are believed."""
 
-    def __init__(self, channel: Channel, expected: Expected, part: Tensor | None, *, last: bool) -> None:
+    def __init__(self, messenger: Messenger, expected: Expected, part: Tensor | None, *, last: bool) -> None:
         """``last``: to be answered when it was read, where that is waited for."""
-        self._channel, self.expected, self._last = channel, expected, last
+        self._messenger, self.expected, self._last = messenger, expected, last
         self.part = part  # None: there is none, or it was read
         self.payload: Pending | None = None  # what comes there, when it was asked for
-        self.here: PendingBytes | None = None  # what is sent behind a part of many bytes
+        self.marker: PendingBytes | None = None  # what is sent behind a part of many bytes
 
     def wait(self) -> None:
-        channel, expected = self._channel, self.expected
-        channel.confirm(expected)
-        if self.here is not None:
-            channel.wait_here(self.here, expected.source, expected.tag)
-            self.here = None
+        messenger, expected = self._messenger, self.expected
+        messenger.confirm(expected)
+        if self.marker is not None:
+            messenger.wait_marker(self.marker, expected.source, expected.tag)
+            self.marker = None
         if self.part is not None:
             assert self.payload is not None, "every part is asked for before a header is believed"
-            channel.wait(self.payload, expected.source, expected.tag)
+            messenger.wait(self.payload, expected.source, expected.tag)
             self.part = self.payload = None  # it was read
             if self._last:
-                channel.answer(expected)
+                messenger.acknowledge(expected)

@@ -34,7 +34,7 @@ from torch import Tensor
 from .backend import Backend, ByteCarrier, ByTensors, Memory, Pending, PendingBytes
 from .messages import (
     HEADER_BYTES,
-    WORDS_BYTES,
+    REPORT_BYTES,
     CollectiveError,
     Failure,
     GoneError,
@@ -42,16 +42,18 @@ from .messages import (
     MismatchError,
     PeerError,
     Tag,
-    at,
     describe,
     is_abort,
+    with_offset,
 )
 
-HEADER_LANE, PAYLOAD_LANE, TEXT_LANE, RETURN_LANE, ANSWER_LANE, HERE_LANE, LANES = 0, 1, 2, 3, 4, 5, 6
-GAVE_UP = b"g"
-LAST_WORDS = 60.0  # seconds for which a failed rank's messages are kept for their receivers
+HEADER_PORT, PAYLOAD_PORT, FAILURE_PORT, RELEASE_PORT, ACK_PORT, MARKER_PORT, PORTS = 0, 1, 2, 3, 4, 5, 6
+FAILED = b"g"
+REPORT_KEPT = 60.0  # seconds for which a failed rank's messages are kept for their receivers
 GRACE = 1.0  # seconds that ranks of a host are waited for longer than those of others, for whom they may wait
-LISTEN = 0.5  # seconds in which the words of a rank that is gone are here, if it said any; and for which they are said
+REPORT_WAIT = (
+    0.5  # seconds in which the words of a rank that is gone are here, if it said any; and for which they are said
+)
 
 
 @dataclass
@@ -65,68 +67,68 @@ class Counters:
     messages: int = 0
 
 
-class Stream:
+class PeerState:
     """Messages of one rank: headers asked for, those expected, at most one that was read and put back, and what this
-    rank lends it. ``distant``: it is reached over a network; ``limit``: seconds for which it is waited for."""
+    rank lends it. ``remote``: it is reached over a network; ``limit``: seconds for which it is waited for."""
 
-    def __init__(self, distant: bool, limit: float) -> None:
-        self.distant, self.limit = distant, limit
-        self.words: PendingBytes | None = None
-        self.answers: deque[PendingBytes] = deque()  # to what was sent
-        self.asked = self.answered = 0
+    def __init__(self, remote: bool, limit: float) -> None:
+        self.remote, self.limit = remote, limit
+        self.report: PendingBytes | None = None
+        self.acks: deque[PendingBytes] = deque()  # to what was sent
+        self.acks_expected = self.acks_received = 0
         self.posted: deque[PendingBytes] = deque()
         self.expected: deque[Expected] = deque()
-        self.returned: bytes | None = None
-        self.lent: dict[int, Tensor] = {}  # by number, as both sides count
-        self.lends = self.borrowed = 0
-        self.coming_back: PendingBytes | None = None
+        self.unread_header: bytes | None = None
+        self.exposed: dict[int, Tensor] = {}  # by number, as both sides count
+        self.times_exposed = self.times_mapped = 0
+        self.pending_release: PendingBytes | None = None
 
 
 class Expected:
     """A header that is expected from one rank."""
 
-    __slots__ = ("confirmed", "packed", "place", "size", "source", "tag")
+    __slots__ = ("confirmed", "offset", "packed", "size", "source", "tag")
 
     def __init__(self, source: int, tag: Tag, size: int, packed: bytes) -> None:
         self.source, self.tag, self.size, self.packed = source, tag, size, packed
-        self.confirmed, self.place = False, 0
+        self.confirmed, self.offset = False, 0
 
 
-class Line:
+class PeerLinks:
     """What connects the ranks of one transport. Ranks are those of the group; ``ranks`` says what the backend calls
     them."""
 
-    def __init__(self, backend: Backend, ranks: Sequence[int], number: int, like: Line | None = None) -> None:
+    def __init__(self, backend: Backend, ranks: Sequence[int], number: int, like: PeerLinks | None = None) -> None:
         """``number``: keeps lines of one backend apart. ``like``: the line of the same ranks with which this one is
         counted, and fails."""
         self.backend, self.ranks, self.number = backend, tuple(ranks), number
         self.bytes: ByteCarrier = backend if isinstance(backend, ByteCarrier) else ByTensors(backend)
         self.memory: Memory | None = backend if isinstance(backend, Memory) else None
         self.rank, self.timeout = self.ranks.index(backend.rank), backend.timeout
-        self.called: tuple[int, ...] = tuple(range(len(self.ranks))) if like is None else like.called
-        self._header_slot = self.slot(HEADER_LANE)
+        self.labels: tuple[int, ...] = tuple(range(len(self.ranks))) if like is None else like.labels
+        self._header_slot = self.slot(HEADER_PORT)
         self.peers = [(self.rank + i) % len(ranks) for i in range(1, len(ranks))]
         self.counted: Counters = Counters() if like is None else like.counted
-        self._family: list[weakref.ref[Line]] = [] if like is None else like._family
+        self._family: list[weakref.ref[PeerLinks]] = [] if like is None else like._family
         self._family.append(weakref.ref(self))
         self.broken: str | None = None
         self._process = os.getpid()
         self.unsent: dict[int, object] = {}  # sends that nobody has waited for yet
         # A rank of this host may itself wait for one of another, and is to say so before it is given up.
-        distant = [self.bytes.posts(backend_ranks) for backend_ranks in self.ranks]
-        near = self.timeout + GRACE if any(distant) else self.timeout
-        self.streams = [Stream(far, self.timeout if far else near) for far in distant]
+        remote = [self.bytes.needs_posted_recv(backend_ranks) for backend_ranks in self.ranks]
+        near = self.timeout + GRACE if any(remote) else self.timeout
+        self.states = [PeerState(far, self.timeout if far else near) for far in remote]
         for peer in self.peers:
-            if self.streams[peer].distant:
+            if self.states[peer].remote:
                 with suppress(PeerError):  # who is gone already is told of when something is expected of it
-                    self.listen(peer)
+                    self.expect_failure_report(peer)
 
     @property
-    def name(self) -> str:
+    def rank_label(self) -> str:
         """What errors call this rank."""
-        return f"rank {self.called[self.rank]}"
+        return f"rank {self.labels[self.rank]}"
 
-    def adopt(self, other: Line, ranks: Sequence[int]) -> None:
+    def attach(self, other: PeerLinks, ranks: Sequence[int]) -> None:
         """From now on a line of some of these ranks is counted here, fails with this one, and calls ranks what they are
         called here. ``ranks``: what it has, in its order."""
         if other._family is self._family:
@@ -135,11 +137,11 @@ class Line:
             member = reference()
             if member is not None:
                 member.counted, member._family = self.counted, self._family
-                member.called = tuple(self.called[ranks[called]] for called in member.called)
+                member.labels = tuple(self.labels[ranks[label]] for label in member.labels)
                 self._family.append(reference)
 
-    def slot(self, lane: int) -> int:
-        return self.number * LANES + lane
+    def slot(self, port: int) -> int:
+        return self.number * PORTS + port
 
     def check(self) -> None:
         """Raise `CollectiveError`, naming the failure, where there was one, or in a process that was forked."""
@@ -147,33 +149,34 @@ class Line:
             return
         self.check_process()
         raise CollectiveError(
-            f"{self.name}: this communicator is closed since an earlier failure ({self.broken}); build a new optimizer"
+            f"{self.rank_label}: this communicator is closed since an earlier failure ({self.broken}); "
+            "build a new optimizer"
         )
 
     def check_process(self) -> None:
         """Raise `CollectiveError` in a process that was forked from the rank's."""
         if os.getpid() != self._process:
             raise CollectiveError(
-                f"{self.name}: process {os.getpid()} was forked from the rank's own, {self._process}, which alone may "
-                "communicate with the other ranks: evaluate or save a copy of the model that was made before the fork, "
-                "at stage 3 inside 'with optimizer.gathered():'"
+                f"{self.rank_label}: process {os.getpid()} was forked from the rank's own, {self._process}, "
+                "which alone may communicate with the other ranks: evaluate or save a copy of the model that was made "
+                "before the fork, at stage 3 inside 'with optimizer.gathered():'"
             )
 
     # -- the small messages ---------------------------------------------------------------------------------------
 
-    def send_header(self, packed: bytes, to: int, place: int = 0) -> Pending:
+    def send_header(self, packed: bytes, to: int, offset: int = 0) -> Pending:
         self.counted.control_sent += HEADER_BYTES
         self.counted.messages += 1
-        return self.bytes.send_bytes(at(packed, place), self.ranks[to], self._header_slot)
+        return self.bytes.send_bytes(with_offset(packed, offset), self.ranks[to], self._header_slot)
 
     def post_header(self, source: int) -> None:
         pending = self.bytes.recv_bytes(HEADER_BYTES, self.ranks[source], self._header_slot)
-        self.streams[source].posted.append(pending)
+        self.states[source].posted.append(pending)
         self.counted.control_received += HEADER_BYTES
 
-    def recv_bytes(self, size: int, source: int, lane: int, tag: Tag) -> PendingBytes:
+    def recv_bytes(self, size: int, source: int, port: int, tag: Tag) -> PendingBytes:
         try:
-            return self.bytes.recv_bytes(size, self.ranks[source], self.slot(lane))
+            return self.bytes.recv_bytes(size, self.ranks[source], self.slot(port))
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
 
@@ -183,7 +186,7 @@ class Line:
         self.check()
         begin = time.monotonic()
         try:
-            pending.wait(self.streams[peer].limit)
+            pending.wait(self.states[peer].limit)
         except PeerError as error:
             raise self._no_answer(peer, tag, begin, error) from error
 
@@ -192,7 +195,7 @@ class Line:
             self.check()
         begin = time.monotonic()
         try:
-            return pending.wait(self.streams[peer].limit)
+            return pending.wait(self.states[peer].limit)
         except PeerError as error:
             raise self._no_answer(peer, tag, begin, error) from error
 
@@ -203,46 +206,48 @@ class Line:
             return error
         if isinstance(error, PeerError):
             return self._no_answer(peer, tag, time.monotonic(), error)
-        self.abort(f"{self.name}, in {tag.label}: {type(error).__name__}: {error}")
+        self.abort(f"{self.rank_label}, in {tag.label}: {type(error).__name__}: {error}")
         return error
 
     def _no_answer(self, peer: int, tag: Tag, begin: float, error: PeerError) -> CollectiveError:
-        failure = self._last_words(peer, error)
+        failure = self._failure_report(peer, error)
         if failure is not None:
-            return self._told(tag, failure)
+            return self._peer_failed(tag, failure)
         waited = time.monotonic() - begin
-        text = f"{self.name}, in {tag.label}: no answer from rank {self.called[peer]} after {waited:.1f} s ({error})"
-        return self.fail(PeerError(text), Failure(self.called[peer], text))
+        text = (
+            f"{self.rank_label}, in {tag.label}: no answer from rank {self.labels[peer]} after {waited:.1f} s ({error})"
+        )
+        return self.fail(PeerError(text), Failure(self.labels[peer], text))
 
     def aborted(self, source: int, tag: Tag) -> CollectiveError:
-        return self._told(tag, Failure.unpack(self.wait_bytes(self.listen(source), source, tag)))
+        return self._peer_failed(tag, Failure.unpack(self.wait_bytes(self.expect_failure_report(source), source, tag)))
 
-    def _told(self, tag: Tag, failure: Failure) -> CollectiveError:
-        text = f"{self.name}, in {tag.label}: rank {failure.culprit} failed: {failure.reason}"
+    def _peer_failed(self, tag: Tag, failure: Failure) -> CollectiveError:
+        text = f"{self.rank_label}, in {tag.label}: rank {failure.culprit} failed: {failure.reason}"
         return self.fail(PeerError(text), failure)
 
-    def listen(self, peer: int) -> PendingBytes:
+    def expect_failure_report(self, peer: int) -> PendingBytes:
         """Expect to hear, once, why a rank failed."""
-        stream = self.streams[peer]
-        if stream.words is None:
-            stream.words = self.bytes.recv_bytes(WORDS_BYTES, self.ranks[peer], self.slot(TEXT_LANE))
-        return stream.words
+        state = self.states[peer]
+        if state.report is None:
+            state.report = self.bytes.recv_bytes(REPORT_BYTES, self.ranks[peer], self.slot(FAILURE_PORT))
+        return state.report
 
-    def _last_words(self, peer: int, error: PeerError) -> Failure | None:
+    def _failure_report(self, peer: int, error: PeerError) -> Failure | None:
         """Why a peer failed that will say nothing more; None where it has not said so."""
         try:
-            if self.streams[peer].distant:
-                return Failure.unpack(self.listen(peer).wait(LISTEN))
+            if self.states[peer].remote:
+                return Failure.unpack(self.expect_failure_report(peer).wait(REPORT_WAIT))
             while isinstance(error, GoneError):
                 if is_abort(self._read_now(peer)):
-                    return Failure.unpack(self.listen(peer).wait(0.0))
+                    return Failure.unpack(self.expect_failure_report(peer).wait(0.0))
         except PeerError:
             pass
         return None
 
     def _read_now(self, peer: int) -> bytes:
         """The next header of a peer that will say nothing more."""
-        posted = self.streams[peer].posted
+        posted = self.states[peer].posted
         if not posted:
             self.post_header(peer)
         return posted.popleft().wait(0.0)
@@ -251,8 +256,9 @@ class Line:
         sizes = f" ({size} and {their_size} bytes)" if size != their_size and mine.same(theirs) else ""
         return self.fail(
             MismatchError(
-                f"{self.name} is in {describe(mine)}, but rank {self.called[source]} is in {describe(theirs)}{sizes}: "
-                "all ranks of a group must make the same calls in the same order, with the same parameters trainable"
+                f"{self.rank_label} is in {describe(mine)}, but rank {self.labels[source]} is in {describe(theirs)}"
+                f"{sizes}: all ranks of a group must make the same calls in the same order, with the same parameters "
+                "trainable"
             )
         )
 
@@ -265,32 +271,32 @@ class Line:
         could not be told. The line and its family are of no use afterwards."""
         if os.getpid() != self._process:
             return list(self.peers)
-        untold: list[int] = []
+        unreached: list[int] = []
         for reference in self._family:
             member = reference()
             if member is not None and member.broken is None:
-                found = member._abort(reason, failure or Failure(self.called[self.rank], reason))
-                untold = found if member is self else untold
-        return untold
+                found = member._abort(reason, failure or Failure(self.labels[self.rank], reason))
+                unreached = found if member is self else unreached
+        return unreached
 
     def _abort(self, reason: str, failure: Failure) -> list[int]:
-        self.broken, untold = reason, list[int]()
-        words, header = failure.pack(), Tag(Kind.ABORT, "abort").pack(0)
+        self.broken, unreached = reason, list[int]()
+        report, header = failure.pack(), Tag(Kind.ABORT, "abort").pack(0)
         # What was sent must outlive this object until its receivers ask for it.
-        kept = [*self.unsent.values(), *(lent for stream in self.streams for lent in stream.lent.values())]
+        kept = [*self.unsent.values(), *(exposed for state in self.states for exposed in state.exposed.values())]
         for to in self.peers:
             try:
-                kept.append(self.bytes.send_bytes(words, self.ranks[to], self.slot(TEXT_LANE), LISTEN))
+                kept.append(self.bytes.send_bytes(report, self.ranks[to], self.slot(FAILURE_PORT), REPORT_WAIT))
                 kept.append(self.send_header(header, to))
-                if self.streams[to].distant:
-                    for lane in (ANSWER_LANE, HERE_LANE):
-                        kept.append(self.bytes.send_bytes(GAVE_UP, self.ranks[to], self.slot(lane)))
+                if self.states[to].remote:
+                    for port in (ACK_PORT, MARKER_PORT):
+                        kept.append(self.bytes.send_bytes(FAILED, self.ranks[to], self.slot(port)))
                 if self.memory is not None:
-                    for lane in (PAYLOAD_LANE, RETURN_LANE):  # where it may wait for what is not read any more
-                        self.memory.give_up(self.ranks[to], self.slot(lane))
+                    for port in (PAYLOAD_PORT, RELEASE_PORT):  # where it may wait for what is not read any more
+                        self.memory.close_slot(self.ranks[to], self.slot(port))
             except Exception:  # a peer that is gone cannot be told; the others still are
-                untold.append(to)
-        keeper = threading.Timer(min(self.timeout, LAST_WORDS), lambda kept: None, [kept])
+                unreached.append(to)
+        keeper = threading.Timer(min(self.timeout, REPORT_KEPT), lambda kept: None, [kept])
         keeper.daemon = True
         keeper.start()
-        return untold
+        return unreached

@@ -30,7 +30,7 @@ from .algorithms.process_group import AllToAll, Native
 from .algorithms.shared import Shared
 from .backend import OwnCollectives
 from .backends.hybrid import HybridBackend
-from .backends.rendezvous import Card, Door, exchange_cards, join
+from .backends.rendezvous import Listener, RankInfo, exchange_infos, join
 from .backends.shared_memory import SharedMemoryBackend
 from .backends.threads import ThreadBackend
 from .messages import CollectiveError, Kind, Tag
@@ -55,14 +55,14 @@ class Neighbours:
 
 def meet_neighbours(transport: Transport) -> Neighbours:
     """Find the ranks of each host and connect them. Collective."""
-    door = Door(transport.world_size)
+    listener = Listener(transport.world_size)
     try:
-        cards = exchange_cards(transport, door)
-        hosts = _hosts(cards)
+        infos = exchange_infos(transport, listener)
+        hosts = _hosts(infos)
         mine = next(ranks for ranks in hosts if transport.rank in ranks)
-        backend = join(transport.split(mine), door, [cards[rank] for rank in mine])
+        backend = join(transport.split(mine), listener, [infos[rank] for rank in mine])
     finally:
-        door.close()
+        listener.close()
     problem = backend if isinstance(backend, str) else ""
     told = transport.exchange(problem.encode(), Tag(Kind.EXCHANGE, "who shares memory"))
     problem = next((text.decode(errors="replace") for text in told if text), "")
@@ -70,11 +70,11 @@ def meet_neighbours(transport: Transport) -> Neighbours:
     return Neighbours(hosts, local, problem)
 
 
-def _hosts(cards: Sequence[Card]) -> tuple[tuple[int, ...], ...]:
+def _hosts(infos: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...]:
     """See `Neighbours.hosts`."""
     by_host: dict[str, list[int]] = {}
-    for rank, card in enumerate(cards):
-        by_host.setdefault(card.host, []).append(rank)
+    for rank, info in enumerate(infos):
+        by_host.setdefault(info.host, []).append(rank)
     return tuple(map(tuple, by_host.values()))
 
 
@@ -124,7 +124,7 @@ class Choice:
     """An algorithm, why it was chosen, and the ranks that own its slices: one replica's, where there are several."""
 
     collective: Collective
-    why: str
+    reason: str
     replica: Transport | None = None
 
     @property
@@ -150,15 +150,15 @@ def choose(transport: Transport, device: torch.device = CPU) -> Choice:
         return Choice(Shared(_near(transport, neighbours)), f"all {transport.world_size} ranks are on one host")
     if len(hosts) == transport.world_size:
         return Choice(Pairwise(transport), f"each of the {len(hosts)} ranks has a host of its own")
-    why = f"{transport.world_size} ranks are on {len(hosts)} hosts"
-    return Choice(Hierarchical(_near(transport, neighbours), hosts), why)
+    reason = f"{transport.world_size} ranks are on {len(hosts)} hosts"
+    return Choice(Hierarchical(_near(transport, neighbours), hosts), reason)
 
 
 def _warned(transport: Transport, neighbours: Neighbours) -> str:
-    why = f"the ranks talk over {transport.name}, not through shared memory: {neighbours.problem}"
+    reason = f"the ranks talk over {transport.name}, not through shared memory: {neighbours.problem}"
     if transport.rank == 0:
-        warnings.warn(why, stacklevel=3)
-    return why
+        warnings.warn(reason, stacklevel=3)
+    return reason
 
 
 def replicate(
@@ -170,9 +170,9 @@ def replicate(
     replicas = [world[first : first + factor] for first in world[::factor]]
     mine = replicas[transport.rank // factor]
 
-    def choice(near: Transport, build: Callable[[Transport], Collective], why: str, within: bool = False) -> Choice:
+    def choice(near: Transport, build: Callable[[Transport], Collective], reason: str, within: bool = False) -> Choice:
         inner = build(near.split(mine, may_have_common=within))
-        return Choice(Replicated(near, inner), f"{len(replicas)} replicas of {factor}; {why}", inner.transport)
+        return Choice(Replicated(near, inner), f"{len(replicas)} replicas of {factor}; {reason}", inner.transport)
 
     if not isinstance(algorithm, str):
         return choice(transport, algorithm, "asked for")
@@ -193,12 +193,12 @@ def replicate(
         _check_hierarchical(neighbours)
     elif neighbours.local is None:
         return choice(transport, Pairwise, _warned(transport, neighbours))
-    near, why = _near(transport, neighbours), f"{len(world)} ranks are on {len(neighbours.hosts)} host(s)"
+    near, reason = _near(transport, neighbours), f"{len(world)} ranks are on {len(neighbours.hosts)} host(s)"
     if algorithm == "auto" and factor == 1:
-        return choice(near, Pairwise, f"{why}, and one in each replica")
+        return choice(near, Pairwise, f"{reason}, and one in each replica")
     if algorithm == "shared" or (algorithm == "auto" and within):
-        return choice(near, Shared, f"{why}, and each replica on one", within)
-    return choice(near, lambda part: Hierarchical(part, neighbours.among(mine)), why, within)
+        return choice(near, Shared, f"{reason}, and each replica on one", within)
+    return choice(near, lambda part: Hierarchical(part, neighbours.among(mine)), reason, within)
 
 
 def _on_one_host(transport: Transport) -> Collective:
@@ -214,11 +214,11 @@ def _all_have_nccl(transport: Transport, device: torch.device) -> bool:
 
 
 def _by_nccl(transport: Transport) -> Choice:
-    door = Door(transport.world_size)
+    listener = Listener(transport.world_size)
     try:
-        hosts = _hosts(exchange_cards(transport, door))
+        hosts = _hosts(exchange_infos(transport, listener))
     finally:
-        door.close()
+        listener.close()
     if len(hosts) == 1:
         return Choice(AllToAll(transport), f"all {transport.world_size} ranks are on one host, with NCCL")
     return Choice(

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from .backend import Backend, CommonMemory, Memory, Region
-from .exposed_buffers import Borrowed, Lent
+from .exposed_buffers import ExposedBuffer, PeerBuffers
 from .messages import Chain, Kind, Tag, Traffic, Work, as_bytes, describe
-from .messenger import Channel, Send, Settled
+from .messenger import DeferredSends, Messenger, Send
 from .pool import Pool
 
 LOG = logging.getLogger("collectives")
@@ -39,12 +39,12 @@ class Transport:
         if backend.rank not in ranks:
             raise ValueError(f"rank {backend.rank} is not one of the group's ranks {list(ranks)}")
         self.backend = backend
-        self._channel: Channel = Channel(backend, ranks, channel, None if like is None else like._channel)
-        self.rank = self._channel.rank
+        self._messenger: Messenger = Messenger(backend, ranks, channel, None if like is None else like._messenger)
+        self.rank = self._messenger.rank
         self.world_size = len(ranks)
         self.timeout, self.name = backend.timeout, backend.name
         self._may_have_common = True
-        self.memory: Memory | None = self._channel.memory
+        self.memory: Memory | None = self._messenger.memory
         self._allocate = partial(_allocate, self.memory)  # which holds nothing that holds this
         self.pool: Pool = Pool(allocate=self._allocate) if like is None else like.pool
 
@@ -57,13 +57,13 @@ class Transport:
         storage = self._allocate(numel * dtype.itemsize, device)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 
-    def reaches(self, tensor: Tensor) -> bool:
+    def peers_can_read(self, tensor: Tensor) -> bool:
         """True where peers on this host can read a tensor's memory."""
-        return self.memory is not None and (not tensor.numel() or self.memory.place(tensor) is not None)
+        return self.memory is not None and (not tensor.numel() or self.memory.offset_of(tensor) is not None)
 
-    def within_reach(self, tensor: Tensor) -> Tensor:
+    def peer_readable(self, tensor: Tensor) -> Tensor:
         """A 1-D tensor's values where peers can read them: the tensor itself, or a copy in scratch memory."""
-        if self.reaches(tensor):
+        if self.peers_can_read(tensor):
             return tensor
         # host synchronisation: of device memory, which peers cannot read where it is
         return self.scratch(tensor.numel(), tensor.dtype, torch.device("cpu")).copy_(tensor)
@@ -77,7 +77,7 @@ class Transport:
         """True where all ranks share a host, so that `common` gives memory as long as there is any."""
         if not self._may_have_common or not isinstance(self.backend, CommonMemory):
             return False
-        return self.backend.are_here(self._channel.ranks)
+        return self.backend.share_host(self._messenger.ranks)
 
     def common(self, sizes: Sequence[int]) -> Sequence[Region] | None:
         """Memory of these bytes that is the same for all ranks; None where they do not share a host, or there is none.
@@ -88,19 +88,21 @@ class Transport:
         tag = Tag(Kind.EXCHANGE, "making memory for all ranks")
         self.exchange(b"", tag)  # who failed, or is elsewhere, says so here: a rank that waits for memory hears nothing
         try:
-            regions = self.backend.common(sizes, self._channel.ranks)
+            regions = self.backend.common(sizes, self._messenger.ranks)
         except BaseException as error:
-            raise self._channel.cut_off(error, 0, tag) from error
+            raise self._messenger.cut_off(error, 0, tag) from error
         problems = self.exchange(b"" if regions is not None else b"none", tag)
         found = None if any(problems) else regions
-        LOG.debug("%s: %d bytes of common memory: %s", self.called, sum(sizes), "no room" if found is None else "made")
+        LOG.debug(
+            "%s: %d bytes of common memory: %s", self.rank_label, sum(sizes), "no room" if found is None else "made"
+        )
         return found
 
     # -- groups ---------------------------------------------------------------------------------------------------
 
     def peers(self) -> Sequence[int]:
         """The other ranks, starting behind this one, so that not everybody talks to rank 0 first."""
-        return self._channel.peers
+        return self._messenger.peers
 
     def split(self, ranks: Sequence[int], channel: int = 0, *, may_have_common: bool = True) -> Transport:
         """The part of this group that ``ranks`` name, in that order. Called by these ranks; nothing is sent.
@@ -110,28 +112,28 @@ class Transport:
         part._may_have_common = may_have_common
         return part
 
-    def adopt(self, part: Transport, ranks: Sequence[int]) -> None:
+    def attach(self, part: Transport, ranks: Sequence[int]) -> None:
         """From now on a transport of some of these ranks is counted here and fails together with this one, and errors
         call its ranks what they are called here. ``ranks``: these, in its order."""
-        self._channel.adopt(part._channel, ranks)
+        self._messenger.attach(part._messenger, ranks)
 
     def over(self, backend: Backend) -> Transport:
         """The same group over another backend with the same ranks; this transport is not to be used any more."""
-        ranks = self._channel.ranks  # a channel of its own: this one has asked for messages that it will not read
+        ranks = self._messenger.ranks  # a channel of its own: this one has asked for messages that it will not read
         return Transport(backend, ranks, self._derived(ranks, -1))
 
     def backend_ranks(self, ranks: Sequence[int]) -> list[int]:
         """What the backend calls these ranks."""
-        return [self._channel.ranks[rank] for rank in ranks]
+        return [self._messenger.ranks[rank] for rank in ranks]
 
     def sibling(self, channel: int) -> Transport:
         """The same ranks with messages of their own, counted here and failing together. Called by all; nothing is
         sent."""
-        ranks = self._channel.ranks
+        ranks = self._messenger.ranks
         return Transport(self.backend, ranks, self._derived(ranks, channel), like=self)
 
     def _derived(self, backend_ranks: Sequence[int], channel: int) -> int:
-        name = ",".join(map(str, (self._channel.number, channel, *backend_ranks)))
+        name = ",".join(map(str, (self._messenger.number, channel, *backend_ranks)))
         return zlib.crc32(name.encode()) & 0xFFFFFF
 
     def fork(self) -> Transport:
@@ -139,7 +141,7 @@ class Transport:
         tag = Tag(Kind.EXCHANGE, "opening a channel")
         channel = int.from_bytes(os.urandom(3), "little")
         first = self.exchange(channel.to_bytes(4, "little"), tag)[0]
-        return Transport(self.backend, self._channel.ranks, int.from_bytes(first, "little"))
+        return Transport(self.backend, self._messenger.ranks, int.from_bytes(first, "little"))
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -147,16 +149,16 @@ class Transport:
         """Start to send a 1-D contiguous tensor to rank ``to``; it must not be written before ``wait`` returns.
         ``whole``: in one part, as where it is one of `chunks` itself; the receiver says the same."""
         self.check()
-        work, size = self._channel.send(_parts(tensor, whole), to, tag), tensor.numel() * tensor.itemsize
+        work, size = self._messenger.send(_parts(tensor, whole), to, tag), tensor.numel() * tensor.itemsize
         if control:
-            self._channel.counted.control_sent += size
+            self._messenger.counted.control_sent += size
         else:
-            self._channel.counted.sent += size
+            self._messenger.counted.sent += size
         return work
 
     def irecv(self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False, whole: bool = False) -> Work:
         """Start to receive a 1-D contiguous tensor of exactly this size from rank ``source``. What is behind a first
-        part may be asked for only when something is sent, or `ask_rest` is called, or at a wait."""
+        part may be asked for only when something is sent, or `post_remaining` is called, or at a wait."""
         return Chain(self.irecv_chunks(tensor, source, tag, control=control, whole=whole))
 
     def irecv_chunks(
@@ -164,65 +166,68 @@ class Transport:
     ) -> Sequence[Work]:
         """As `irecv`, for who begins before all is there: each of `chunks` is waited for, in order."""
         self.check()
-        works, size = self._channel.recv(_parts(tensor, whole), source, tag), tensor.numel() * tensor.itemsize
+        works, size = self._messenger.recv(_parts(tensor, whole), source, tag), tensor.numel() * tensor.itemsize
         if control:
-            self._channel.counted.control_received += size
+            self._messenger.counted.control_received += size
         else:
-            self._channel.counted.received += size
+            self._messenger.counted.received += size
         return works
 
-    def ask_rest(self) -> None:
+    def post_remaining(self) -> None:
         """Say that nothing more is sent now: what was not asked for yet is."""
-        self._channel.ask_rest()
+        self._messenger.post_remaining()
 
-    def lend(self, tensor: Tensor, spans: Sequence[tuple[int, int, int]], tag: Tag) -> Lent:
-        """Let ranks, which call `borrow`, read elements of a 1-D contiguous tensor where they are, or in a copy where
-        that is not `within_reach`; it must not be written before ``wait`` returns. ``spans``: rank, begin and end."""
+    def expose(self, tensor: Tensor, spans: Sequence[tuple[int, int, int]], tag: Tag) -> ExposedBuffer:
+        """Let other ranks, which call `map_buffers`, read elements of a 1-D contiguous tensor in place. If peers cannot
+        read its memory, they read a copy. The tensor must not be written before ``wait`` returns.
+
+        ``spans``: rank, and the elements' begin and end.
+        """
         self.check()
         assert self.memory is not None
-        place = self.memory.place(tensor) if tensor.numel() else 0
-        if place is None:
+        offset = self.memory.offset_of(tensor) if tensor.numel() else 0
+        if offset is None:
             first = min((begin for _, begin, _ in spans), default=0)
             last = max((end for _, _, end in spans), default=0)
-            tensor = self.within_reach(tensor[first:last])
+            tensor = self.peer_readable(tensor[first:last])
             spans = [(to, begin - first, end - first) for to, begin, end in spans]
-            place = self.memory.place(tensor) if tensor.numel() else 0
-        assert place is not None, "scratch memory is within reach"
-        return Lent(self._channel, tensor, place, spans, tag)
+            offset = self.memory.offset_of(tensor) if tensor.numel() else 0
+        assert offset is not None, "scratch memory is within reach"
+        return ExposedBuffer(self._messenger, tensor, offset, spans, tag)
 
-    def borrow(self, spans: Sequence[tuple[int, int]], dtype: torch.dtype, tag: Tag) -> Borrowed:
-        """Expect ranks to `lend`. ``spans``: rank, and how many elements it lends."""
+    def map_buffers(self, spans: Sequence[tuple[int, int]], dtype: torch.dtype, tag: Tag) -> PeerBuffers:
+        """Expect ranks to `expose`. ``spans``: rank, and how many elements it lends."""
         self.check()
-        return Borrowed(self._channel, spans, dtype, tag)
+        return PeerBuffers(self._messenger, spans, dtype, tag)
 
     def exchange(self, data: bytes, tag: Tag) -> list[bytes]:
         """Every rank's bytes, in rank order; lengths may differ. Collective. While other messages are under way, of at
         most 64 KiB, or they would be waited for here."""
         self.check()
         self._log("exchanges bytes", tag)
-        channel, result = self._channel, [data] * self.world_size
+        channel, result = self._messenger, [data] * self.world_size
         sends = self._enter(data, tag)
         recvs = {source: channel.recv_control(source, tag) for source in self.peers()}
         for to in self.peers():
             sends += channel.send_rest(data, to, tag)
         for source, wait in recvs.items():
             result[source] = wait()
-        Settled(channel, sends).wait()
+        DeferredSends(channel, sends).wait()
         return result
 
     def _enter(self, data: bytes, tag: Tag) -> list[Send]:
         """Begin a message to every other rank, and ask for theirs before."""
         for source in self.peers():
-            self._channel.ask(source, tag)
-        return [send for to in self.peers() for send in self._channel.send_control(data, to, tag)]
+            self._messenger.post_next_header(source, tag)
+        return [send for to in self.peers() for send in self._messenger.send_control(data, to, tag)]
 
     def announce(self, tag: Tag) -> Work:
         """Say to every other rank that this one entered ``tag``, and expect the same of them, without any bytes."""
         self.check()
         self._log("announces itself", tag)
-        recvs = [self._channel.recv((), source, tag)[0] for source in self.peers()]
-        sends = [self._channel.send((), to, tag) for to in self.peers()]
-        return Chain([*recvs, Settled(self._channel, sends)])
+        recvs = [self._messenger.recv((), source, tag)[0] for source in self.peers()]
+        sends = [self._messenger.send((), to, tag) for to in self.peers()]
+        return Chain([*recvs, DeferredSends(self._messenger, sends)])
 
     def meet(self, tag: Tag, catch_up: Callable[[], None]) -> Tag:
         """Return when all ranks are here, at the same ``tag.round``. Collective; the agreed tag is returned.
@@ -232,7 +237,7 @@ class Transport:
         nothing to contribute still takes part in everything that the others began.
 
         Messages of a pair are in order, so a rank reads of the others' rounds before it reads that they are here;
-        an announcement that is overtaken by a later round is dropped by whoever reads it (`Channel.confirm`).
+        an announcement that is overtaken by a later round is dropped by whoever reads it (`Messenger.confirm`).
         """
         self.check()
         self._log("meets all ranks", tag)
@@ -240,7 +245,7 @@ class Transport:
         while True:
             sends += self._enter(b"", tag)
             if all(self._arrived(source, tag) for source in self.peers()):
-                Settled(self._channel, sends).wait()
+                DeferredSends(self._messenger, sends).wait()
                 return tag
             self._log("catches up", tag)
             catch_up()
@@ -248,58 +253,58 @@ class Transport:
 
     def _log(self, what: str, tag: Tag) -> None:
         if LOG.isEnabledFor(logging.DEBUG):
-            LOG.debug("%s: %s, in %s", self.called, what, describe(tag))
+            LOG.debug("%s: %s, in %s", self.rank_label, what, describe(tag))
 
     def _arrived(self, source: int, tag: Tag) -> bool:
         """True when ``source`` is at ``tag``; False when it has entered a round that this rank has not."""
-        self._channel.confirm_expected(source)
+        self._messenger.confirm_expected(source)
         while True:
-            header = self._channel.next_header(source, tag)
+            header = self._messenger.next_header(source, tag)
             theirs, _ = Tag.unpack(header)
             if theirs.same(tag):
                 return True
             if theirs.round > tag.round and theirs.kind in (Kind.REDUCE_SCATTER, Kind.MEET):
-                self._channel.streams[source].returned = header
+                self._messenger.states[source].unread_header = header
                 return False
             if not (theirs.kind is Kind.MEET and theirs.round < tag.round):
-                raise self._channel.mismatch(source, tag, theirs)
+                raise self._messenger.mismatch(source, tag, theirs)
 
     # -- failures and counts --------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> list[int]:
         """Tell every other rank that this one failed, and return those that could not be told. The transport is of no
         use afterwards; the backend is."""
-        LOG.debug("%s: aborts: %s", self.called, reason)
-        return self._channel.abort(reason)
+        LOG.debug("%s: aborts: %s", self.rank_label, reason)
+        return self._messenger.abort(reason)
 
     @property
-    def called(self) -> str:
+    def rank_label(self) -> str:
         """What errors call this rank."""
-        return self._channel.name
+        return self._messenger.rank_label
 
     @property
     def broken(self) -> bool:
         """True after a failure: every further call raises."""
-        return self._channel.broken is not None
+        return self._messenger.broken is not None
 
     def check(self) -> None:
         """Raise `CollectiveError`, naming the failure, where there was one, or in a process that was forked."""
-        self._channel.check()
+        self._messenger.check()
 
     def check_process(self) -> None:
         """Raise `CollectiveError` in a process that was forked from the rank's."""
-        self._channel.check_process()
+        self._messenger.check_process()
 
     @property
     def traffic(self) -> Traffic:
         """What this rank has sent and received so far."""
-        c = self._channel.counted
+        c = self._messenger.counted
         return Traffic(c.sent, c.received, c.control_sent, c.control_received, c.messages)
 
     def count_payload(self, sent: int, received: int) -> None:
         """For algorithms whose bytes do not pass through `isend` and `irecv`."""
-        self._channel.counted.sent += sent
-        self._channel.counted.received += received
+        self._messenger.counted.sent += sent
+        self._messenger.counted.received += received
 
 
 def _allocate(memory: Memory | None, nbytes: int, device: torch.device) -> UntypedStorage:

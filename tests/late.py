@@ -86,7 +86,7 @@ class LateBackend(ThreadBackend):
 
     def bytes_of(self, tensor: Tensor) -> Tensor:
         """Return a tensor's memory as bytes, without keeping it alive."""
-        return self.look(self.rank, tensor.data_ptr(), tensor.nbytes, torch.uint8) if tensor.nbytes else NOTHING
+        return self.map_peer(self.rank, tensor.data_ptr(), tensor.nbytes, torch.uint8) if tensor.nbytes else NOTHING
 
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:  # type: ignore[override]
         side = super().send(tensor.clone(), to, slot)

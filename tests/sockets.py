@@ -15,8 +15,8 @@ from collectives import Loopback, Transport
 from collectives.backend import Backend, Pending
 from collectives.backends.arena import Arena, Window
 from collectives.backends.hybrid import HybridBackend
-from collectives.backends.rendezvous import Door, exchange_cards, join
-from collectives.backends.shared_memory import Peer, SharedMemoryBackend
+from collectives.backends.rendezvous import Listener, exchange_infos, join
+from collectives.backends.shared_memory import PeerProcess, SharedMemoryBackend
 
 T = TypeVar("T")
 ARENA = 1 << 26
@@ -25,12 +25,12 @@ ARENA = 1 << 26
 def mesh(world_size: int, timeout: float = 5.0) -> list[SharedMemoryBackend]:
     """Connected backends, for tests of a single thread: a frame that was sent is there."""
     arenas = [Arena(ARENA) for _ in range(world_size)]
-    peers: list[list[Peer | None]] = [[None] * world_size for _ in range(world_size)]
+    peers: list[list[PeerProcess | None]] = [[None] * world_size for _ in range(world_size)]
     for a in range(world_size):
         for b in range(a):
             ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             for rank, other, end in zip((a, b), (b, a), ends, strict=True):
-                peers[rank][other] = Peer(end, socket.socket(), Window(arenas[other].fd), 0, 0.0)
+                peers[rank][other] = PeerProcess(end, socket.socket(), Window(arenas[other].fd), 0, 0.0)
     return [SharedMemoryBackend(rank, peers[rank], arenas[rank], timeout) for rank in range(world_size)]
 
 
@@ -43,11 +43,11 @@ def leave(backend: SharedMemoryBackend) -> None:
 
 def meet(transport: Transport) -> SharedMemoryBackend:
     """Connect the ranks of a transport, as ranks of one host do."""
-    door = Door(transport.world_size)
+    listener = Listener(transport.world_size)
     try:
-        backend = join(transport, door, exchange_cards(transport, door))
+        backend = join(transport, listener, exchange_infos(transport, listener))
     finally:
-        door.close()
+        listener.close()
     assert isinstance(backend, SharedMemoryBackend), backend
     return backend
 

@@ -145,7 +145,7 @@ def chosen(group: dist.ProcessGroup, rank: int, hosts: list[int], devices: list[
             told_of_nccl(patch)
         on_hosts(patch, hosts)
         choice = choose(connect(group).fork(), torch.device(devices[rank]))
-    return works(choice.collective), choice.why
+    return works(choice.collective), choice.reason
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_what_is_chosen_is_told_where_the_parameters_are() -> None:
 
 
 def table(group: dist.ProcessGroup, rank: int) -> list[tuple[str, str, str]]:
-    both = dist.new_group(range(SIZE), device_backend="cpu:gloo,cuda:fake")
+    both = dist.new_group(range(SIZE), backend="cpu:gloo,cuda:fake")
     assert works(AllToAll(connect(both))) == "all_to_all"
     kinds = ("cpu", "cuda", "xpu")
     return [
@@ -280,7 +280,7 @@ def while_adding_up(group: dist.ProcessGroup, rank: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(
-                "collectives.algorithms.process_group.fold", mock.Mock(side_effect=MemoryError("in the middle"))
+                "collectives.algorithms.process_group.ordered_sum", mock.Mock(side_effect=MemoryError("in the middle"))
             )
         caught = pytest.raises(MemoryError) if rank == 1 else nullcontext()
         with caught:

@@ -49,7 +49,7 @@ def test_half_a_sum_is_no_sum_on_any_rank(error: type[BaseException], monkeypatc
             transport.check()
         return str(caught.value)
 
-    monkeypatch.setattr("collectives.algorithms.pairwise.fold", fail)
+    monkeypatch.setattr("collectives.algorithms.pairwise.ordered_sum", fail)
     for rank, message in enumerate(on_threads(2, program, timeout=5)):
         assert f"rank {rank}, while adding up: {error.__name__}: in the middle" in message
 

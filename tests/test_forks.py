@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives import CollectiveError
-from collectives.backends.shared_memory import Peer
+from collectives.backends.shared_memory import PeerProcess
 from zero import ZeroOptimizer
 
 from .forks import Child, said_by_a_child
@@ -339,7 +339,7 @@ def collects(group: dist.ProcessGroup, rank: int, stage: int, algorithm: str) ->
         optimizer = weakref.ref(run.optimizer)
         del run.optimizer, run.model
         gc.collect()
-        peers = [thing for thing in gc.get_objects() if isinstance(thing, Peer)]
+        peers = [thing for thing in gc.get_objects() if isinstance(thing, PeerProcess)]
         return [optimizer() is None, len(peers)]
 
     assert said_by_a_child(collect) == [True, 0]

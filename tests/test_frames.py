@@ -19,7 +19,7 @@ from torch import Tensor
 
 from collectives import CollectiveError, Kind, PeerError, Tag, Transport
 from collectives.backends.arena import Arena, Window
-from collectives.backends.shared_memory import INLINE, Peer, SharedMemoryBackend
+from collectives.backends.shared_memory import INLINE, PeerProcess, SharedMemoryBackend
 
 from .sockets import ARENA, leave, mesh, on_sockets
 
@@ -194,7 +194,7 @@ def with_a_socket_that_outlives_its_process(check: Callable[[SharedMemoryBackend
         process.stdout.readline()
         arena = Arena(ARENA)
         backend = SharedMemoryBackend(
-            0, [None, Peer(ours, socket.socket(), Window(arena.fd), process.pid, 0.0)], arena, 60.0
+            0, [None, PeerProcess(ours, socket.socket(), Window(arena.fd), process.pid, 0.0)], arena, 60.0
         )
         timer = threading.Timer(0.2 if fill else 0.0, process.kill)
         timer.start()
@@ -223,15 +223,15 @@ def test_so_it_is_where_its_socket_is_full() -> None:
 # -- peers that give up ------------------------------------------------------------------------------------------------
 
 
-def lend(transport: Transport) -> Any:
-    return transport.lend(transport.scratch(5, torch.float32, torch.device("cpu")), [(1, 0, 5)], TAG)
+def expose(transport: Transport) -> Any:
+    return transport.expose(transport.scratch(5, torch.float32, torch.device("cpu")), [(1, 0, 5)], TAG)
 
 
 def send(transport: Transport) -> Any:
     return transport.isend(torch.ones(INLINE), 1, TAG)
 
 
-@pytest.mark.parametrize("give", [lend, send])
+@pytest.mark.parametrize("give", [expose, send])
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
 def test_who_waits_for_a_reader_learns_why_it_gave_up(give: Callable[[Transport], Any], leaves: bool) -> None:
     """It has sent all that it owed, and fails while it reads."""
@@ -249,7 +249,7 @@ def test_who_waits_for_a_reader_learns_why_it_gave_up(give: Callable[[Transport]
     assert first.broken
 
 
-@pytest.mark.parametrize("give", [lend, send])
+@pytest.mark.parametrize("give", [expose, send])
 @pytest.mark.parametrize("why", ["the disk is full", ""])
 def test_an_error_of_sending_names_the_rank_and_the_collective(give: Callable[[Transport], Any], why: str) -> None:
     backends = mesh(2)
@@ -266,9 +266,9 @@ def test_an_error_of_sending_names_the_rank_and_the_collective(give: Callable[[T
 def test_a_loan_cannot_be_given_back_to_a_rank_that_is_gone() -> None:
     backends = mesh(2)
     first, second = map(Transport, backends)
-    lend(first)
-    loan = second.borrow([(0, 5)], torch.float32, TAG)
+    expose(first)
+    loan = second.map_buffers([(0, 5)], torch.float32, TAG)
     loan.wait()
     leave(backends[0])
     with pytest.raises(PeerError, match=r"rank 1, in bucket 3: .*rank 0 .*its process ended"):
-        loan.give_back()
+        loan.release()

@@ -43,7 +43,7 @@ from .test_laws import (
     trained,
 )
 
-HEADERS, LANES = 0, 6
+HEADERS, PORTS = 0, 6
 
 
 # -- order and number -------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_delays_in_collectives_and_hooks_change_no_bit(stage: int) -> None:
 @dataclass(frozen=True)
 class Message:
     to: int
-    lane: int
+    port: int
     size: int
     content: str
 
@@ -249,9 +249,9 @@ class Spy:
         self.rank, self.world_size = self._backend.rank, self._backend.world_size
 
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
-        if slot >= LANES:
+        if slot >= PORTS:
             digest = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
-            self.messages.append(Message(to, slot % LANES, tensor.numel(), digest))
+            self.messages.append(Message(to, slot % PORTS, tensor.numel(), digest))
         return self._backend.send(tensor, to, slot)
 
     def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
@@ -310,7 +310,7 @@ def test_traffic_is_what_the_backend_sent(stage: int) -> None:
     """Headers and control bytes included, and what one sends another receives."""
     sent, traffic = wire(stage)
     for messages, counted in zip(sent, traffic, strict=True):
-        headers = [message for message in messages if message.lane == HEADERS]
+        headers = [message for message in messages if message.port == HEADERS]
         assert len(headers) == counted.messages
         assert all(message.size == HEADER_BYTES for message in headers)
         assert sum(message.size for message in messages) == counted.payload_sent + counted.control_sent

@@ -562,7 +562,7 @@ def test_ranks_that_share_what_is_kept_are_called_what_the_group_calls_them() ->
         optimizer = ZeroOptimizer(model, stage=3, process_group=transport, reshard_after_forward=2)
         residency: Any = optimizer._storage.residency  # type: ignore[attr-defined]
         nearby = residency._nearby.shards
-        return [nearby.called, optimizer._assembly.shards.called]
+        return [nearby.rank_label, optimizer._assembly.shards.rank_label]
 
     assert on_wires(4, program) == [[f"rank {rank}"] * 2 for rank in range(4)]
 

@@ -149,7 +149,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_listed_once(groups, self._module)
         super().__init__(groups, self._inner.defaults)
         self.state: Any = checkpoint.States(self._storage, self._inner)
-        self._stepping, self._clipping = Event("step", self._transport.called), Event("clip", self._transport.called)
+        self._stepping, self._clipping = (
+            Event("step", self._transport.rank_label),
+            Event("clip", self._transport.rank_label),
+        )
         parts.adopt(self.param_groups, 0)
         self._counted: set[str] = set()  # options that the class changes itself, perhaps only where it steps something
         self._followed: list[AbstractContextManager[None]] = []  # blocks of others, inside `join`
@@ -287,7 +290,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _follow(self, call: Call) -> None:
         """Make another rank's call with it."""
-        LOG.debug("%s: follows another rank's %s", self._transport.called, call.name)
+        LOG.debug("%s: follows another rank's %s", self._transport.rank_label, call.name)
         adopt_options(self.param_groups, call.options)
         if self.divisor != call.divisor:
             self.divisor = call.divisor

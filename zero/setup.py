@@ -139,7 +139,7 @@ class Assembly:
         if self.kept_by in (1, shards.world_size):
             return None
         choice = build_collective(shards.sibling(3), "auto", device, self.kept_by)
-        shards.adopt(choice.collective.transport, range(shards.world_size))
+        shards.attach(choice.collective.transport, range(shards.world_size))
         return choice
 
     def adopt(self, all_groups: Sequence[Options], first: int) -> None:
@@ -160,7 +160,7 @@ class Assembly:
         try:
             yield
         except BaseException as error:
-            called = self.transport.called
+            called = self.transport.rank_label
             self.transport.abort(f"{called}, while parameters were taken over: {type(error).__name__}: {error}")
             raise
 
@@ -172,7 +172,7 @@ class Assembly:
         LOG.info(
             "%s of %d: stage %d, %s, %d buckets, %d units, sharding factor %d, collective %s (%s), common memory: %s, "
             "offload: %s",
-            self.transport.called,
+            self.transport.rank_label,
             self.transport.world_size,
             self.stage.number,
             self.inner.name,
@@ -180,7 +180,7 @@ class Assembly:
             len(set(units.values())),
             self.shards.world_size,
             self.collective.name,
-            self.choice.why,
+            self.choice.reason,
             self.storage.common_memory(),
             "none" if self.offload is None else self.offload.kind,
         )
@@ -300,7 +300,7 @@ class Assembly:
         except (ValueError, OSError) as error:
             problem = error
         agree_on_construction(self.transport, [], problem)
-        rank = self.transport.called
+        rank = self.transport.rank_label
         return {
             bucket.index: StateStore(
                 keeper,

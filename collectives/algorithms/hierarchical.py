@@ -26,10 +26,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..exposed_buffers import Borrowed
+from ..exposed_buffers import PeerBuffers
 from ..messages import Chain, CollectiveError, Tag, Work
 from ..transport import Transport, chunks
-from .ordered_sum import fold
+from .ordered_sum import ordered_sum
 from .plans import Hosts, Plan, plans
 
 
@@ -63,11 +63,11 @@ class Hierarchical:
         way = (start is not None, source.itemsize, out.itemsize)
         if way not in self._plans:
             self._plans[way] = plans(self.hosts, *way)
-        return Chain([*works, _ReduceScatter(self, source, bounds, out, start, tag, self._plans[way])])
+        return Chain([*works, _HierarchicalReduceScatter(self, source, bounds, out, start, tag, self._plans[way])])
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`."""
-        return _AllGather(self, buffer, bounds, tag)
+        return _HierarchicalAllGather(self, buffer, bounds, tag)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _Arriving:
     works: Sequence[Work]
 
 
-class _ReduceScatter:
+class _HierarchicalReduceScatter:
     """The stops of one reduce-scatter that are this rank's, in the order (hop, owner), which all ranks share."""
 
     def __init__(
@@ -95,9 +95,9 @@ class _ReduceScatter:
         self._transport, self._onward, self._tag = t, algorithm.onward, tag
         self._bounds, self._out, self._start = bounds, out, start
         self._neighbours = neighbours
-        self._borrowed = t.borrow([(rank, source.numel()) for rank in neighbours], source.dtype, tag)
-        self._source = t.within_reach(source)
-        self._lent = t.lend(self._source, [(to, 0, source.numel()) for to in neighbours], tag)
+        self._mapped = t.map_buffers([(rank, source.numel()) for rank in neighbours], source.dtype, tag)
+        self._source = t.peer_readable(source)
+        self._exposed = t.expose(self._source, [(to, 0, source.numel()) for to in neighbours], tag)
         mine = [(hop, plan) for plan in plans for hop, stop in enumerate(plan.stops) if stop.at == t.rank]
         mine.sort(key=lambda item: (item[0], item[1].owner))
         self._sums = {(hop, plan.owner): self._sum(hop, plan) for hop, plan in mine}
@@ -110,27 +110,27 @@ class _ReduceScatter:
         }
         self._sends = list(self._send_contributions(plans))
         self._own_plan: Plan | None = plans[t.rank]
-        t.ask_rest()
+        t.post_remaining()
 
     def wait(self) -> None:
         if self._own_plan is not None:
             plan, self._own_plan = self._own_plan, None
             self._sends += self._send_start(plan)
         if self._stops:
-            self._borrowed.wait()
+            self._mapped.wait()
         while self._stops:
             try:
                 self._stop(*self._stops[0])
             except CollectiveError:
                 raise
             except BaseException as error:  # half a sum is no sum
-                self._transport.abort(f"{self._transport.called}, while adding up: {type(error).__name__}: {error}")
+                self._transport.abort(f"{self._transport.rank_label}, while adding up: {type(error).__name__}: {error}")
                 raise
             self._stops.popleft()
             if not self._stops:
-                self._borrowed.give_back()
+                self._mapped.release()
         Chain(self._sends).wait()
-        self._lent.wait()
+        self._exposed.wait()
 
     # -- what is sent and expected at once ----------------------------------------------------------------------------
 
@@ -196,18 +196,18 @@ class _ReduceScatter:
                 if part.works:
                     part.works[number].wait()
             # host synchronisation: what came through the host is copied to where it is added
-            fold([part.tensor[low:high].to(out.device) for part in parts], out[low:high])
+            ordered_sum([part.tensor[low:high].to(out.device) for part in parts], out[low:high])
             if onward is not None:
                 self._sends.append(self._onward.isend(out[low:high], onward, self._tag, whole=True))
 
     def _contribution(self, rank: int, owner: int) -> _Arriving:
         if rank in self._direct:
             return self._direct[rank]
-        whole = self._borrowed.tensor(rank) if rank in self._neighbours else self._source
+        whole = self._mapped.tensor(rank) if rank in self._neighbours else self._source
         return _Arriving(self._slice(whole, owner), ())
 
 
-class _AllGather:
+class _HierarchicalAllGather:
     """A slice goes to its owner's neighbours, and to one rank of each other host, which lends it to its own."""
 
     def __init__(self, algorithm: Hierarchical, buffer: Tensor, bounds: Sequence[int], tag: Tag) -> None:
@@ -215,47 +215,47 @@ class _AllGather:
         self._algorithm, self._buffer, self._bounds, self._tag = algorithm, buffer, bounds, tag
         here = hosts.of[t.rank]
         self._relayed = {owner: hosts.delegate(owner, here) for owner in range(t.world_size) if hosts.of[owner] != here}
-        self._borrowed = {rank: self._borrow(t, rank, rank) for rank in neighbours}
+        self._mapped = {rank: self._map(t, rank, rank) for rank in neighbours}
         self._arriving = {}
         for owner, delegate in self._relayed.items():
             if delegate == t.rank:
-                target = self._reachable(owner)
+                target = self._readable_target(owner)
                 self._arriving[owner] = _Arriving(target, [t.irecv(target, owner, tag)])
-        own = t.within_reach(self._slice(t.rank))
-        self._lent = [t.lend(own, [(to, 0, own.numel()) for to in neighbours], tag)]
+        own = t.peer_readable(self._slice(t.rank))
+        self._exposed = [t.expose(own, [(to, 0, own.numel()) for to in neighbours], tag)]
         delegates = [hosts.delegate(t.rank, host) for host in range(len(hosts.ranks)) if host != here]
         self._sends = [t.isend(own, to, tag) for to in delegates]
-        t.ask_rest()
+        t.post_remaining()
         self._done = False
 
     def wait(self) -> None:
         if self._done:
             return
         t, onward, neighbours = self._algorithm.transport, self._algorithm.relay, self._algorithm.neighbours
-        relayed = {o: self._borrow(onward, d, o) for o, d in self._relayed.items() if d != t.rank}
+        relayed = {o: self._map(onward, d, o) for o, d in self._relayed.items() if d != t.rank}
         for owner, arriving in self._arriving.items():
             Chain(arriving.works).wait()
             spans = [(to, 0, arriving.tensor.numel()) for to in neighbours]
-            self._lent.append(onward.lend(arriving.tensor, spans, self._tag))
+            self._exposed.append(onward.expose(arriving.tensor, spans, self._tag))
             if arriving.tensor.data_ptr() != self._slice(owner).data_ptr():
                 self._slice(owner).copy_(arriving.tensor)
-        for owner, (source, borrowed) in (self._borrowed | relayed).items():
-            borrowed.wait()
-            self._slice(owner).copy_(borrowed.tensor(source))  # host synchronisation: until a device has read it
-            borrowed.give_back()
+        for owner, (source, mapped) in (self._mapped | relayed).items():
+            mapped.wait()
+            self._slice(owner).copy_(mapped.tensor(source))  # host synchronisation: until a device has read it
+            mapped.release()
         self._done = True
-        Chain([*self._sends, *self._lent]).wait()
+        Chain([*self._sends, *self._exposed]).wait()
 
     def _slice(self, owner: int) -> Tensor:
         return self._buffer[self._bounds[owner] : self._bounds[owner + 1]]
 
-    def _reachable(self, owner: int) -> Tensor:
+    def _readable_target(self, owner: int) -> Tensor:
         """Where a slice may arrive so that the neighbours can read it: its own place, or scratch memory."""
         t, place = self._algorithm.transport, self._slice(owner)
-        if t.reaches(place):
+        if t.peers_can_read(place):
             return place
         return t.scratch(place.numel(), place.dtype, torch.device("cpu"))
 
-    def _borrow(self, transport: Transport, source: int, owner: int) -> tuple[int, Borrowed]:
+    def _map(self, transport: Transport, source: int, owner: int) -> tuple[int, PeerBuffers]:
         spans = [(source, self._bounds[owner + 1] - self._bounds[owner])]
-        return source, transport.borrow(spans, self._buffer.dtype, self._tag)
+        return source, transport.map_buffers(spans, self._buffer.dtype, self._tag)

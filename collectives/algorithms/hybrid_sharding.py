@@ -33,7 +33,7 @@ class Replicated:
         """``inner``: among the ranks of the replica that this rank belongs to, as many neighbours as in every other."""
         self.transport, self.inner, self.shards = transport, inner, inner.transport
         first = transport.rank - self.shards.rank
-        transport.adopt(self.shards, range(first, first + self.shards.world_size))
+        transport.attach(self.shards, range(first, first + self.shards.world_size))
         self.name, self.exact = inner.name, inner.exact
         # A sum leaves when somebody waits, perhaps after later collectives were launched, so it has an order of its own
         self.onward = transport.sibling(1)
@@ -51,14 +51,14 @@ class Replicated:
         if tag.round != self._announced:
             self._announced = tag.round
             works.append(self.transport.announce(tag))
-        return Chain([*works, _ReduceScatter(self, source, bounds, out, start, tag)])
+        return Chain([*works, _HybridReduceScatter(self, source, bounds, out, start, tag)])
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`; every replica has the same slices."""
         return self.inner.all_gather(buffer, bounds, tag=tag)
 
 
-class _ReduceScatter:
+class _HybridReduceScatter:
     """A replica's part of a fold, between the sum of those before and the sum of all."""
 
     def __init__(
@@ -77,7 +77,7 @@ class _ReduceScatter:
                 start = algorithm.shards.scratch(out.numel(), out.dtype, out.device)
             works.append(onward.irecv(start, before, tag))
         works.append(algorithm.inner.reduce_scatter(source, bounds, out, start=start, tag=tag))
-        onward.ask_rest()
+        onward.post_remaining()
 
         def exchange(after: int) -> Work:
             total = onward.irecv(out, after, tag)  # which nobody has before what is here has arrived
@@ -97,7 +97,7 @@ class _ReduceScatter:
             try:
                 self._under_way = self._next.popleft()()
             except BaseException as error:  # nobody knows what was sent
-                called = self._transport.called
-                self._transport.abort(f"{called}, while passing a sum on: {type(error).__name__}: {error}")
+                rank_label = self._transport.rank_label
+                self._transport.abort(f"{rank_label}, while passing a sum on: {type(error).__name__}: {error}")
                 raise
             self._under_way.wait()

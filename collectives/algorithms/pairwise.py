@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ..messages import Chain, Tag, Work
 from ..transport import GRAIN, Transport, chunks
-from .ordered_sum import fold
+from .ordered_sum import ordered_sum
 
 
-class _ReduceScatter:
+class _PairwiseReduceScatter:
     """``pieces``: of each chunk of the owner's slice, what must arrive for it, its parts in rank order, and its sum."""
 
     def __init__(
@@ -36,9 +36,9 @@ class _ReduceScatter:
             recvs.wait()
             self._pieces.popleft()
             try:
-                fold(parts, out)
+                ordered_sum(parts, out)
             except BaseException as error:  # half a sum is no sum
-                self._transport.abort(f"{self._transport.called}, while adding up: {type(error).__name__}: {error}")
+                self._transport.abort(f"{self._transport.rank_label}, while adding up: {type(error).__name__}: {error}")
                 raise
         self._sends.wait()
 
@@ -68,7 +68,9 @@ class Pairwise:
             for rank in range(t.world_size):
                 parts.append((source[low:high] if rank == t.rank else arriving[rank])[begin:end])
             pieces.append((Chain(chunk[number] for chunk in works), parts, out[begin:end]))
-        return _ReduceScatter(t, pieces, [t.isend(source[bounds[to] : bounds[to + 1]], to, tag) for to in t.peers()])
+        return _PairwiseReduceScatter(
+            t, pieces, [t.isend(source[bounds[to] : bounds[to + 1]], to, tag) for to in t.peers()]
+        )
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. Each slice arrives in its place; no scratch memory."""

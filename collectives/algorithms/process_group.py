@@ -21,7 +21,7 @@ from torch import Tensor
 from ..backend import OwnCollectives, Pending
 from ..messages import Chain, CollectiveError, PeerError, Tag, Work, as_bytes
 from ..transport import Transport
-from .ordered_sum import fold
+from .ordered_sum import ordered_sum
 
 
 class _Running:
@@ -45,7 +45,7 @@ class _Running:
         try:
             finish()
         except BaseException as error:  # half a sum is no sum
-            t.abort(f"{t.called}, while adding up: {type(error).__name__}: {error}")
+            t.abort(f"{t.rank_label}, while adding up: {type(error).__name__}: {error}")
             raise
 
 
@@ -89,10 +89,10 @@ class ProcessGroupAlgorithm(ABC):
         """See `collectives.Collective.reduce_scatter`, and `_exchange` for the scratch memory."""
         t, before = self.transport, [] if start is None else [start]
         if t.world_size == 1:
-            return _Running(t, tag, None, lambda: fold([*before, source], out))
+            return _Running(t, tag, None, lambda: ordered_sum([*before, source], out))
         exchange = self._exchange(source, bounds, out.numel())
         parts = [*before, *exchange.parts]
-        work = self._start(tag, bounds, source.dtype, exchange.call, lambda: fold(parts, out))
+        work = self._start(tag, bounds, source.dtype, exchange.call, lambda: ordered_sum(parts, out))
         t.count_payload(exchange.sent, exchange.received)
         return work
 
@@ -114,7 +114,7 @@ class ProcessGroupAlgorithm(ABC):
         except PeerError as error:
             raise _lost(t, tag, error) from error
         except BaseException as error:  # the others have begun
-            t.abort(f"{t.called}, in {tag.label}: {type(error).__name__}: {error}")
+            t.abort(f"{t.rank_label}, in {tag.label}: {type(error).__name__}: {error}")
             raise
         return _Running(t, tag, pending, finish)
 
@@ -207,7 +207,7 @@ def _lost(transport: Transport, tag: Tag, error: PeerError) -> PeerError:
     """What to raise where a collective of the backend failed, which does not say because of whom: whoever cannot be
     told so may be the one. Where a time limit passed in its midst nobody is named: gloo then closes connections as it
     likes, so that silence is no proof, and all the others wait as this rank does."""
-    reason = f"{transport.called}, in {tag.label}: the process group's own collective failed ({error})"
-    untold = transport.abort(reason)
-    who = f"; no answer from rank {' or '.join(map(str, untold))}" if untold else ""
+    reason = f"{transport.rank_label}, in {tag.label}: the process group's own collective failed ({error})"
+    unreached = transport.abort(reason)
+    who = f"; no answer from rank {' or '.join(map(str, unreached))}" if unreached else ""
     return PeerError(reason + who)

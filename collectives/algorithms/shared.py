@@ -13,30 +13,32 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..exposed_buffers import Borrowed, Lent
+from ..exposed_buffers import ExposedBuffer, PeerBuffers
 from ..messages import CollectiveError, Tag, Work
 from ..transport import Transport
-from .ordered_sum import fold
+from .ordered_sum import ordered_sum
 
 
 class _Reading:
     """Memory of the peers that is read when all of it is there, and given back; then this rank's own is free again."""
 
-    def __init__(self, transport: Transport, borrowed: Borrowed, lent: Lent, read: Callable[[], None]) -> None:
-        self._transport, self._borrowed, self._lent = transport, borrowed, lent
+    def __init__(
+        self, transport: Transport, mapped: PeerBuffers, exposed: ExposedBuffer, read: Callable[[], None]
+    ) -> None:
+        self._transport, self._mapped, self._exposed = transport, mapped, exposed
         self._read: Callable[[], None] | None = read
 
     def wait(self) -> None:
         if self._read is not None:
-            self._borrowed.wait()
+            self._mapped.wait()
             read, self._read = self._read, None
             try:
                 read()
             except BaseException as error:  # half a sum is no sum
-                self._transport.abort(f"{self._transport.called}, while reading: {type(error).__name__}: {error}")
+                self._transport.abort(f"{self._transport.rank_label}, while reading: {type(error).__name__}: {error}")
                 raise
-            self._borrowed.give_back()
-        self._lent.wait()
+            self._mapped.release()
+        self._exposed.wait()
 
 
 class Shared:
@@ -57,28 +59,28 @@ class Shared:
         """See `collectives.Collective.reduce_scatter`. Needs no scratch memory but a block of the fold's."""
         t = self.transport
         low, high = bounds[t.rank], bounds[t.rank + 1]
-        borrowed = t.borrow([(rank, high - low) for rank in t.peers()], source.dtype, tag)
-        lent = t.lend(source, [(to, bounds[to], bounds[to + 1]) for to in t.peers()], tag)
+        mapped = t.map_buffers([(rank, high - low) for rank in t.peers()], source.dtype, tag)
+        exposed = t.expose(source, [(to, bounds[to], bounds[to + 1]) for to in t.peers()], tag)
 
         def read() -> None:
             parts = [] if start is None else [start]
             for rank in range(t.world_size):
-                part = source[low:high] if rank == t.rank else borrowed.tensor(rank)
+                part = source[low:high] if rank == t.rank else mapped.tensor(rank)
                 parts.append(part.to(out.device))  # host synchronisation: a device's sum, through the host's memory
-            fold(parts, out)
+            ordered_sum(parts, out)
 
-        return _Reading(t, borrowed, lent, read)
+        return _Reading(t, mapped, exposed, read)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. One copy out of each peer's slice."""
         t = self.transport
         low, high = bounds[t.rank], bounds[t.rank + 1]
-        borrowed = t.borrow([(r, bounds[r + 1] - bounds[r]) for r in t.peers()], buffer.dtype, tag)
-        lent = t.lend(buffer, [(to, low, high) for to in t.peers()], tag)
+        mapped = t.map_buffers([(r, bounds[r + 1] - bounds[r]) for r in t.peers()], buffer.dtype, tag)
+        exposed = t.expose(buffer, [(to, low, high) for to in t.peers()], tag)
 
         def read() -> None:
             for rank in t.peers():
                 # host synchronisation: peers may write there again when a device has read it, and not before
-                buffer[bounds[rank] : bounds[rank + 1]].copy_(borrowed.tensor(rank))
+                buffer[bounds[rank] : bounds[rank + 1]].copy_(mapped.tensor(rank))
 
-        return _Reading(t, borrowed, lent, read)
+        return _Reading(t, mapped, exposed, read)

@@ -102,7 +102,7 @@ class Arena:
         end.atexit = False
         return storage
 
-    def place(self, tensor: Tensor) -> int | None:
+    def offset_of(self, tensor: Tensor) -> int | None:
         """Where in the file the tensor's first byte lies; None where it lies elsewhere."""
         address = tensor.untyped_storage().data_ptr()
         region = self._regions.get(address)
@@ -188,11 +188,11 @@ class Window:
         self._memory = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns once that nobody must write there
-            self.look(0, 1, torch.uint8)
+            self.view(0, 1, torch.uint8)
 
-    def look(self, place: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+    def view(self, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
         """``nbytes`` of the peer's own memory, 1-D. To write there is a segmentation fault."""
-        return torch.frombuffer(self._memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=place)
+        return torch.frombuffer(self._memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
 
 
 def _exhausted(nbytes: int) -> MemoryError:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from ..messages import Kind, Tag
 from ..transport import Transport
 from .arena import Arena, Window, arena_bytes
-from .shared_memory import SPIN, Peer, SharedMemoryBackend
+from .shared_memory import SPIN, PeerProcess, SharedMemoryBackend
 
 PATIENCE = 60.0  # seconds for which a rank waits for another to connect
 _PEER_CREDENTIALS = struct.Struct("iII")  # process, user, group
@@ -30,7 +30,7 @@ _HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")
 
 
 @dataclass(frozen=True)
-class Card:
+class RankInfo:
     """What a rank tells the others of itself."""
 
     host: str  # equal for processes that can reach each other through the kernel
@@ -40,33 +40,33 @@ class Card:
     problem: str  # why it cannot share memory; empty where it can
 
     @classmethod
-    def unpack(cls, data: bytes) -> Card:
+    def unpack(cls, data: bytes) -> RankInfo:
         return cls(**json.loads(data))
 
 
-class Door:
+class Listener:
     """This rank's listener and arena, until its peers are connected."""
 
     def __init__(self, ranks: int) -> None:
         """``ranks``: how many there are in all, of which each maps the others' arenas."""
-        self.listener: socket.socket | None = None
+        self.socket: socket.socket | None = None
         self.arena: Arena | None = None
         problem, address, host = "", secrets.token_hex(16), ""
         try:
             host = host_key()
             self.arena = Arena(arena_bytes(ranks))
-            self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self.listener.bind(b"\0zero-" + address.encode())
-            self.listener.listen(4096)
+            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.socket.bind(b"\0zero-" + address.encode())
+            self.socket.listen(4096)
         except (OSError, AttributeError, ValueError) as error:  # forbidden, or not Linux
             problem = f"{type(error).__name__}: {error}"
             self.close()
-        self.card = Card(host, _user(), address, secrets.token_hex(_TOKEN_BYTES), problem)
+        self.info = RankInfo(host, _user(), address, secrets.token_hex(_TOKEN_BYTES), problem)
 
     def close(self) -> None:
-        if self.listener is not None:
-            self.listener.close()
-            self.listener = None
+        if self.socket is not None:
+            self.socket.close()
+            self.socket = None
 
 
 def host_key() -> str:
@@ -85,19 +85,19 @@ def _user() -> int:
     return os.geteuid() if hasattr(os, "geteuid") else 0
 
 
-def exchange_cards(transport: Transport, door: Door) -> list[Card]:
+def exchange_infos(transport: Transport, listener: Listener) -> list[RankInfo]:
     """Every rank's card. Collective."""
     tag = Tag(Kind.EXCHANGE, "looking for ranks of the same host")
-    return [Card.unpack(data) for data in transport.exchange(json.dumps(asdict(door.card)).encode(), tag)]
+    return [RankInfo.unpack(data) for data in transport.exchange(json.dumps(asdict(listener.info)).encode(), tag)]
 
 
-def join(transport: Transport, door: Door, cards: Sequence[Card]) -> SharedMemoryBackend | str:
+def join(transport: Transport, listener: Listener, infos: Sequence[RankInfo]) -> SharedMemoryBackend | str:
     """Connect the ranks of ``transport``, which are on one host; the reason where one of them could not, on every rank.
-    Collective. ``cards``: of these ranks."""
-    problem, backend = _first_problem(cards), None
+    Collective. ``infos``: of these ranks."""
+    problem, backend = _first_problem(infos), None
     if not problem:
         try:
-            backend = _connect(transport, door, cards)
+            backend = _connect(transport, listener, infos)
         except (OSError, MemoryError) as error:
             problem = f"rank {transport.rank} could not connect: {type(error).__name__}: {error}"
     told = transport.exchange(problem.encode(), Tag(Kind.EXCHANGE, "connecting the ranks of a host"))
@@ -105,17 +105,17 @@ def join(transport: Transport, door: Door, cards: Sequence[Card]) -> SharedMemor
     return problem if backend is None or problem else backend
 
 
-def _first_problem(cards: Sequence[Card]) -> str:
-    for rank, card in enumerate(cards):
-        if card.problem:
-            return f"rank {rank} cannot share memory: {card.problem}"
-        if card.user != cards[0].user:
-            return f"rank {rank} is another user's process (user {card.user}, and {cards[0].user} on rank 0)"
+def _first_problem(infos: Sequence[RankInfo]) -> str:
+    for rank, info in enumerate(infos):
+        if info.problem:
+            return f"rank {rank} cannot share memory: {info.problem}"
+        if info.user != infos[0].user:
+            return f"rank {rank} is another user's process (user {info.user}, and {infos[0].user} on rank 0)"
     return ""
 
 
 @dataclass(frozen=True)
-class _Link:
+class _Connection:
     """What connects two ranks: ``files`` is for descriptors, ``arena`` the descriptor of the other's."""
 
     connection: socket.socket
@@ -124,30 +124,30 @@ class _Link:
     process: int  # of the other; 0 where it has none that this one can see
 
 
-def _connect(transport: Transport, door: Door, cards: Sequence[Card]) -> SharedMemoryBackend:
+def _connect(transport: Transport, listener: Listener, infos: Sequence[RankInfo]) -> SharedMemoryBackend:
     """Nothing that depends on how much memory is left happens before all ranks are connected: where it fails on one
     of them, nobody waits for it here."""
-    assert door.listener is not None
-    assert door.arena is not None
+    assert listener.socket is not None
+    assert listener.arena is not None
     rank, spin = transport.rank, _spin(transport.world_size)
     patience = min(PATIENCE, transport.timeout / 2)  # so that the others, who wait to be told, still wait
-    with ExitStack() as opened, closing(door.listener):
+    with ExitStack() as opened, closing(listener.socket):
         outgoing = {}
         for to in range(rank + 1, transport.world_size):
             connection = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             connection.settimeout(patience)
-            connection.connect(b"\0zero-" + cards[to].address.encode())
+            connection.connect(b"\0zero-" + infos[to].address.encode())
             process = _check_user(connection)  # before it is given anything
             files, theirs = socket.socketpair()
-            hello = _HELLO.pack(rank, bytes.fromhex(cards[to].token))
+            hello = _HELLO.pack(rank, bytes.fromhex(infos[to].token))
             with theirs:
-                socket.send_fds(connection, [hello], [door.arena.fd, theirs.fileno()])
+                socket.send_fds(connection, [hello], [listener.arena.fd, theirs.fileno()])
             outgoing[to] = (connection, opened.enter_context(files), process)
-        door.listener.settimeout(patience)
+        listener.socket.settimeout(patience)
         with ExitStack() as arenas:
             links = {}
             for _ in range(rank):
-                source, link = _accept(door, rank)
+                source, link = _accept(listener, rank)
                 for end in (link.connection, link.files):
                     opened.enter_context(end)
                 arenas.callback(os.close, link.arena)
@@ -155,12 +155,12 @@ def _connect(transport: Transport, door: Door, cards: Sequence[Card]) -> SharedM
             for to, (connection, files, process) in outgoing.items():
                 _, (arena,) = _receive(connection, 1)
                 arenas.callback(os.close, arena)
-                links[to] = _Link(connection, files, arena, process)
-            peers = list[Peer | None]([None] * transport.world_size)
+                links[to] = _Connection(connection, files, arena, process)
+            peers = list[PeerProcess | None]([None] * transport.world_size)
             for other, link in links.items():
-                peers[other] = Peer(link.connection, link.files, Window(link.arena), link.process, spin)
+                peers[other] = PeerProcess(link.connection, link.files, Window(link.arena), link.process, spin)
         opened.pop_all()
-    return SharedMemoryBackend(rank, peers, door.arena, transport.timeout)
+    return SharedMemoryBackend(rank, peers, listener.arena, transport.timeout)
 
 
 def _spin(ranks: int) -> float:
@@ -168,13 +168,13 @@ def _spin(ranks: int) -> float:
     return SPIN if ranks <= len(os.sched_getaffinity(0)) else 0.0
 
 
-def _accept(door: Door, rank: int) -> tuple[int, _Link]:
+def _accept(listener: Listener, rank: int) -> tuple[int, _Connection]:
     """The next lower rank that connects; whoever does not know the token is sent away."""
-    assert door.listener is not None
-    assert door.arena is not None
+    assert listener.socket is not None
+    assert listener.arena is not None
     while True:
-        connection, _ = door.listener.accept()
-        connection.settimeout(door.listener.gettimeout())
+        connection, _ = listener.socket.accept()
+        connection.settimeout(listener.socket.gettimeout())
         try:
             process = _check_user(connection)
             hello, (arena, files) = _receive(connection, 2)
@@ -182,9 +182,9 @@ def _accept(door: Door, rank: int) -> tuple[int, _Link]:
             connection.close()
             continue
         source, token = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (rank, b"")
-        if secrets.compare_digest(token, bytes.fromhex(door.card.token)) and source < rank:
-            socket.send_fds(connection, [b"welcome"], [door.arena.fd])
-            return source, _Link(connection, socket.socket(fileno=files), arena, process)
+        if secrets.compare_digest(token, bytes.fromhex(listener.info.token)) and source < rank:
+            socket.send_fds(connection, [b"welcome"], [listener.arena.fd])
+            return source, _Connection(connection, socket.socket(fileno=files), arena, process)
         for stranger in (arena, files):
             os.close(stranger)
         connection.close()

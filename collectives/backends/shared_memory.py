@@ -29,7 +29,7 @@ from ..messages import GoneError, PeerError
 from .arena import Arena, Region, Window, file_of, regions_of
 
 _FRAME = struct.Struct("<IB")
-_PLACE = struct.Struct("<qq")
+_OFFSET = struct.Struct("<qq")
 _BYTES, _AT, _READ, _END = 0, 1, 2, 3
 INLINE = 4096  # bytes up to which a message travels in a frame
 _FRAME_BYTES = _FRAME.size + INLINE
@@ -50,20 +50,20 @@ class _Sent:
 SENT = _Sent()
 
 
-class _Lent:
+class _PendingRead:
     def __init__(self, backend: SharedMemoryBackend, tensor: Tensor, to: int, slot: int) -> None:
         self._backend, self._tensor, self._to, self._slot = backend, tensor, to, slot
-        backend.lent[to, slot] += 1
-        self._number = backend.lent[to, slot]
+        backend.placed[to, slot] += 1
+        self._number = backend.placed[to, slot]
 
     def wait(self, timeout: float) -> None:
         backend, key = self._backend, (self._to, self._slot)
-        while backend.returned[key] < self._number:
-            backend.next_frame(self._to, self._slot, timeout, answer=True)
-            backend.returned[key] += 1
+        while backend.acknowledged[key] < self._number:
+            backend.next_frame(self._to, self._slot, timeout, ack=True)
+            backend.acknowledged[key] += 1
 
 
-class _Expected:
+class _PendingRecv:
     def __init__(self, backend: SharedMemoryBackend, tensor: Tensor, source: int, slot: int) -> None:
         self._backend, self._tensor, self._source, self._slot = backend, tensor, source, slot
 
@@ -72,8 +72,8 @@ class _Expected:
         if kind == _BYTES:
             arrived, size = torch.frombuffer(bytearray(body), dtype=torch.uint8), len(body)
         else:
-            place, size = _PLACE.unpack(body)
-            arrived = self._backend.look(self._source, place, size, torch.uint8)
+            offset, size = _OFFSET.unpack(body)
+            arrived = self._backend.map_peer(self._source, offset, size, torch.uint8)
         if size != self._tensor.numel():
             raise _wrong_size(size, self._tensor.numel())
         self._tensor.copy_(arrived)  # host synchronisation: the sender waits until a device has read it, too
@@ -81,7 +81,7 @@ class _Expected:
             self._backend.put(self._source, self._slot, _READ)
 
 
-class _ExpectedBytes:
+class _PendingRecvBytes:
     __slots__ = ("_backend", "_size", "_slot", "_source")
 
     def __init__(self, backend: SharedMemoryBackend, size: int, source: int, slot: int) -> None:
@@ -89,12 +89,12 @@ class _ExpectedBytes:
 
     def wait(self, timeout: float) -> bytes:
         kind, body = self._backend.next_frame(self._source, self._slot, timeout)
-        place, size = (0, len(body)) if kind == _BYTES else _PLACE.unpack(body)
+        offset, size = (0, len(body)) if kind == _BYTES else _OFFSET.unpack(body)
         if size != self._size:
             raise _wrong_size(size, self._size)
         if kind == _BYTES:
             return body
-        data = self._backend.look(self._source, place, size, torch.uint8).numpy().tobytes()
+        data = self._backend.map_peer(self._source, offset, size, torch.uint8).numpy().tobytes()
         self._backend.put(self._source, self._slot, _READ)
         return data
 
@@ -104,57 +104,57 @@ class SharedMemoryBackend:
 
     name = "shared memory"
 
-    def __init__(self, rank: int, peers: Sequence[Peer | None], arena: Arena, timeout: float) -> None:
+    def __init__(self, rank: int, peers: Sequence[PeerProcess | None], arena: Arena, timeout: float) -> None:
         """``peers``: of each rank of the group; None for this one."""
         self.rank, self.world_size, self.timeout = rank, len(peers), timeout
         self._peers, self._arena = list(peers), arena
         self._frames: defaultdict[tuple[int, int, bool], deque[tuple[int, bytes]]] = defaultdict(deque)
-        self.lent: defaultdict[tuple[int, int], int] = defaultdict(int)
-        self.returned: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self.placed: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self.acknowledged: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._ended: set[tuple[int, int]] = set()  # rank and slot
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def send(self, tensor: Tensor, to: int, slot: int) -> _Sent | _Lent:
+    def send(self, tensor: Tensor, to: int, slot: int) -> _Sent | _PendingRead:
         if tensor.numel() <= INLINE:
             return self.send_bytes(tensor.cpu().numpy().tobytes(), to, slot)  # host synchronisation: device memory
-        place = self._arena.place(tensor)
-        if place is None:
+        offset = self._arena.offset_of(tensor)
+        if offset is None:
             staged = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.allocate(tensor.numel()))
             tensor = staged.copy_(tensor)  # host synchronisation: device memory
-            place = self._arena.place(tensor)
-        lent = _Lent(self, tensor, to, slot)
-        assert place is not None
-        self.put(to, slot, _AT, _PLACE.pack(place, tensor.numel()))
-        return lent
+            offset = self._arena.offset_of(tensor)
+        placed = _PendingRead(self, tensor, to, slot)
+        assert offset is not None
+        self.put(to, slot, _AT, _OFFSET.pack(offset, tensor.numel()))
+        return placed
 
-    def recv(self, tensor: Tensor, source: int, slot: int) -> _Expected:
-        return _Expected(self, tensor, source, slot)
+    def recv(self, tensor: Tensor, source: int, slot: int) -> _PendingRecv:
+        return _PendingRecv(self, tensor, source, slot)
 
-    def posts(self, source: int) -> bool:
+    def needs_posted_recv(self, source: int) -> bool:
         return False
 
-    def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> _Sent | _Lent:
+    def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> _Sent | _PendingRead:
         if len(data) > INLINE:
             return self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, slot)
         self.put(to, slot, _BYTES, data, patience)
         return SENT
 
-    def recv_bytes(self, size: int, source: int, slot: int) -> _ExpectedBytes:
-        return _ExpectedBytes(self, size, source, slot)
+    def recv_bytes(self, size: int, source: int, slot: int) -> _PendingRecvBytes:
+        return _PendingRecvBytes(self, size, source, slot)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> UntypedStorage:
         return self._arena.allocate(nbytes)
 
-    def place(self, tensor: Tensor) -> int | None:
-        return self._arena.place(tensor)
+    def offset_of(self, tensor: Tensor) -> int | None:
+        return self._arena.offset_of(tensor)
 
-    def look(self, source: int, place: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-        return self._peer(source).window.look(place, nbytes, dtype)
+    def map_peer(self, source: int, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        return self._peer(source).window.view(offset, nbytes, dtype)
 
-    def are_here(self, ranks: Sequence[int]) -> bool:
+    def share_host(self, ranks: Sequence[int]) -> bool:
         return True
 
     def common(self, sizes: Sequence[int], ranks: Sequence[int]) -> list[Region] | None:
@@ -173,7 +173,7 @@ class SharedMemoryBackend:
         except OSError:  # no address space is left
             return None
 
-    def give_up(self, to: int, slot: int) -> None:
+    def close_slot(self, to: int, slot: int) -> None:
         self.put(to, slot, _END)
 
     # -- frames ---------------------------------------------------------------------------------------------------
@@ -196,9 +196,9 @@ class SharedMemoryBackend:
             except OSError as error:
                 raise GoneError(_GONE) from error
 
-    def next_frame(self, source: int, slot: int, timeout: float, answer: bool = False) -> tuple[int, bytes]:
+    def next_frame(self, source: int, slot: int, timeout: float, ack: bool = False) -> tuple[int, bytes]:
         """Kind and body of the next message of a rank in a slot, or its next answer there."""
-        key = source, slot, answer
+        key = source, slot, ack
         frames = self._frames.get(key)
         while not frames:
             if self._ended and (source, slot) in self._ended:
@@ -223,7 +223,7 @@ class SharedMemoryBackend:
             return None
         return (source, slot, kind == _READ), (kind, frame[_FRAME.size :])
 
-    def _make_room(self, peer: Peer, limit: float, patience: float) -> None:
+    def _make_room(self, peer: PeerProcess, limit: float, patience: float) -> None:
         poll = select.poll()
         ranks: dict[int, int] = {}
         for rank, other in enumerate(self._peers):
@@ -247,7 +247,7 @@ class SharedMemoryBackend:
                     if self._peers[ranks[descriptor]] is peer:
                         raise  # another one may have done its part, and left
 
-    def _peer(self, rank: int) -> Peer:
+    def _peer(self, rank: int) -> PeerProcess:
         peer = self._peers[rank]
         assert peer is not None, "a rank sends itself nothing"
         return peer
@@ -260,7 +260,7 @@ def _wrong_size(came: int, expected: int) -> PeerError:
     return PeerError(f"{came} bytes came where {expected} were expected")
 
 
-class Peer:
+class PeerProcess:
     """A socket to another process of this host, and its memory."""
 
     def __init__(

@@ -49,7 +49,7 @@ class _World:
         self._sends: defaultdict[tuple[int, int, int], deque[_Transfer]] = defaultdict(deque)
         self._recvs: defaultdict[tuple[int, int, int], deque[_Transfer]] = defaultdict(deque)
         self._gone: dict[int, str] = {}
-        self._given_up: set[tuple[int, int, int]] = set()  # who, to whom, slot
+        self._closed_slots: set[tuple[int, int, int]] = set()  # who, to whom, slot
         self.interfere: Interference = interfere or (lambda rank, event, peer: None)
 
     def post(self, key: tuple[int, int, int], tensor: Tensor, sending: bool) -> _Transfer:
@@ -69,7 +69,7 @@ class _World:
         limit = time.monotonic() + timeout
         with self._changed:
             while not transfer.done and (transfer.source is None or transfer.target is None):
-                if key in self._given_up:
+                if key in self._closed_slots:
                     raise GoneError("it gave up")
                 if peer in self._gone:
                     raise PeerError(f"rank {peer} left: {self._gone[peer]}")
@@ -81,9 +81,9 @@ class _World:
                 transfer.target.copy_(transfer.source)
                 transfer.done, transfer.source, transfer.target = True, None, None
 
-    def give_up(self, key: tuple[int, int, int]) -> None:
+    def close_slot(self, key: tuple[int, int, int]) -> None:
         with self._changed:
-            self._given_up.add(key)
+            self._closed_slots.add(key)
             self._changed.notify_all()
 
     def leave(self, rank: int, why: str) -> None:
@@ -111,15 +111,15 @@ class ThreadBackend:
     def allocate(self, nbytes: int) -> UntypedStorage:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
 
-    def give_up(self, to: int, slot: int) -> None:
-        self._world.give_up((self.rank, to, slot))
+    def close_slot(self, to: int, slot: int) -> None:
+        self._world.close_slot((self.rank, to, slot))
 
-    def place(self, tensor: Tensor) -> int | None:
+    def offset_of(self, tensor: Tensor) -> int | None:
         return tensor.data_ptr() if tensor.device.type == "cpu" else None
 
-    def look(self, source: int, place: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+    def map_peer(self, source: int, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
         """The elements at an address, as another process would see them: nothing here keeps them alive."""
-        return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(place), dtype=dtype)
+        return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(offset), dtype=dtype)
 
 
 class Loopback(Generic[T]):

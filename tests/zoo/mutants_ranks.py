@@ -21,7 +21,7 @@ WAITS = (
         "The owner waits for the first of the other ranks and folds what the others' buffers hold by then.",
         (
             Edit(
-                "collectives.algorithms.pairwise._ReduceScatter.wait",
+                "collectives.algorithms.pairwise._PairwiseReduceScatter.wait",
                 "            recvs.wait()\n",
                 "            for work in list(recvs._works)[:1]:\n                work.wait()\n",
             ),
@@ -157,7 +157,7 @@ RANKS = (
         "In a sub-group the rank follows from the rank in the world: {1, 3} are 1 and 1, and nobody is 0.",
         (
             Edit(
-                "collectives.peer_links.Line.__init__",
+                "collectives.peer_links.PeerLinks.__init__",
                 "self.rank, self.timeout = self.ranks.index(backend.rank)",
                 "self.rank, self.timeout = backend.rank % len(ranks)",
             ),
@@ -226,7 +226,7 @@ RANKS = (
         "A rank that fails keeps it to itself: the others wait until their time limit and learn no reason.",
         (
             Edit(
-                "collectives.peer_links.Line._abort",
+                "collectives.peer_links.PeerLinks._abort",
                 "        for to in self.peers:\n            try:\n                kept.append(",
                 "        for to in ():\n            try:\n                kept.append(",
             ),
@@ -239,7 +239,7 @@ RANKS = (
         "Ranks in different collectives of one size take each other's bytes.",
         (
             Edit(
-                "collectives.messenger.Channel.confirm",
+                "collectives.messenger.Messenger.confirm",
                 "if not header.startswith(first.packed):",
                 "if Tag.unpack(header)[1] != first.size:",
             ),
@@ -253,8 +253,8 @@ RANKS = (
         (
             Edit(
                 "collectives.transport.Transport.fork",
-                'return Transport(self.backend, self._channel.ranks, int.from_bytes(first, "little"))',
-                "return Transport(self.backend, self._channel.ranks, 1 if first else 0)",
+                'return Transport(self.backend, self._messenger.ranks, int.from_bytes(first, "little"))',
+                "return Transport(self.backend, self._messenger.ranks, 1 if first else 0)",
             ),
         ),
         ("test_collectives_groups.py::test_messages_of_forked_channels_do_not_mix",),

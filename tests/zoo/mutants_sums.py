@@ -252,7 +252,7 @@ MUTANTS = (
         "Contributions that travel in bf16 are summed in bf16, not in the accumulator's dtype.",
         (
             Edit(
-                "collectives.algorithms.ordered_sum.fold",
+                "collectives.algorithms.ordered_sum.ordered_sum",
                 "    running = torch.empty(",
                 "    if parts[-1].dtype != out.dtype:\n"
                 "        out.copy_(sum(part.to(parts[-1].dtype) for part in parts))\n        return\n"

@@ -58,7 +58,7 @@ class Reducer:
         self._progress = Progress(transport.world_size)
         self._shown = Shown(self, stage, self._rounds, self._progress, means_may_be_shown=means_may_be_shown)
         self._meeting = 0
-        rank = transport.called
+        rank = transport.rank_label
         self._agreeing, self._catching_up = Event("agree", rank), Event("catch_up", rank)
         self._unscaling = Event("unscale", rank)
         self._sync = True

@@ -86,7 +86,7 @@ class Residency:
         self._at_rest: Callable[[Tensor], None] = at_rest or _nothing
         self._shards, self._collective, self._nearby = shards, collective, nearby
         self._alone = shards.world_size == 1  # then the shard is the whole
-        self.units = [_Unit(name, shards.called) for name in names]
+        self.units = [_Unit(name, shards.rank_label) for name in names]
         self.pool = Pool(exact=True)
         self.places = Places(alone=self._alone)
         self.lasting: str | None = None  # what cannot be mended; told at every agreement
@@ -126,7 +126,7 @@ class Residency:
     @property
     def called(self) -> str:
         """What errors call this rank."""
-        return self._shards.called
+        return self._shards.rank_label
 
     def check_process(self) -> None:
         """Raise `CollectiveError` in a process that was forked from the rank's: values there are of no known step."""
