@@ -102,6 +102,6 @@ class PeerBuffers:
         slot = messenger.slot(RELEASE_PORT)
         try:
             for source, number in self._numbers:
-                messenger.bytes.send_bytes(_RELEASED.pack(number), messenger.ranks[source], slot)
+                messenger.backend.send_bytes(_RELEASED.pack(number), messenger.ranks[source], slot)
         except BaseException as error:
             raise messenger.cut_off(error, source, self._tag) from error

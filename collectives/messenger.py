@@ -128,7 +128,7 @@ class Messenger(PeerLinks):
             for part in parts:
                 work.pendings.append(self.backend.send(part, rank, self.slot(PAYLOAD_PORT)))
                 if far:
-                    work.pendings.append(self.bytes.send_bytes(MARKER, rank, self.slot(MARKER_PORT)))
+                    work.pendings.append(self.backend.send_bytes(MARKER, rank, self.slot(MARKER_PORT)))
                 self.post_remaining()
             if not much:
                 work.pendings.append(self.send_header(self.packed(tag, work.size), to))
@@ -170,7 +170,7 @@ class Messenger(PeerLinks):
             if work.part is not None and work.payload is None:
                 work.payload = self.backend.recv(work.part, self.ranks[source], self.slot(PAYLOAD_PORT))
             if work.marker is None and work.expected.size > SMALL and self.states[source].remote:
-                work.marker = self.bytes.recv_bytes(1, self.ranks[source], self.slot(MARKER_PORT))
+                work.marker = self.backend.recv_bytes(1, self.ranks[source], self.slot(MARKER_PORT))
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
 
@@ -178,7 +178,7 @@ class Messenger(PeerLinks):
         """To many bytes: a network may never say that they did not leave, where their reader is gone; but a peer that
         answers has read them, and one that is gone does not answer. Returns the answer's number."""
         state = self.states[to]
-        state.acks.append(self.bytes.recv_bytes(1, self.ranks[to], self.slot(ACK_PORT)))
+        state.acks.append(self.backend.recv_bytes(1, self.ranks[to], self.slot(ACK_PORT)))
         state.acks_expected += 1
         return state.acks_expected
 
@@ -199,7 +199,7 @@ class Messenger(PeerLinks):
         state = self.states[read.source]
         if state.remote and read.size > SMALL:
             try:
-                said = self.bytes.send_bytes(ACK, self.ranks[read.source], self.slot(ACK_PORT))
+                said = self.backend.send_bytes(ACK, self.ranks[read.source], self.slot(ACK_PORT))
             except BaseException as error:
                 raise self.cut_off(error, read.source, read.tag) from error
             self.deferred.append(Send(self, read.source, read.tag, len(ACK), [said]))
@@ -212,7 +212,7 @@ class Messenger(PeerLinks):
             pendings = [self.send_header(self.packed(tag, len(data)), to)]
             size = 0 if self.states[to].remote else len(data)
             if size:
-                pendings.append(self.bytes.send_bytes(data, self.ranks[to], self.slot(PAYLOAD_PORT)))
+                pendings.append(self.backend.send_bytes(data, self.ranks[to], self.slot(PAYLOAD_PORT)))
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
         self.counted.control_sent += len(data)

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .backend import Backend, ByteCarrier, ByTensors, Memory, Pending, PendingBytes
+from .backend import Backend, Pending, PendingBytes
 from .messages import (
     HEADER_BYTES,
     REPORT_BYTES,
@@ -102,8 +102,7 @@ class PeerLinks:
         """``number``: keeps lines of one backend apart. ``like``: the line of the same ranks with which this one is
         counted, and fails."""
         self.backend, self.ranks, self.number = backend, tuple(ranks), number
-        self.bytes: ByteCarrier = backend if isinstance(backend, ByteCarrier) else ByTensors(backend)
-        self.memory: Memory | None = backend if isinstance(backend, Memory) else None
+        self.memory: Backend | None = backend if backend.maps_memory else None
         self.rank, self.timeout = self.ranks.index(backend.rank), backend.timeout
         self.labels: tuple[int, ...] = tuple(range(len(self.ranks))) if like is None else like.labels
         self._header_slot = self.slot(HEADER_PORT)
@@ -115,7 +114,7 @@ class PeerLinks:
         self._process = os.getpid()
         self.unsent: dict[int, object] = {}  # sends that nobody has waited for yet
         # A rank of this host may itself wait for one of another, and is to say so before it is given up.
-        remote = [self.bytes.needs_posted_recv(backend_ranks) for backend_ranks in self.ranks]
+        remote = [backend.needs_posted_recv(rank) for rank in self.ranks]
         near = self.timeout + GRACE if any(remote) else self.timeout
         self.states = [PeerState(far, self.timeout if far else near) for far in remote]
         for peer in self.peers:
@@ -167,16 +166,16 @@ class PeerLinks:
     def send_header(self, packed: bytes, to: int, offset: int = 0) -> Pending:
         self.counted.control_sent += HEADER_BYTES
         self.counted.messages += 1
-        return self.bytes.send_bytes(with_offset(packed, offset), self.ranks[to], self._header_slot)
+        return self.backend.send_bytes(with_offset(packed, offset), self.ranks[to], self._header_slot)
 
     def post_header(self, source: int) -> None:
-        pending = self.bytes.recv_bytes(HEADER_BYTES, self.ranks[source], self._header_slot)
+        pending = self.backend.recv_bytes(HEADER_BYTES, self.ranks[source], self._header_slot)
         self.states[source].posted.append(pending)
         self.counted.control_received += HEADER_BYTES
 
     def recv_bytes(self, size: int, source: int, port: int, tag: Tag) -> PendingBytes:
         try:
-            return self.bytes.recv_bytes(size, self.ranks[source], self.slot(port))
+            return self.backend.recv_bytes(size, self.ranks[source], self.slot(port))
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
 
@@ -230,7 +229,7 @@ class PeerLinks:
         """Expect to hear, once, why a rank failed."""
         state = self.states[peer]
         if state.report is None:
-            state.report = self.bytes.recv_bytes(REPORT_BYTES, self.ranks[peer], self.slot(FAILURE_PORT))
+            state.report = self.backend.recv_bytes(REPORT_BYTES, self.ranks[peer], self.slot(FAILURE_PORT))
         return state.report
 
     def _failure_report(self, peer: int, error: PeerError) -> Failure | None:
@@ -286,11 +285,11 @@ class PeerLinks:
         kept = [*self.unsent.values(), *(exposed for state in self.states for exposed in state.exposed.values())]
         for to in self.peers:
             try:
-                kept.append(self.bytes.send_bytes(report, self.ranks[to], self.slot(FAILURE_PORT), REPORT_WAIT))
+                kept.append(self.backend.send_bytes(report, self.ranks[to], self.slot(FAILURE_PORT), REPORT_WAIT))
                 kept.append(self.send_header(header, to))
                 if self.states[to].remote:
                     for port in (ACK_PORT, MARKER_PORT):
-                        kept.append(self.bytes.send_bytes(FAILED, self.ranks[to], self.slot(port)))
+                        kept.append(self.backend.send_bytes(FAILED, self.ranks[to], self.slot(port)))
                 if self.memory is not None:
                     for port in (PAYLOAD_PORT, RELEASE_PORT):  # where it may wait for what is not read any more
                         self.memory.close_slot(self.ranks[to], self.slot(port))

@@ -28,7 +28,6 @@ from .algorithms.hybrid_sharding import Replicated
 from .algorithms.pairwise import Pairwise
 from .algorithms.process_group import AllToAll, Native
 from .algorithms.shared import Shared
-from .backend import OwnCollectives
 from .backends.hybrid import HybridBackend
 from .backends.rendezvous import Listener, RankInfo, exchange_infos, join
 from .backends.shared_memory import SharedMemoryBackend
@@ -207,9 +206,8 @@ def _on_one_host(transport: Transport) -> Collective:
 
 def _all_have_nccl(transport: Transport, device: torch.device) -> bool:
     """True where NCCL moves the tensors of every rank, which is asked: ranks must choose alike. Collective."""
-    backend = transport.backend
-    device_backend = backend.device_backend(device) if isinstance(backend, OwnCollectives) else ""
-    told = transport.exchange(device_backend.encode(), Tag(Kind.EXCHANGE, "telling what moves a device's tensors"))
+    name = transport.backend.device_backend(device)
+    told = transport.exchange(name.encode(), Tag(Kind.EXCHANGE, "telling what moves a device's tensors"))
     return all(name == b"nccl" for name in told)
 
 

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, UntypedStorage
 
-from .backend import Backend, CommonMemory, Memory, Region
+from .backend import Backend, Region
 from .exposed_buffers import ExposedBuffer, PeerBuffers
 from .messages import Chain, Kind, Tag, Traffic, Work, as_bytes, describe
 from .messenger import DeferredSends, Messenger, Send
@@ -44,7 +44,7 @@ class Transport:
         self.world_size = len(ranks)
         self.timeout, self.name = backend.timeout, backend.name
         self._may_have_common = True
-        self.memory: Memory | None = self._messenger.memory
+        self.memory: Backend | None = self._messenger.memory
         self._allocate = partial(_allocate, self.memory)  # which holds nothing that holds this
         self.pool: Pool = Pool(allocate=self._allocate) if like is None else like.pool
 
@@ -75,15 +75,13 @@ class Transport:
     @property
     def has_common(self) -> bool:
         """True where all ranks share a host, so that `common` gives memory as long as there is any."""
-        if not self._may_have_common or not isinstance(self.backend, CommonMemory):
-            return False
-        return self.backend.share_host(self._messenger.ranks)
+        return self._may_have_common and self.backend.share_host(self._messenger.ranks)
 
     def common(self, sizes: Sequence[int]) -> Sequence[Region] | None:
         """Memory of these bytes that is the same for all ranks; None where they do not share a host, or there is none.
         Collective."""
         self.check()
-        if not self.has_common or not isinstance(self.backend, CommonMemory) or not sum(sizes):
+        if not self.has_common or not sum(sizes):
             return None
         tag = Tag(Kind.EXCHANGE, "making memory for all ranks")
         self.exchange(b"", tag)  # who failed, or is elsewhere, says so here: a rank that waits for memory hears nothing
@@ -307,7 +305,7 @@ class Transport:
         self._messenger.counted.received += received
 
 
-def _allocate(memory: Memory | None, nbytes: int, device: torch.device) -> UntypedStorage:
+def _allocate(memory: Backend | None, nbytes: int, device: torch.device) -> UntypedStorage:
     if memory is None or device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
     return memory.allocate(nbytes)

@@ -78,6 +78,7 @@ class LateBackend(ThreadBackend):
     """Messages between threads, and the collectives that `GlooBackend` has."""
 
     name = "late"
+    has_collectives = True
 
     def __init__(self, world: _World, rank: int, world_size: int, timeout: float) -> None:
         super().__init__(world, rank, world_size, timeout)
@@ -88,11 +89,11 @@ class LateBackend(ThreadBackend):
         """Return a tensor's memory as bytes, without keeping it alive."""
         return self.map_peer(self.rank, tensor.data_ptr(), tensor.nbytes, torch.uint8) if tensor.nbytes else NOTHING
 
-    def send(self, tensor: Tensor, to: int, slot: int) -> Pending:  # type: ignore[override]
+    def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
         side = super().send(tensor.clone(), to, slot)
         return LateTransfer(self, f"send to rank {to}", tensor, NOTHING, [side], lambda: NOTHING, tensor)
 
-    def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:  # type: ignore[override]
+    def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
         there = torch.empty_like(tensor)
         side = super().recv(there, source, slot)
         return LateTransfer(self, f"receive from rank {source}", NOTHING, tensor, [side], lambda: there, tensor)

@@ -64,7 +64,7 @@ def on_sockets(world_size: int, program: Callable[[Transport], T], *, timeout: f
     return Loopback[T](world_size, timeout=timeout).run(lambda transport: program(Transport(meet(transport))))
 
 
-class Wire:
+class Wire(Backend):
     """Threads' mailboxes as a network: a backend whose ranks see none of each other's memory."""
 
     name = "wire"

@@ -110,7 +110,7 @@ def run_counted(assignment: Sequence[int], bounds: Sequence[int], started: bool)
         counting = Counting(transport.backend)
         backend = routed(transport, hosts.ranks).backend
         assert isinstance(backend, HybridBackend)
-        backend._remote, backend._remote_bytes._backend = counting, counting  # type: ignore[attr-defined]
+        backend._remote = counting
         collective = Hierarchical(Transport(backend), hosts.ranks)
         t = collective.transport
         out = torch.zeros(bounds[rank + 1] - bounds[rank])

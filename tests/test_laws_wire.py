@@ -239,7 +239,7 @@ class Message:
     content: str
 
 
-class Spy:
+class Spy(Backend):
     """A backend that writes down what leaves this rank through channels that were opened (not the opening itself,
     which draws a number by chance)."""
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from collectives import Algorithm, Choice, Collective, Kind, Pairwise, Tag, Transport, check_name
 from collectives import build as build_collective
-from collectives.backend import OwnCollectives
 
 from .consistency import agree_on_construction
 from .core.layout import Bucket, Dtypes, ParameterSpec, build
@@ -353,8 +352,7 @@ def _transport(process_group: ProcessGroup | Transport | None) -> Transport:
 def backend_of(process_group: ProcessGroup | Transport | None, device: torch.device) -> str:
     """The name of what moves a device's tensors in a group; empty where nothing does."""
     if isinstance(process_group, Transport):
-        backend = process_group.backend
-        return backend.device_backend(device) if isinstance(backend, OwnCollectives) else ""
+        return process_group.backend.device_backend(device)
     from collectives.backends.gloo import backend_of
 
     return backend_of(process_group, device)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..backend import OwnCollectives, Pending
+from ..backend import Backend, Pending
 from ..messages import Chain, CollectiveError, PeerError, Tag, Work, as_bytes
 from ..transport import Transport
 from .ordered_sum import ordered_sum
@@ -54,7 +54,7 @@ class _Exchange:
     """How the contributions to this rank's slice get here. ``parts``: what is added up, in this order, when ``call`` is
     done; ``sent`` and ``received``: bytes of payload."""
 
-    call: Callable[[OwnCollectives], Pending]
+    call: Callable[[Backend], Pending]
     parts: Sequence[Tensor]
     sent: int
     received: int
@@ -69,10 +69,9 @@ class ProcessGroupAlgorithm(ABC):
     def __init__(self, transport: Transport) -> None:
         """``transport``: over a torch.distributed process group of exactly its ranks."""
         self.transport, backend = transport, transport.backend
-        self._backend: OwnCollectives | None = backend if isinstance(backend, OwnCollectives) else None
         if transport.world_size == 1:
             return
-        if self._backend is None:
+        if not backend.has_collectives:
             raise CollectiveError(f"collective {self.name!r} needs a torch.distributed process group")
         if transport.backend_ranks(range(transport.world_size)) != list(range(backend.world_size)):
             raise CollectiveError(
@@ -101,16 +100,15 @@ class ProcessGroupAlgorithm(ABC):
         tag: Tag,
         bounds: Sequence[int],
         dtype: torch.dtype,
-        call: Callable[[OwnCollectives], Pending],
+        call: Callable[[Backend], Pending],
         finish: Callable[[], None],
     ) -> Work:
         """Begin ``call`` when all ranks are here; ``finish`` runs when it is done. Nothing to move needs no call."""
-        t, backend = self.transport, self._backend
-        assert backend is not None
+        t = self.transport
         agreed = zlib.crc32(repr((tag.digest, list(bounds), dtype)).encode())
         t.announce(replace(tag, digest=agreed)).wait()
         try:
-            pending = call(backend) if bounds[-1] else None
+            pending = call(t.backend) if bounds[-1] else None
         except PeerError as error:
             raise _lost(t, tag, error) from error
         except BaseException as error:  # the others have begun
@@ -174,7 +172,7 @@ class AllToAll(ProcessGroupAlgorithm):
         own = sizes[t.rank]
         arrived = t.scratch(t.world_size * numel, source.dtype, source.device)
 
-        def call(backend: OwnCollectives) -> Pending:
+        def call(backend: Backend) -> Pending:
             return backend.all_to_all(as_bytes(arrived), as_bytes(source), [own] * t.world_size, sizes)
 
         parts = arrived.view(t.world_size, numel).unbind()

@@ -109,7 +109,7 @@ class Arena:
         return None if region is None else region[0] * PAGE + tensor.data_ptr() - address
 
 
-class Region:
+class MappedRegion:
     """Memory that is the same for several ranks. Each writes in its own part; what it reads is copied by the kernel,
     page by page, where it writes there, so that a stray write reaches nobody else."""
 
@@ -158,7 +158,7 @@ def file_of(sizes: Sequence[int]) -> int:
     return fd
 
 
-def regions_of(fd: int, sizes: Sequence[int]) -> list[Region]:
+def regions_of(fd: int, sizes: Sequence[int]) -> list[MappedRegion]:
     """Regions of these bytes in a file of `file_of`, whose descriptor is taken over."""
     offsets = _offsets(sizes)
     try:
@@ -166,7 +166,7 @@ def regions_of(fd: int, sizes: Sequence[int]) -> list[Region]:
         copies = mmap.mmap(fd, offsets[-1], flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(fd)
-    return [Region(written, copies, begin, size) for begin, size in zip(offsets, sizes, strict=False)]
+    return [MappedRegion(written, copies, begin, size) for begin, size in zip(offsets, sizes, strict=False)]
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:

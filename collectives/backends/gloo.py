@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..backend import Backend
 from ..messages import PeerError
 from ..transport import Transport
 from .threads import solo
@@ -65,12 +66,13 @@ class _Collective:
         self._held = ()
 
 
-class GlooBackend:
+class GlooBackend(Backend):
     """torch.distributed's isend and irecv over a gloo group, and its own collectives, which the backend of the tensor's
-    device moves. Messages of device memory are staged through the host. See `collectives.backend.OwnCollectives`.
+    device moves. Messages of device memory are staged through the host.
     """
 
     name = "gloo"
+    has_collectives = True
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self.group = group

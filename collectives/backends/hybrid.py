@@ -10,18 +10,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, UntypedStorage
 
-from ..backend import Backend, ByTensors, Pending, PendingBytes, Region
+from ..backend import Backend, Pending, PendingBytes, Region
 from .shared_memory import SharedMemoryBackend
 
 
-class HybridBackend:
+class HybridBackend(Backend):
     """Two backends as one."""
+
+    maps_memory = True
 
     def __init__(self, remote: Backend, local: SharedMemoryBackend, ranks: Sequence[int]) -> None:
         """``ranks``: of the remote backend, those of this host, in the order of the local backend."""
         self.name = f"{local.name} and {remote.name}"
         self.rank, self.world_size, self.timeout = remote.rank, remote.world_size, remote.timeout
-        self._remote, self._remote_bytes, self._local = remote, ByTensors(remote), local
+        self._remote, self._local = remote, local
         self._local_ranks = {rank: offset for offset, rank in enumerate(ranks)}
         self.crossed = 0  # bytes that this rank has sent to other hosts
 
@@ -43,12 +45,12 @@ class HybridBackend:
         if to in self._local_ranks:
             return self._local.send_bytes(data, self._local_ranks[to], slot, patience)
         self.crossed += len(data)
-        return self._remote_bytes.send_bytes(data, to, slot)
+        return self._remote.send_bytes(data, to, slot)
 
     def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes:
         if source in self._local_ranks:
             return self._local.recv_bytes(size, self._local_ranks[source], slot)
-        return self._remote_bytes.recv_bytes(size, source, slot)
+        return self._remote.recv_bytes(size, source, slot)
 
     def close_slot(self, to: int, slot: int) -> None:
         if to in self._local_ranks:

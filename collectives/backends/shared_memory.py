@@ -25,8 +25,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, UntypedStorage
 
+from ..backend import Backend
 from ..messages import GoneError, PeerError
-from .arena import Arena, Region, Window, file_of, regions_of
+from .arena import Arena, MappedRegion, Window, file_of, regions_of
 
 _FRAME = struct.Struct("<IB")
 _OFFSET = struct.Struct("<qq")
@@ -99,10 +100,11 @@ class _PendingRecvBytes:
         return data
 
 
-class SharedMemoryBackend:
+class SharedMemoryBackend(Backend):
     """One rank's end of the sockets to its peers, and its arena. See `collectives.backend`."""
 
     name = "shared memory"
+    maps_memory = True
 
     def __init__(self, rank: int, peers: Sequence[PeerProcess | None], arena: Arena, timeout: float) -> None:
         """``peers``: of each rank of the group; None for this one."""
@@ -157,7 +159,7 @@ class SharedMemoryBackend:
     def share_host(self, ranks: Sequence[int]) -> bool:
         return True
 
-    def common(self, sizes: Sequence[int], ranks: Sequence[int]) -> list[Region] | None:
+    def common(self, sizes: Sequence[int], ranks: Sequence[int]) -> list[MappedRegion] | None:
         first, *others = ranks
         if self.rank != first:
             fd = self._peer(first).receive_descriptor(self.timeout)

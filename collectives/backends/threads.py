@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, UntypedStorage
 
+from ..backend import Backend, Pending
 from ..messages import GoneError, PeerError
 from ..transport import Transport
 
@@ -92,19 +93,20 @@ class _World:
             self._changed.notify_all()
 
 
-class ThreadBackend:
+class ThreadBackend(Backend):
     """One thread's end of the mailboxes."""
 
     name = "loopback"
+    maps_memory = True
 
     def __init__(self, world: _World, rank: int, world_size: int, timeout: float) -> None:
         self._world, self.rank, self.world_size, self.timeout = world, rank, world_size, timeout
 
-    def send(self, tensor: Tensor, to: int, slot: int) -> _Side:
+    def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
         self._world.interfere(self.rank, "send", to)
         return _Side(self._world, self._world.post((self.rank, to, slot), tensor, True), self.rank, to, slot)
 
-    def recv(self, tensor: Tensor, source: int, slot: int) -> _Side:
+    def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
         self._world.interfere(self.rank, "recv", source)
         return _Side(self._world, self._world.post((source, self.rank, slot), tensor, False), self.rank, source, slot)
 
