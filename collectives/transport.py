@@ -44,6 +44,7 @@ class Transport:
         self.world_size = len(ranks)
         self.timeout, self.name = backend.timeout, backend.name
         self._may_have_common = True
+        self._announced_round = 0
         self.memory: Backend | None = self._messenger.memory
         self._allocate = partial(_allocate, self.memory)  # which holds nothing that holds this
         self.pool: Pool = Pool(allocate=self._allocate) if like is None else like.pool
@@ -226,6 +227,14 @@ class Transport:
         recvs = [self._messenger.recv((), source, tag)[0] for source in self.peers()]
         sends = [self._messenger.send((), to, tag) for to in self.peers()]
         return Chain([*recvs, DeferredSends(self._messenger, sends)])
+
+    def announce_round(self, tag: Tag) -> Work:
+        """`announce` the first collective of a round. An algorithm calls this in each reduce-scatter unless its own
+        messages go to every other rank before it waits: `meet` relies on one of the two."""
+        if tag.round == self._announced_round:
+            return Chain(())
+        self._announced_round = tag.round
+        return self.announce(tag)
 
     def meet(self, tag: Tag, catch_up: Callable[[], None]) -> Tag:
         """Return when all ranks are here, at the same ``tag.round``. Collective; the agreed tag is returned.

@@ -48,7 +48,6 @@ class Hierarchical:
         self.onward, self.relay = transport.sibling(1), transport.sibling(2)
         self.neighbours = [r for r in self.hosts.ranks[self.hosts.of[transport.rank]] if r != transport.rank]
         self._plans: dict[tuple[bool, int, int], list[Plan]] = {}
-        self._announced = 0  # the last round that the other ranks were told of
 
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
@@ -56,14 +55,11 @@ class Hierarchical:
         """See `collectives.Collective.reduce_scatter`. Receives running sums and contributions into scratch memory."""
         t = self.transport
         tag = replace(tag, digest=tag.digest ^ zlib.crc32(b"started")) if start is not None else tag
-        works: list[Work] = []
-        if tag.round != self._announced:
-            self._announced = tag.round
-            works.append(t.announce(tag))
+        announced = t.announce_round(tag)
         way = (start is not None, source.itemsize, out.itemsize)
         if way not in self._plans:
             self._plans[way] = plans(self.hosts, *way)
-        return Chain([*works, _HierarchicalReduceScatter(self, source, bounds, out, start, tag, self._plans[way])])
+        return Chain([announced, _HierarchicalReduceScatter(self, source, bounds, out, start, tag, self._plans[way])])
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`."""

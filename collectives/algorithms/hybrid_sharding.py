@@ -40,18 +40,14 @@ class Replicated:
         before, after = transport.rank - self.shards.world_size, transport.rank + self.shards.world_size
         self.before = before if before >= 0 else None
         self.after = after if after < transport.world_size else None
-        self._announced = 0  # the last round that the other ranks were told of
 
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
         """See `collectives.Collective.reduce_scatter`; all replicas have the same ``start``. Receives a sum into
         scratch memory, where there was none to overwrite."""
-        works: list[Work] = []
-        if tag.round != self._announced:
-            self._announced = tag.round
-            works.append(self.transport.announce(tag))
-        return Chain([*works, _HybridReduceScatter(self, source, bounds, out, start, tag)])
+        announced = self.transport.announce_round(tag)
+        return Chain([announced, _HybridReduceScatter(self, source, bounds, out, start, tag)])
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`; every replica has the same slices."""

@@ -17,9 +17,9 @@ REPLICAS = (
         (
             Edit(
                 "collectives.algorithms.hybrid_sharding.Replicated.__init__",
-                "        self._announced = 0  #",
-                "        if self.shards.world_size == 1:\n            self.before = self.after = None\n"
-                "        self._announced = 0  #",
+                "        self.after = after if after < transport.world_size else None\n",
+                "        self.after = after if after < transport.world_size else None\n"
+                "        if self.shards.world_size == 1:\n            self.before = self.after = None\n",
             ),
         ),
         (f"{TRAINING}[2-1-1]",),
