@@ -1,6 +1,7 @@
 """Moves flat tensors between ranks: reduce-scatter and all-gather with uneven splits, and buckets in order.
 
-It has never heard of an optimizer. An algorithm is a class that is built on a transport; `ALGORITHMS` names them.
+An algorithm is a class that is built on a transport. `ALGORITHMS` names those that exist. This package knows nothing
+of optimizers.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def check_name(algorithm: str | Algorithm) -> None:
-    """Raise `ValueError` where an algorithm is named that there is not."""
+    """Raise `ValueError` if no algorithm has this name."""
     if isinstance(algorithm, str) and algorithm != "auto" and algorithm not in ALGORITHMS:
         raise ValueError(f"collective must be one of auto, {', '.join(ALGORITHMS)} or a class, not {algorithm!r}")
 
@@ -56,9 +57,12 @@ def check_name(algorithm: str | Algorithm) -> None:
 def build(
     transport: Transport, algorithm: str | Algorithm, device: torch.device = CPU, factor: int | None = None
 ) -> Choice:
-    """An algorithm on a transport: "auto", one of `ALGORITHMS` by name, or a class. Collective. ``device``: where the
-    tensors that it moves are, for "auto". ``factor``: a divisor of the number of ranks, how many of them own slices;
-    every so many have the same ones."""
+    """Build an algorithm on a transport. Collective.
+
+    ``algorithm``: "auto", one of `ALGORITHMS` by name, or a class. ``device``: of the tensors that it will move, for
+    "auto". ``factor``: the number of ranks of a replica, a divisor of the number of all ranks; None for a single
+    replica.
+    """
     choice = _build(transport, algorithm, device, factor)
     LOG.info(
         "%s of %d: collective %s (%s)",

@@ -1,9 +1,9 @@
-"""Bytes that stay where they are: one rank lends memory that others of its host read in place, and say so.
+"""Bytes that are read in place: one rank exposes memory, and other ranks of its host map and read it.
 
-    lender      header with a place  ->                           wait: until all have said that they have read
-    borrower                         wait   read there   give_back  ->
+    owner      header with an offset  ->                            wait: until all readers have released it
+    reader                               wait   read there   release  ->
 
-Knows: places, and who may still read. Does not know: what is read.
+Knows: offsets, and which ranks may still read. Does not know: what is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RELEASED = struct.Struct("<q")
 
 
 class ExposedBuffer:
-    """Spans of a tensor, each lent to one rank; the tensor must not be written before `wait` returns."""
+    """Spans of a tensor, each exposed to one rank. The tensor must not be written before `wait` returns."""
 
     def __init__(
         self, messenger: Messenger, tensor: Tensor, offset: int, spans: Sequence[tuple[int, int, int]], tag: Tag
@@ -30,7 +30,7 @@ class ExposedBuffer:
         """``spans``: rank, and the elements' begin and end, which may be empty; ``offset``: of the tensor's first
         byte."""
         self._messenger, self._tag = messenger, tag
-        self._left: list[tuple[int, int]] = []  # rank and number of what is still out, the first one last
+        self._left: list[tuple[int, int]] = []  # rank and number of what is not released yet, the first one last
         to, itemsize, sent = -1, tensor.itemsize, 0
         try:
             for to, begin, end in spans:
@@ -62,13 +62,13 @@ class ExposedBuffer:
 
 
 class PeerBuffers:
-    """What some ranks lend this one, to be read in place between `wait` and `release`."""
+    """Memory that other ranks expose to this one, to be read in place between `wait` and `release`."""
 
     def __init__(self, messenger: Messenger, spans: Sequence[tuple[int, int]], dtype: torch.dtype, tag: Tag) -> None:
-        """``spans``: rank, and how many elements it lends."""
+        """``spans``: rank, and how many elements it exposes."""
         self._messenger, self._dtype, self._tag = messenger, dtype, tag
         self._expected: dict[int, Expected] = {}
-        self._numbers: list[tuple[int, int]] = []  # rank, and which of its loans this is
+        self._numbers: list[tuple[int, int]] = []  # rank, and the number of what it exposes
         source, itemsize, received = -1, dtype.itemsize, 0
         try:
             for source, numel in spans:
@@ -88,7 +88,7 @@ class PeerBuffers:
             self._messenger.confirm(expected)
 
     def tensor(self, source: int) -> Tensor:
-        """What a rank lends, 1-D; after `wait`."""
+        """Return the elements that a rank exposes, 1-D. Call it after `wait`."""
         expected, memory = self._expected[source], self._messenger.memory
         if not expected.size:
             return torch.empty(0, dtype=self._dtype, device="cpu")
@@ -97,7 +97,7 @@ class PeerBuffers:
         return memory.map_peer(self._messenger.ranks[source], expected.offset, expected.size, self._dtype)
 
     def release(self) -> None:
-        """Say that all was read: the lenders may write there again."""
+        """Report that all was read: the owners may write there again."""
         messenger, source = self._messenger, -1
         slot = messenger.slot(RELEASE_PORT)
         try:

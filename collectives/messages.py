@@ -1,6 +1,6 @@
-"""The words that transports and algorithms share: tags and headers, errors, counters, and what an algorithm is.
+"""Types that transports and algorithms share: tags and headers, errors, counters, and work under way.
 
-Knows what a message says about itself. Does not know how it travels, or what an algorithm does with it.
+Knows: the content of a header. Does not know: how a message travels, or what an algorithm does with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 LABEL_BYTES = 76
-REPORT_BYTES = 4096  # of why a rank failed
+REPORT_BYTES = 4096  # of the report of why a rank failed
 _REPORT = struct.Struct("<iI")  # culprit, length of the reason
 _TAG = struct.Struct(f"<iqiqqH{LABEL_BYTES}s10x")
 _OFFSET = struct.Struct("<q")
@@ -36,10 +36,10 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Tag:
-    """What a collective is, so that ranks which entered different ones find out instead of mixing their bytes.
+    """Identifies a collective. Ranks that entered different collectives find out by their tags, and mix no bytes.
 
-    ``round`` counts what happens repeatedly (backward passes), ``index`` distinguishes the collectives of a round
-    (buckets, meetings), ``digest`` holds whatever else both sides must agree on, ``label`` is what an error prints.
+    ``round`` counts what happens repeatedly (backward passes). ``index`` distinguishes the collectives of a round
+    (buckets, meetings). ``digest`` holds whatever else both sides must agree on. ``label`` is what an error prints.
     """
 
     kind: Kind
@@ -49,7 +49,7 @@ class Tag:
     digest: int = 0
 
     def pack(self, size: int) -> bytes:
-        """What the header of a message of ``size`` bytes begins with; `with_offset` completes it."""
+        """Return the beginning of the header of a message of ``size`` bytes; `with_offset` completes it."""
         label = _cut(self.label)
         return _TAG.pack(self.kind, self.round, self.index, self.digest, size, len(label), label)
 
@@ -59,13 +59,13 @@ class Tag:
         return cls(Kind(kind), label[:length].decode(), round_, index, digest), size
 
     def same(self, other: Tag) -> bool:
-        """True when both are one collective, as far as a header can tell."""
+        """Return True if both are one collective, as far as a header shows."""
         mine = (self.kind, self.round, self.index, self.digest, _cut(self.label))
         return mine == (other.kind, other.round, other.index, other.digest, _cut(other.label))
 
 
 def with_offset(packed: bytes, offset: int = 0) -> bytes:
-    """A header that says where the message's bytes lie, in memory that the receiver can see."""
+    """Complete a header by the offset of the message's bytes in memory that the receiver can map."""
     return packed + _OFFSET.pack(offset)
 
 
@@ -90,23 +90,23 @@ class MismatchError(CollectiveError):
 
 
 class PeerError(CollectiveError):
-    """Another rank failed, left or did not answer in time."""
+    """Another rank failed, ended or did not answer in time."""
 
 
 class GoneError(PeerError):
-    """Another rank will say nothing more; what it said before, why it failed perhaps, is still to be read."""
+    """Another rank will send nothing more. What it sent before can still be read, such as a failure report."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a group can do nothing more. ``culprit``: the rank with which it began, as far as is known; ``reason``: in
-    the words of the first that saw it."""
+    """Why a group is closed. ``culprit``: the rank that failed first, as far as is known. ``reason``: the message of
+    the rank that noticed it first."""
 
     culprit: int
     reason: str
 
     def pack(self) -> bytes:
-        """`REPORT_BYTES`, whatever the reason: they are expected before anybody knows of one."""
+        """Return `REPORT_BYTES`, whatever the reason: receives for them are posted before there is one."""
         text = self.reason.encode(errors="replace")[: REPORT_BYTES - _REPORT.size]
         return (_REPORT.pack(self.culprit, len(text)) + text).ljust(REPORT_BYTES, b"\0")
 
@@ -118,7 +118,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes and messages of one rank so far. Payload is what algorithms move; control is headers and exchanges."""
+    """Bytes and messages of one rank so far. Payload is what algorithms move. Control is headers and exchanges."""
 
     payload_sent: int = 0
     payload_received: int = 0
@@ -131,13 +131,13 @@ class Traffic:
 
 
 class Work(Protocol):
-    """A collective under way. ``wait`` completes it; waiting again does nothing."""
+    """A collective under way. ``wait`` completes it. A second ``wait`` does nothing."""
 
     def wait(self) -> None: ...
 
 
 class Chain:
-    """Several pieces of work as one, waited for in order."""
+    """Several works as one. ``wait`` waits for them in order."""
 
     def __init__(self, works: Iterable[Work]) -> None:
         self._works: deque[Work] = deque(works)
@@ -149,13 +149,13 @@ class Chain:
 
 
 def _cut(label: str) -> bytes:
-    """What of a label fits into a header, in whole characters."""
+    """Return the part of a label that fits into a header, in whole characters."""
     encoded = label.encode(errors="replace")
     return encoded if len(encoded) <= LABEL_BYTES else encoded[:LABEL_BYTES].decode(errors="ignore").encode()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes."""
+    """Return the same memory as bytes."""
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(f"a 1-D contiguous tensor is needed, not shape {tuple(tensor.shape)}")
     return tensor.detach().view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)

@@ -1,17 +1,17 @@
-"""Headers and bytes between this rank and each of the others, in order.
+"""Headers and bytes between this rank and each other rank, in order.
 
-Each message is a header of `HEADER_BYTES` on one lane and its bytes on another:
+A message is a header of `HEADER_BYTES` on one port and its bytes on another:
 
-    lane 0   | header | header | header |        kind, round, index, digest, size, label, place
-    lane 1   | bytes  |        | bytes  |        (a header of size 0 has none)
+    port 0   | header | header | header |        kind, round, index, digest, size, label, offset
+    port 1   | bytes  |        | bytes  |        (a header of size 0 has no bytes)
 
-The receiver says which header it expects. Another one is an error that names both, on both sides; an abort is a header
-too.
+The receiver knows which header it expects. Another header is an error that names both collectives, on both sides. An
+abort is a header, too.
 
-Over a network something small is asked for, and sent, behind a message's bytes: its header, or where they are many, and
-used part by part, a byte behind each part. For a network may never tell of an end in the middle of many bytes, but of
-one before something small it does, and when that is here, they are. A rank that fails answers what it was sent and did
-not read, so that the others' sends end too.
+A network may never report that its end is gone in the middle of many bytes, but it does before a short message. So over
+a network a short message follows each large one: its header, or, if the payload is used part by part, a marker of one
+byte behind each part. When the short message is here, the bytes before it are. A rank that fails still sends acks and
+markers, so that the sends and receives of other ranks end.
 
 Knows: which message follows which. Does not know: what is sent, or what a collective is.
 """
@@ -29,8 +29,8 @@ from .messages import Kind, Tag, header_offset, is_abort
 from .peer_links import ACK_PORT, FAILED, MARKER_PORT, PAYLOAD_PORT, Expected, PeerLinks
 
 ACK, MARKER = b"r", b"h"
-SMALL = 1 << 16  # bytes that a network takes at once
-MOST_DEFERRED = 256  # answers that are not waited for; of more, the oldest have left long ago
+SMALL = 1 << 16  # bytes that a network accepts at once
+MOST_DEFERRED = 256  # acks sent before the oldest is waited for, which was sent long ago by then
 
 
 class Messenger(PeerLinks):
@@ -39,27 +39,27 @@ class Messenger(PeerLinks):
     def __init__(self, backend: Backend, ranks: Sequence[int], number: int, like: Messenger | None = None) -> None:
         """See `PeerLinks`."""
         super().__init__(backend, ranks, number, like)
-        self.deferred: list[Send] = []  # sends that nobody need wait for
+        self.deferred: list[Send] = []  # sends whose wait is put off
         self._packed: tuple[Tag | None, int, bytes] = (None, 0, b"")
-        self._unposted: deque[Recv] = deque()  # parts behind first ones
+        self._unposted: deque[Recv] = deque()  # parts behind the first ones of messages
 
     # -- headers --------------------------------------------------------------------------------------------------
 
     def packed(self, tag: Tag, size: int) -> bytes:
-        """``tag.pack(size)``; the one before is kept, as a collective sends and expects the same many times."""
+        """Return ``tag.pack(size)``. The last result is kept: a collective sends and expects one header many times."""
         if self._packed[0] is not tag or self._packed[1] != size:
             self._packed = (tag, size, tag.pack(size))
         return self._packed[2]
 
     def expect(self, tag: Tag, size: int, source: int) -> Expected:
-        """Expect a message of ``size`` bytes after all that were expected of this rank before."""
+        """Expect a message of ``size`` bytes after all that are expected of this rank already."""
         expected = Expected(source, tag, size, self.packed(tag, size))
         self.states[source].expected.append(expected)
         self._post_headers(source)
         return expected
 
     def post_next_header(self, source: int, tag: Tag) -> None:
-        """Ask for one header more than are expected, where that is of use now."""
+        """Post the receive of one header more than are expected, if the rank is remote."""
         try:
             self._post_headers(source, more=1)
         except BaseException as error:
@@ -71,7 +71,7 @@ class Messenger(PeerLinks):
             self.post_header(source)
 
     def next_header(self, source: int, tag: Tag) -> bytes:
-        """The next header from ``source``, whatever it is; an abort raises."""
+        """Return the next header from ``source``, whatever it is. An abort raises."""
         header = self._read_header(source, tag)
         if is_abort(header):
             raise self.aborted(source, tag)
@@ -92,7 +92,7 @@ class Messenger(PeerLinks):
         return header
 
     def confirm(self, work: Expected) -> None:
-        """Read headers from ``work``'s source up to its own; they come in the order in which they were expected."""
+        """Read headers from ``work``'s source up to its own. They come in the order in which they are expected."""
         self.post_remaining()
         expected = self.states[work.source].expected
         while not work.confirmed:
@@ -103,14 +103,14 @@ class Messenger(PeerLinks):
                     raise self.aborted(work.source, first.tag)
                 theirs, size = Tag.unpack(header)
                 if theirs.kind is Kind.MEET and theirs.round < first.tag.round:
-                    continue  # it had nothing of its own for this round, and will catch up
+                    continue  # the rank had nothing to contribute to this round, and will catch up
                 raise self.mismatch(work.source, first.tag, theirs, first.size, size)
             first.offset = header_offset(header)
             first.confirmed = True
             expected.popleft()
 
     def confirm_expected(self, source: int) -> None:
-        """Read the headers of all that is still under way from ``source``, which come before any other."""
+        """Read the headers of all messages that are under way from ``source``; they come before any other."""
         expected = self.states[source].expected
         if expected:
             self.confirm(expected[-1])
@@ -118,7 +118,7 @@ class Messenger(PeerLinks):
     # -- messages -------------------------------------------------------------------------------------------------
 
     def send(self, parts: Sequence[Tensor], to: int, tag: Tag) -> Send:
-        """A header, and the parts of a tensor of bytes behind it, of which none is empty."""
+        """Send a header, and the parts of a tensor of bytes, of which none is empty."""
         work, rank = Send(self, to, tag, _size(parts)), self.ranks[to]
         much = work.size > SMALL
         far = much and self.states[to].remote
@@ -139,7 +139,7 @@ class Messenger(PeerLinks):
         return work
 
     def recv(self, parts: Sequence[Tensor], source: int, tag: Tag) -> list[Recv]:
-        """Expect what `send` sends; the parts are to be waited for in order. Of no parts there is still a header."""
+        """Expect what `send` sends. The parts are waited for in order. Without parts there is still a header."""
         size = _size(parts)
         expected = Expected(source, tag, size, self.packed(tag, size))
         works = [Recv(self, expected, part, last=n == len(parts) - 1) for n, part in enumerate(parts)]
@@ -156,15 +156,15 @@ class Messenger(PeerLinks):
             raise self.cut_off(error, source, tag) from error
 
     def post_remaining(self) -> None:
-        """Ask for the parts behind first ones. That is put off until a first part of this rank's own has left, or until
-        nothing more is sent now: while the network carries that part, there is time."""
+        """Post the receives of the parts behind first ones. That is put off until this rank has sent a first part, or
+        has nothing more to send: while the network carries that part, there is time."""
         while self._unposted:
             self.check()
             self._post(self._unposted[0])
             self._unposted.popleft()
 
     def _post(self, work: Recv) -> None:
-        """Ask for a part; again after an interrupt."""
+        """Post the receive of a part. After an interrupt it may be called again."""
         source, tag = work.expected.source, work.expected.tag
         try:
             if work.part is not None and work.payload is None:
@@ -175,8 +175,11 @@ class Messenger(PeerLinks):
             raise self.cut_off(error, source, tag) from error
 
     def _expect_ack(self, to: int) -> int:
-        """To many bytes: a network may never say that they did not leave, where their reader is gone; but a peer that
-        answers has read them, and one that is gone does not answer. Returns the answer's number."""
+        """Post the receive of the ack of a large message, and return its number.
+
+        If the reader of many bytes is gone, a network may never report that they were not sent. A peer that acks has
+        read them, and one that is gone sends no ack.
+        """
         state = self.states[to]
         state.acks.append(self.backend.recv_bytes(1, self.ranks[to], self.slot(ACK_PORT)))
         state.acks_expected += 1
@@ -195,7 +198,7 @@ class Messenger(PeerLinks):
             raise self.aborted(source, tag)
 
     def acknowledge(self, read: Expected) -> None:
-        """Say that the bytes of a message were read, where that is waited for."""
+        """Send the ack of a message, if its sender waits for one."""
         state = self.states[read.source]
         if state.remote and read.size > SMALL:
             try:
@@ -207,7 +210,7 @@ class Messenger(PeerLinks):
                 self.deferred.pop(0).wait()
 
     def send_control(self, data: bytes, to: int, tag: Tag) -> list[Send]:
-        """A header that says how many bytes there are, and those at once where no network is in the way."""
+        """Send a header with the number of bytes, and the bytes themselves if the rank is not remote."""
         try:
             pendings = [self.send_header(self.packed(tag, len(data)), to)]
             size = 0 if self.states[to].remote else len(data)
@@ -219,13 +222,13 @@ class Messenger(PeerLinks):
         return [Send(self, to, tag, size, pendings)]
 
     def send_rest(self, data: bytes, to: int, tag: Tag) -> list[Send]:
-        """What `send_control` has left. Called when all that comes from the others was asked for."""
+        """Send the bytes that `send_control` left. Called when the receives from all other ranks are posted."""
         if not data or not self.states[to].remote:
             return []
         return [self.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], to, tag)]
 
     def recv_control(self, source: int, tag: Tag) -> Callable[[], bytes]:
-        """Read how many bytes come next from ``source``; what is returned waits for them."""
+        """Read how many bytes come next from ``source``. Return a function that waits for them."""
         self.confirm_expected(source)
         theirs, size = Tag.unpack(self.next_header(source, tag))
         if not theirs.same(tag):
@@ -250,7 +253,7 @@ def _size(parts: Sequence[Tensor]) -> int:
 
 
 class Send:
-    """A message under way. The channel holds it until it was waited for: a backend may drop what nobody holds."""
+    """A message under way. The messenger holds it until its wait: a backend may drop a transfer that is not held."""
 
     def __init__(self, messenger: Messenger, to: int, tag: Tag, size: int, pendings: Sequence[Pending] = ()) -> None:
         self._messenger, self._to, self._tag, self.size = messenger, to, tag, size
@@ -269,9 +272,12 @@ class Send:
 
 
 class DeferredSends:
-    """Sends to peers that had asked for them before they sent what was read of them since: these are under way. To wait
-    would be to ask the network, which may have lost sight of one whose peer is gone just now; so that is left to the
-    next time, when the peers have been heard of again."""
+    """Sends whose wait is put off to the next exchange.
+
+    The peers had posted the receives of these sends before they sent what this rank has read from them since. So the
+    sends are under way. To wait for one would ask the network, which may have lost it if its peer has just gone. By the
+    next exchange this rank has heard from the peers again.
+    """
 
     def __init__(self, messenger: Messenger, sends: Sequence[Send]) -> None:
         self._messenger, self._sends = messenger, sends
@@ -285,14 +291,14 @@ class DeferredSends:
 
 
 class Recv:
-    """A part of a message that is expected from one rank. The header is read before its bytes are believed."""
+    """A part of a message that is expected from one rank. The header is checked before the bytes are used."""
 
     def __init__(self, messenger: Messenger, expected: Expected, part: Tensor | None, *, last: bool) -> None:
-        """``last``: to be answered when it was read, where that is waited for."""
+        """``last``: an ack follows when the part was read, if the sender waits for one."""
         self._messenger, self.expected, self._last = messenger, expected, last
-        self.part = part  # None: there is none, or it was read
-        self.payload: Pending | None = None  # what comes there, when it was asked for
-        self.marker: PendingBytes | None = None  # what is sent behind a part of many bytes
+        self.part = part  # None: the message has no part, or it was read
+        self.payload: Pending | None = None  # the receive into ``part``, when it is posted
+        self.marker: PendingBytes | None = None  # the marker behind a part of a large message
 
     def wait(self) -> None:
         messenger, expected = self._messenger, self.expected

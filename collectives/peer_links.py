@@ -1,21 +1,23 @@
-"""The lanes between this rank and each of the others, who is waited for there, and what a failure is blamed on.
+"""The links between this rank and each other rank of a group: ports, waits, and what happens if a rank fails.
 
-    lane 0   headers
-    lane 1   the bytes that headers tell of
-    lane 2   why a rank failed
-    lane 3   "I have read what you lent me", where bytes stay in memory that both sides see (`lending`)
-    lane 4   "I have read what you sent me", where it is much, and came over a network
-    lane 5   "a part of it has left", behind each part
+    port 0   headers
+    port 1   payload: the bytes that headers announce
+    port 2   failure report: why a rank failed
+    port 3   release: "I have read the memory that you exposed" (`exposed_buffers`)
+    port 4   ack: "I have read your message", for a large message that came over a network
+    port 5   marker: "a part of the payload was sent", behind each part
 
-Each is first-in-first-out for a pair of ranks. A rank that fails says so on all of them, so whoever waits for it learns
-at once why nothing will come, and the backend itself stays whole for its user. Over a network nothing leaves before its
-receiver has asked for it: so why a rank failed is asked for from the start, and is heard when that rank is gone.
+Each port is first-in-first-out for a pair of ranks. A rank that fails sends on all of them, so every rank that waits
+for it learns at once why nothing more will come. The backend itself remains usable.
 
-A process that is forked from a rank inherits its sockets, and memory that peers read: what it sent, read or wrote would
-be taken for the rank's. So a line works in the process that made it, and nowhere else.
+A network delivers a message only after its receiver was posted. So the receive of a failure report is posted from the
+start, and the report can be read when its sender is gone.
 
-Knows: one backend, the ranks of one group, and what a header says of a failure. Does not know: which message follows
-which (`channel`).
+A process that is forked from a rank inherits its sockets, and memory that peers read. What it sent, read or wrote would
+pass for the rank's own. So links work only in the process that made them.
+
+Knows: one backend, the ranks of one group, and headers of failures. Does not know: which message follows which
+(`messenger`).
 """
 
 from __future__ import annotations
@@ -50,10 +52,8 @@ from .messages import (
 HEADER_PORT, PAYLOAD_PORT, FAILURE_PORT, RELEASE_PORT, ACK_PORT, MARKER_PORT, PORTS = 0, 1, 2, 3, 4, 5, 6
 FAILED = b"g"
 REPORT_KEPT = 60.0  # seconds for which a failed rank's messages are kept for their receivers
-GRACE = 1.0  # seconds that ranks of a host are waited for longer than those of others, for whom they may wait
-REPORT_WAIT = (
-    0.5  # seconds in which the words of a rank that is gone are here, if it said any; and for which they are said
-)
+GRACE = 1.0  # seconds added to the time limit for ranks of this host, which may themselves wait for ranks of others
+REPORT_WAIT = 0.5  # seconds to wait for the failure report of a rank that is gone, and to try to send one
 
 
 @dataclass
@@ -68,24 +68,24 @@ class Counters:
 
 
 class PeerState:
-    """Messages of one rank: headers asked for, those expected, at most one that was read and put back, and what this
-    rank lends it. ``remote``: it is reached over a network; ``limit``: seconds for which it is waited for."""
+    """What is under way between this rank and one peer."""
 
     def __init__(self, remote: bool, limit: float) -> None:
+        """``remote``: the peer is reached over a network. ``limit``: seconds to wait for it."""
         self.remote, self.limit = remote, limit
         self.report: PendingBytes | None = None
-        self.acks: deque[PendingBytes] = deque()  # to what was sent
+        self.acks: deque[PendingBytes] = deque()  # of messages to the peer
         self.acks_expected = self.acks_received = 0
-        self.posted: deque[PendingBytes] = deque()
+        self.posted: deque[PendingBytes] = deque()  # receives of headers
         self.expected: deque[Expected] = deque()
-        self.unread_header: bytes | None = None
-        self.exposed: dict[int, Tensor] = {}  # by number, as both sides count
+        self.unread_header: bytes | None = None  # was read and put back
+        self.exposed: dict[int, Tensor] = {}  # to the peer, by number, as both sides count
         self.times_exposed = self.times_mapped = 0
         self.pending_release: PendingBytes | None = None
 
 
 class Expected:
-    """A header that is expected from one rank."""
+    """A header that is expected from one rank. ``confirmed``: it came, and is the expected one."""
 
     __slots__ = ("confirmed", "offset", "packed", "size", "source", "tag")
 
@@ -95,12 +95,12 @@ class Expected:
 
 
 class PeerLinks:
-    """What connects the ranks of one transport. Ranks are those of the group; ``ranks`` says what the backend calls
+    """The links among the ranks of one transport. Ranks are those of the group; ``ranks`` has the backend's numbers of
     them."""
 
     def __init__(self, backend: Backend, ranks: Sequence[int], number: int, like: PeerLinks | None = None) -> None:
-        """``number``: keeps lines of one backend apart. ``like``: the line of the same ranks with which this one is
-        counted, and fails."""
+        """``number``: keeps the links of several transports over one backend apart. ``like``: links of the same ranks
+        that share their counters and failures with these."""
         self.backend, self.ranks, self.number = backend, tuple(ranks), number
         self.memory: Backend | None = backend if backend.maps_memory else None
         self.rank, self.timeout = self.ranks.index(backend.rank), backend.timeout
@@ -112,24 +112,24 @@ class PeerLinks:
         self._family.append(weakref.ref(self))
         self.broken: str | None = None
         self._process = os.getpid()
-        self.unsent: dict[int, object] = {}  # sends that nobody has waited for yet
-        # A rank of this host may itself wait for one of another, and is to say so before it is given up.
+        self.unsent: dict[int, object] = {}  # sends before their wait
+        # A rank of this host may itself wait for one of another host: it should have time to report that.
         remote = [backend.needs_posted_recv(rank) for rank in self.ranks]
         near = self.timeout + GRACE if any(remote) else self.timeout
         self.states = [PeerState(far, self.timeout if far else near) for far in remote]
         for peer in self.peers:
             if self.states[peer].remote:
-                with suppress(PeerError):  # who is gone already is told of when something is expected of it
+                with suppress(PeerError):  # the next receive from it raises
                     self.expect_failure_report(peer)
 
     @property
     def rank_label(self) -> str:
-        """What errors call this rank."""
+        """The name of this rank in errors."""
         return f"rank {self.labels[self.rank]}"
 
     def attach(self, other: PeerLinks, ranks: Sequence[int]) -> None:
-        """From now on a line of some of these ranks is counted here, fails with this one, and calls ranks what they are
-        called here. ``ranks``: what it has, in its order."""
+        """Let the links of some of these ranks share counters, failures and rank labels with these. ``ranks``: of
+        ``other``, in its order, as they are numbered here."""
         if other._family is self._family:
             return
         for reference in other._family:
@@ -143,7 +143,7 @@ class PeerLinks:
         return self.number * PORTS + port
 
     def check(self) -> None:
-        """Raise `CollectiveError`, naming the failure, where there was one, or in a process that was forked."""
+        """Raise `CollectiveError` after a failure, which it names, or in a process that was forked."""
         if self.broken is None and os.getpid() == self._process:
             return
         self.check_process()
@@ -153,7 +153,7 @@ class PeerLinks:
         )
 
     def check_process(self) -> None:
-        """Raise `CollectiveError` in a process that was forked from the rank's."""
+        """Raise `CollectiveError` in a process that was forked from the rank's own."""
         if os.getpid() != self._process:
             raise CollectiveError(
                 f"{self.rank_label}: process {os.getpid()} was forked from the rank's own, {self._process}, "
@@ -161,7 +161,7 @@ class PeerLinks:
                 "before the fork, at stage 3 inside 'with optimizer.gathered():'"
             )
 
-    # -- the small messages ---------------------------------------------------------------------------------------
+    # -- short messages -------------------------------------------------------------------------------------------
 
     def send_header(self, packed: bytes, to: int, offset: int = 0) -> Pending:
         self.counted.control_sent += HEADER_BYTES
@@ -199,8 +199,11 @@ class PeerLinks:
             raise self._no_answer(peer, tag, begin, error) from error
 
     def cut_off(self, error: BaseException, peer: int, tag: Tag) -> BaseException:
-        """What to raise where a message was begun: after an interrupt or a strange error between a header and its bytes
-        nobody knows what the next bytes are. What has been blamed on somebody is raised as it is."""
+        """Return the error to raise if one occurs inside a message.
+
+        After an interrupt or an unexpected error between a header and its bytes the rest of the sequence is unknown, so
+        this rank aborts. If the group is closed already, the error names the cause and is returned as it is.
+        """
         if self.broken is not None:
             return error
         if isinstance(error, PeerError):
@@ -226,14 +229,14 @@ class PeerLinks:
         return self.fail(PeerError(text), failure)
 
     def expect_failure_report(self, peer: int) -> PendingBytes:
-        """Expect to hear, once, why a rank failed."""
+        """Post the receive of a rank's failure report, once."""
         state = self.states[peer]
         if state.report is None:
             state.report = self.backend.recv_bytes(REPORT_BYTES, self.ranks[peer], self.slot(FAILURE_PORT))
         return state.report
 
     def _failure_report(self, peer: int, error: PeerError) -> Failure | None:
-        """Why a peer failed that will say nothing more; None where it has not said so."""
+        """Return the failure report of a peer that will send nothing more; None if it sent none."""
         try:
             if self.states[peer].remote:
                 return Failure.unpack(self.expect_failure_report(peer).wait(REPORT_WAIT))
@@ -245,7 +248,7 @@ class PeerLinks:
         return None
 
     def _read_now(self, peer: int) -> bytes:
-        """The next header of a peer that will say nothing more."""
+        """Return the next header of a peer that will send nothing more."""
         posted = self.states[peer].posted
         if not posted:
             self.post_header(peer)
@@ -266,8 +269,8 @@ class PeerLinks:
         return error
 
     def abort(self, reason: str, failure: Failure | None = None) -> list[int]:
-        """Tell every other rank that this one failed, because of ``failure`` or else by itself, and return those that
-        could not be told. The line and its family are of no use afterwards."""
+        """Report to every other rank that this one failed, and return the ranks that the report cannot reach. These
+        links and those attached to them are closed then. ``failure``: the cause, if it is another rank's."""
         if os.getpid() != self._process:
             return list(self.peers)
         unreached: list[int] = []
@@ -281,7 +284,7 @@ class PeerLinks:
     def _abort(self, reason: str, failure: Failure) -> list[int]:
         self.broken, unreached = reason, list[int]()
         report, header = failure.pack(), Tag(Kind.ABORT, "abort").pack(0)
-        # What was sent must outlive this object until its receivers ask for it.
+        # What was sent must outlive this object until its receivers have it.
         kept = [*self.unsent.values(), *(exposed for state in self.states for exposed in state.exposed.values())]
         for to in self.peers:
             try:
@@ -291,9 +294,9 @@ class PeerLinks:
                     for port in (ACK_PORT, MARKER_PORT):
                         kept.append(self.backend.send_bytes(FAILED, self.ranks[to], self.slot(port)))
                 if self.memory is not None:
-                    for port in (PAYLOAD_PORT, RELEASE_PORT):  # where it may wait for what is not read any more
+                    for port in (PAYLOAD_PORT, RELEASE_PORT):  # where it may wait for an answer of this rank
                         self.memory.close_slot(self.ranks[to], self.slot(port))
-            except Exception:  # a peer that is gone cannot be told; the others still are
+            except Exception:  # a peer that is gone gets no report; the others still do
                 unreached.append(to)
         keeper = threading.Timer(min(self.timeout, REPORT_KEPT), lambda kept: None, [kept])
         keeper.daemon = True

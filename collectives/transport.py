@@ -1,7 +1,7 @@
-"""What a group's ranks say to each other: tagged messages, memory, meetings, and the group's parts.
+"""Communication among the ranks of a group: tagged messages, memory, meetings, and parts of the group.
 
-Knows: ranks of the group, which are numbered from 0 in it. Does not know: what carries the bytes (a `Backend`: threads
-in `loopback`, torch.distributed in `native`, this host's sockets and memory in `host`), algorithms, or optimizers.
+Knows: ranks of the group, which are numbered from 0 in it. Does not know: what moves the bytes (a `Backend`; see
+`collectives.backends`), algorithms, or optimizers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .pool import Pool
 
 LOG = logging.getLogger("collectives")
 CHUNK, LEAST = 1 << 20, 1 << 17  # elements of a chunk at most, and at least
-GRAIN = 64  # elements that a kernel takes at once, at most: a cut leaves it no other rest than there would be
+GRAIN = 64  # elements, a multiple of what any kernel takes at once: cutting there leaves its remainder unchanged
 
 
 class Transport:
@@ -33,8 +33,9 @@ class Transport:
     def __init__(
         self, backend: Backend, ranks: Sequence[int] | None = None, channel: int = 0, like: Transport | None = None
     ) -> None:
-        """``ranks``: the backend's ranks that form the group, in group order (default: all). ``like``: the transport
-        with which this one is counted, fails and shares its scratch memory."""
+        """``ranks``: the backend's ranks that form the group, in group order (default: all). ``channel``: keeps
+        transports over one backend apart. ``like``: a transport of the same ranks that shares its counters, failures
+        and scratch memory with this one."""
         ranks = tuple(range(backend.world_size) if ranks is None else ranks)
         if backend.rank not in ranks:
             raise ValueError(f"rank {backend.rank} is not one of the group's ranks {list(ranks)}")
@@ -46,41 +47,41 @@ class Transport:
         self._may_have_common = True
         self._announced_round = 0
         self.memory: Backend | None = self._messenger.memory
-        self._allocate = partial(_allocate, self.memory)  # which holds nothing that holds this
+        self._allocate = partial(_allocate, self.memory)  # no reference back to this transport
         self.pool: Pool = Pool(allocate=self._allocate) if like is None else like.pool
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A 1-D buffer that its owner keeps, with undefined content, starting on a 64-byte boundary."""
+        """Return a 1-D buffer outside the pool, with undefined content, on a 64-byte boundary."""
         if not numel:
             return torch.empty(0, dtype=dtype, device=device)
         storage = self._allocate(numel * dtype.itemsize, device)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 
     def peers_can_read(self, tensor: Tensor) -> bool:
-        """True where peers on this host can read a tensor's memory."""
+        """Return True if peers on this host can read a tensor's memory in place."""
         return self.memory is not None and (not tensor.numel() or self.memory.offset_of(tensor) is not None)
 
     def peer_readable(self, tensor: Tensor) -> Tensor:
-        """A 1-D tensor's values where peers can read them: the tensor itself, or a copy in scratch memory."""
+        """Return a 1-D tensor's values in memory that peers can read: the tensor itself, or a scratch copy."""
         if self.peers_can_read(tensor):
             return tensor
-        # host synchronisation: of device memory, which peers cannot read where it is
+        # host synchronisation: device memory, which peers cannot read in place
         return self.scratch(tensor.numel(), tensor.dtype, torch.device("cpu")).copy_(tensor)
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A 1-D buffer from the pool, with undefined content; it goes back when its last holder lets go."""
+        """Return a 1-D buffer from the pool, with undefined content. It goes back when its last holder lets go."""
         return self.pool.take(numel, dtype, device)
 
     @property
     def has_common(self) -> bool:
-        """True where all ranks share a host, so that `common` gives memory as long as there is any."""
+        """True if all ranks share a host, so that `common` returns memory as long as there is any."""
         return self._may_have_common and self.backend.share_host(self._messenger.ranks)
 
     def common(self, sizes: Sequence[int]) -> Sequence[Region] | None:
-        """Memory of these bytes that is the same for all ranks; None where they do not share a host, or there is none.
-        Collective."""
+        """Return regions of these bytes that all ranks have in common; None if they do not share a host, or if there is
+        no memory left. Collective."""
         self.check()
         if not self.has_common or not sum(sizes):
             return None
@@ -100,34 +101,34 @@ class Transport:
     # -- groups ---------------------------------------------------------------------------------------------------
 
     def peers(self) -> Sequence[int]:
-        """The other ranks, starting behind this one, so that not everybody talks to rank 0 first."""
+        """Return the other ranks, starting behind this one, so that not all ranks send to rank 0 first."""
         return self._messenger.peers
 
     def split(self, ranks: Sequence[int], channel: int = 0, *, may_have_common: bool = True) -> Transport:
-        """The part of this group that ``ranks`` name, in that order. Called by these ranks; nothing is sent.
-        ``may_have_common``: False where some other part has no memory in common, and all are to be alike."""
+        """Return the transport of a part of this group, with ``ranks`` in that order. These ranks call it; nothing is
+        sent. ``may_have_common``: False if the part must have no common memory, because some other part has none."""
         backend_ranks = self.backend_ranks(ranks)
         part = Transport(self.backend, backend_ranks, self._derived(backend_ranks, channel))
         part._may_have_common = may_have_common
         return part
 
     def attach(self, part: Transport, ranks: Sequence[int]) -> None:
-        """From now on a transport of some of these ranks is counted here and fails together with this one, and errors
-        call its ranks what they are called here. ``ranks``: these, in its order."""
+        """Let a transport of some of these ranks share counters, failures and rank labels with this one. ``ranks``: the
+        ranks of ``part``, in its order, as they are numbered here."""
         self._messenger.attach(part._messenger, ranks)
 
     def over(self, backend: Backend) -> Transport:
-        """The same group over another backend with the same ranks; this transport is not to be used any more."""
-        ranks = self._messenger.ranks  # a channel of its own: this one has asked for messages that it will not read
+        """Return the same group over another backend with the same ranks. This transport must not be used any more."""
+        ranks = self._messenger.ranks  # on another channel: this one has posted receives that it will not wait for
         return Transport(backend, ranks, self._derived(ranks, -1))
 
     def backend_ranks(self, ranks: Sequence[int]) -> list[int]:
-        """What the backend calls these ranks."""
+        """Return the backend's numbers of these ranks."""
         return [self._messenger.ranks[rank] for rank in ranks]
 
     def sibling(self, channel: int) -> Transport:
-        """The same ranks with messages of their own, counted here and failing together. Called by all; nothing is
-        sent."""
+        """Return a transport of the same ranks with messages of its own, which shares counters and failures with this
+        one. All ranks call it; nothing is sent."""
         ranks = self._messenger.ranks
         return Transport(self.backend, ranks, self._derived(ranks, channel), like=self)
 
@@ -136,7 +137,7 @@ class Transport:
         return zlib.crc32(name.encode()) & 0xFFFFFF
 
     def fork(self) -> Transport:
-        """The same ranks with messages of their own, so that several users share a group. Collective."""
+        """Return a transport of the same ranks with messages of its own, for another user of the group. Collective."""
         tag = Tag(Kind.EXCHANGE, "opening a channel")
         channel = int.from_bytes(os.urandom(3), "little")
         first = self.exchange(channel.to_bytes(4, "little"), tag)[0]
@@ -145,8 +146,8 @@ class Transport:
     # -- messages -------------------------------------------------------------------------------------------------
 
     def isend(self, tensor: Tensor, to: int, tag: Tag, *, control: bool = False, whole: bool = False) -> Work:
-        """Start to send a 1-D contiguous tensor to rank ``to``; it must not be written before ``wait`` returns.
-        ``whole``: in one part, as where it is one of `chunks` itself; the receiver says the same."""
+        """Start to send a 1-D contiguous tensor to rank ``to``. It must not be written before ``wait`` returns.
+        ``whole``: in one part, for a tensor that is one of `chunks` itself. The receiver must pass the same."""
         self.check()
         work, size = self._messenger.send(_parts(tensor, whole), to, tag), tensor.numel() * tensor.itemsize
         if control:
@@ -156,14 +157,14 @@ class Transport:
         return work
 
     def irecv(self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False, whole: bool = False) -> Work:
-        """Start to receive a 1-D contiguous tensor of exactly this size from rank ``source``. What is behind a first
-        part may be asked for only when something is sent, or `post_remaining` is called, or at a wait."""
+        """Start to receive a 1-D contiguous tensor of exactly this size from rank ``source``. Receives of the parts
+        behind the first are posted at the next send, at `post_remaining`, or at a wait."""
         return Chain(self.irecv_chunks(tensor, source, tag, control=control, whole=whole))
 
     def irecv_chunks(
         self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False, whole: bool = False
     ) -> Sequence[Work]:
-        """As `irecv`, for who begins before all is there: each of `chunks` is waited for, in order."""
+        """Like `irecv`, with one work for each of `chunks`, to be waited for in order."""
         self.check()
         works, size = self._messenger.recv(_parts(tensor, whole), source, tag), tensor.numel() * tensor.itemsize
         if control:
@@ -173,7 +174,7 @@ class Transport:
         return works
 
     def post_remaining(self) -> None:
-        """Say that nothing more is sent now: what was not asked for yet is."""
+        """Post the receives that are put off: this rank sends nothing more now."""
         self._messenger.post_remaining()
 
     def expose(self, tensor: Tensor, spans: Sequence[tuple[int, int, int]], tag: Tag) -> ExposedBuffer:
@@ -191,17 +192,19 @@ class Transport:
             tensor = self.peer_readable(tensor[first:last])
             spans = [(to, begin - first, end - first) for to, begin, end in spans]
             offset = self.memory.offset_of(tensor) if tensor.numel() else 0
-        assert offset is not None, "scratch memory is within reach"
+        assert offset is not None, "peers can read scratch memory"
         return ExposedBuffer(self._messenger, tensor, offset, spans, tag)
 
     def map_buffers(self, spans: Sequence[tuple[int, int]], dtype: torch.dtype, tag: Tag) -> PeerBuffers:
-        """Expect ranks to `expose`. ``spans``: rank, and how many elements it lends."""
+        """Expect ranks to `expose` memory. ``spans``: rank, and how many elements it exposes."""
         self.check()
         return PeerBuffers(self._messenger, spans, dtype, tag)
 
     def exchange(self, data: bytes, tag: Tag) -> list[bytes]:
-        """Every rank's bytes, in rank order; lengths may differ. Collective. While other messages are under way, of at
-        most 64 KiB, or they would be waited for here."""
+        """Return every rank's bytes, in rank order. Lengths may differ. Collective.
+
+        While other messages are under way, these may be 64 KiB at most: otherwise this call would wait for them.
+        """
         self.check()
         self._log("exchanges bytes", tag)
         channel, result = self._messenger, [data] * self.world_size
@@ -215,13 +218,13 @@ class Transport:
         return result
 
     def _enter(self, data: bytes, tag: Tag) -> list[Send]:
-        """Begin a message to every other rank, and ask for theirs before."""
+        """Post the receive of a header of every other rank, then begin a message to each."""
         for source in self.peers():
             self._messenger.post_next_header(source, tag)
         return [send for to in self.peers() for send in self._messenger.send_control(data, to, tag)]
 
     def announce(self, tag: Tag) -> Work:
-        """Say to every other rank that this one entered ``tag``, and expect the same of them, without any bytes."""
+        """Send every other rank the header of ``tag`` without any bytes, and expect the same from each."""
         self.check()
         self._log("announces itself", tag)
         recvs = [self._messenger.recv((), source, tag)[0] for source in self.peers()]
@@ -229,22 +232,24 @@ class Transport:
         return Chain([*recvs, DeferredSends(self._messenger, sends)])
 
     def announce_round(self, tag: Tag) -> Work:
-        """`announce` the first collective of a round. An algorithm calls this in each reduce-scatter unless its own
-        messages go to every other rank before it waits: `meet` relies on one of the two."""
+        """`announce` the first collective of a round; do nothing for the others. An algorithm calls this in each
+        reduce-scatter, unless it sends a message to every other rank before it waits: `meet` relies on one of them."""
         if tag.round == self._announced_round:
             return Chain(())
         self._announced_round = tag.round
         return self.announce(tag)
 
     def meet(self, tag: Tag, catch_up: Callable[[], None]) -> Tag:
-        """Return when all ranks are here, at the same ``tag.round``. Collective; the agreed tag is returned.
+        """A barrier that catches up. Return when all ranks are here, at the same ``tag.round``, with the agreed tag.
+        Collective.
 
-        ``tag.round`` is the number of rounds of collectives that this rank has entered. A rank that is told of a
-        later round calls ``catch_up``, which enters one more round, and announces itself again: so a rank that had
-        nothing to contribute still takes part in everything that the others began.
+        ``tag.round`` is the number of rounds of collectives that this rank has entered. If a rank learns that another
+        one has entered a later round, it calls ``catch_up``, which enters one more round, and sends its header again.
+        So a rank that has nothing to contribute still takes part in every round that others begin.
 
-        Messages of a pair are in order, so a rank reads of the others' rounds before it reads that they are here;
-        an announcement that is overtaken by a later round is dropped by whoever reads it (`Messenger.confirm`).
+        Messages of a pair of ranks are in order, so a rank reads the headers of a peer's rounds before the header of
+        this barrier. A header of this barrier that is out of date, because its sender has entered a later round since,
+        is dropped by its reader (`Messenger.confirm`).
         """
         self.check()
         self._log("meets all ranks", tag)
@@ -263,7 +268,7 @@ class Transport:
             LOG.debug("%s: %s, in %s", self.rank_label, what, describe(tag))
 
     def _arrived(self, source: int, tag: Tag) -> bool:
-        """True when ``source`` is at ``tag``; False when it has entered a round that this rank has not."""
+        """Return True if ``source`` is at ``tag``, False if it has entered a round that this rank has not."""
         self._messenger.confirm_expected(source)
         while True:
             header = self._messenger.next_header(source, tag)
@@ -279,14 +284,14 @@ class Transport:
     # -- failures and counts --------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> list[int]:
-        """Tell every other rank that this one failed, and return those that could not be told. The transport is of no
-        use afterwards; the backend is."""
+        """Report to every other rank that this one failed, and return the ranks that the report cannot reach. This
+        transport is closed then. The backend remains usable."""
         LOG.debug("%s: aborts: %s", self.rank_label, reason)
         return self._messenger.abort(reason)
 
     @property
     def rank_label(self) -> str:
-        """What errors call this rank."""
+        """The name of this rank in errors."""
         return self._messenger.rank_label
 
     @property
@@ -295,11 +300,11 @@ class Transport:
         return self._messenger.broken is not None
 
     def check(self) -> None:
-        """Raise `CollectiveError`, naming the failure, where there was one, or in a process that was forked."""
+        """Raise `CollectiveError` after a failure, which it names, or in a process that was forked."""
         self._messenger.check()
 
     def check_process(self) -> None:
-        """Raise `CollectiveError` in a process that was forked from the rank's."""
+        """Raise `CollectiveError` in a process that was forked from the rank's own."""
         self._messenger.check_process()
 
     @property
@@ -309,7 +314,7 @@ class Transport:
         return Traffic(c.sent, c.received, c.control_sent, c.control_received, c.messages)
 
     def count_payload(self, sent: int, received: int) -> None:
-        """For algorithms whose bytes do not pass through `isend` and `irecv`."""
+        """Count payload that does not pass through `isend` and `irecv`."""
         self._messenger.counted.sent += sent
         self._messenger.counted.received += received
 
@@ -321,10 +326,12 @@ def _allocate(memory: Backend | None, nbytes: int, device: torch.device) -> Unty
 
 
 def chunks(numel: int) -> Iterator[tuple[int, int]]:
-    """The parts, as begin and end in elements, in which many bytes travel over a network, so that what follows a part
-    hides behind the next: each is half of what is left, so that little is to do after the last, but not too long to
-    wait for, nor too short to be worth a message. Both sides cut alike. Nothing is one empty part, of which at least a
-    header tells."""
+    """Yield the parts, as begin and end in elements, in which a large message travels over a network.
+
+    The work on one part hides behind the transfer of the next. Each part is half of what is left, within limits: so
+    little work remains after the last part, and no part is too short to be worth a message. Both sides cut alike. An
+    empty message is one empty part, which has a header.
+    """
     begin = 0
     while True:
         half = -(-(numel - begin) // (2 * GRAIN)) * GRAIN
