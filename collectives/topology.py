@@ -1,17 +1,17 @@
 """Which ranks share a host, and the transport and algorithm that follow from it.
 
-    one rank                          pairwise, which then sends nothing
-    ranks that are threads            pairwise: tests ask for others by name
+    one rank                          pairwise, which sends nothing then
+    ranks that are threads            pairwise: tests name other algorithms
     all on one host                   shared
     on several hosts                  hierarchical
-    each on a host of its own         pairwise, which is the same then, without a detour through shared memory
+    each on a host of its own         pairwise: the same then, without a detour through shared memory
     GPUs on one host, with NCCL       all_to_all
     GPUs on several hosts, with NCCL  native: it sends less, and adds in an order of its own
     memory that cannot be shared      pairwise, with a warning
 
-Where slices have several holders (`replicate`) these lines are about the ranks of one replica.
+If slices have several holders (`replicate`), these lines are about the ranks of one replica.
 
-Knows: the ranks' hosts, found from the ranks themselves, and every algorithm by what it needs. Does not know: bytes.
+Knows: the ranks' hosts, found by the ranks themselves, and what each algorithm needs. Does not know: bytes.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The hosts of a group, and this rank's connections to the ranks of its own."""
+    """The hosts of a group, and this rank's connections to the ranks of its own host."""
 
     hosts: tuple[tuple[int, ...], ...]  # ranks by host, in the order of each host's first rank
     local: SharedMemoryBackend | None  # among the ranks of this host; None where they cannot share memory
-    problem: str  # why some host's ranks cannot; empty where all can; the same on every rank
+    problem: str  # why the ranks of some host cannot; empty if all can; the same on every rank
 
     def among(self, ranks: Sequence[int]) -> list[list[int]]:
-        """The hosts of some of the ranks, these numbered as they stand in ``ranks``."""
+        """Return the hosts of some ranks, which are numbered by their positions in ``ranks``."""
         numbers = ([n for n, rank in enumerate(ranks) if rank in host] for host in self.hosts)
         return [found for found in numbers if found]
 
@@ -78,7 +78,7 @@ def _hosts(infos: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...]:
 
 
 def _near(transport: Transport, neighbours: Neighbours) -> Transport:
-    """The same group, through shared memory where ranks share a host and can; over its backend else."""
+    """Return the same group, with shared memory between ranks of one host if that is possible."""
     if neighbours.local is None:
         return transport
     if len(neighbours.hosts) == 1:
@@ -88,7 +88,7 @@ def _near(transport: Transport, neighbours: Neighbours) -> Transport:
 
 
 def shared(transport: Transport) -> Collective:
-    """`Shared` among ranks of one host; `CollectiveError` where they are not, or cannot share memory. Collective."""
+    """Build `Shared`. Raise `CollectiveError` if the ranks are not on one host or cannot share memory. Collective."""
     if isinstance(transport.backend, ThreadBackend):
         return Shared(transport)
     neighbours = meet_neighbours(transport)
@@ -104,8 +104,8 @@ def _check_shared(neighbours: Neighbours, groups: Sequence[Sequence[int]]) -> No
 
 
 def hierarchical(transport: Transport) -> Collective:
-    """`Hierarchical` among the hosts of the ranks; `CollectiveError` where ranks of a host cannot share memory.
-    Collective."""
+    """Build `Hierarchical` among the hosts of the ranks. Raise `CollectiveError` if ranks of a host cannot share
+    memory. Collective."""
     if isinstance(transport.backend, ThreadBackend):
         return Hierarchical(transport, [range(transport.world_size)])
     neighbours = meet_neighbours(transport)
@@ -120,7 +120,7 @@ def _check_hierarchical(neighbours: Neighbours) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """An algorithm, why it was chosen, and the ranks that own its slices: one replica's, where there are several."""
+    """An algorithm, the reason for it, and the replica of this rank if there are several."""
 
     collective: Collective
     reason: str
@@ -128,13 +128,13 @@ class Choice:
 
     @property
     def shards(self) -> Transport:
-        """The ranks that own the slices, among which memory for them is to be had."""
+        """The ranks that own the slices. Memory for the slices comes from this transport."""
         return self.collective.transport if self.replica is None else self.replica
 
 
 def choose(transport: Transport, device: torch.device = CPU) -> Choice:
-    """The fastest algorithm for where the ranks are, and exact but for GPUs of several hosts. Collective. ``device``:
-    where most tensors are that it will move."""
+    """Choose the fastest algorithm for the places of the ranks. It is exact, except on GPUs of several hosts.
+    Collective. ``device``: of most tensors that it will move."""
     if transport.world_size == 1:
         return Choice(Pairwise(transport), "one rank sends nothing")
     if isinstance(transport.backend, ThreadBackend):
@@ -163,8 +163,8 @@ def _warned(transport: Transport, neighbours: Neighbours) -> str:
 def replicate(
     transport: Transport, factor: int, algorithm: str | Callable[[Transport], Collective], device: torch.device = CPU
 ) -> Choice:
-    """Replicas of ``factor`` neighbouring ranks, each with the algorithm "auto", "shared", "hierarchical", or one that
-    is built on its ranks. Collective."""
+    """Make replicas of ``factor`` neighbouring ranks. ``algorithm`` of each: "auto", "shared", "hierarchical", or a
+    class. Collective."""
     world = range(transport.world_size)
     replicas = [world[first : first + factor] for first in world[::factor]]
     mine = replicas[transport.rank // factor]
@@ -205,7 +205,7 @@ def _on_one_host(transport: Transport) -> Collective:
 
 
 def _all_have_nccl(transport: Transport, device: torch.device) -> bool:
-    """True where NCCL moves the tensors of every rank, which is asked: ranks must choose alike. Collective."""
+    """Return True if NCCL moves the tensors of every rank. The ranks ask each other, to choose alike. Collective."""
     name = transport.backend.device_backend(device)
     told = transport.exchange(name.encode(), Tag(Kind.EXCHANGE, "telling what moves a device's tensors"))
     return all(name == b"nccl" for name in told)

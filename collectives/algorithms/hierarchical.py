@@ -1,19 +1,19 @@
 """Several hosts: shared memory inside a host, and as few crossings between hosts as the order of the sum allows.
 
 The sum of a slice is formed in rank order, ((start + x_0) + x_1) + ... A *run* is a row of neighbouring ranks on one
-host. The running sum travels through the first runs, host by host, where one rank adds all of a run's contributions,
-which it reads in shared memory; then it goes home to the owner, who adds the rest: that of its own host from shared
-memory, and what is left from the other hosts directly, one message for each rank.
+host. The running sum visits the first runs, host by host. On each host one rank adds all contributions of the run,
+which it reads in shared memory. Then the sum goes home to the owner, who adds the rest: contributions of its own host
+from shared memory, and those of other hosts directly, one message for each rank.
 
     hosts A = {0, 1}, B = {2, 3}, no sum so far
     slice of rank 2:    A: x_0 + x_1  ->  B, at home: + x_2 + x_3                       1 crossing
     slice of rank 0:    A: x_0 + x_1  ->  B: + x_2 + x_3  ->  A, home                   2 crossings
                    or:  A, at home: x_0 + x_1 + x_2 + x_3, where x_2 and x_3 crossed    2 crossings
 
-`plans` chooses; its file says how often a slice crosses. All-gather crosses hosts - 1 times: each slice goes to one
-rank of each other host, where the others read it.
+`plans` chooses, and says how often a slice crosses. In an all-gather each slice crosses hosts - 1 times: to one rank of
+each other host, where the other ranks read it.
 
-Knows: which ranks share a host. Does not know: how hosts were found, or what carries bytes.
+Knows: which ranks share a host. Does not know: how hosts were found, or what moves bytes.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Hierarchical:
     exact = True
 
     def __init__(self, transport: Transport, hosts: Sequence[Sequence[int]]) -> None:
-        """``transport``: over a backend whose ranks see the memory of the ranks of their own host."""
+        """``transport``: over a backend whose ranks map the memory of the ranks of their own host."""
         self.transport = transport
         self.hosts = Hosts(hosts)
-        # What passes through a rank leaves it when somebody waits, perhaps after later collectives were launched: so it
-        # has an order of its own.
+        # A rank passes sums and slices on in a wait, perhaps after it has launched later collectives: so these messages
+        # have an order of their own.
         self.onward, self.relay = transport.sibling(1), transport.sibling(2)
         self.neighbours = [r for r in self.hosts.ranks[self.hosts.of[transport.rank]] if r != transport.rank]
         self._plans: dict[tuple[bool, int, int], list[Plan]] = {}
@@ -68,7 +68,7 @@ class Hierarchical:
 
 @dataclass(frozen=True)
 class _Arriving:
-    """What another rank sends to a stop of this one, by chunks."""
+    """A tensor that another rank sends to a stop of this rank, by chunks."""
 
     tensor: Tensor
     works: Sequence[Work]
@@ -97,7 +97,7 @@ class _HierarchicalReduceScatter:
         mine = [(hop, plan) for plan in plans for hop, stop in enumerate(plan.stops) if stop.at == t.rank]
         mine.sort(key=lambda item: (item[0], item[1].owner))
         self._sums = {(hop, plan.owner): self._sum(hop, plan) for hop, plan in mine}
-        # What others wait for first: at home a rank waits itself, for all that comes from elsewhere.
+        # Stops that other ranks wait for come first. The last stop of a plan, at home, waits for other hosts itself.
         self._stops = deque(sorted(mine, key=lambda item: item[0] + 1 == len(item[1].stops)))
         self._direct = {
             rank: self._receive(t, source.dtype, t.rank, rank)
@@ -137,12 +137,12 @@ class _HierarchicalReduceScatter:
         return chunks(self._bounds[owner + 1] - self._bounds[owner])
 
     def _receive(self, transport: Transport, dtype: torch.dtype, owner: int, source: int) -> _Arriving:
-        """What its sender has as a whole: one message."""
+        """Receive a tensor that its sender has as a whole: one message."""
         target = self._scratch(dtype, owner)
         return _Arriving(target, transport.irecv_chunks(target, source, self._tag))
 
     def _receive_onward(self, owner: int, source: int) -> _Arriving:
-        """What its sender adds up itself: a message a chunk."""
+        """Receive a sum that its sender forms chunk by chunk: one message a chunk."""
         target = self._scratch(self._out.dtype, owner)
         works = [
             self._onward.irecv(target[low:high], source, self._tag, whole=True) for low, high in self._chunks(owner)
@@ -153,7 +153,7 @@ class _HierarchicalReduceScatter:
         return self._transport.scratch(self._bounds[owner + 1] - self._bounds[owner], dtype, self._source.device)
 
     def _sum(self, hop: int, plan: Plan) -> _Arriving | None:
-        """The sum that comes to a stop of this rank; None where there is none yet."""
+        """Return the running sum that comes to a stop of this rank; None if there is none yet."""
         if hop:
             return self._receive_onward(plan.owner, plan.stops[hop - 1].at)
         if self._start is None:
@@ -163,20 +163,20 @@ class _HierarchicalReduceScatter:
         return self._receive(self._onward, self._out.dtype, plan.owner, plan.owner)
 
     def _send_start(self, plan: Plan) -> list[Work]:
-        """The sum so far to where it is added to first."""
+        """Send the sum so far to the first stop of the plan."""
         first = plan.stops[0].at
         if self._start is None or first == plan.owner:
             return []
         return [self._onward.isend(self._start, first, self._tag)]
 
     def _send_contributions(self, plans: Sequence[Plan]) -> Iterator[Work]:
-        """Those of this rank that owners on other hosts add."""
+        """Send the contributions of this rank that owners on other hosts add."""
         rank = self._transport.rank
         for plan in plans:
             if plan.owner != rank and plan.owner not in self._neighbours and rank in plan.stops[-1].adds:
                 yield self._transport.isend(self._slice(self._source, plan.owner), plan.owner, self._tag)
 
-    # -- what is done when somebody waits -----------------------------------------------------------------------------
+    # -- what is done in a wait ---------------------------------------------------------------------------------------
 
     def _stop(self, hop: int, plan: Plan) -> None:
         """Add, chunk by chunk, and send each chunk on."""
@@ -191,7 +191,7 @@ class _HierarchicalReduceScatter:
             for part in parts:
                 if part.works:
                     part.works[number].wait()
-            # host synchronisation: what came through the host is copied to where it is added
+            # host synchronisation: copies parts that came through the host's memory to the device of the sum
             ordered_sum([part.tensor[low:high].to(out.device) for part in parts], out[low:high])
             if onward is not None:
                 self._sends.append(self._onward.isend(out[low:high], onward, self._tag, whole=True))
@@ -204,7 +204,7 @@ class _HierarchicalReduceScatter:
 
 
 class _HierarchicalAllGather:
-    """A slice goes to its owner's neighbours, and to one rank of each other host, which lends it to its own."""
+    """A slice goes to its owner's neighbours, and to one rank of each other host, which exposes it there."""
 
     def __init__(self, algorithm: Hierarchical, buffer: Tensor, bounds: Sequence[int], tag: Tag) -> None:
         t, hosts, neighbours = algorithm.transport, algorithm.hosts, algorithm.neighbours
@@ -246,7 +246,7 @@ class _HierarchicalAllGather:
         return self._buffer[self._bounds[owner] : self._bounds[owner + 1]]
 
     def _readable_target(self, owner: int) -> Tensor:
-        """Where a slice may arrive so that the neighbours can read it: its own place, or scratch memory."""
+        """Return memory for an arriving slice that the neighbours can read: its own place, or scratch memory."""
         t, place = self._algorithm.transport, self._slice(owner)
         if t.peers_can_read(place):
             return place

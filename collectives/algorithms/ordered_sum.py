@@ -1,4 +1,4 @@
-"""The sum in rank order, ((a + b) + c) + ..., which is the sum of a single process that adds in that order.
+"""The sum in rank order, ((a + b) + c) + ...: the sum of a single process that adds in that order.
 
 Knows: tensors. Does not know: where they came from.
 """
@@ -17,8 +17,8 @@ DEVICE_BLOCK = 1 << 22  # on an accelerator, where a launch costs more than a ca
 def ordered_sum(parts: Sequence[Tensor], out: Tensor) -> None:
     """Write ``((parts[0] + parts[1]) + parts[2]) + ...`` to ``out``, each sum rounded to ``out``'s dtype.
 
-    All tensors are 1-D of one length. ``out`` may be one of the parts, or share memory with one exactly; nothing else
-    is written.
+    All tensors are 1-D of one length. ``out`` may be one of the parts, or share exactly its memory. Nothing else is
+    written.
     """
     first, size = parts[0], out.numel()
     if len(parts) == 1:

@@ -1,10 +1,10 @@
-"""Algorithms that are made of the backend's own collectives: how one is entered, waited for, and ended by a failure.
+"""Algorithms that are made of the backend's own collectives, and how such a collective is begun, awaited and aborted.
 
-Such a collective has no headers: ranks that entered different ones would mix their bytes, or wait for each other until
-the time limit. So each rank first says to all others what it enters, cut where, in which dtype, by headers of the
-transport, and begins when it has read the same of all. That also keeps the order in which the backend wants them.
+Such a collective has no headers. Ranks that entered different ones would mix their bytes, or wait for each other until
+the time limit. So each rank first sends a header to all others, with a digest of bounds and dtype, and begins when it
+has read the same header from all. That also keeps the order in which the backend wants the collectives.
 
-Knows: tags, and collectives of a backend. Does not know: what an algorithm makes of them, or what the backend is.
+Knows: tags, and collectives of a backend. Does not know: what the backend is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .ordered_sum import ordered_sum
 
 
 class _Running:
-    """A collective of the backend, and what is left to do when its bytes are here."""
+    """A collective of the backend, and the work that is left when its bytes are here."""
 
     def __init__(self, transport: Transport, tag: Tag, pending: Pending | None, finish: Callable[[], None]) -> None:
         self._transport, self._tag, self._pending = transport, tag, pending
@@ -51,8 +51,8 @@ class _Running:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """How the contributions to this rank's slice get here. ``parts``: what is added up, in this order, when ``call`` is
-    done; ``sent`` and ``received``: bytes of payload."""
+    """How this rank gets the contributions to its slice. ``parts``: to be added up, in this order, when ``call`` is
+    done. ``sent`` and ``received``: bytes of payload."""
 
     call: Callable[[Backend], Pending]
     parts: Sequence[Tensor]
@@ -80,7 +80,7 @@ class ProcessGroupAlgorithm(ABC):
 
     @abstractmethod
     def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
-        """What a reduce-scatter of ``source`` does where this rank's slice has ``numel`` elements."""
+        """Plan the reduce-scatter of ``source``. ``numel``: elements of this rank's slice."""
 
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
@@ -103,7 +103,7 @@ class ProcessGroupAlgorithm(ABC):
         call: Callable[[Backend], Pending],
         finish: Callable[[], None],
     ) -> Work:
-        """Begin ``call`` when all ranks are here; ``finish`` runs when it is done. Nothing to move needs no call."""
+        """Begin ``call`` when all ranks are here. ``finish`` runs when it is done. An empty collective has no call."""
         t = self.transport
         agreed = zlib.crc32(repr((tag.digest, list(bounds), dtype)).encode())
         t.announce(replace(tag, digest=agreed)).wait()
@@ -117,8 +117,8 @@ class ProcessGroupAlgorithm(ABC):
         return _Running(t, tag, pending, finish)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `collectives.Collective.all_gather`. Equal slices arrive in their place; uneven ones are padded to the
-        longest, in scratch memory as long as all of them, and counted so."""
+        """See `collectives.Collective.all_gather`. Equal slices arrive in their place. Uneven slices are padded to the
+        longest, in scratch memory as long as all of them, and the padding is counted as payload."""
         t = self.transport
         if t.world_size == 1:
             return Chain(())
@@ -166,7 +166,7 @@ class AllToAll(ProcessGroupAlgorithm):
     exact = True
 
     def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
-        """Receives W slices, one's own among them, into scratch memory."""
+        """Receive W slices, this rank's own among them, into scratch memory."""
         t = self.transport
         sizes = [(high - low) * source.itemsize for low, high in itertools.pairwise(bounds)]
         own = sizes[t.rank]
@@ -180,17 +180,17 @@ class AllToAll(ProcessGroupAlgorithm):
 
 
 class Native(ProcessGroupAlgorithm):
-    """torch.distributed's own reduce-scatter and all-gather, padded to equal slices: the baseline, and what sends least
-    between hosts over NCCL.
+    """The reduce-scatter and all-gather of torch.distributed, on slices that are padded to equal length. It is the
+    baseline, and sends least between hosts over NCCL.
 
-    The order of its sums is the backend's own. Payload is counted as a ring would send it, padding included.
+    The backend has an order of sums of its own. Payload is counted as a ring would send it, padding included.
     """
 
     name = "native"
     exact = False
 
     def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
-        """Sums in ``source``'s dtype. Its slices, padded to the longest, and the sum of one are in scratch memory."""
+        """Add up in ``source``'s dtype. The padded slices and the sum are in scratch memory."""
         t = self.transport
         width = max(high - low for low, high in itertools.pairwise(bounds))
         padded = t.scratch(width * t.world_size, source.dtype, source.device).zero_()
@@ -202,9 +202,12 @@ class Native(ProcessGroupAlgorithm):
 
 
 def _lost(transport: Transport, tag: Tag, error: PeerError) -> PeerError:
-    """What to raise where a collective of the backend failed, which does not say because of whom: whoever cannot be
-    told so may be the one. Where a time limit passed in its midst nobody is named: gloo then closes connections as it
-    likes, so that silence is no proof, and all the others wait as this rank does."""
+    """Abort after a failed collective of the backend, and return the error to raise.
+
+    The backend does not report which rank failed. A rank that the abort cannot reach may be the one, so the error names
+    it. After a time limit in the middle of a collective the error names no rank: gloo then closes connections at will,
+    and all the other ranks wait as this one does.
+    """
     reason = f"{transport.rank_label}, in {tag.label}: the process group's own collective failed ({error})"
     unreached = transport.abort(reason)
     who = f"; no answer from rank {' or '.join(map(str, unreached))}" if unreached else ""

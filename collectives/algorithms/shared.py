@@ -1,10 +1,10 @@
-"""Ranks of one host, through memory that all of them see.
+"""Ranks of one host, through memory that all of them map.
 
-    rank 0 | x00 | x01 |  owner 0 reads x10 where rank 1 has it, folds in rank order, and says that it has read
-    rank 1 | x10 | x11 |  owner 1 reads x01 where rank 0 has it, ...
+    rank 0 | x00 | x01 |  owner 0 reads x10 in rank 1's memory, adds up in rank order, and releases it
+    rank 1 | x10 | x11 |  owner 1 reads x01 in rank 0's memory, ...
 
-A contribution lies in shared memory from the start (`Transport.scratch`, `Transport.empty`), so nothing is copied in;
-one that does not is copied there first. The bytes read are those of a direct exchange, and so is the sum.
+A contribution lies in shared memory from the start (`Transport.scratch`, `Transport.empty`), so no copy is needed. If
+one lies elsewhere, it is copied there first. The bytes read are those of a direct exchange, and so is the sum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .ordered_sum import ordered_sum
 
 
 class _Reading:
-    """Memory of the peers that is read when all of it is there, and given back; then this rank's own is free again."""
+    """Reads memory of the peers when all of it is exposed, and releases it. Then it waits until the peers release this
+    rank's own."""
 
     def __init__(
         self, transport: Transport, mapped: PeerBuffers, exposed: ExposedBuffer, read: Callable[[], None]
@@ -48,7 +49,7 @@ class Shared:
     exact = True
 
     def __init__(self, transport: Transport) -> None:
-        """``transport``: over a backend whose ranks see each other's memory."""
+        """``transport``: over a backend whose ranks map each other's memory."""
         if transport.memory is None:
             raise CollectiveError(f"collective 'shared' needs ranks that share memory, which {transport.name} has not")
         self.transport = transport
@@ -56,7 +57,7 @@ class Shared:
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
-        """See `collectives.Collective.reduce_scatter`. Needs no scratch memory but a block of the fold's."""
+        """See `collectives.Collective.reduce_scatter`. Needs no scratch memory except a block of `ordered_sum`."""
         t = self.transport
         low, high = bounds[t.rank], bounds[t.rank + 1]
         mapped = t.map_buffers([(rank, high - low) for rank in t.peers()], source.dtype, tag)
@@ -66,7 +67,9 @@ class Shared:
             parts = [] if start is None else [start]
             for rank in range(t.world_size):
                 part = source[low:high] if rank == t.rank else mapped.tensor(rank)
-                parts.append(part.to(out.device))  # host synchronisation: a device's sum, through the host's memory
+                parts.append(
+                    part.to(out.device)
+                )  # host synchronisation: the sum of a device, through the host's memory
             ordered_sum(parts, out)
 
         return _Reading(t, mapped, exposed, read)
@@ -80,7 +83,7 @@ class Shared:
 
         def read() -> None:
             for rank in t.peers():
-                # host synchronisation: peers may write there again when a device has read it, and not before
+                # host synchronisation: peers may write there again only after a device has read it
                 buffer[bounds[rank] : bounds[rank + 1]].copy_(mapped.tensor(rank))
 
         return _Reading(t, mapped, exposed, read)

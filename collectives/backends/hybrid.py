@@ -1,4 +1,4 @@
-"""Ranks of several hosts: through shared memory to those of this one, over the network to the others.
+"""Ranks of several hosts: shared memory to those of this host, the network to the others.
 
 Knows: which backend reaches a rank. Does not know: what is sent.
 """
@@ -15,12 +15,12 @@ from .shared_memory import SharedMemoryBackend
 
 
 class HybridBackend(Backend):
-    """Two backends as one."""
+    """A local and a remote backend as one."""
 
     maps_memory = True
 
     def __init__(self, remote: Backend, local: SharedMemoryBackend, ranks: Sequence[int]) -> None:
-        """``ranks``: of the remote backend, those of this host, in the order of the local backend."""
+        """``ranks``: the remote backend's numbers of the ranks of this host, in the order of the local backend."""
         self.name = f"{local.name} and {remote.name}"
         self.rank, self.world_size, self.timeout = remote.rank, remote.world_size, remote.timeout
         self._remote, self._local = remote, local

@@ -1,8 +1,8 @@
-"""How the ranks of one host find each other, and become a `SharedMemoryBackend`.
+"""How the ranks of one host find each other, and build a `SharedMemoryBackend`.
 
-Each rank listens at an abstract address that it drew by chance, tells it to the others through the transport that they
-have, and hands every peer that knows its token, and belongs to the same user, the descriptor of its arena. No name in a
-file system is used, and the listener is closed when all are connected.
+Each rank listens at a random abstract address and sends it to the others through the transport that they have. It gives
+the descriptor of its arena to every peer that knows its token and belongs to the same user. No name in a file system is
+used, and the listener is closed when all ranks are connected.
 
 Knows: kernels, users, addresses. Does not know: frames, collectives.
 """
@@ -31,13 +31,13 @@ _HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank tells the others of itself."""
+    """What a rank sends to the others about itself."""
 
     host: str  # equal for processes that can reach each other through the kernel
     user: int
     address: str
     token: str
-    problem: str  # why it cannot share memory; empty where it can
+    problem: str  # why it cannot share memory; empty if it can
 
     @classmethod
     def unpack(cls, data: bytes) -> RankInfo:
@@ -48,7 +48,7 @@ class Listener:
     """This rank's listener and arena, until its peers are connected."""
 
     def __init__(self, ranks: int) -> None:
-        """``ranks``: how many there are in all, of which each maps the others' arenas."""
+        """``ranks``: the number of all ranks, each of which maps the others' arenas."""
         self.socket: socket.socket | None = None
         self.arena: Arena | None = None
         problem, address, host = "", secrets.token_hex(16), ""
@@ -70,30 +70,31 @@ class Listener:
 
 
 def host_key() -> str:
-    """Equal for processes that see one another's abstract sockets: one boot of a kernel, one network namespace."""
+    """Return a key that is equal for processes which see each other's abstract sockets: it names the boot of the kernel
+    and the network namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
         namespace = os.stat("/proc/self/ns/net").st_ino
     except (FileNotFoundError, PermissionError):
-        return secrets.token_hex(16)  # nobody else's
+        return secrets.token_hex(16)  # shared with no other process
     return f"{boot} {namespace}"
 
 
 def _user() -> int:
-    """As the kernel tells it to a peer."""
+    """Return this process's user, as the kernel reports it to a peer."""
     return os.geteuid() if hasattr(os, "geteuid") else 0
 
 
 def exchange_infos(transport: Transport, listener: Listener) -> list[RankInfo]:
-    """Every rank's card. Collective."""
+    """Return the `RankInfo` of every rank. Collective."""
     tag = Tag(Kind.EXCHANGE, "looking for ranks of the same host")
     return [RankInfo.unpack(data) for data in transport.exchange(json.dumps(asdict(listener.info)).encode(), tag)]
 
 
 def join(transport: Transport, listener: Listener, infos: Sequence[RankInfo]) -> SharedMemoryBackend | str:
-    """Connect the ranks of ``transport``, which are on one host; the reason where one of them could not, on every rank.
-    Collective. ``infos``: of these ranks."""
+    """Connect the ranks of ``transport``, which are on one host. If one of them cannot connect, return the reason on
+    every rank. Collective. ``infos``: of these ranks."""
     problem, backend = _first_problem(infos), None
     if not problem:
         try:
@@ -116,28 +117,28 @@ def _first_problem(infos: Sequence[RankInfo]) -> str:
 
 @dataclass(frozen=True)
 class _Connection:
-    """What connects two ranks: ``files`` is for descriptors, ``arena`` the descriptor of the other's."""
+    """A connection to another rank. ``files``: a socket for descriptors. ``arena``: the descriptor of its arena."""
 
     connection: socket.socket
     files: socket.socket
     arena: int
-    process: int  # of the other; 0 where it has none that this one can see
+    process: int  # its process id; 0 if it has none that this process can see
 
 
 def _connect(transport: Transport, listener: Listener, infos: Sequence[RankInfo]) -> SharedMemoryBackend:
-    """Nothing that depends on how much memory is left happens before all ranks are connected: where it fails on one
-    of them, nobody waits for it here."""
+    """Connect to each other rank. All ranks are connected before any step that depends on free memory: if that fails on
+    one rank, no other rank waits for it here."""
     assert listener.socket is not None
     assert listener.arena is not None
     rank, spin = transport.rank, _spin(transport.world_size)
-    patience = min(PATIENCE, transport.timeout / 2)  # so that the others, who wait to be told, still wait
+    patience = min(PATIENCE, transport.timeout / 2)  # so that the others still wait for this rank's report
     with ExitStack() as opened, closing(listener.socket):
         outgoing = {}
         for to in range(rank + 1, transport.world_size):
             connection = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             connection.settimeout(patience)
             connection.connect(b"\0zero-" + infos[to].address.encode())
-            process = _check_user(connection)  # before it is given anything
+            process = _check_user(connection)  # before it gets a descriptor
             files, theirs = socket.socketpair()
             hello = _HELLO.pack(rank, bytes.fromhex(infos[to].token))
             with theirs:
@@ -164,12 +165,12 @@ def _connect(transport: Transport, listener: Listener, infos: Sequence[RankInfo]
 
 
 def _spin(ranks: int) -> float:
-    """A rank may look again before it sleeps where each has a core; else it takes the core of whom it waits for."""
+    """Return the seconds for which a rank polls before it sleeps: 0 if ranks share cores."""
     return SPIN if ranks <= len(os.sched_getaffinity(0)) else 0.0
 
 
 def _accept(listener: Listener, rank: int) -> tuple[int, _Connection]:
-    """The next lower rank that connects; whoever does not know the token is sent away."""
+    """Return the next lower rank that connects. A process that does not know the token is refused."""
     assert listener.socket is not None
     assert listener.arena is not None
     while True:
@@ -191,7 +192,7 @@ def _accept(listener: Listener, rank: int) -> tuple[int, _Connection]:
 
 
 def _check_user(connection: socket.socket) -> int:
-    """The peer's process id, as seen from here; `PermissionError` where it is another user's."""
+    """Return the peer's process id, as seen from here. Raise `PermissionError` if it is another user's."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     process, user, _ = _PEER_CREDENTIALS.unpack(data)
     if user != _user():

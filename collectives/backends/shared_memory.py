@@ -1,13 +1,13 @@
 """The backend among processes of one host: frames over Unix sockets, bytes through memory that both sides map.
 
-    frame   slot | kind | body
-    bytes   a few bytes, in the body
-    place   where many bytes lie in the sender's arena, and how many; the receiver reads them there and answers
-    read    "I have read the first of those that you gave me a place of"
-    end     "I failed: nothing of this slot is sent or read any more"
+    frame    slot | kind | body
+    bytes    a short message, in the body
+    at       the offset and size of a long message in the sender's arena; the receiver reads it there and answers
+    read     "I have read the oldest message whose offset you sent"
+    end      "I failed: I send and read nothing more in this slot"
 
-A frame is one system call on each side, which orders memory on every CPU; a peer that ended shows as the end of its
-socket, or, where a child that it forked still holds that, by its process descriptor. A rank that waits sleeps.
+A frame is one system call on each side, which orders memory on every CPU. A peer that ended shows as the end of its
+socket. If a forked child still holds the socket, its process descriptor shows it. A rank that waits sleeps.
 
 Knows: sockets, arenas, processes of this host. Does not know: headers, collectives, torch.distributed.
 """
@@ -34,15 +34,13 @@ _OFFSET = struct.Struct("<qq")
 _BYTES, _AT, _READ, _END = 0, 1, 2, 3
 INLINE = 4096  # bytes up to which a message travels in a frame
 _FRAME_BYTES = _FRAME.size + INLINE
-_NOW = int(getattr(socket, "MSG_DONTWAIT", 0))  # where it is missing there is no such backend, but a file to import
+_NOW = int(getattr(socket, "MSG_DONTWAIT", 0))  # missing on other systems, where this module is imported but not used
 _SEND = _NOW | int(getattr(socket, "MSG_NOSIGNAL", 0))
-SPIN = (
-    50e-6  # seconds for which a rank that has a core of its own looks again before it sleeps: waking up costs as much
-)
+SPIN = 50e-6  # seconds for which a rank with a core of its own polls before it sleeps: waking up takes as long
 
 
 class _Sent:
-    """A message that has left, or whose reader has said so."""
+    """A message that needs no wait."""
 
     def wait(self, timeout: float) -> None:
         return
@@ -77,7 +75,7 @@ class _PendingRecv:
             arrived = self._backend.map_peer(self._source, offset, size, torch.uint8)
         if size != self._tensor.numel():
             raise _wrong_size(size, self._tensor.numel())
-        self._tensor.copy_(arrived)  # host synchronisation: the sender waits until a device has read it, too
+        self._tensor.copy_(arrived)  # host synchronisation: the sender waits until a device has read it
         if kind == _AT:
             self._backend.put(self._source, self._slot, _READ)
 
@@ -101,13 +99,13 @@ class _PendingRecvBytes:
 
 
 class SharedMemoryBackend(Backend):
-    """One rank's end of the sockets to its peers, and its arena. See `collectives.backend`."""
+    """The sockets of one rank to its peers, and its arena."""
 
     name = "shared memory"
     maps_memory = True
 
     def __init__(self, rank: int, peers: Sequence[PeerProcess | None], arena: Arena, timeout: float) -> None:
-        """``peers``: of each rank of the group; None for this one."""
+        """``peers``: one for each rank of the group; None for this rank."""
         self.rank, self.world_size, self.timeout = rank, len(peers), timeout
         self._peers, self._arena = list(peers), arena
         self._frames: defaultdict[tuple[int, int, bool], deque[tuple[int, bytes]]] = defaultdict(deque)
@@ -181,8 +179,8 @@ class SharedMemoryBackend(Backend):
     # -- frames ---------------------------------------------------------------------------------------------------
 
     def put(self, to: int, slot: int, kind: int, body: bytes = b"", patience: float | None = None) -> None:
-        """Send a frame. Where the peer's socket is full, what came here is read meanwhile: the peer may do the same.
-        ``patience``: seconds for that; the time limit where None."""
+        """Send a frame. While the peer's socket is full, read what arrived here: the peer may be waiting for that.
+        ``patience``: seconds to wait for room; None is the time limit."""
         frame = _FRAME.pack(slot, kind) + body
         peer = self._peers[to]
         assert peer is not None, "a rank sends itself nothing"
@@ -199,7 +197,7 @@ class SharedMemoryBackend(Backend):
                 raise GoneError(_GONE) from error
 
     def next_frame(self, source: int, slot: int, timeout: float, ack: bool = False) -> tuple[int, bytes]:
-        """Kind and body of the next message of a rank in a slot, or its next answer there."""
+        """Return kind and body of the next message of a rank in a slot; of its next answer there if ``ack``."""
         key = source, slot, ack
         frames = self._frames.get(key)
         while not frames:
@@ -213,7 +211,7 @@ class SharedMemoryBackend(Backend):
         return frames.popleft()
 
     def _read(self, source: int, timeout: float) -> tuple[tuple[int, int, bool], tuple[int, bytes]] | None:
-        """One frame of a rank: where it belongs, and what it is; None where it was the last of a slot."""
+        """Return the next frame of a rank, by slot and whether it is an answer; None if it ends a slot."""
         frame = self._peer(source).receive(timeout)
         if frame is None:
             raise PeerError(f"time limit of {timeout} s passed")
@@ -247,7 +245,7 @@ class SharedMemoryBackend(Backend):
                         self._frames[read[0]].append(read[1])
                 except GoneError:
                     if self._peers[ranks[descriptor]] is peer:
-                        raise  # another one may have done its part, and left
+                        raise  # another rank may have finished, and ended
 
     def _peer(self, rank: int) -> PeerProcess:
         peer = self._peers[rank]
@@ -268,19 +266,19 @@ class PeerProcess:
     def __init__(
         self, connection: socket.socket, files: socket.socket, window: Window, process: int, spin: float
     ) -> None:
-        """``files``: a connection of its own for descriptors; ``process``: the peer's process id as the kernel tells it
-        here, 0 where it has none that this one can see; ``spin``: seconds for which `receive` looks again and again
-        before it sleeps."""
+        """``files``: a connection for descriptors alone. ``process``: the peer's process id as the kernel reports it
+        here; 0 if it has none that this process can see. ``spin``: seconds for which `receive` polls before it
+        sleeps."""
         self.socket, self.window, self.spin, self._files = connection, window, spin, files
         connection.setblocking(False)
-        self.gone = False  # nothing more will come
+        self.gone = False  # the peer will send nothing more
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self.life: int | None = None  # readable when the peer's process has ended
         if process > 0 and hasattr(os, "pidfd_open"):
             try:
                 self.life = os.pidfd_open(process)
-            except OSError:  # a kernel without it; the socket's end tells of most deaths
+            except OSError:  # the kernel does not have it; the end of the socket shows most deaths
                 return
             self._poll.register(self.life, select.POLLIN)
 
@@ -307,7 +305,7 @@ class PeerProcess:
         return fds[0] if fds else None
 
     def receive(self, timeout: float) -> bytes | None:
-        """The next frame; empty where the peer is gone, None where ``timeout`` seconds passed."""
+        """Return the next frame; empty if the peer is gone, None if ``timeout`` seconds passed."""
         begin = time.monotonic()
         while True:
             frame = self._arrived()
@@ -320,17 +318,17 @@ class PeerProcess:
                 return None
             events = self._poll.poll((timeout - waited) * 1000)
             if events and all(descriptor == self.life for descriptor, _ in events):
-                # What the process sent before it ended is still there; a child of it may keep the socket open.
+                # Frames that the process sent before it ended are still here; its child may keep the socket open.
                 return self._arrived() or self._end()
 
     def _arrived(self) -> bytes | None:
-        """The next frame that is here; empty where the peer is gone, None where none is here yet."""
+        """Return the next frame that is here; empty if the peer is gone, None if none is here yet."""
         while True:
             try:
                 return self.socket.recv(_FRAME_BYTES, _NOW) or self._end()
             except BlockingIOError:
                 return None
-            except ConnectionResetError:  # told once: it left some of ours unread; what it sent is still here
+            except ConnectionResetError:  # raised once: the peer left frames unread; what it sent is still here
                 continue
             except OSError:
                 return self._end()

@@ -1,7 +1,7 @@
 """Ranks as threads of one process: the backend of tests and of a single rank.
 
-As on a real network nothing moves at once: a sender's tensor is read, and a receiver's written, at the latest moment
-that is allowed, when one of the two waits. So a tensor that is reused too early, or read before a wait, shows.
+As on a real network nothing moves at once. A sender's tensor is read, and a receiver's is written, at the latest moment
+that is allowed: when one of the two waits. So a tensor that is reused too early, or read before a wait, shows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Transfer:
 
 
 class _Side:
-    """One end's handle on a transfer."""
+    """The sender's or the receiver's handle on a transfer."""
 
     def __init__(self, world: _World, transfer: _Transfer, rank: int, peer: int, slot: int) -> None:
         self._world, self._transfer, self._rank, self._peer, self._slot = world, transfer, rank, peer, slot
@@ -50,7 +50,7 @@ class _World:
         self._sends: defaultdict[tuple[int, int, int], deque[_Transfer]] = defaultdict(deque)
         self._recvs: defaultdict[tuple[int, int, int], deque[_Transfer]] = defaultdict(deque)
         self._gone: dict[int, str] = {}
-        self._closed_slots: set[tuple[int, int, int]] = set()  # who, to whom, slot
+        self._closed_slots: set[tuple[int, int, int]] = set()  # sender, receiver, slot
         self.interfere: Interference = interfere or (lambda rank, event, peer: None)
 
     def post(self, key: tuple[int, int, int], tensor: Tensor, sending: bool) -> _Transfer:
@@ -94,7 +94,7 @@ class _World:
 
 
 class ThreadBackend(Backend):
-    """One thread's end of the mailboxes."""
+    """One thread's access to the mailboxes."""
 
     name = "loopback"
     maps_memory = True
@@ -120,7 +120,7 @@ class ThreadBackend(Backend):
         return tensor.data_ptr() if tensor.device.type == "cpu" else None
 
     def map_peer(self, source: int, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-        """The elements at an address, as another process would see them: nothing here keeps them alive."""
+        """Return the elements at an address, as another process would see them: this does not keep them alive."""
         return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(offset), dtype=dtype)
 
 
@@ -138,10 +138,10 @@ class Loopback(Generic[T]):
         ]
 
     def run(self, program: Callable[[Transport], T], ranks: Sequence[int] | None = None) -> list[T]:
-        """Run ``program(transport)`` on each rank at once and return what each returned.
+        """Run ``program(transport)`` on all ranks at once and return their results.
 
-        A rank that raises leaves the group, so that the others' waits end; the first error is raised here. Ranks
-        compute with as many intra-op threads as the caller.
+        If a rank raises, the waits of the others end with an error, and the first error is raised here. Ranks compute
+        with as many intra-op threads as the caller.
         """
         intra_op_threads = torch.get_num_threads()
         chosen = list(range(self.world_size)) if ranks is None else list(ranks)
@@ -149,7 +149,7 @@ class Loopback(Generic[T]):
         errors: list[tuple[int, BaseException]] = []
 
         def body(rank: int) -> None:
-            torch.set_num_threads(intra_op_threads)  # MKL keeps it for each thread, and its bits depend on it
+            torch.set_num_threads(intra_op_threads)  # MKL has one setting per thread, and results depend on it
             try:
                 results[rank] = program(self.transports[rank])
             except BaseException as error:
@@ -167,7 +167,7 @@ class Loopback(Generic[T]):
 
 
 def solo() -> Transport:
-    """The transport of a single rank, which sends nothing."""
+    """Return the transport of a single rank, which sends nothing."""
     return Loopback[None](1).transports[0]
 
 
