@@ -121,18 +121,18 @@ class Messenger(PeerLinks):
         """Send a header, and the parts of a tensor of bytes, of which none is empty."""
         work, rank = Send(self, to, tag, _size(parts)), self.ranks[to]
         much = work.size > SMALL
-        far = much and self.states[to].remote
+        remote = much and self.states[to].remote
         try:
             if much:
                 work.pendings.append(self.send_header(self.packed(tag, work.size), to))
             for part in parts:
                 work.pendings.append(self.backend.send(part, rank, self.slot(PAYLOAD_PORT)))
-                if far:
+                if remote:
                     work.pendings.append(self.backend.send_bytes(MARKER, rank, self.slot(MARKER_PORT)))
                 self.post_remaining()
             if not much:
                 work.pendings.append(self.send_header(self.packed(tag, work.size), to))
-            if far:
+            if remote:
                 work.ack_number = self._expect_ack(to)
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
@@ -202,10 +202,10 @@ class Messenger(PeerLinks):
         state = self.states[read.source]
         if state.remote and read.size > SMALL:
             try:
-                said = self.backend.send_bytes(ACK, self.ranks[read.source], self.slot(ACK_PORT))
+                pending = self.backend.send_bytes(ACK, self.ranks[read.source], self.slot(ACK_PORT))
             except BaseException as error:
                 raise self.cut_off(error, read.source, read.tag) from error
-            self.deferred.append(Send(self, read.source, read.tag, len(ACK), [said]))
+            self.deferred.append(Send(self, read.source, read.tag, len(ACK), [pending]))
             while len(self.deferred) > MOST_DEFERRED:
                 self.deferred.pop(0).wait()
 

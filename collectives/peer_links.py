@@ -115,8 +115,8 @@ class PeerLinks:
         self.unsent: dict[int, object] = {}  # sends before their wait
         # A rank of this host may itself wait for one of another host: it should have time to report that.
         remote = [backend.needs_posted_recv(rank) for rank in self.ranks]
-        near = self.timeout + GRACE if any(remote) else self.timeout
-        self.states = [PeerState(far, self.timeout if far else near) for far in remote]
+        local_limit = self.timeout + GRACE if any(remote) else self.timeout
+        self.states = [PeerState(is_remote, self.timeout if is_remote else local_limit) for is_remote in remote]
         for peer in self.peers:
             if self.states[peer].remote:
                 with suppress(PeerError):  # the next receive from it raises

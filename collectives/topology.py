@@ -29,7 +29,7 @@ from .algorithms.pairwise import Pairwise
 from .algorithms.process_group import AllToAll, Native
 from .algorithms.shared import Shared
 from .backends.hybrid import HybridBackend
-from .backends.rendezvous import Listener, RankInfo, exchange_infos, join
+from .backends.rendezvous import HostListener, RankInfo, exchange_infos, join
 from .backends.shared_memory import SharedMemoryBackend
 from .backends.threads import ThreadBackend
 from .messages import CollectiveError, Kind, Tag
@@ -54,7 +54,7 @@ class Neighbours:
 
 def meet_neighbours(transport: Transport) -> Neighbours:
     """Find the ranks of each host and connect them. Collective."""
-    listener = Listener(transport.world_size)
+    listener = HostListener(transport.world_size)
     try:
         infos = exchange_infos(transport, listener)
         hosts = _hosts(infos)
@@ -63,8 +63,8 @@ def meet_neighbours(transport: Transport) -> Neighbours:
     finally:
         listener.close()
     problem = backend if isinstance(backend, str) else ""
-    told = transport.exchange(problem.encode(), Tag(Kind.EXCHANGE, "who shares memory"))
-    problem = next((text.decode(errors="replace") for text in told if text), "")
+    problems = transport.exchange(problem.encode(), Tag(Kind.EXCHANGE, "who shares memory"))
+    problem = next((text.decode(errors="replace") for text in problems if text), "")
     local = None if isinstance(backend, str) or problem else backend
     return Neighbours(hosts, local, problem)
 
@@ -207,12 +207,12 @@ def _on_one_host(transport: Transport) -> Collective:
 def _all_have_nccl(transport: Transport, device: torch.device) -> bool:
     """Return True if NCCL moves the tensors of every rank. The ranks ask each other, to choose alike. Collective."""
     name = transport.backend.device_backend(device)
-    told = transport.exchange(name.encode(), Tag(Kind.EXCHANGE, "telling what moves a device's tensors"))
-    return all(name == b"nccl" for name in told)
+    names = transport.exchange(name.encode(), Tag(Kind.EXCHANGE, "telling what moves a device's tensors"))
+    return all(name == b"nccl" for name in names)
 
 
 def _by_nccl(transport: Transport) -> Choice:
-    listener = Listener(transport.world_size)
+    listener = HostListener(transport.world_size)
     try:
         hosts = _hosts(exchange_infos(transport, listener))
     finally:

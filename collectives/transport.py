@@ -207,14 +207,14 @@ class Transport:
         """
         self.check()
         self._log("exchanges bytes", tag)
-        channel, result = self._messenger, [data] * self.world_size
+        messenger, result = self._messenger, [data] * self.world_size
         sends = self._enter(data, tag)
-        recvs = {source: channel.recv_control(source, tag) for source in self.peers()}
+        recvs = {source: messenger.recv_control(source, tag) for source in self.peers()}
         for to in self.peers():
-            sends += channel.send_rest(data, to, tag)
+            sends += messenger.send_rest(data, to, tag)
         for source, wait in recvs.items():
             result[source] = wait()
-        DeferredSends(channel, sends).wait()
+        DeferredSends(messenger, sends).wait()
         return result
 
     def _enter(self, data: bytes, tag: Tag) -> list[Send]:

@@ -15,7 +15,7 @@ from collectives import Loopback, Transport
 from collectives.backend import Backend, Pending
 from collectives.backends.arena import Arena, Window
 from collectives.backends.hybrid import HybridBackend
-from collectives.backends.rendezvous import Listener, exchange_infos, join
+from collectives.backends.rendezvous import HostListener, exchange_infos, join
 from collectives.backends.shared_memory import PeerProcess, SharedMemoryBackend
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def leave(backend: SharedMemoryBackend) -> None:
 
 def meet(transport: Transport) -> SharedMemoryBackend:
     """Connect the ranks of a transport, as ranks of one host do."""
-    listener = Listener(transport.world_size)
+    listener = HostListener(transport.world_size)
     try:
         backend = join(transport, listener, exchange_infos(transport, listener))
     finally:

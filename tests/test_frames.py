@@ -267,8 +267,8 @@ def test_a_loan_cannot_be_given_back_to_a_rank_that_is_gone() -> None:
     backends = mesh(2)
     first, second = map(Transport, backends)
     expose(first)
-    loan = second.map_buffers([(0, 5)], torch.float32, TAG)
-    loan.wait()
+    mapped = second.map_buffers([(0, 5)], torch.float32, TAG)
+    mapped.wait()
     leave(backends[0])
     with pytest.raises(PeerError, match=r"rank 1, in bucket 3: .*rank 0 .*its process ended"):
-        loan.release()
+        mapped.release()

@@ -21,7 +21,7 @@ import torch
 from collectives import Collective, CollectiveError, Kind, Tag, Transport, topology
 from collectives.backends import rendezvous
 from collectives.backends.arena import Arena, Window
-from collectives.backends.rendezvous import Listener, RankInfo, exchange_infos, join
+from collectives.backends.rendezvous import HostListener, RankInfo, exchange_infos, join
 from collectives.backends.shared_memory import SharedMemoryBackend
 from collectives.topology import choose, hierarchical, shared
 
@@ -64,7 +64,7 @@ def outcome(make: Callable[[Transport], Collective]) -> Callable[[Transport], st
 def on_hosts(monkeypatch: pytest.MonkeyPatch, hosts: Sequence[int]) -> None:
     """Let rank r be on host ``hosts[r]``."""
 
-    def infos(transport: Transport, listener: Listener) -> list[RankInfo]:
+    def infos(transport: Transport, listener: HostListener) -> list[RankInfo]:
         found = exchange_infos(transport, listener)
         return [replace(info, host=f"host {host}") for info, host in zip(found, hosts, strict=True)]
 
@@ -187,7 +187,7 @@ def test_a_stranger_is_turned_away_and_the_ranks_connect() -> None:
     before = opened()
 
     def program(transport: Transport) -> tuple[str, list[tuple[bytes, list[int]]]]:
-        listener, strangers = Listener(2), []
+        listener, strangers = HostListener(2), []
         infos = exchange_infos(transport, listener)
         arena, other = Arena(1 << 20), Arena(1 << 20)
         empty = os.memfd_create("empty")
@@ -264,7 +264,7 @@ def test_the_door_is_shut_when_all_are_in_and_nothing_is_left_of_a_group() -> No
     before, mapped_before = opened(), mapped()
 
     def program(transport: Transport) -> tuple[str, bool, bool]:
-        listener = Listener(transport.world_size)
+        listener = HostListener(transport.world_size)
         listened = listening(listener.info.address)
         backend = join(transport, listener, exchange_infos(transport, listener))
         assert isinstance(backend, SharedMemoryBackend)
@@ -327,8 +327,8 @@ for module, names in (
     for name in names.split():
         delattr(module, name)
 import zero
-from collectives.backends.rendezvous import Listener
-print(Listener(2).info.problem)
+from collectives.backends.rendezvous import HostListener
+print(HostListener(2).info.problem)
 """
 
 

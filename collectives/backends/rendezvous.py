@@ -44,7 +44,7 @@ class RankInfo:
         return cls(**json.loads(data))
 
 
-class Listener:
+class HostListener:
     """This rank's listener and arena, until its peers are connected."""
 
     def __init__(self, ranks: int) -> None:
@@ -86,13 +86,13 @@ def _user() -> int:
     return os.geteuid() if hasattr(os, "geteuid") else 0
 
 
-def exchange_infos(transport: Transport, listener: Listener) -> list[RankInfo]:
+def exchange_infos(transport: Transport, listener: HostListener) -> list[RankInfo]:
     """Return the `RankInfo` of every rank. Collective."""
     tag = Tag(Kind.EXCHANGE, "looking for ranks of the same host")
     return [RankInfo.unpack(data) for data in transport.exchange(json.dumps(asdict(listener.info)).encode(), tag)]
 
 
-def join(transport: Transport, listener: Listener, infos: Sequence[RankInfo]) -> SharedMemoryBackend | str:
+def join(transport: Transport, listener: HostListener, infos: Sequence[RankInfo]) -> SharedMemoryBackend | str:
     """Connect the ranks of ``transport``, which are on one host. If one of them cannot connect, return the reason on
     every rank. Collective. ``infos``: of these ranks."""
     problem, backend = _first_problem(infos), None
@@ -101,8 +101,8 @@ def join(transport: Transport, listener: Listener, infos: Sequence[RankInfo]) ->
             backend = _connect(transport, listener, infos)
         except (OSError, MemoryError) as error:
             problem = f"rank {transport.rank} could not connect: {type(error).__name__}: {error}"
-    told = transport.exchange(problem.encode(), Tag(Kind.EXCHANGE, "connecting the ranks of a host"))
-    problem = next((text.decode(errors="replace") for text in told if text), "")
+    problems = transport.exchange(problem.encode(), Tag(Kind.EXCHANGE, "connecting the ranks of a host"))
+    problem = next((text.decode(errors="replace") for text in problems if text), "")
     return problem if backend is None or problem else backend
 
 
@@ -125,7 +125,7 @@ class _Connection:
     process: int  # its process id; 0 if it has none that this process can see
 
 
-def _connect(transport: Transport, listener: Listener, infos: Sequence[RankInfo]) -> SharedMemoryBackend:
+def _connect(transport: Transport, listener: HostListener, infos: Sequence[RankInfo]) -> SharedMemoryBackend:
     """Connect to each other rank. All ranks are connected before any step that depends on free memory: if that fails on
     one rank, no other rank waits for it here."""
     assert listener.socket is not None
@@ -169,7 +169,7 @@ def _spin(ranks: int) -> float:
     return SPIN if ranks <= len(os.sched_getaffinity(0)) else 0.0
 
 
-def _accept(listener: Listener, rank: int) -> tuple[int, _Connection]:
+def _accept(listener: HostListener, rank: int) -> tuple[int, _Connection]:
     """Return the next lower rank that connects. A process that does not know the token is refused."""
     assert listener.socket is not None
     assert listener.arena is not None
@@ -186,8 +186,8 @@ def _accept(listener: Listener, rank: int) -> tuple[int, _Connection]:
         if secrets.compare_digest(token, bytes.fromhex(listener.info.token)) and source < rank:
             socket.send_fds(connection, [b"welcome"], [listener.arena.fd])
             return source, _Connection(connection, socket.socket(fileno=files), arena, process)
-        for stranger in (arena, files):
-            os.close(stranger)
+        for descriptor in (arena, files):
+            os.close(descriptor)
         connection.close()
 
 
