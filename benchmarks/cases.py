@@ -1,6 +1,6 @@
 """What is timed: a reduce-scatter or an all-gather by each algorithm, by gloo itself, and by nobody (the roofline).
 
-    roofline of a reduce-scatter    fold W private slices into one
+    roofline of a reduce-scatter    add up W private slices
     roofline of an all-gather       copy W - 1 private slices
     in common                       an all-gather where all ranks have the buffer in common, so that nothing is copied;
     in common, released             the same, and the kernel is asked which pages this rank has written, as when a

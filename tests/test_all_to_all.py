@@ -1,4 +1,4 @@
-"""The fold over collectives of the process group itself, on gloo processes, and when it is chosen.
+"""The sum in rank order over collectives of the process group itself, on gloo processes, and when it is chosen.
 
 NCCL is not to be had here: what chooses is told of it, and what was chosen runs over gloo.
 """

@@ -191,10 +191,10 @@ def test_ring_stays_within_the_bound_of_a_sum_in_any_order(bounds: list[int], se
 def test_only_the_algorithm_that_folds_calls_itself_exact() -> None:
     """A sum whose bits depend on the order: 1 + 2^-24 is 1, but 2^-24 + 2^-24 is not nothing."""
     contributions = [torch.full((3,), value) for value in (1.0, 2.0**-24, 2.0**-24)]
-    for algorithm, folds in ((Pairwise, True), (Ring, False)):
+    for algorithm, in_order in ((Pairwise, True), (Ring, False)):
         sums = torch.cat(reduce_scattered(algorithm, [0, 1, 2, 3], (FP32, FP32), WAYS[0], contributions, []))
-        assert bool((sums == 1.0).all()) == folds
-        assert algorithm.exact == folds
+        assert bool((sums == 1.0).all()) == in_order
+        assert algorithm.exact == in_order
 
 
 # -- all-gather --------------------------------------------------------------------------------------------------------

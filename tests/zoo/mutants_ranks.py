@@ -18,7 +18,7 @@ WAITS = (
     Mutant(
         "one-source-of-several-is-waited-for",
         ("S19",),
-        "The owner waits for the first of the other ranks and folds what the others' buffers hold by then.",
+        "The owner waits for the first of the other ranks and adds up what the others' buffers hold by then.",
         (
             Edit(
                 "collectives.algorithms.pairwise._PairwiseReduceScatter.wait",
