@@ -52,7 +52,7 @@ class Neighbours:
         return [found for found in numbers if found]
 
 
-def meet_neighbours(transport: Transport) -> Neighbours:
+def connect_neighbours(transport: Transport) -> Neighbours:
     """Find the ranks of each host and connect them. Collective."""
     listener = HostListener(transport.world_size)
     try:
@@ -77,7 +77,7 @@ def _hosts(infos: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, by_host.values()))
 
 
-def _near(transport: Transport, neighbours: Neighbours) -> Transport:
+def _through_shared_memory(transport: Transport, neighbours: Neighbours) -> Transport:
     """Return the same group, with shared memory between ranks of one host if that is possible."""
     if neighbours.local is None:
         return transport
@@ -91,9 +91,9 @@ def shared(transport: Transport) -> Collective:
     """Build `Shared`. Raise `CollectiveError` if the ranks are not on one host or cannot share memory. Collective."""
     if isinstance(transport.backend, ThreadBackend):
         return Shared(transport)
-    neighbours = meet_neighbours(transport)
+    neighbours = connect_neighbours(transport)
     _check_shared(neighbours, [range(transport.world_size)])
-    return Shared(_near(transport, neighbours))
+    return Shared(_through_shared_memory(transport, neighbours))
 
 
 def _check_shared(neighbours: Neighbours, groups: Sequence[Sequence[int]]) -> None:
@@ -108,9 +108,9 @@ def hierarchical(transport: Transport) -> Collective:
     memory. Collective."""
     if isinstance(transport.backend, ThreadBackend):
         return Hierarchical(transport, [range(transport.world_size)])
-    neighbours = meet_neighbours(transport)
+    neighbours = connect_neighbours(transport)
     _check_hierarchical(neighbours)
-    return Hierarchical(_near(transport, neighbours), neighbours.hosts)
+    return Hierarchical(_through_shared_memory(transport, neighbours), neighbours.hosts)
 
 
 def _check_hierarchical(neighbours: Neighbours) -> None:
@@ -141,16 +141,17 @@ def choose(transport: Transport, device: torch.device = CPU) -> Choice:
         return Choice(Pairwise(transport), "the ranks are threads")
     if _all_have_nccl(transport, device):
         return _by_nccl(transport)
-    neighbours = meet_neighbours(transport)
+    neighbours = connect_neighbours(transport)
     hosts = neighbours.hosts
     if neighbours.local is None:
         return Choice(Pairwise(transport), _warned(transport, neighbours))
     if len(hosts) == 1:
-        return Choice(Shared(_near(transport, neighbours)), f"all {transport.world_size} ranks are on one host")
+        reason = f"all {transport.world_size} ranks are on one host"
+        return Choice(Shared(_through_shared_memory(transport, neighbours)), reason)
     if len(hosts) == transport.world_size:
         return Choice(Pairwise(transport), f"each of the {len(hosts)} ranks has a host of its own")
     reason = f"{transport.world_size} ranks are on {len(hosts)} hosts"
-    return Choice(Hierarchical(_near(transport, neighbours), hosts), reason)
+    return Choice(Hierarchical(_through_shared_memory(transport, neighbours), hosts), reason)
 
 
 def _warned(transport: Transport, neighbours: Neighbours) -> str:
@@ -184,7 +185,7 @@ def replicate(
         return choice(transport, builds[algorithm], "the ranks are threads")
     if algorithm == "auto" and _all_have_nccl(transport, device):
         return choice(transport, Pairwise, "directly, as NCCL's own collectives are among all ranks of a process group")
-    neighbours = meet_neighbours(transport)
+    neighbours = connect_neighbours(transport)
     within = all(len(neighbours.among(ranks)) == 1 for ranks in replicas)
     if algorithm == "shared":
         _check_shared(neighbours, replicas)
@@ -192,7 +193,8 @@ def replicate(
         _check_hierarchical(neighbours)
     elif neighbours.local is None:
         return choice(transport, Pairwise, _warned(transport, neighbours))
-    near, reason = _near(transport, neighbours), f"{len(world)} ranks are on {len(neighbours.hosts)} host(s)"
+    near = _through_shared_memory(transport, neighbours)
+    reason = f"{len(world)} ranks are on {len(neighbours.hosts)} host(s)"
     if algorithm == "auto" and factor == 1:
         return choice(near, Pairwise, f"{reason}, and one in each replica")
     if algorithm == "shared" or (algorithm == "auto" and within):
