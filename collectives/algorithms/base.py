@@ -38,7 +38,7 @@ class Collective(Protocol):
         If `exact` is True, the sum is formed in rank order: ((start + x_0) + x_1) + ...
 
         The first call of a round must send a header to every other rank before it waits for one, whatever the bounds:
-        by that a rank in `Transport.meet` learns of the round. `Transport.announce_round` does it.
+        that is how a rank in `Transport.meet` learns of the round. `Transport.announce_round` does it.
         """
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:

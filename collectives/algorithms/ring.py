@@ -76,8 +76,10 @@ class Ring:
         tag: Tag,
         add: Callable[[Tensor, Tensor], object] | None,
     ) -> None:
-        """Send ``order[0]``; then each chunk that arrives, of ``order[1]`` first, goes on in the next round, but of the
-        last. ``arriving``: where the chunks of ``order[1:]`` arrive; ``add``: what is done with one before it goes on.
+        """Send ``order[0]``. Then send each chunk that arrives on in the next round, except in the last round.
+
+        ``arriving``: the memory into which the chunks of ``order[1:]`` are received. ``add``: is called with a chunk of
+        this rank's slice and the one that arrived, before the former is sent on.
         """
         t = self.transport
         right, left = (t.rank + 1) % t.world_size, (t.rank - 1) % t.world_size
