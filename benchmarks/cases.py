@@ -1,6 +1,6 @@
 """What is timed: a reduce-scatter or an all-gather by each algorithm, by gloo itself, and by nobody (the roofline).
 
-    roofline of a reduce-scatter    fold W private slices into one
+    roofline of a reduce-scatter    add up W private slices
     roofline of an all-gather       copy W - 1 private slices
     in common                       an all-gather where all ranks have the buffer in common, so that nothing is copied;
     in common, released             the same, and the kernel is asked which pages this rank has written, as when a
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives import Collective, Kind, Region, Tag, Transport
-from collectives.algorithms.ordered_sum import fold
+from collectives.algorithms.ordered_sum import ordered_sum
 
 GLOO, ROOFLINE = "gloo", "roofline"
 IN_COMMON, RELEASED = "in common", "in common, released"
@@ -184,7 +184,7 @@ def _gloo_all_gather(shape: Shape) -> Case:
 def _fold_alone(shape: Shape) -> Case:
     source, out = torch.empty(shape.numel, dtype=DTYPE), torch.empty(shape.width, dtype=DTYPE)
     parts = _slices(source, shape.width)
-    return Case(ROOFLINE, lambda: fold(parts, out), source, out)
+    return Case(ROOFLINE, lambda: ordered_sum(parts, out), source, out)
 
 
 def _copy_alone(shape: Shape) -> Case:

@@ -1,7 +1,7 @@
 """`python -m benchmarks.crossing`: what crosses between two hosts in a step of training, by `sharding_factor`, by the
 counters of the hosts' interfaces. Needs root, `ip` and `tc`.
 
-With F ranks to a copy and as many on each host, the fold of gradient shards goes from host to host, and its sum comes
+With F ranks to a copy and as many on each host, the sum of gradient shards goes from host to host, and its sum comes
 home: of Ψ elements, 4Ψ bytes leave each of two hosts in a step, at every stage, and nothing else.
 
 Knows: the command's flags, the closed form, the table. Does not know: how hosts are made, or anything is measured.

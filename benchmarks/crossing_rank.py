@@ -59,19 +59,19 @@ def _train(job: CrossingJob, stage: int, factor: int) -> Crossed:
     built = model.build()
     generator = torch.Generator().manual_seed(dist.get_rank())
     optimizer = ZeroOptimizer(built, torch.optim.AdamW, lr=1e-3, stage=stage, sharding_factor=factor)
-    carrier: Any = optimizer._transport.carrier
+    backend: Any = optimizer._transport.backend
     seen = []
     for _ in range(2 + job.steps):
         inputs, targets = model.batch(generator)
         dist.barrier()
-        before = (counters(job.interface)[0], optimizer.traffic.payload_sent, getattr(carrier, "crossed", 0))
+        before = (counters(job.interface)[0], optimizer.traffic.payload_sent, getattr(backend, "crossed", 0))
         dist.barrier()  # nobody's first bytes are there before the counters are read
         model.loss(built(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         dist.barrier()
         time.sleep(SETTLE)
-        after = (counters(job.interface)[0], optimizer.traffic.payload_sent, getattr(carrier, "crossed", 0))
+        after = (counters(job.interface)[0], optimizer.traffic.payload_sent, getattr(backend, "crossed", 0))
         seen.append([new - old for new, old in zip(after, before, strict=True)])
     left, sent, crossed = (int(median(column)) for column in zip(*seen[2:], strict=True))
     formula = optimizer.describe().formula_traffic_bytes(1, 1)

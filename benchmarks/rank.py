@@ -150,7 +150,7 @@ class Ranks:
 
 def _crossed(case: Case) -> int:
     """What the library says that it sent to other hosts; 0 where it does not say."""
-    return getattr(case.transport.carrier, "crossed", 0) if case.transport is not None else 0
+    return getattr(case.transport.backend, "crossed", 0) if case.transport is not None else 0
 
 
 def counters(interface: str) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Moves flat tensors between ranks: reduce-scatter and all-gather with uneven splits, and buckets in order.
 
-It has never heard of an optimizer. An algorithm is a class that is built on a transport; `ALGORITHMS` names them.
+An algorithm is a class that is built on a transport. `ALGORITHMS` names those that exist. This package knows nothing
+of optimizers.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from collections.abc import Callable
 
 import torch
 
-from .algorithms.all_to_all import AllToAll
+from .algorithms.base import Collective
 from .algorithms.hierarchical import Hierarchical
 from .algorithms.hybrid_sharding import Replicated
 from .algorithms.pairwise import Pairwise
+from .algorithms.process_group import AllToAll, Native
 from .algorithms.ring import Ring
 from .algorithms.shared import Shared
 from .backend import Region
 from .backends.threads import Loopback, on_threads, solo
 from .messages import (
     Chain,
-    Collective,
     CollectiveError,
     Kind,
     MismatchError,
@@ -37,24 +38,18 @@ LOG = logging.getLogger(__name__)
 Algorithm = Callable[[Transport], Collective]
 
 
-def _native(transport: Transport) -> Collective:
-    from .backends.gloo import Native  # the one module that needs torch.distributed
-
-    return Native(transport)
-
-
 ALGORITHMS: dict[str, Algorithm] = {
     "pairwise": Pairwise,
     "shared": shared,
     "hierarchical": hierarchical,
     "ring": Ring,
     "all_to_all": AllToAll,
-    "native": _native,
+    "native": Native,
 }
 
 
 def check_name(algorithm: str | Algorithm) -> None:
-    """Raise `ValueError` where an algorithm is named that there is not."""
+    """Raise `ValueError` if no algorithm has this name."""
     if isinstance(algorithm, str) and algorithm != "auto" and algorithm not in ALGORITHMS:
         raise ValueError(f"collective must be one of auto, {', '.join(ALGORITHMS)} or a class, not {algorithm!r}")
 
@@ -62,11 +57,20 @@ def check_name(algorithm: str | Algorithm) -> None:
 def build(
     transport: Transport, algorithm: str | Algorithm, device: torch.device = CPU, factor: int | None = None
 ) -> Choice:
-    """An algorithm on a transport: "auto", one of `ALGORITHMS` by name, or a class. Collective. ``device``: where the
-    tensors that it moves are, for "auto". ``factor``: a divisor of the number of ranks, how many of them own slices;
-    every so many have the same ones."""
+    """Build an algorithm on a transport. Collective.
+
+    ``algorithm``: "auto", one of `ALGORITHMS` by name, or a class. ``device``: of the tensors that it will move, for
+    "auto". ``factor``: the number of ranks of a replica, a divisor of the number of all ranks; None for a single
+    replica.
+    """
     choice = _build(transport, algorithm, device, factor)
-    LOG.info("%s of %d: collective %s (%s)", transport.called, transport.world_size, choice.collective.name, choice.why)
+    LOG.info(
+        "%s of %d: collective %s (%s)",
+        transport.rank_label,
+        transport.world_size,
+        choice.collective.name,
+        choice.reason,
+    )
     return choice
 
 

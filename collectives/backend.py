@@ -1,142 +1,138 @@
-"""What moves bytes between ranks, as transports see it: protocols, and the short way over a carrier without one.
+"""What moves bytes between ranks: the interface that transports use, and the default for short messages.
 
-Knows: ranks and slots of a carrier. Does not know: headers, or what is sent.
+Knows: the ranks and slots of a backend. Does not know: headers, or what is sent.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
 
 
 class Pending(Protocol):
-    """A transfer of a carrier under way."""
+    """A transfer under way."""
 
     def wait(self, timeout: float) -> None:
-        """Return when the tensor may be used again; raise `PeerError` where that cannot happen any more."""
+        """Return when the tensor may be used again. Raise `PeerError` if that cannot happen any more."""
 
 
-class Carrier(Protocol):
-    """Moves bytes between two ranks, in order for each (pair, slot). Tensors are 1-D, contiguous, uint8, not empty."""
+class PendingBytes(Protocol):
+    """A receive of a short message."""
+
+    def wait(self, timeout: float) -> bytes:
+        """Return the bytes. Raise `PeerError` if they cannot come any more."""
+
+
+class Region(Protocol):
+    """Memory that several ranks have in common. Each rank writes its own part, and all ranks read what was written
+    there. A write into `whole` stays private to the rank that made it."""
+
+    def own(self, low: int, high: int) -> Tensor:
+        """Return the bytes ``[low, high)``, 1-D, for this rank to write."""
+
+    def whole(self, low: int = 0, high: int | None = None) -> Tensor:
+        """Return the bytes ``[low, high)``, or to the end, 1-D, to be read."""
+
+    def written(self) -> list[tuple[int, int]]:
+        """Return where this rank may have written into `whole` since `refresh`: begin and end in bytes, by whole
+        pages."""
+
+    def refresh(self, low: int = 0, high: int | None = None) -> None:
+        """Undo what this rank wrote into those pages of `whole` that lie in ``[low, high)``, wholly or in part."""
+
+
+class Backend(ABC):
+    """Moves bytes between two ranks, in order for each pair of ranks and slot.
+
+    Tensors are 1-D, contiguous, uint8 and not empty. Every backend has `send` and `recv`. It has the methods of the
+    last two groups if the flag of the group is True.
+    """
+
+    maps_memory: ClassVar[bool] = False
+    has_collectives: ClassVar[bool] = False
 
     name: str
     rank: int
     world_size: int
-    timeout: float
+    timeout: float  # seconds
 
+    @abstractmethod
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending: ...
 
+    @abstractmethod
     def recv(self, tensor: Tensor, source: int, slot: int) -> Pending: ...
 
+    # -- short messages, such as headers ------------------------------------------------------------------------------
 
-class PendingBytes(Protocol):
-    """A few bytes that are expected."""
-
-    def wait(self, timeout: float) -> bytes:
-        """The bytes; raises `PeerError` where they cannot come any more."""
-
-
-@runtime_checkable
-class ByteCarrier(Protocol):
-    """A carrier with a short way for a few bytes, as headers are."""
-
-    def posts(self, source: int) -> bool:
-        """True where receives from a rank should be posted before it sends, as over a network."""
-
-    def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> Pending:
-        """``patience``: seconds for which a peer may read nothing, so that there is no room for these; the carrier's
-        time limit where None."""
-
-    def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes: ...
-
-
-@runtime_checkable
-class Memory(Protocol):
-    """Memory of a rank that its peers can read, each from where it is."""
-
-    def allocate(self, nbytes: int) -> UntypedStorage:
-        """``nbytes`` with undefined content, freed with their last holder; `MemoryError` where there are none."""
-
-    def give_up(self, to: int, slot: int) -> None:
-        """Tell a peer that nothing is sent to it any more in this slot, nor read of what it sent: its waits there raise
-        `GoneError`."""
-
-    def place(self, tensor: Tensor) -> int | None:
-        """What tells a peer where the tensor's first byte lies; None where it lies elsewhere."""
-
-    def look(self, source: int, place: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-        """Elements of rank ``source``, 1-D, in its own memory: to be read only, and only while it lends them."""
-
-
-class Region(Protocol):
-    """Memory that is the same for all ranks. Each writes in its own part, for all; what it reads is as all wrote it,
-    but for what it writes there itself, which nobody else sees."""
-
-    def own(self, low: int, high: int) -> Tensor:
-        """The bytes from ``low`` to ``high``, 1-D, which this rank writes for all."""
-
-    def whole(self, low: int = 0, high: int | None = None) -> Tensor:
-        """The bytes from ``low`` to ``high``, or to the end, 1-D, to be read."""
-
-    def written(self) -> list[tuple[int, int]]:
-        """Where this rank may have written into `whole` since `refresh`: begin and end in bytes, by whole pages."""
-
-    def refresh(self, low: int = 0, high: int | None = None) -> None:
-        """Forget what this rank wrote into the pages of `whole` that lie in ``[low, high)``, wholly or in part."""
-
-
-@runtime_checkable
-class CommonMemory(Protocol):
-    """A carrier whose ranks, or those of a host, can have memory in common."""
-
-    def are_here(self, ranks: Sequence[int]) -> bool:
-        """True where all of these ranks share this host."""
-
-    def common(self, sizes: Sequence[int], ranks: Sequence[int]) -> Sequence[Region] | None:
-        """Regions of these bytes that are the same for ``ranks``, who are here and all call this; None where there is
-        no memory for them, which ranks may find apart."""
-
-
-@runtime_checkable
-class OwnCollectives(Protocol):
-    """A carrier with collectives of its own, among all of its ranks, which begin them in the same order.
-
-    Tensors are 1-D and contiguous, and stay as they are until the wait. The sizes that a rank expects are those that
-    the others send; nothing tells where they are not, so the ranks must have agreed before.
-    """
-
-    def backend(self, device: torch.device) -> str:
-        """What moves tensors of this device in these collectives; empty where nothing does."""
-
-    def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> Pending:
-        """Send each rank its part of ``source``, in rank order; ``out``: what each rank sent here, in rank order."""
-
-    def all_gather(self, out: Tensor, source: Tensor) -> Pending:
-        """Put every rank's ``source``, all equally long, into ``out``. ``source`` may be its own part of ``out``."""
-
-    def reduce_scatter(self, out: Tensor, source: Tensor) -> Pending:
-        """Put the sum over all ranks of this one's part of ``source`` into ``out``; parts are equally long."""
-
-
-class ByTensors:
-    """The short way for a few bytes over a carrier that knows tensors alone."""
-
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
-
-    def posts(self, source: int) -> bool:
+    def needs_posted_recv(self, source: int) -> bool:
+        """Return True if receives from a rank should be posted before it sends, as over a network."""
         return True
 
     def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> Pending:
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return self._carrier.send(tensor, to, slot)
+        """``patience``: seconds for which the peer may leave no room for these bytes; None is the time limit."""
+        return self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, slot)
 
     def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes:
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return _BytesOfTensor(buffer, self._carrier.recv(buffer, source, slot))
+        return _BytesOfTensor(buffer, self.recv(buffer, source, slot))
+
+    # -- memory that all of the ranks have in common ------------------------------------------------------------------
+
+    def share_host(self, ranks: Sequence[int]) -> bool:
+        """Return True if all of these ranks are on this host and can have memory in common."""
+        return False
+
+    def common(self, sizes: Sequence[int], ranks: Sequence[int]) -> Sequence[Region] | None:
+        """Return regions of these bytes that are the same for ``ranks``, which `share_host` and all call this; None if
+        there is no memory for them, which one rank may find and another not."""
+        return None
+
+    # -- memory of a rank that its peers read in place: `maps_memory` -------------------------------------------------
+
+    def allocate(self, nbytes: int) -> UntypedStorage:
+        """Return ``nbytes`` with undefined content, freed with their last holder. Raise `MemoryError` if there are
+        none."""
+        raise NotImplementedError
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Return the offset of the tensor's first byte, for `map_peer` on a peer; None if peers cannot read it."""
+        raise NotImplementedError
+
+    def map_peer(self, source: int, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        """Return elements of rank ``source``, 1-D, in its own memory. They are to be read, and only while that rank
+        exposes them."""
+        raise NotImplementedError
+
+    def close_slot(self, to: int, slot: int) -> None:
+        """Send nothing more to a peer in this slot, and read nothing more of what it sent: its waits there raise
+        `GoneError`."""
+        raise NotImplementedError
+
+    # -- collectives of its own, among all of its ranks: `has_collectives` --------------------------------------------
+    #
+    # All ranks launch them in the same order. Tensors are 1-D and contiguous, and must not change until the wait. The
+    # sizes that a rank expects must be those that the others send. Nothing detects a difference, so the ranks must have
+    # agreed before.
+
+    def device_backend(self, device: torch.device) -> str:
+        """Return the name of what moves tensors of this device in these collectives; empty if nothing does."""
+        return ""
+
+    def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> Pending:
+        """Send each rank its part of ``source``, in rank order. ``out``: what each rank sent here, in rank order."""
+        raise NotImplementedError
+
+    def all_gather(self, out: Tensor, source: Tensor) -> Pending:
+        """Put every rank's ``source``, all equally long, into ``out``. ``source`` may be its own part of ``out``."""
+        raise NotImplementedError
+
+    def reduce_scatter(self, out: Tensor, source: Tensor) -> Pending:
+        """Put the sum over all ranks of this rank's part of ``source`` into ``out``. Parts are equally long."""
+        raise NotImplementedError
 
 
 class _BytesOfTensor:

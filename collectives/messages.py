@@ -1,29 +1,26 @@
-"""The words that transports and algorithms share: tags and headers, errors, counters, and what an algorithm is.
+"""Types that transports and algorithms share: tags and headers, errors, counters, and work under way.
 
-Knows what a message says about itself. Does not know how it travels, or what an algorithm does with it.
+Knows: the content of a header. Does not know: how a message travels, or what an algorithm does with it.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .transport import Transport
-
 LABEL_BYTES = 76
-WORDS_BYTES = 4096  # of why a rank failed
-_WORDS = struct.Struct("<iI")  # culprit, length of the reason
+REPORT_BYTES = 4096  # of the report of why a rank failed
+_REPORT = struct.Struct("<iI")  # culprit, length of the reason
 _TAG = struct.Struct(f"<iqiqqH{LABEL_BYTES}s10x")
-_PLACE = struct.Struct("<q")
-HEADER_BYTES = _TAG.size + _PLACE.size  # 128
+_OFFSET = struct.Struct("<q")
+HEADER_BYTES = _TAG.size + _OFFSET.size  # 128
 
 
 class Kind(IntEnum):
@@ -39,10 +36,10 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Tag:
-    """What a collective is, so that ranks which entered different ones find out instead of mixing their bytes.
+    """Identifies a collective. Ranks that entered different collectives find out by their tags, and mix no bytes.
 
-    ``round`` counts what happens repeatedly (backward passes), ``index`` distinguishes the collectives of a round
-    (buckets, meetings), ``digest`` holds whatever else both sides must agree on, ``label`` is what an error prints.
+    ``round`` counts what happens repeatedly (backward passes). ``index`` distinguishes the collectives of a round
+    (buckets, meetings). ``digest`` holds whatever else both sides must agree on. ``label`` is what an error prints.
     """
 
     kind: Kind
@@ -52,7 +49,7 @@ class Tag:
     digest: int = 0
 
     def pack(self, size: int) -> bytes:
-        """What the header of a message of ``size`` bytes begins with; `at` completes it."""
+        """Return the beginning of the header of a message of ``size`` bytes; `with_offset` completes it."""
         label = _cut(self.label)
         return _TAG.pack(self.kind, self.round, self.index, self.digest, size, len(label), label)
 
@@ -62,18 +59,18 @@ class Tag:
         return cls(Kind(kind), label[:length].decode(), round_, index, digest), size
 
     def same(self, other: Tag) -> bool:
-        """True when both are one collective, as far as a header can tell."""
+        """Return True if both are one collective, as far as a header shows."""
         mine = (self.kind, self.round, self.index, self.digest, _cut(self.label))
         return mine == (other.kind, other.round, other.index, other.digest, _cut(other.label))
 
 
-def at(packed: bytes, place: int = 0) -> bytes:
-    """A header that says where the message's bytes lie, in memory that the receiver can see."""
-    return packed + _PLACE.pack(place)
+def with_offset(packed: bytes, offset: int = 0) -> bytes:
+    """Complete a header by the offset of the message's bytes in memory that the receiver can map."""
+    return packed + _OFFSET.pack(offset)
 
 
-def place_of(header: bytes) -> int:
-    return int(_PLACE.unpack_from(header, _TAG.size)[0])
+def header_offset(header: bytes) -> int:
+    return int(_OFFSET.unpack_from(header, _TAG.size)[0])
 
 
 def describe(tag: Tag) -> str:
@@ -93,35 +90,35 @@ class MismatchError(CollectiveError):
 
 
 class PeerError(CollectiveError):
-    """Another rank failed, left or did not answer in time."""
+    """Another rank failed, ended or did not answer in time."""
 
 
 class GoneError(PeerError):
-    """Another rank will say nothing more; what it said before, why it failed perhaps, is still to be read."""
+    """Another rank will send nothing more. What it sent before can still be read, such as a failure report."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a group can do nothing more. ``culprit``: the rank with which it began, as far as is known; ``reason``: in
-    the words of the first that saw it."""
+    """Why a group is closed. ``culprit``: the rank that failed first, as far as is known. ``reason``: the message of
+    the rank that noticed it first."""
 
     culprit: int
     reason: str
 
     def pack(self) -> bytes:
-        """`WORDS_BYTES`, whatever the reason: they are expected before anybody knows of one."""
-        text = self.reason.encode(errors="replace")[: WORDS_BYTES - _WORDS.size]
-        return (_WORDS.pack(self.culprit, len(text)) + text).ljust(WORDS_BYTES, b"\0")
+        """Return `REPORT_BYTES`, whatever the reason: receives for them are posted before there is one."""
+        text = self.reason.encode(errors="replace")[: REPORT_BYTES - _REPORT.size]
+        return (_REPORT.pack(self.culprit, len(text)) + text).ljust(REPORT_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, data: bytes) -> Failure:
-        culprit, length = _WORDS.unpack_from(data)
-        return cls(culprit, data[_WORDS.size :][:length].decode(errors="replace"))
+        culprit, length = _REPORT.unpack_from(data)
+        return cls(culprit, data[_REPORT.size :][:length].decode(errors="replace"))
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes and messages of one rank so far. Payload is what algorithms move; control is headers and exchanges."""
+    """Bytes and messages of one rank so far. Payload is what algorithms move. Control is headers and exchanges."""
 
     payload_sent: int = 0
     payload_received: int = 0
@@ -134,46 +131,13 @@ class Traffic:
 
 
 class Work(Protocol):
-    """A collective under way. ``wait`` completes it; waiting again does nothing."""
+    """A collective under way. ``wait`` completes it. A second ``wait`` does nothing."""
 
     def wait(self) -> None: ...
 
 
-class Collective(Protocol):
-    """An algorithm over a transport. All ranks of the group call each method, with equal bounds and tag.
-
-    Works are waited for in the order in which they were launched, by every rank: a wait may end only when peers have
-    read what this rank gave them.
-
-    ``bounds`` has world_size + 1 entries, ascending from 0 to the number of elements: rank r owns
-    ``[bounds[r], bounds[r + 1])``, which may be uneven or empty.
-    """
-
-    name: str
-    exact: bool
-    transport: Transport  # its messages' own; whoever uses the algorithm takes memory and makes exchanges there, too
-
-    def reduce_scatter(
-        self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
-    ) -> Work:
-        """Add all ranks' contributions to this rank's slice of ``source`` onto ``start`` and put the sum in ``out``.
-
-        ``source``: this rank's contribution to every slice, 1-D; scratch to the algorithm until ``wait`` returns, as
-        is ``start``, which is not read before somebody waits.
-        ``out``: as long as this rank's slice, in the accumulator's dtype; may share memory with this rank's own slice
-        of ``source``, or be ``start``. ``start``: the sum so far, in ``out``'s dtype, or None where there is none.
-        Where `exact` is true, the sum is formed in rank order: ((start + x_0) + x_1) + ...
-
-        The first of a round sends a header to every other rank before it waits for one, whatever the bounds: that is
-        how a rank in `Transport.meet` learns of the round.
-        """
-
-    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """Fill every other rank's slice of ``buffer`` with what that rank has there; one's own slice is the input."""
-
-
 class Chain:
-    """Several pieces of work as one, waited for in order."""
+    """Several works as one. ``wait`` waits for them in order."""
 
     def __init__(self, works: Iterable[Work]) -> None:
         self._works: deque[Work] = deque(works)
@@ -185,13 +149,13 @@ class Chain:
 
 
 def _cut(label: str) -> bytes:
-    """What of a label fits into a header, in whole characters."""
+    """Return the part of a label that fits into a header, in whole characters."""
     encoded = label.encode(errors="replace")
     return encoded if len(encoded) <= LABEL_BYTES else encoded[:LABEL_BYTES].decode(errors="ignore").encode()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes."""
+    """Return the same memory as bytes."""
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(f"a 1-D contiguous tensor is needed, not shape {tuple(tensor.shape)}")
     return tensor.detach().view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)

@@ -1,17 +1,17 @@
-"""Headers and bytes between this rank and each of the others, in order.
+"""Headers and bytes between this rank and each other rank, in order.
 
-Each message is a header of `HEADER_BYTES` on one lane and its bytes on another:
+A message is a header of `HEADER_BYTES` on one port and its bytes on another:
 
-    lane 0   | header | header | header |        kind, round, index, digest, size, label, place
-    lane 1   | bytes  |        | bytes  |        (a header of size 0 has none)
+    port 0   | header | header | header |        kind, round, index, digest, size, label, offset
+    port 1   | bytes  |        | bytes  |        (a header of size 0 has no bytes)
 
-The receiver says which header it expects. Another one is an error that names both, on both sides; an abort is a header
-too.
+The receiver knows which header it expects. Another header is an error that names both collectives, on both sides. An
+abort is a header, too.
 
-Over a network something small is asked for, and sent, behind a message's bytes: its header, or where they are many, and
-used part by part, a byte behind each part. For a network may never tell of an end in the middle of many bytes, but of
-one before something small it does, and when that is here, they are. A rank that fails answers what it was sent and did
-not read, so that the others' sends end too.
+A network may never report that its end is gone in the middle of many bytes, but it does before a short message. So over
+a network a short message follows each large one: its header, or, if the payload is used part by part, a marker of one
+byte behind each part. When the short message is here, the bytes before it are. A rank that fails still sends acks and
+markers, so that the sends and receives of other ranks end.
 
 Knows: which message follows which. Does not know: what is sent, or what a collective is.
 """
@@ -24,77 +24,77 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .backend import Carrier, PendingBytes
-from .messages import Kind, Tag, is_abort, place_of
-from .peer_links import ANSWER_LANE, GAVE_UP, HERE_LANE, PAYLOAD_LANE, Line
-from .sends import SMALL, Expected, Recv, Send
+from .backend import Backend, Pending, PendingBytes
+from .messages import Kind, Tag, header_offset, is_abort
+from .peer_links import ACK_PORT, FAILED, MARKER_PORT, PAYLOAD_PORT, Expected, PeerLinks
 
-READ, HERE = b"r", b"h"
-MOST_SETTLED = 256  # answers that are not waited for; of more, the oldest have left long ago
+ACK, MARKER = b"r", b"h"
+SMALL = 1 << 16  # bytes that a network accepts at once
+MOST_DEFERRED = 256  # acks sent before the oldest is waited for, which was sent long ago by then
 
 
-class Channel(Line):
+class Messenger(PeerLinks):
     """The messages of one transport."""
 
-    def __init__(self, carrier: Carrier, ranks: Sequence[int], number: int, like: Channel | None = None) -> None:
-        """See `Line`."""
-        super().__init__(carrier, ranks, number, like)
-        self.settled: list[Send] = []  # sends that nobody need wait for
+    def __init__(self, backend: Backend, ranks: Sequence[int], number: int, like: Messenger | None = None) -> None:
+        """See `PeerLinks`."""
+        super().__init__(backend, ranks, number, like)
+        self.deferred: list[Send] = []  # sends whose wait is put off
         self._packed: tuple[Tag | None, int, bytes] = (None, 0, b"")
-        self._unasked: deque[Recv] = deque()  # parts behind first ones
+        self._unposted: deque[Recv] = deque()  # parts behind the first ones of messages
 
     # -- headers --------------------------------------------------------------------------------------------------
 
     def packed(self, tag: Tag, size: int) -> bytes:
-        """``tag.pack(size)``; the one before is kept, as a collective sends and expects the same many times."""
+        """Return ``tag.pack(size)``. The last result is kept: a collective sends and expects one header many times."""
         if self._packed[0] is not tag or self._packed[1] != size:
             self._packed = (tag, size, tag.pack(size))
         return self._packed[2]
 
     def expect(self, tag: Tag, size: int, source: int) -> Expected:
-        """Expect a message of ``size`` bytes after all that were expected of this rank before."""
+        """Expect a message of ``size`` bytes after all that are expected of this rank already."""
         expected = Expected(source, tag, size, self.packed(tag, size))
-        self.streams[source].expected.append(expected)
-        self._ask(source)
+        self.states[source].expected.append(expected)
+        self._post_headers(source)
         return expected
 
-    def ask(self, source: int, tag: Tag) -> None:
-        """Ask for one header more than are expected, where that is of use now."""
+    def post_next_header(self, source: int, tag: Tag) -> None:
+        """Post the receive of one header more than are expected, if the rank is remote."""
         try:
-            self._ask(source, more=1)
+            self._post_headers(source, more=1)
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
 
-    def _ask(self, source: int, more: int = 0) -> None:
-        stream = self.streams[source]
-        while stream.distant and len(stream.posted) + (stream.returned is not None) < len(stream.expected) + more:
+    def _post_headers(self, source: int, more: int = 0) -> None:
+        state = self.states[source]
+        while state.remote and len(state.posted) + (state.unread_header is not None) < len(state.expected) + more:
             self.post_header(source)
 
     def next_header(self, source: int, tag: Tag) -> bytes:
-        """The next header from ``source``, whatever it is; an abort raises."""
+        """Return the next header from ``source``, whatever it is. An abort raises."""
         header = self._read_header(source, tag)
         if is_abort(header):
             raise self.aborted(source, tag)
         return header
 
     def _read_header(self, source: int, tag: Tag) -> bytes:
-        stream = self.streams[source]
-        if stream.returned is not None:
-            header, stream.returned = stream.returned, None
+        state = self.states[source]
+        if state.unread_header is not None:
+            header, state.unread_header = state.unread_header, None
             return header
-        if not stream.posted:
+        if not state.posted:
             try:
                 self.post_header(source)
             except BaseException as error:
                 raise self.cut_off(error, source, tag) from error
-        header = self.wait_bytes(stream.posted[0], source, tag)
-        stream.posted.popleft()
+        header = self.wait_bytes(state.posted[0], source, tag)
+        state.posted.popleft()
         return header
 
     def confirm(self, work: Expected) -> None:
-        """Read headers from ``work``'s source up to its own; they come in the order in which they were expected."""
-        self.ask_rest()
-        expected = self.streams[work.source].expected
+        """Read headers from ``work``'s source up to its own. They come in the order in which they are expected."""
+        self.post_remaining()
+        expected = self.states[work.source].expected
         while not work.confirmed:
             first = expected[0]
             header = self._read_header(work.source, first.tag)
@@ -103,129 +103,132 @@ class Channel(Line):
                     raise self.aborted(work.source, first.tag)
                 theirs, size = Tag.unpack(header)
                 if theirs.kind is Kind.MEET and theirs.round < first.tag.round:
-                    continue  # it had nothing of its own for this round, and will catch up
+                    continue  # the rank had nothing to contribute to this round, and will catch up
                 raise self.mismatch(work.source, first.tag, theirs, first.size, size)
-            first.place = place_of(header)
+            first.offset = header_offset(header)
             first.confirmed = True
             expected.popleft()
 
     def confirm_expected(self, source: int) -> None:
-        """Read the headers of all that is still under way from ``source``, which come before any other."""
-        expected = self.streams[source].expected
+        """Read the headers of all messages that are under way from ``source``; they come before any other."""
+        expected = self.states[source].expected
         if expected:
             self.confirm(expected[-1])
 
     # -- messages -------------------------------------------------------------------------------------------------
 
     def send(self, parts: Sequence[Tensor], to: int, tag: Tag) -> Send:
-        """A header, and the parts of a tensor of bytes behind it, of which none is empty."""
+        """Send a header, and the parts of a tensor of bytes, of which none is empty."""
         work, rank = Send(self, to, tag, _size(parts)), self.ranks[to]
         much = work.size > SMALL
-        far = much and self.streams[to].distant
+        remote = much and self.states[to].remote
         try:
             if much:
                 work.pendings.append(self.send_header(self.packed(tag, work.size), to))
             for part in parts:
-                work.pendings.append(self.carrier.send(part, rank, self.slot(PAYLOAD_LANE)))
-                if far:
-                    work.pendings.append(self.bytes.send_bytes(HERE, rank, self.slot(HERE_LANE)))
-                self.ask_rest()
+                work.pendings.append(self.backend.send(part, rank, self.slot(PAYLOAD_PORT)))
+                if remote:
+                    work.pendings.append(self.backend.send_bytes(MARKER, rank, self.slot(MARKER_PORT)))
+                self.post_remaining()
             if not much:
                 work.pendings.append(self.send_header(self.packed(tag, work.size), to))
-            if far:
-                work.answers = self._ask_answer(to)
+            if remote:
+                work.ack_number = self._expect_ack(to)
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
         return work
 
     def recv(self, parts: Sequence[Tensor], source: int, tag: Tag) -> list[Recv]:
-        """Expect what `send` sends; the parts are to be waited for in order. Of no parts there is still a header."""
+        """Expect what `send` sends. The parts are waited for in order. Without parts there is still a header."""
         size = _size(parts)
         expected = Expected(source, tag, size, self.packed(tag, size))
         works = [Recv(self, expected, part, last=n == len(parts) - 1) for n, part in enumerate(parts)]
         try:
-            if any(work.expected.source == source for work in self._unasked):
-                self.ask_rest()  # in the order in which they are sent
+            if any(work.expected.source == source for work in self._unposted):
+                self.post_remaining()  # in the order in which they are sent
             if works:
                 self._post(works[0])
-            self.streams[source].expected.append(expected)
-            self._ask(source)
-            self._unasked.extend(works[1:])
+            self.states[source].expected.append(expected)
+            self._post_headers(source)
+            self._unposted.extend(works[1:])
             return works or [Recv(self, expected, None, last=False)]
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
 
-    def ask_rest(self) -> None:
-        """Ask for the parts behind first ones. That is put off until a first part of this rank's own has left, or until
-        nothing more is sent now: while the network carries that part, there is time."""
-        while self._unasked:
+    def post_remaining(self) -> None:
+        """Post the receives of the parts behind first ones. That is put off until this rank has sent a first part, or
+        has nothing more to send: while the network carries that part, there is time."""
+        while self._unposted:
             self.check()
-            self._post(self._unasked[0])
-            self._unasked.popleft()
+            self._post(self._unposted[0])
+            self._unposted.popleft()
 
     def _post(self, work: Recv) -> None:
-        """Ask for a part; again after an interrupt."""
+        """Post the receive of a part. After an interrupt it may be called again."""
         source, tag = work.expected.source, work.expected.tag
         try:
             if work.part is not None and work.payload is None:
-                work.payload = self.carrier.recv(work.part, self.ranks[source], self.slot(PAYLOAD_LANE))
-            if work.here is None and work.expected.size > SMALL and self.streams[source].distant:
-                work.here = self.bytes.recv_bytes(1, self.ranks[source], self.slot(HERE_LANE))
+                work.payload = self.backend.recv(work.part, self.ranks[source], self.slot(PAYLOAD_PORT))
+            if work.marker is None and work.expected.size > SMALL and self.states[source].remote:
+                work.marker = self.backend.recv_bytes(1, self.ranks[source], self.slot(MARKER_PORT))
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
 
-    def _ask_answer(self, to: int) -> int:
-        """To many bytes: a network may never say that they did not leave, where their reader is gone; but a peer that
-        answers has read them, and one that is gone does not answer. Returns the answer's number."""
-        stream = self.streams[to]
-        stream.answers.append(self.bytes.recv_bytes(1, self.ranks[to], self.slot(ANSWER_LANE)))
-        stream.asked += 1
-        return stream.asked
+    def _expect_ack(self, to: int) -> int:
+        """Post the receive of the ack of a large message, and return its number.
 
-    def wait_answers(self, to: int, number: int, tag: Tag) -> None:
-        stream = self.streams[to]
-        while stream.answered < number:
-            if self.wait_bytes(stream.answers[0], to, tag) == GAVE_UP:
+        If the reader of many bytes is gone, a network may never report that they were not sent. A peer that acks has
+        read them, and one that is gone sends no ack.
+        """
+        state = self.states[to]
+        state.acks.append(self.backend.recv_bytes(1, self.ranks[to], self.slot(ACK_PORT)))
+        state.acks_expected += 1
+        return state.acks_expected
+
+    def wait_acks(self, to: int, number: int, tag: Tag) -> None:
+        state = self.states[to]
+        while state.acks_received < number:
+            if self.wait_bytes(state.acks[0], to, tag) == FAILED:
                 raise self.aborted(to, tag)
-            stream.answers.popleft()
-            stream.answered += 1
+            state.acks.popleft()
+            state.acks_received += 1
 
-    def wait_here(self, here: PendingBytes, source: int, tag: Tag) -> None:
-        if self.wait_bytes(here, source, tag) == GAVE_UP:
+    def wait_marker(self, marker: PendingBytes, source: int, tag: Tag) -> None:
+        if self.wait_bytes(marker, source, tag) == FAILED:
             raise self.aborted(source, tag)
 
-    def answer(self, read: Expected) -> None:
-        """Say that the bytes of a message were read, where that is waited for."""
-        stream = self.streams[read.source]
-        if stream.distant and read.size > SMALL:
+    def acknowledge(self, read: Expected) -> None:
+        """Send the ack of a message, if its sender waits for one."""
+        state = self.states[read.source]
+        if state.remote and read.size > SMALL:
             try:
-                said = self.bytes.send_bytes(READ, self.ranks[read.source], self.slot(ANSWER_LANE))
+                pending = self.backend.send_bytes(ACK, self.ranks[read.source], self.slot(ACK_PORT))
             except BaseException as error:
                 raise self.cut_off(error, read.source, read.tag) from error
-            self.settled.append(Send(self, read.source, read.tag, len(READ), [said]))
-            while len(self.settled) > MOST_SETTLED:
-                self.settled.pop(0).wait()
+            self.deferred.append(Send(self, read.source, read.tag, len(ACK), [pending]))
+            while len(self.deferred) > MOST_DEFERRED:
+                self.deferred.pop(0).wait()
 
     def send_control(self, data: bytes, to: int, tag: Tag) -> list[Send]:
-        """A header that says how many bytes there are, and those at once where no network is in the way."""
+        """Send a header with the number of bytes, and the bytes themselves if the rank is not remote."""
         try:
             pendings = [self.send_header(self.packed(tag, len(data)), to)]
-            size = 0 if self.streams[to].distant else len(data)
+            size = 0 if self.states[to].remote else len(data)
             if size:
-                pendings.append(self.bytes.send_bytes(data, self.ranks[to], self.slot(PAYLOAD_LANE)))
+                pendings.append(self.backend.send_bytes(data, self.ranks[to], self.slot(PAYLOAD_PORT)))
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
         self.counted.control_sent += len(data)
         return [Send(self, to, tag, size, pendings)]
 
     def send_rest(self, data: bytes, to: int, tag: Tag) -> list[Send]:
-        """What `send_control` has left. Called when all that comes from the others was asked for."""
-        if not data or not self.streams[to].distant:
+        """Send the bytes that `send_control` left. Called when the receives from all other ranks are posted."""
+        if not data or not self.states[to].remote:
             return []
         return [self.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], to, tag)]
 
     def recv_control(self, source: int, tag: Tag) -> Callable[[], bytes]:
-        """Read how many bytes come next from ``source``; what is returned waits for them."""
+        """Read how many bytes come next from ``source``. Return a function that waits for them."""
         self.confirm_expected(source)
         theirs, size = Tag.unpack(self.next_header(source, tag))
         if not theirs.same(tag):
@@ -233,8 +236,8 @@ class Channel(Line):
         self.counted.control_received += size
         if not size:
             return bytes
-        if not self.streams[source].distant:
-            return lambda: self.wait_bytes(self.recv_bytes(size, source, PAYLOAD_LANE, tag), source, tag)
+        if not self.states[source].remote:
+            return lambda: self.wait_bytes(self.recv_bytes(size, source, PAYLOAD_PORT, tag), source, tag)
         data = torch.empty(size, dtype=torch.uint8, device="cpu")
         (work,) = self.recv([data], source, tag)
 
@@ -247,3 +250,65 @@ class Channel(Line):
 
 def _size(parts: Sequence[Tensor]) -> int:
     return sum(part.numel() for part in parts)
+
+
+class Send:
+    """A message under way. The messenger holds it until its wait: a backend may drop a transfer that is not held."""
+
+    def __init__(self, messenger: Messenger, to: int, tag: Tag, size: int, pendings: Sequence[Pending] = ()) -> None:
+        self._messenger, self._to, self._tag, self.size = messenger, to, tag, size
+        self.remote = messenger.states[to].remote
+        self.pendings = list(pendings)
+        self.ack_number = 0  # of the ack that confirms this message; 0: there is none
+        messenger.unsent[id(self)] = self
+
+    def wait(self) -> None:
+        if self.ack_number:
+            self._messenger.wait_acks(self._to, self.ack_number, self._tag)
+        while self.pendings:
+            self._messenger.wait(self.pendings[0], self._to, self._tag)
+            self.pendings.pop(0)
+        self._messenger.unsent.pop(id(self), None)
+
+
+class DeferredSends:
+    """Sends whose wait is put off to the next exchange.
+
+    The peers had posted the receives of these sends before they sent what this rank has read from them since. So the
+    sends are under way. To wait for one would ask the network, which may have lost it if its peer has just gone. By the
+    next exchange this rank has heard from the peers again.
+    """
+
+    def __init__(self, messenger: Messenger, sends: Sequence[Send]) -> None:
+        self._messenger, self._sends = messenger, sends
+
+    def wait(self) -> None:
+        deferred = self._messenger.deferred
+        for send in (*deferred, *(send for send in self._sends if not send.remote or send.size > SMALL)):
+            send.wait()
+        deferred[:] = [send for send in self._sends if send.remote and send.size <= SMALL]
+        self._sends = ()
+
+
+class Recv:
+    """A part of a message that is expected from one rank. The header is checked before the bytes are used."""
+
+    def __init__(self, messenger: Messenger, expected: Expected, part: Tensor | None, *, last: bool) -> None:
+        """``last``: an ack follows when the part was read, if the sender waits for one."""
+        self._messenger, self.expected, self._last = messenger, expected, last
+        self.part = part  # None: the message has no part, or it was read
+        self.payload: Pending | None = None  # the receive into ``part``, when it is posted
+        self.marker: PendingBytes | None = None  # the marker behind a part of a large message
+
+    def wait(self) -> None:
+        messenger, expected = self._messenger, self.expected
+        messenger.confirm(expected)
+        if self.marker is not None:
+            messenger.wait_marker(self.marker, expected.source, expected.tag)
+            self.marker = None
+        if self.part is not None:
+            assert self.payload is not None, "every part is asked for before a header is believed"
+            messenger.wait(self.payload, expected.source, expected.tag)
+            self.part = self.payload = None  # it was read
+            if self._last:
+                messenger.acknowledge(expected)

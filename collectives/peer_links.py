@@ -1,21 +1,23 @@
-"""The lanes between this rank and each of the others, who is waited for there, and what a failure is blamed on.
+"""The links between this rank and each other rank of a group: ports, waits, and what happens if a rank fails.
 
-    lane 0   headers
-    lane 1   the bytes that headers tell of
-    lane 2   why a rank failed
-    lane 3   "I have read what you lent me", where bytes stay in memory that both sides see (`lending`)
-    lane 4   "I have read what you sent me", where it is much, and came over a network
-    lane 5   "a part of it has left", behind each part
+    port 0   headers
+    port 1   payload: the bytes that headers announce
+    port 2   failure report: why a rank failed
+    port 3   release: "I have read the memory that you exposed" (`exposed_buffers`)
+    port 4   ack: "I have read your message", for a large message that came over a network
+    port 5   marker: "a part of the payload was sent", behind each part
 
-Each is first-in-first-out for a pair of ranks. A rank that fails says so on all of them, so whoever waits for it learns
-at once why nothing will come, and the carrier itself stays whole for its user. Over a network nothing leaves before its
-receiver has asked for it: so why a rank failed is asked for from the start, and is heard when that rank is gone.
+Each port is first-in-first-out for a pair of ranks. A rank that fails sends on all of them, so every rank that waits
+for it learns at once why nothing more will come. The backend itself remains usable.
 
-A process that is forked from a rank inherits its sockets, and memory that peers read: what it sent, read or wrote would
-be taken for the rank's. So a line works in the process that made it, and nowhere else.
+A network delivers a message only after its receiver was posted. So the receive of a failure report is posted from the
+start, and the report can be read when its sender is gone.
 
-Knows: one carrier, the ranks of one group, and what a header says of a failure. Does not know: which message follows
-which (`channel`).
+A process that is forked from a rank inherits its sockets, and memory that peers read. What it sent, read or wrote would
+pass for the rank's own. So links work only in the process that made them.
+
+Knows: one backend, the ranks of one group, and headers of failures. Does not know: which message follows which
+(`messenger`).
 """
 
 from __future__ import annotations
@@ -24,13 +26,17 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
-from .backend import ByteCarrier, ByTensors, Carrier, Memory, Pending, PendingBytes
+from torch import Tensor
+
+from .backend import Backend, Pending, PendingBytes
 from .messages import (
     HEADER_BYTES,
-    WORDS_BYTES,
+    REPORT_BYTES,
     CollectiveError,
     Failure,
     GoneError,
@@ -38,101 +44,138 @@ from .messages import (
     MismatchError,
     PeerError,
     Tag,
-    at,
     describe,
     is_abort,
+    with_offset,
 )
-from .sends import Counters, Send, Stream
 
-HEADER_LANE, PAYLOAD_LANE, TEXT_LANE, RETURN_LANE, ANSWER_LANE, HERE_LANE, LANES = 0, 1, 2, 3, 4, 5, 6
-GAVE_UP = b"g"
-LAST_WORDS = 60.0  # seconds for which a failed rank's messages are kept for their receivers
-GRACE = 1.0  # seconds that ranks of a host are waited for longer than those of others, for whom they may wait
-LISTEN = 0.5  # seconds in which the words of a rank that is gone are here, if it said any; and for which they are said
+HEADER_PORT, PAYLOAD_PORT, FAILURE_PORT, RELEASE_PORT, ACK_PORT, MARKER_PORT, PORTS = 0, 1, 2, 3, 4, 5, 6
+FAILED = b"g"
+REPORT_KEPT = 60.0  # seconds for which a failed rank's messages are kept for their receivers
+GRACE = 1.0  # seconds added to the time limit for ranks of this host, which may themselves wait for ranks of others
+REPORT_WAIT = 0.5  # seconds to wait for the failure report of a rank that is gone, and to try to send one
 
 
-class Line:
-    """What connects the ranks of one transport. Ranks are those of the group; ``ranks`` says what the carrier calls
+@dataclass
+class Counters:
+    """`messages.Traffic` while it grows."""
+
+    sent: int = 0
+    received: int = 0
+    control_sent: int = 0
+    control_received: int = 0
+    messages: int = 0
+
+
+class PeerState:
+    """What is under way between this rank and one peer."""
+
+    def __init__(self, remote: bool, limit: float) -> None:
+        """``remote``: the peer is reached over a network. ``limit``: seconds to wait for it."""
+        self.remote, self.limit = remote, limit
+        self.report: PendingBytes | None = None
+        self.acks: deque[PendingBytes] = deque()  # of messages to the peer
+        self.acks_expected = self.acks_received = 0
+        self.posted: deque[PendingBytes] = deque()  # receives of headers
+        self.expected: deque[Expected] = deque()
+        self.unread_header: bytes | None = None  # was read and put back
+        self.exposed: dict[int, Tensor] = {}  # to the peer, by number, as both sides count
+        self.times_exposed = self.times_mapped = 0
+        self.pending_release: PendingBytes | None = None
+
+
+class Expected:
+    """A header that is expected from one rank. ``confirmed``: it came, and is the expected one."""
+
+    __slots__ = ("confirmed", "offset", "packed", "size", "source", "tag")
+
+    def __init__(self, source: int, tag: Tag, size: int, packed: bytes) -> None:
+        self.source, self.tag, self.size, self.packed = source, tag, size, packed
+        self.confirmed, self.offset = False, 0
+
+
+class PeerLinks:
+    """The links among the ranks of one transport. Ranks are those of the group; ``ranks`` has the backend's numbers of
     them."""
 
-    def __init__(self, carrier: Carrier, ranks: Sequence[int], number: int, like: Line | None = None) -> None:
-        """``number``: keeps lines of one carrier apart. ``like``: the line of the same ranks with which this one is
-        counted, and fails."""
-        self.carrier, self.ranks, self.number = carrier, tuple(ranks), number
-        self.bytes: ByteCarrier = carrier if isinstance(carrier, ByteCarrier) else ByTensors(carrier)
-        self.memory: Memory | None = carrier if isinstance(carrier, Memory) else None
-        self.rank, self.timeout = self.ranks.index(carrier.rank), carrier.timeout
-        self.called: tuple[int, ...] = tuple(range(len(self.ranks))) if like is None else like.called
-        self._header_slot = self.slot(HEADER_LANE)
+    def __init__(self, backend: Backend, ranks: Sequence[int], number: int, like: PeerLinks | None = None) -> None:
+        """``number``: keeps the links of several transports over one backend apart. ``like``: links of the same ranks
+        that share their counters and failures with these."""
+        self.backend, self.ranks, self.number = backend, tuple(ranks), number
+        self.memory: Backend | None = backend if backend.maps_memory else None
+        self.rank, self.timeout = self.ranks.index(backend.rank), backend.timeout
+        self.labels: tuple[int, ...] = tuple(range(len(self.ranks))) if like is None else like.labels
+        self._header_slot = self.slot(HEADER_PORT)
         self.peers = [(self.rank + i) % len(ranks) for i in range(1, len(ranks))]
         self.counted: Counters = Counters() if like is None else like.counted
-        self._family: list[weakref.ref[Line]] = [] if like is None else like._family
+        self._family: list[weakref.ref[PeerLinks]] = [] if like is None else like._family
         self._family.append(weakref.ref(self))
         self.broken: str | None = None
         self._process = os.getpid()
-        self.unsent: dict[int, Send] = {}  # sends that nobody has waited for yet
-        # A rank of this host may itself wait for one of another, and is to say so before it is given up.
-        distant = [self.bytes.posts(carried) for carried in self.ranks]
-        near = self.timeout + GRACE if any(distant) else self.timeout
-        self.streams = [Stream(far, self.timeout if far else near) for far in distant]
+        self.unsent: dict[int, object] = {}  # sends before their wait
+        # A rank of this host may itself wait for one of another host: it should have time to report that.
+        remote = [backend.needs_posted_recv(rank) for rank in self.ranks]
+        local_limit = self.timeout + GRACE if any(remote) else self.timeout
+        self.states = [PeerState(is_remote, self.timeout if is_remote else local_limit) for is_remote in remote]
         for peer in self.peers:
-            if self.streams[peer].distant:
-                with suppress(PeerError):  # who is gone already is told of when something is expected of it
-                    self.listen(peer)
+            if self.states[peer].remote:
+                with suppress(PeerError):  # the next receive from it raises
+                    self.expect_failure_report(peer)
 
     @property
-    def name(self) -> str:
-        """What errors call this rank."""
-        return f"rank {self.called[self.rank]}"
+    def rank_label(self) -> str:
+        """The name of this rank in errors."""
+        return f"rank {self.labels[self.rank]}"
 
-    def adopt(self, other: Line, ranks: Sequence[int]) -> None:
-        """From now on a line of some of these ranks is counted here, fails with this one, and calls ranks what they are
-        called here. ``ranks``: what it has, in its order."""
+    def attach(self, other: PeerLinks, ranks: Sequence[int]) -> None:
+        """Let the links of some of these ranks share counters, failures and rank labels with these. ``ranks``: of
+        ``other``, in its order, as they are numbered here."""
         if other._family is self._family:
             return
         for reference in other._family:
             member = reference()
             if member is not None:
                 member.counted, member._family = self.counted, self._family
-                member.called = tuple(self.called[ranks[called]] for called in member.called)
+                member.labels = tuple(self.labels[ranks[label]] for label in member.labels)
                 self._family.append(reference)
 
-    def slot(self, lane: int) -> int:
-        return self.number * LANES + lane
+    def slot(self, port: int) -> int:
+        return self.number * PORTS + port
 
     def check(self) -> None:
-        """Raise `CollectiveError`, naming the failure, where there was one, or in a process that was forked."""
+        """Raise `CollectiveError` after a failure, which it names, or in a process that was forked."""
         if self.broken is None and os.getpid() == self._process:
             return
         self.check_process()
         raise CollectiveError(
-            f"{self.name}: this communicator is closed since an earlier failure ({self.broken}); build a new optimizer"
+            f"{self.rank_label}: this communicator is closed since an earlier failure ({self.broken}); "
+            "build a new optimizer"
         )
 
     def check_process(self) -> None:
-        """Raise `CollectiveError` in a process that was forked from the rank's."""
+        """Raise `CollectiveError` in a process that was forked from the rank's own."""
         if os.getpid() != self._process:
             raise CollectiveError(
-                f"{self.name}: process {os.getpid()} was forked from the rank's own, {self._process}, which alone may "
-                "communicate with the other ranks: evaluate or save a copy of the model that was made before the fork, "
-                "at stage 3 inside 'with optimizer.gathered():'"
+                f"{self.rank_label}: process {os.getpid()} was forked from the rank's own, {self._process}, "
+                "which alone may communicate with the other ranks: evaluate or save a copy of the model that was made "
+                "before the fork, at stage 3 inside 'with optimizer.gathered():'"
             )
 
-    # -- the small messages ---------------------------------------------------------------------------------------
+    # -- short messages -------------------------------------------------------------------------------------------
 
-    def send_header(self, packed: bytes, to: int, place: int = 0) -> Pending:
+    def send_header(self, packed: bytes, to: int, offset: int = 0) -> Pending:
         self.counted.control_sent += HEADER_BYTES
         self.counted.messages += 1
-        return self.bytes.send_bytes(at(packed, place), self.ranks[to], self._header_slot)
+        return self.backend.send_bytes(with_offset(packed, offset), self.ranks[to], self._header_slot)
 
     def post_header(self, source: int) -> None:
-        pending = self.bytes.recv_bytes(HEADER_BYTES, self.ranks[source], self._header_slot)
-        self.streams[source].posted.append(pending)
+        pending = self.backend.recv_bytes(HEADER_BYTES, self.ranks[source], self._header_slot)
+        self.states[source].posted.append(pending)
         self.counted.control_received += HEADER_BYTES
 
-    def recv_bytes(self, size: int, source: int, lane: int, tag: Tag) -> PendingBytes:
+    def recv_bytes(self, size: int, source: int, port: int, tag: Tag) -> PendingBytes:
         try:
-            return self.bytes.recv_bytes(size, self.ranks[source], self.slot(lane))
+            return self.backend.recv_bytes(size, self.ranks[source], self.slot(port))
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
 
@@ -142,7 +185,7 @@ class Line:
         self.check()
         begin = time.monotonic()
         try:
-            pending.wait(self.streams[peer].limit)
+            pending.wait(self.states[peer].limit)
         except PeerError as error:
             raise self._no_answer(peer, tag, begin, error) from error
 
@@ -151,57 +194,62 @@ class Line:
             self.check()
         begin = time.monotonic()
         try:
-            return pending.wait(self.streams[peer].limit)
+            return pending.wait(self.states[peer].limit)
         except PeerError as error:
             raise self._no_answer(peer, tag, begin, error) from error
 
     def cut_off(self, error: BaseException, peer: int, tag: Tag) -> BaseException:
-        """What to raise where a message was begun: after an interrupt or a strange error between a header and its bytes
-        nobody knows what the next bytes are. What has been blamed on somebody is raised as it is."""
+        """Return the error to raise if one occurs inside a message.
+
+        After an interrupt or an unexpected error between a header and its bytes the rest of the sequence is unknown, so
+        this rank aborts. If the group is closed already, the error names the cause and is returned as it is.
+        """
         if self.broken is not None:
             return error
         if isinstance(error, PeerError):
             return self._no_answer(peer, tag, time.monotonic(), error)
-        self.abort(f"{self.name}, in {tag.label}: {type(error).__name__}: {error}")
+        self.abort(f"{self.rank_label}, in {tag.label}: {type(error).__name__}: {error}")
         return error
 
     def _no_answer(self, peer: int, tag: Tag, begin: float, error: PeerError) -> CollectiveError:
-        failure = self._last_words(peer, error)
+        failure = self._failure_report(peer, error)
         if failure is not None:
-            return self._told(tag, failure)
+            return self._peer_failed(tag, failure)
         waited = time.monotonic() - begin
-        text = f"{self.name}, in {tag.label}: no answer from rank {self.called[peer]} after {waited:.1f} s ({error})"
-        return self.fail(PeerError(text), Failure(self.called[peer], text))
+        text = (
+            f"{self.rank_label}, in {tag.label}: no answer from rank {self.labels[peer]} after {waited:.1f} s ({error})"
+        )
+        return self.fail(PeerError(text), Failure(self.labels[peer], text))
 
     def aborted(self, source: int, tag: Tag) -> CollectiveError:
-        return self._told(tag, Failure.unpack(self.wait_bytes(self.listen(source), source, tag)))
+        return self._peer_failed(tag, Failure.unpack(self.wait_bytes(self.expect_failure_report(source), source, tag)))
 
-    def _told(self, tag: Tag, failure: Failure) -> CollectiveError:
-        text = f"{self.name}, in {tag.label}: rank {failure.culprit} failed: {failure.reason}"
+    def _peer_failed(self, tag: Tag, failure: Failure) -> CollectiveError:
+        text = f"{self.rank_label}, in {tag.label}: rank {failure.culprit} failed: {failure.reason}"
         return self.fail(PeerError(text), failure)
 
-    def listen(self, peer: int) -> PendingBytes:
-        """Expect to hear, once, why a rank failed."""
-        stream = self.streams[peer]
-        if stream.words is None:
-            stream.words = self.bytes.recv_bytes(WORDS_BYTES, self.ranks[peer], self.slot(TEXT_LANE))
-        return stream.words
+    def expect_failure_report(self, peer: int) -> PendingBytes:
+        """Post the receive of a rank's failure report, once."""
+        state = self.states[peer]
+        if state.report is None:
+            state.report = self.backend.recv_bytes(REPORT_BYTES, self.ranks[peer], self.slot(FAILURE_PORT))
+        return state.report
 
-    def _last_words(self, peer: int, error: PeerError) -> Failure | None:
-        """Why a peer failed that will say nothing more; None where it has not said so."""
+    def _failure_report(self, peer: int, error: PeerError) -> Failure | None:
+        """Return the failure report of a peer that will send nothing more; None if it sent none."""
         try:
-            if self.streams[peer].distant:
-                return Failure.unpack(self.listen(peer).wait(LISTEN))
+            if self.states[peer].remote:
+                return Failure.unpack(self.expect_failure_report(peer).wait(REPORT_WAIT))
             while isinstance(error, GoneError):
                 if is_abort(self._read_now(peer)):
-                    return Failure.unpack(self.listen(peer).wait(0.0))
+                    return Failure.unpack(self.expect_failure_report(peer).wait(0.0))
         except PeerError:
             pass
         return None
 
     def _read_now(self, peer: int) -> bytes:
-        """The next header of a peer that will say nothing more."""
-        posted = self.streams[peer].posted
+        """Return the next header of a peer that will send nothing more."""
+        posted = self.states[peer].posted
         if not posted:
             self.post_header(peer)
         return posted.popleft().wait(0.0)
@@ -210,8 +258,9 @@ class Line:
         sizes = f" ({size} and {their_size} bytes)" if size != their_size and mine.same(theirs) else ""
         return self.fail(
             MismatchError(
-                f"{self.name} is in {describe(mine)}, but rank {self.called[source]} is in {describe(theirs)}{sizes}: "
-                "all ranks of a group must make the same calls in the same order, with the same parameters trainable"
+                f"{self.rank_label} is in {describe(mine)}, but rank {self.labels[source]} is in {describe(theirs)}"
+                f"{sizes}: all ranks of a group must make the same calls in the same order, with the same parameters "
+                "trainable"
             )
         )
 
@@ -220,36 +269,36 @@ class Line:
         return error
 
     def abort(self, reason: str, failure: Failure | None = None) -> list[int]:
-        """Tell every other rank that this one failed, because of ``failure`` or else by itself, and return those that
-        could not be told. The line and its family are of no use afterwards."""
+        """Report to every other rank that this one failed, and return the ranks that the report cannot reach. These
+        links and those attached to them are closed then. ``failure``: the cause, if it is another rank's."""
         if os.getpid() != self._process:
             return list(self.peers)
-        untold: list[int] = []
+        unreached: list[int] = []
         for reference in self._family:
             member = reference()
             if member is not None and member.broken is None:
-                found = member._abort(reason, failure or Failure(self.called[self.rank], reason))
-                untold = found if member is self else untold
-        return untold
+                found = member._abort(reason, failure or Failure(self.labels[self.rank], reason))
+                unreached = found if member is self else unreached
+        return unreached
 
     def _abort(self, reason: str, failure: Failure) -> list[int]:
-        self.broken, untold = reason, list[int]()
-        words, header = failure.pack(), Tag(Kind.ABORT, "abort").pack(0)
-        # What was sent must outlive this object until its receivers ask for it.
-        kept = [*self.unsent.values(), *(lent for stream in self.streams for lent in stream.lent.values())]
+        self.broken, unreached = reason, list[int]()
+        report, header = failure.pack(), Tag(Kind.ABORT, "abort").pack(0)
+        # What was sent must outlive this object until its receivers have it.
+        kept = [*self.unsent.values(), *(exposed for state in self.states for exposed in state.exposed.values())]
         for to in self.peers:
             try:
-                kept.append(self.bytes.send_bytes(words, self.ranks[to], self.slot(TEXT_LANE), LISTEN))
+                kept.append(self.backend.send_bytes(report, self.ranks[to], self.slot(FAILURE_PORT), REPORT_WAIT))
                 kept.append(self.send_header(header, to))
-                if self.streams[to].distant:
-                    for lane in (ANSWER_LANE, HERE_LANE):
-                        kept.append(self.bytes.send_bytes(GAVE_UP, self.ranks[to], self.slot(lane)))
+                if self.states[to].remote:
+                    for port in (ACK_PORT, MARKER_PORT):
+                        kept.append(self.backend.send_bytes(FAILED, self.ranks[to], self.slot(port)))
                 if self.memory is not None:
-                    for lane in (PAYLOAD_LANE, RETURN_LANE):  # where it may wait for what is not read any more
-                        self.memory.give_up(self.ranks[to], self.slot(lane))
-            except Exception:  # a peer that is gone cannot be told; the others still are
-                untold.append(to)
-        offload_backend = threading.Timer(min(self.timeout, LAST_WORDS), lambda kept: None, [kept])
-        offload_backend.daemon = True
-        offload_backend.start()
-        return untold
+                    for port in (PAYLOAD_PORT, RELEASE_PORT):  # where it may wait for an answer of this rank
+                        self.memory.close_slot(self.ranks[to], self.slot(port))
+            except Exception:  # a peer that is gone gets no report; the others still do
+                unreached.append(to)
+        keeper = threading.Timer(min(self.timeout, REPORT_KEPT), lambda kept: None, [kept])
+        keeper.daemon = True
+        keeper.start()
+        return unreached

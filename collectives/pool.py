@@ -1,12 +1,12 @@
-"""Scratch memory that comes back by itself.
+"""Scratch memory that returns to a pool when its last holder lets go.
 
-Knows: byte blocks, who still holds one (by the reference count of its storage), and how much was held at most.
-Does not know: what the bytes mean, ranks, or when a transfer ends. A transfer that is still under way holds its
-tensor, so a block cannot be handed out again too early, also not after an exception.
+Knows: byte blocks, whether a block is still held (by the reference count of its storage), and how much was held at
+most. Does not know: what the bytes mean, ranks, or when a transfer ends. A transfer under way holds its tensor, so the
+pool cannot hand out a block too early, even after an exception.
 
-On CUDA a block is let go when the work on it is enqueued, not when it is done, as torch's own allocator does it: who
-takes it next must enqueue on the same stream, or on one that was ordered behind it. A training step is on one stream:
-autograd runs a backward on the streams of its forward, and orders them before what follows the backward.
+On CUDA a block is free when the work on it is enqueued, not when it is done, as in torch's own allocator. So the next
+user of the block must enqueue on the same stream, or on one that was ordered behind it. A training step is on one
+stream: autograd runs a backward on the streams of its forward, and orders them before what follows the backward.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _uses(storage: UntypedStorage) -> int:
 
 
 def holders(tensor: Tensor) -> int:
-    """How many besides ``tensor`` itself, and the pool where it comes from one, hold its memory."""
-    return _uses(tensor.untyped_storage()) - 2  # of which one is the object that is asked here, the pool's own
+    """Return how many others hold a tensor's memory, besides ``tensor`` itself and the pool if it comes from one."""
+    return _uses(tensor.untyped_storage()) - 2  # one of the two is the storage object, which the pool shares
 
 
 def _private(nbytes: int, device: torch.device) -> UntypedStorage:
@@ -67,17 +67,17 @@ def _check_use_counts() -> None:
 
 
 class Pool:
-    """Blocks of scratch memory, reused as soon as nobody but the pool holds their storage.
+    """Blocks of scratch memory, reused as soon as only the pool holds their storage.
 
-    A warm block is several times cheaper than a fresh one, whose pages the kernel has to fault in. So there are as many
-    blocks as were ever in use at once, and no more; one that has become too small is replaced by a larger one. Who asks
-    for the same again and again is soon given nothing but warm blocks, and k buffers at once never take more than k
-    times the largest.
+    A warm block is several times cheaper than a fresh one, whose pages the kernel has to fault in. So the pool keeps as
+    many blocks as were ever in use at once, and no more. If a free block is too small, a larger one replaces it. A
+    caller that asks for the same sizes again and again soon gets warm blocks only, and k buffers at once never take
+    more than k times the largest.
     """
 
     def __init__(self, *, exact: bool = False, allocate: Allocate = _private) -> None:
-        """``exact``: a block serves what is as long as it alone, and the pool keeps no more bytes than were ever asked
-        for at once; ``allocate(nbytes, device)``: where blocks come from."""
+        """``exact``: a block serves only requests of its own length, and the pool keeps no more bytes than were ever
+        requested at once. ``allocate(nbytes, device)``: makes a block."""
         _check_use_counts()
         self._allocate, self._exact = allocate, exact
         self._blocks: list[_Block] = []
@@ -86,15 +86,16 @@ class Pool:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all blocks, in use or waiting for their next use."""
+        """Bytes of all blocks, in use or free."""
         return sum(block.storage.nbytes() for block in self._blocks)
 
     def storages(self) -> frozenset[int]:
-        """Addresses of the blocks."""
+        """Return the addresses of the blocks."""
         return frozenset(block.storage.data_ptr() for block in self._blocks)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A 1-D tensor of ``numel`` elements with undefined content; it returns when its last holder lets go."""
+        """Return a 1-D tensor of ``numel`` elements with undefined content. Its block is free again when its last
+        holder lets go."""
         need = numel * dtype.itemsize
         result = torch.empty(0, dtype=dtype, device=device)
         if need == 0:
@@ -112,11 +113,11 @@ class Pool:
         return result.set_(block.storage, 0, (numel,), (1,))
 
     def trim(self) -> None:
-        """Let go of every block that nobody else holds."""
+        """Drop every free block."""
         self._blocks = [block for block in self._blocks if not block.free]
 
     def _best(self, free: list[_Block], need: int, device: torch.device) -> _Block | None:
-        """The smallest free block that is large enough."""
+        """Return the smallest free block that is large enough."""
         fitting = [
             block
             for block in free
@@ -126,7 +127,7 @@ class Pool:
         return min(fitting, key=lambda block: block.storage.nbytes(), default=None)
 
     def _make_room(self, free: list[_Block], need: int, device: torch.device) -> None:
-        """Let go of what a new block replaces."""
+        """Drop the free blocks that a new block replaces."""
         here = (block for block in free if block.storage.device == device)
         by_size = sorted(here, key=lambda block: block.storage.nbytes())
         if not self._exact:

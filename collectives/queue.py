@@ -4,8 +4,10 @@
     launched:      0       1 2        3 ...        never 2 before 0 and 1
     in flight:     at most `limit`; launching one more waits for the oldest
 
-Every rank launches the same buckets in the same order, so that collectives match; which of them are ready first is
-each rank's own affair. Knows nothing of what a launch does.
+Every rank launches the same buckets in the same order, so that collectives match. The order in which they become ready
+may differ between ranks.
+
+Knows: the order of buckets. Does not know: what a launch does.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from .messages import Work
 
 
 class BucketQueue:
-    """One round of launches after another. ``launch(bucket)`` starts a bucket's collective."""
+    """Rounds of launches. ``launch(bucket)`` starts the collective of a bucket."""
 
     def __init__(self, launch: Callable[[int], Work], limit: int) -> None:
         if limit < 1:
@@ -30,23 +32,23 @@ class BucketQueue:
 
     @property
     def done(self) -> bool:
-        """True when every bucket of the round was launched."""
+        """True if every bucket of the round was launched."""
         return self._next == len(self._order)
 
     def begin(self, order: Sequence[int]) -> None:
-        """Begin a round over the buckets of ``order``; the last round must be complete."""
+        """Begin a round over the buckets of ``order``. The last round must be complete."""
         if not self.done:
             raise RuntimeError("a round of buckets was begun before the last one was complete")
         self._order, self._next, self._ready = tuple(order), 0, set()
 
     def ready(self, bucket: int) -> None:
-        """Say that a bucket may be launched; it is as soon as its predecessors were."""
+        """Mark a bucket as ready. It is launched as soon as its predecessors were."""
         self._ready.add(bucket)
         while not self.done and self._order[self._next] in self._ready:
             self._start()
 
     def finish(self) -> None:
-        """Launch what is left of the round, ready or not, and wait for everything."""
+        """Launch the rest of the round, ready or not, and wait for everything."""
         while not self.done:
             self._start()
         self.drain()
@@ -57,7 +59,7 @@ class BucketQueue:
             self._land()
 
     def abandon(self) -> None:
-        """Forget the round, after a failure that no wait can end well."""
+        """Forget the round, after a failure that makes waiting useless."""
         self._order, self._next = (), 0
         self._flying.clear()
 

@@ -1,17 +1,17 @@
 """Which ranks share a host, and the transport and algorithm that follow from it.
 
-    one rank                          pairwise, which then sends nothing
-    ranks that are threads            pairwise: tests ask for others by name
+    one rank                          pairwise, which sends nothing then
+    ranks that are threads            pairwise: tests name other algorithms
     all on one host                   shared
     on several hosts                  hierarchical
-    each on a host of its own         pairwise, which is the same then, without a detour through shared memory
+    each on a host of its own         pairwise: the same then, without a detour through shared memory
     GPUs on one host, with NCCL       all_to_all
     GPUs on several hosts, with NCCL  native: it sends less, and adds in an order of its own
     memory that cannot be shared      pairwise, with a warning
 
-Where slices have several holders (`replicate`) these lines are about the ranks of one replica.
+If slices have several holders (`replicate`), these lines are about the ranks of one replica.
 
-Knows: the ranks' hosts, found from the ranks themselves, and every algorithm by what it needs. Does not know: bytes.
+Knows: the ranks' hosts, found by the ranks themselves, and what each algorithm needs. Does not know: bytes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from dataclasses import dataclass
 
 import torch
 
-from .algorithms.all_to_all import AllToAll
+from .algorithms.base import Collective
 from .algorithms.hierarchical import Hierarchical
 from .algorithms.hybrid_sharding import Replicated
 from .algorithms.pairwise import Pairwise
+from .algorithms.process_group import AllToAll, Native
 from .algorithms.shared import Shared
-from .backend import OwnCollectives
-from .backends.hybrid import RoutedCarrier
-from .backends.rendezvous import Card, Door, exchange_cards, join
-from .backends.shared_memory import HostCarrier
-from .backends.threads import LoopbackCarrier
-from .messages import Collective, CollectiveError, Kind, Tag
+from .backends.hybrid import HybridBackend
+from .backends.rendezvous import HostListener, RankInfo, exchange_infos, join
+from .backends.shared_memory import SharedMemoryBackend
+from .backends.threads import ThreadBackend
+from .messages import CollectiveError, Kind, Tag
 from .transport import Transport
 
 CPU = torch.device("cpu")
@@ -40,60 +40,60 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The hosts of a group, and this rank's connections to the ranks of its own."""
+    """The hosts of a group, and this rank's connections to the ranks of its own host."""
 
     hosts: tuple[tuple[int, ...], ...]  # ranks by host, in the order of each host's first rank
-    local: HostCarrier | None  # among the ranks of this host; None where they cannot share memory
-    problem: str  # why some host's ranks cannot; empty where all can; the same on every rank
+    local: SharedMemoryBackend | None  # among the ranks of this host; None where they cannot share memory
+    problem: str  # why the ranks of some host cannot; empty if all can; the same on every rank
 
     def among(self, ranks: Sequence[int]) -> list[list[int]]:
-        """The hosts of some of the ranks, these numbered as they stand in ``ranks``."""
+        """Return the hosts of some ranks, which are numbered by their positions in ``ranks``."""
         numbers = ([n for n, rank in enumerate(ranks) if rank in host] for host in self.hosts)
         return [found for found in numbers if found]
 
 
-def meet_neighbours(transport: Transport) -> Neighbours:
+def connect_neighbours(transport: Transport) -> Neighbours:
     """Find the ranks of each host and connect them. Collective."""
-    door = Door(transport.world_size)
+    listener = HostListener(transport.world_size)
     try:
-        cards = exchange_cards(transport, door)
-        hosts = _hosts(cards)
+        infos = exchange_infos(transport, listener)
+        hosts = _hosts(infos)
         mine = next(ranks for ranks in hosts if transport.rank in ranks)
-        carrier = join(transport.split(mine), door, [cards[rank] for rank in mine])
+        backend = join(transport.split(mine), listener, [infos[rank] for rank in mine])
     finally:
-        door.close()
-    problem = carrier if isinstance(carrier, str) else ""
-    told = transport.exchange(problem.encode(), Tag(Kind.EXCHANGE, "who shares memory"))
-    problem = next((text.decode(errors="replace") for text in told if text), "")
-    local = None if isinstance(carrier, str) or problem else carrier
+        listener.close()
+    problem = backend if isinstance(backend, str) else ""
+    problems = transport.exchange(problem.encode(), Tag(Kind.EXCHANGE, "who shares memory"))
+    problem = next((text.decode(errors="replace") for text in problems if text), "")
+    local = None if isinstance(backend, str) or problem else backend
     return Neighbours(hosts, local, problem)
 
 
-def _hosts(cards: Sequence[Card]) -> tuple[tuple[int, ...], ...]:
+def _hosts(infos: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...]:
     """See `Neighbours.hosts`."""
     by_host: dict[str, list[int]] = {}
-    for rank, card in enumerate(cards):
-        by_host.setdefault(card.host, []).append(rank)
+    for rank, info in enumerate(infos):
+        by_host.setdefault(info.host, []).append(rank)
     return tuple(map(tuple, by_host.values()))
 
 
-def _near(transport: Transport, neighbours: Neighbours) -> Transport:
-    """The same group, through shared memory where ranks share a host and can; over its carrier else."""
+def _through_shared_memory(transport: Transport, neighbours: Neighbours) -> Transport:
+    """Return the same group, with shared memory between ranks of one host if that is possible."""
     if neighbours.local is None:
         return transport
     if len(neighbours.hosts) == 1:
         return Transport(neighbours.local)
     mine = next(ranks for ranks in neighbours.hosts if transport.rank in ranks)
-    return transport.over(RoutedCarrier(transport.carrier, neighbours.local, transport.carried(mine)))
+    return transport.over(HybridBackend(transport.backend, neighbours.local, transport.backend_ranks(mine)))
 
 
 def shared(transport: Transport) -> Collective:
-    """`Shared` among ranks of one host; `CollectiveError` where they are not, or cannot share memory. Collective."""
-    if isinstance(transport.carrier, LoopbackCarrier):
+    """Build `Shared`. Raise `CollectiveError` if the ranks are not on one host or cannot share memory. Collective."""
+    if isinstance(transport.backend, ThreadBackend):
         return Shared(transport)
-    neighbours = meet_neighbours(transport)
+    neighbours = connect_neighbours(transport)
     _check_shared(neighbours, [range(transport.world_size)])
-    return Shared(_near(transport, neighbours))
+    return Shared(_through_shared_memory(transport, neighbours))
 
 
 def _check_shared(neighbours: Neighbours, groups: Sequence[Sequence[int]]) -> None:
@@ -104,13 +104,13 @@ def _check_shared(neighbours: Neighbours, groups: Sequence[Sequence[int]]) -> No
 
 
 def hierarchical(transport: Transport) -> Collective:
-    """`Hierarchical` among the hosts of the ranks; `CollectiveError` where ranks of a host cannot share memory.
-    Collective."""
-    if isinstance(transport.carrier, LoopbackCarrier):
+    """Build `Hierarchical` among the hosts of the ranks. Raise `CollectiveError` if ranks of a host cannot share
+    memory. Collective."""
+    if isinstance(transport.backend, ThreadBackend):
         return Hierarchical(transport, [range(transport.world_size)])
-    neighbours = meet_neighbours(transport)
+    neighbours = connect_neighbours(transport)
     _check_hierarchical(neighbours)
-    return Hierarchical(_near(transport, neighbours), neighbours.hosts)
+    return Hierarchical(_through_shared_memory(transport, neighbours), neighbours.hosts)
 
 
 def _check_hierarchical(neighbours: Neighbours) -> None:
@@ -120,62 +120,63 @@ def _check_hierarchical(neighbours: Neighbours) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """An algorithm, why it was chosen, and the ranks that own its slices: one replica's, where there are several."""
+    """An algorithm, the reason for it, and the replica of this rank if there are several."""
 
     collective: Collective
-    why: str
+    reason: str
     replica: Transport | None = None
 
     @property
     def shards(self) -> Transport:
-        """The ranks that own the slices, among which memory for them is to be had."""
+        """The ranks that own the slices. Memory for the slices comes from this transport."""
         return self.collective.transport if self.replica is None else self.replica
 
 
 def choose(transport: Transport, device: torch.device = CPU) -> Choice:
-    """The fastest algorithm for where the ranks are, and exact but for GPUs of several hosts. Collective. ``device``:
-    where most tensors are that it will move."""
+    """Choose the fastest algorithm for the places of the ranks. It is exact, except on GPUs of several hosts.
+    Collective. ``device``: of most tensors that it will move."""
     if transport.world_size == 1:
         return Choice(Pairwise(transport), "one rank sends nothing")
-    if isinstance(transport.carrier, LoopbackCarrier):
+    if isinstance(transport.backend, ThreadBackend):
         return Choice(Pairwise(transport), "the ranks are threads")
     if _all_have_nccl(transport, device):
         return _by_nccl(transport)
-    neighbours = meet_neighbours(transport)
+    neighbours = connect_neighbours(transport)
     hosts = neighbours.hosts
     if neighbours.local is None:
         return Choice(Pairwise(transport), _warned(transport, neighbours))
     if len(hosts) == 1:
-        return Choice(Shared(_near(transport, neighbours)), f"all {transport.world_size} ranks are on one host")
+        reason = f"all {transport.world_size} ranks are on one host"
+        return Choice(Shared(_through_shared_memory(transport, neighbours)), reason)
     if len(hosts) == transport.world_size:
         return Choice(Pairwise(transport), f"each of the {len(hosts)} ranks has a host of its own")
-    why = f"{transport.world_size} ranks are on {len(hosts)} hosts"
-    return Choice(Hierarchical(_near(transport, neighbours), hosts), why)
+    reason = f"{transport.world_size} ranks are on {len(hosts)} hosts"
+    return Choice(Hierarchical(_through_shared_memory(transport, neighbours), hosts), reason)
 
 
 def _warned(transport: Transport, neighbours: Neighbours) -> str:
-    why = f"the ranks talk over {transport.name}, not through shared memory: {neighbours.problem}"
+    reason = f"the ranks talk over {transport.name}, not through shared memory: {neighbours.problem}"
     if transport.rank == 0:
-        warnings.warn(why, stacklevel=3)
-    return why
+        warnings.warn(reason, stacklevel=3)
+    return reason
 
 
 def replicate(
     transport: Transport, factor: int, algorithm: str | Callable[[Transport], Collective], device: torch.device = CPU
 ) -> Choice:
-    """Replicas of ``factor`` neighbouring ranks, each with the algorithm "auto", "shared", "hierarchical", or one that
-    is built on its ranks. Collective."""
+    """Make replicas of ``factor`` neighbouring ranks. ``algorithm`` of each: "auto", "shared", "hierarchical", or a
+    class. Collective."""
     world = range(transport.world_size)
     replicas = [world[first : first + factor] for first in world[::factor]]
     mine = replicas[transport.rank // factor]
 
-    def choice(near: Transport, build: Callable[[Transport], Collective], why: str, within: bool = False) -> Choice:
+    def choice(near: Transport, build: Callable[[Transport], Collective], reason: str, within: bool = False) -> Choice:
         inner = build(near.split(mine, may_have_common=within))
-        return Choice(Replicated(near, inner), f"{len(replicas)} replicas of {factor}; {why}", inner.transport)
+        return Choice(Replicated(near, inner), f"{len(replicas)} replicas of {factor}; {reason}", inner.transport)
 
     if not isinstance(algorithm, str):
         return choice(transport, algorithm, "asked for")
-    if isinstance(transport.carrier, LoopbackCarrier):
+    if isinstance(transport.backend, ThreadBackend):
         builds: dict[str, Callable[[Transport], Collective]] = {
             "auto": Pairwise,
             "shared": Shared,
@@ -184,7 +185,7 @@ def replicate(
         return choice(transport, builds[algorithm], "the ranks are threads")
     if algorithm == "auto" and _all_have_nccl(transport, device):
         return choice(transport, Pairwise, "directly, as NCCL's own collectives are among all ranks of a process group")
-    neighbours = meet_neighbours(transport)
+    neighbours = connect_neighbours(transport)
     within = all(len(neighbours.among(ranks)) == 1 for ranks in replicas)
     if algorithm == "shared":
         _check_shared(neighbours, replicas)
@@ -192,12 +193,13 @@ def replicate(
         _check_hierarchical(neighbours)
     elif neighbours.local is None:
         return choice(transport, Pairwise, _warned(transport, neighbours))
-    near, why = _near(transport, neighbours), f"{len(world)} ranks are on {len(neighbours.hosts)} host(s)"
+    near = _through_shared_memory(transport, neighbours)
+    reason = f"{len(world)} ranks are on {len(neighbours.hosts)} host(s)"
     if algorithm == "auto" and factor == 1:
-        return choice(near, Pairwise, f"{why}, and one in each replica")
+        return choice(near, Pairwise, f"{reason}, and one in each replica")
     if algorithm == "shared" or (algorithm == "auto" and within):
-        return choice(near, Shared, f"{why}, and each replica on one", within)
-    return choice(near, lambda part: Hierarchical(part, neighbours.among(mine)), why, within)
+        return choice(near, Shared, f"{reason}, and each replica on one", within)
+    return choice(near, lambda part: Hierarchical(part, neighbours.among(mine)), reason, within)
 
 
 def _on_one_host(transport: Transport) -> Collective:
@@ -205,23 +207,20 @@ def _on_one_host(transport: Transport) -> Collective:
 
 
 def _all_have_nccl(transport: Transport, device: torch.device) -> bool:
-    """True where NCCL moves the tensors of every rank, which is asked: ranks must choose alike. Collective."""
-    carrier = transport.carrier
-    backend = carrier.backend(device) if isinstance(carrier, OwnCollectives) else ""
-    told = transport.exchange(backend.encode(), Tag(Kind.EXCHANGE, "telling what moves a device's tensors"))
-    return all(name == b"nccl" for name in told)
+    """Return True if NCCL moves the tensors of every rank. The ranks ask each other, to choose alike. Collective."""
+    name = transport.backend.device_backend(device)
+    names = transport.exchange(name.encode(), Tag(Kind.EXCHANGE, "telling what moves a device's tensors"))
+    return all(name == b"nccl" for name in names)
 
 
 def _by_nccl(transport: Transport) -> Choice:
-    door = Door(transport.world_size)
+    listener = HostListener(transport.world_size)
     try:
-        hosts = _hosts(exchange_cards(transport, door))
+        hosts = _hosts(exchange_infos(transport, listener))
     finally:
-        door.close()
+        listener.close()
     if len(hosts) == 1:
         return Choice(AllToAll(transport), f"all {transport.world_size} ranks are on one host, with NCCL")
-    from .backends.gloo import Native  # the one module that needs torch.distributed
-
     return Choice(
         Native(transport),
         f"{transport.world_size} ranks are on {len(hosts)} hosts, where NCCL's own reduce-scatter sends less, but adds "

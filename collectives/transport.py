@@ -1,7 +1,7 @@
-"""What a group's ranks say to each other: tagged messages, memory, meetings, and the group's parts.
+"""Communication among the ranks of a group: tagged messages, memory, meetings, and parts of the group.
 
-Knows: ranks of the group, which are numbered from 0 in it. Does not know: what carries the bytes (a `Carrier`: threads
-in `loopback`, torch.distributed in `native`, this host's sockets and memory in `host`), algorithms, or optimizers.
+Knows: ranks of the group, which are numbered from 0 in it. Does not know: what moves the bytes (a `Backend`; see
+`collectives.backends`), algorithms, or optimizers.
 """
 
 from __future__ import annotations
@@ -16,224 +16,240 @@ from functools import partial
 import torch
 from torch import Tensor, UntypedStorage
 
-from .backend import Carrier, CommonMemory, Memory, Region
-from .exposed_buffers import Borrowed, Lent
+from .backend import Backend, Region
+from .exposed_buffers import ExposedBuffer, PeerBuffers
 from .messages import Chain, Kind, Tag, Traffic, Work, as_bytes, describe
-from .messenger import Channel
+from .messenger import DeferredSends, Messenger, Send
 from .pool import Pool
-from .sends import Send, Settled
 
 LOG = logging.getLogger("collectives")
 CHUNK, LEAST = 1 << 20, 1 << 17  # elements of a chunk at most, and at least
-GRAIN = 64  # elements that a kernel takes at once, at most: a cut leaves it no other rest than there would be
+GRAIN = 64  # elements, a multiple of what any kernel takes at once: cutting there leaves its remainder unchanged
 
 
 class Transport:
-    """Tagged messages among the ranks of a group, over a carrier. Ranks here are always ranks of the group."""
+    """Tagged messages among the ranks of a group, over a backend. Ranks here are always ranks of the group."""
 
     def __init__(
-        self, carrier: Carrier, ranks: Sequence[int] | None = None, channel: int = 0, like: Transport | None = None
+        self, backend: Backend, ranks: Sequence[int] | None = None, channel: int = 0, like: Transport | None = None
     ) -> None:
-        """``ranks``: the carrier's ranks that form the group, in group order (default: all). ``like``: the transport
-        with which this one is counted, fails and shares its scratch memory."""
-        ranks = tuple(range(carrier.world_size) if ranks is None else ranks)
-        if carrier.rank not in ranks:
-            raise ValueError(f"rank {carrier.rank} is not one of the group's ranks {list(ranks)}")
-        self.carrier = carrier
-        self._channel: Channel = Channel(carrier, ranks, channel, None if like is None else like._channel)
-        self.rank = self._channel.rank
+        """``ranks``: the backend's ranks that form the group, in group order (default: all). ``channel``: keeps
+        transports over one backend apart. ``like``: a transport of the same ranks that shares its counters, failures
+        and scratch memory with this one."""
+        ranks = tuple(range(backend.world_size) if ranks is None else ranks)
+        if backend.rank not in ranks:
+            raise ValueError(f"rank {backend.rank} is not one of the group's ranks {list(ranks)}")
+        self.backend = backend
+        self._messenger: Messenger = Messenger(backend, ranks, channel, None if like is None else like._messenger)
+        self.rank = self._messenger.rank
         self.world_size = len(ranks)
-        self.timeout, self.name = carrier.timeout, carrier.name
+        self.timeout, self.name = backend.timeout, backend.name
         self._may_have_common = True
-        self.memory: Memory | None = self._channel.memory
-        self._allocate = partial(_allocate, self.memory)  # which holds nothing that holds this
+        self._announced_round = 0
+        self.memory: Backend | None = self._messenger.memory
+        self._allocate = partial(_allocate, self.memory)  # no reference back to this transport
         self.pool: Pool = Pool(allocate=self._allocate) if like is None else like.pool
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A 1-D buffer that its owner keeps, with undefined content, starting on a 64-byte boundary."""
+        """Return a 1-D buffer outside the pool, with undefined content, on a 64-byte boundary."""
         if not numel:
             return torch.empty(0, dtype=dtype, device=device)
         storage = self._allocate(numel * dtype.itemsize, device)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 
-    def reaches(self, tensor: Tensor) -> bool:
-        """True where peers on this host can read a tensor's memory."""
-        return self.memory is not None and (not tensor.numel() or self.memory.place(tensor) is not None)
+    def peers_can_read(self, tensor: Tensor) -> bool:
+        """Return True if peers on this host can read a tensor's memory in place."""
+        return self.memory is not None and (not tensor.numel() or self.memory.offset_of(tensor) is not None)
 
-    def within_reach(self, tensor: Tensor) -> Tensor:
-        """A 1-D tensor's values where peers can read them: the tensor itself, or a copy in scratch memory."""
-        if self.reaches(tensor):
+    def peer_readable(self, tensor: Tensor) -> Tensor:
+        """Return a 1-D tensor's values in memory that peers can read: the tensor itself, or a scratch copy."""
+        if self.peers_can_read(tensor):
             return tensor
-        # host synchronisation: of device memory, which peers cannot read where it is
+        # host synchronisation: device memory, which peers cannot read in place
         return self.scratch(tensor.numel(), tensor.dtype, torch.device("cpu")).copy_(tensor)
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A 1-D buffer from the pool, with undefined content; it goes back when its last holder lets go."""
+        """Return a 1-D buffer from the pool, with undefined content. It goes back when its last holder lets go."""
         return self.pool.take(numel, dtype, device)
 
     @property
     def has_common(self) -> bool:
-        """True where all ranks share a host, so that `common` gives memory as long as there is any."""
-        if not self._may_have_common or not isinstance(self.carrier, CommonMemory):
-            return False
-        return self.carrier.are_here(self._channel.ranks)
+        """True if all ranks share a host, so that `common` returns memory as long as there is any."""
+        return self._may_have_common and self.backend.share_host(self._messenger.ranks)
 
     def common(self, sizes: Sequence[int]) -> Sequence[Region] | None:
-        """Memory of these bytes that is the same for all ranks; None where they do not share a host, or there is none.
-        Collective."""
+        """Return regions of these bytes that all ranks have in common; None if they do not share a host, or if there is
+        no memory left. Collective."""
         self.check()
-        if not self.has_common or not isinstance(self.carrier, CommonMemory) or not sum(sizes):
+        if not self.has_common or not sum(sizes):
             return None
         tag = Tag(Kind.EXCHANGE, "making memory for all ranks")
         self.exchange(b"", tag)  # who failed, or is elsewhere, says so here: a rank that waits for memory hears nothing
         try:
-            regions = self.carrier.common(sizes, self._channel.ranks)
+            regions = self.backend.common(sizes, self._messenger.ranks)
         except BaseException as error:
-            raise self._channel.cut_off(error, 0, tag) from error
+            raise self._messenger.cut_off(error, 0, tag) from error
         problems = self.exchange(b"" if regions is not None else b"none", tag)
         found = None if any(problems) else regions
-        LOG.debug("%s: %d bytes of common memory: %s", self.called, sum(sizes), "no room" if found is None else "made")
+        LOG.debug(
+            "%s: %d bytes of common memory: %s", self.rank_label, sum(sizes), "no room" if found is None else "made"
+        )
         return found
 
     # -- groups ---------------------------------------------------------------------------------------------------
 
     def peers(self) -> Sequence[int]:
-        """The other ranks, starting behind this one, so that not everybody talks to rank 0 first."""
-        return self._channel.peers
+        """Return the other ranks, starting behind this one, so that not all ranks send to rank 0 first."""
+        return self._messenger.peers
 
     def split(self, ranks: Sequence[int], channel: int = 0, *, may_have_common: bool = True) -> Transport:
-        """The part of this group that ``ranks`` name, in that order. Called by these ranks; nothing is sent.
-        ``may_have_common``: False where some other part has no memory in common, and all are to be alike."""
-        carried = self.carried(ranks)
-        part = Transport(self.carrier, carried, self._derived(carried, channel))
+        """Return the transport of a part of this group, with ``ranks`` in that order. These ranks call it; nothing is
+        sent. ``may_have_common``: False if the part must have no common memory, because some other part has none."""
+        backend_ranks = self.backend_ranks(ranks)
+        part = Transport(self.backend, backend_ranks, self._derived(backend_ranks, channel))
         part._may_have_common = may_have_common
         return part
 
-    def adopt(self, part: Transport, ranks: Sequence[int]) -> None:
-        """From now on a transport of some of these ranks is counted here and fails together with this one, and errors
-        call its ranks what they are called here. ``ranks``: these, in its order."""
-        self._channel.adopt(part._channel, ranks)
+    def attach(self, part: Transport, ranks: Sequence[int]) -> None:
+        """Let a transport of some of these ranks share counters, failures and rank labels with this one. ``ranks``: the
+        ranks of ``part``, in its order, as they are numbered here."""
+        self._messenger.attach(part._messenger, ranks)
 
-    def over(self, carrier: Carrier) -> Transport:
-        """The same group over another carrier with the same ranks; this transport is not to be used any more."""
-        ranks = self._channel.ranks  # a channel of its own: this one has asked for messages that it will not read
-        return Transport(carrier, ranks, self._derived(ranks, -1))
+    def over(self, backend: Backend) -> Transport:
+        """Return the same group over another backend with the same ranks. This transport must not be used any more."""
+        ranks = self._messenger.ranks  # on another channel: this one has posted receives that it will not wait for
+        return Transport(backend, ranks, self._derived(ranks, -1))
 
-    def carried(self, ranks: Sequence[int]) -> list[int]:
-        """What the carrier calls these ranks."""
-        return [self._channel.ranks[rank] for rank in ranks]
+    def backend_ranks(self, ranks: Sequence[int]) -> list[int]:
+        """Return the backend's numbers of these ranks."""
+        return [self._messenger.ranks[rank] for rank in ranks]
 
     def sibling(self, channel: int) -> Transport:
-        """The same ranks with messages of their own, counted here and failing together. Called by all; nothing is
-        sent."""
-        ranks = self._channel.ranks
-        return Transport(self.carrier, ranks, self._derived(ranks, channel), like=self)
+        """Return a transport of the same ranks with messages of its own, which shares counters and failures with this
+        one. All ranks call it; nothing is sent."""
+        ranks = self._messenger.ranks
+        return Transport(self.backend, ranks, self._derived(ranks, channel), like=self)
 
-    def _derived(self, carried: Sequence[int], channel: int) -> int:
-        name = ",".join(map(str, (self._channel.number, channel, *carried)))
+    def _derived(self, backend_ranks: Sequence[int], channel: int) -> int:
+        name = ",".join(map(str, (self._messenger.number, channel, *backend_ranks)))
         return zlib.crc32(name.encode()) & 0xFFFFFF
 
     def fork(self) -> Transport:
-        """The same ranks with messages of their own, so that several users share a group. Collective."""
+        """Return a transport of the same ranks with messages of its own, for another user of the group. Collective."""
         tag = Tag(Kind.EXCHANGE, "opening a channel")
         channel = int.from_bytes(os.urandom(3), "little")
         first = self.exchange(channel.to_bytes(4, "little"), tag)[0]
-        return Transport(self.carrier, self._channel.ranks, int.from_bytes(first, "little"))
+        return Transport(self.backend, self._messenger.ranks, int.from_bytes(first, "little"))
 
     # -- messages -------------------------------------------------------------------------------------------------
 
     def isend(self, tensor: Tensor, to: int, tag: Tag, *, control: bool = False, whole: bool = False) -> Work:
-        """Start to send a 1-D contiguous tensor to rank ``to``; it must not be written before ``wait`` returns.
-        ``whole``: in one part, as where it is one of `chunks` itself; the receiver says the same."""
+        """Start to send a 1-D contiguous tensor to rank ``to``. It must not be written before ``wait`` returns.
+        ``whole``: in one part, for a tensor that is one of `chunks` itself. The receiver must pass the same."""
         self.check()
-        work, size = self._channel.send(_parts(tensor, whole), to, tag), tensor.numel() * tensor.itemsize
+        work, size = self._messenger.send(_parts(tensor, whole), to, tag), tensor.numel() * tensor.itemsize
         if control:
-            self._channel.counted.control_sent += size
+            self._messenger.counted.control_sent += size
         else:
-            self._channel.counted.sent += size
+            self._messenger.counted.sent += size
         return work
 
     def irecv(self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False, whole: bool = False) -> Work:
-        """Start to receive a 1-D contiguous tensor of exactly this size from rank ``source``. What is behind a first
-        part may be asked for only when something is sent, or `ask_rest` is called, or at a wait."""
+        """Start to receive a 1-D contiguous tensor of exactly this size from rank ``source``. Receives of the parts
+        behind the first are posted at the next send, at `post_remaining`, or at a wait."""
         return Chain(self.irecv_chunks(tensor, source, tag, control=control, whole=whole))
 
     def irecv_chunks(
         self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False, whole: bool = False
     ) -> Sequence[Work]:
-        """As `irecv`, for who begins before all is there: each of `chunks` is waited for, in order."""
+        """Like `irecv`, with one work for each of `chunks`, to be waited for in order."""
         self.check()
-        works, size = self._channel.recv(_parts(tensor, whole), source, tag), tensor.numel() * tensor.itemsize
+        works, size = self._messenger.recv(_parts(tensor, whole), source, tag), tensor.numel() * tensor.itemsize
         if control:
-            self._channel.counted.control_received += size
+            self._messenger.counted.control_received += size
         else:
-            self._channel.counted.received += size
+            self._messenger.counted.received += size
         return works
 
-    def ask_rest(self) -> None:
-        """Say that nothing more is sent now: what was not asked for yet is."""
-        self._channel.ask_rest()
+    def post_remaining(self) -> None:
+        """Post the receives that are put off: this rank sends nothing more now."""
+        self._messenger.post_remaining()
 
-    def lend(self, tensor: Tensor, spans: Sequence[tuple[int, int, int]], tag: Tag) -> Lent:
-        """Let ranks, which call `borrow`, read elements of a 1-D contiguous tensor where they are, or in a copy where
-        that is not `within_reach`; it must not be written before ``wait`` returns. ``spans``: rank, begin and end."""
+    def expose(self, tensor: Tensor, spans: Sequence[tuple[int, int, int]], tag: Tag) -> ExposedBuffer:
+        """Let other ranks, which call `map_buffers`, read elements of a 1-D contiguous tensor in place. If peers cannot
+        read its memory, they read a copy. The tensor must not be written before ``wait`` returns.
+
+        ``spans``: rank, and the elements' begin and end.
+        """
         self.check()
         assert self.memory is not None
-        place = self.memory.place(tensor) if tensor.numel() else 0
-        if place is None:
+        offset = self.memory.offset_of(tensor) if tensor.numel() else 0
+        if offset is None:
             first = min((begin for _, begin, _ in spans), default=0)
             last = max((end for _, _, end in spans), default=0)
-            tensor = self.within_reach(tensor[first:last])
+            tensor = self.peer_readable(tensor[first:last])
             spans = [(to, begin - first, end - first) for to, begin, end in spans]
-            place = self.memory.place(tensor) if tensor.numel() else 0
-        assert place is not None, "scratch memory is within reach"
-        return Lent(self._channel, tensor, place, spans, tag)
+            offset = self.memory.offset_of(tensor) if tensor.numel() else 0
+        assert offset is not None, "peers can read scratch memory"
+        return ExposedBuffer(self._messenger, tensor, offset, spans, tag)
 
-    def borrow(self, spans: Sequence[tuple[int, int]], dtype: torch.dtype, tag: Tag) -> Borrowed:
-        """Expect ranks to `lend`. ``spans``: rank, and how many elements it lends."""
+    def map_buffers(self, spans: Sequence[tuple[int, int]], dtype: torch.dtype, tag: Tag) -> PeerBuffers:
+        """Expect ranks to `expose` memory. ``spans``: rank, and how many elements it exposes."""
         self.check()
-        return Borrowed(self._channel, spans, dtype, tag)
+        return PeerBuffers(self._messenger, spans, dtype, tag)
 
     def exchange(self, data: bytes, tag: Tag) -> list[bytes]:
-        """Every rank's bytes, in rank order; lengths may differ. Collective. While other messages are under way, of at
-        most 64 KiB, or they would be waited for here."""
+        """Return every rank's bytes, in rank order. Lengths may differ. Collective.
+
+        While other messages are under way, these may be 64 KiB at most: otherwise this call would wait for them.
+        """
         self.check()
         self._log("exchanges bytes", tag)
-        channel, result = self._channel, [data] * self.world_size
+        messenger, result = self._messenger, [data] * self.world_size
         sends = self._enter(data, tag)
-        recvs = {source: channel.recv_control(source, tag) for source in self.peers()}
+        recvs = {source: messenger.recv_control(source, tag) for source in self.peers()}
         for to in self.peers():
-            sends += channel.send_rest(data, to, tag)
+            sends += messenger.send_rest(data, to, tag)
         for source, wait in recvs.items():
             result[source] = wait()
-        Settled(channel, sends).wait()
+        DeferredSends(messenger, sends).wait()
         return result
 
     def _enter(self, data: bytes, tag: Tag) -> list[Send]:
-        """Begin a message to every other rank, and ask for theirs before."""
+        """Post the receive of a header of every other rank, then begin a message to each."""
         for source in self.peers():
-            self._channel.ask(source, tag)
-        return [send for to in self.peers() for send in self._channel.send_control(data, to, tag)]
+            self._messenger.post_next_header(source, tag)
+        return [send for to in self.peers() for send in self._messenger.send_control(data, to, tag)]
 
     def announce(self, tag: Tag) -> Work:
-        """Say to every other rank that this one entered ``tag``, and expect the same of them, without any bytes."""
+        """Send every other rank the header of ``tag`` without any bytes, and expect the same from each."""
         self.check()
         self._log("announces itself", tag)
-        recvs = [self._channel.recv((), source, tag)[0] for source in self.peers()]
-        sends = [self._channel.send((), to, tag) for to in self.peers()]
-        return Chain([*recvs, Settled(self._channel, sends)])
+        recvs = [self._messenger.recv((), source, tag)[0] for source in self.peers()]
+        sends = [self._messenger.send((), to, tag) for to in self.peers()]
+        return Chain([*recvs, DeferredSends(self._messenger, sends)])
+
+    def announce_round(self, tag: Tag) -> Work:
+        """`announce` the first collective of a round; do nothing for the others. An algorithm calls this in each
+        reduce-scatter, unless it sends a message to every other rank before it waits: `meet` relies on one of them."""
+        if tag.round == self._announced_round:
+            return Chain(())
+        self._announced_round = tag.round
+        return self.announce(tag)
 
     def meet(self, tag: Tag, catch_up: Callable[[], None]) -> Tag:
-        """Return when all ranks are here, at the same ``tag.round``. Collective; the agreed tag is returned.
+        """A barrier that catches up. Return when all ranks are here, at the same ``tag.round``, with the agreed tag.
+        Collective.
 
-        ``tag.round`` is the number of rounds of collectives that this rank has entered. A rank that is told of a
-        later round calls ``catch_up``, which enters one more round, and announces itself again: so a rank that had
-        nothing to contribute still takes part in everything that the others began.
+        ``tag.round`` is the number of rounds of collectives that this rank has entered. If a rank learns that another
+        one has entered a later round, it calls ``catch_up``, which enters one more round, and sends its header again.
+        So a rank that has nothing to contribute still takes part in every round that others begin.
 
-        Messages of a pair are in order, so a rank reads of the others' rounds before it reads that they are here;
-        an announcement that is overtaken by a later round is dropped by whoever reads it (`Channel.confirm`).
+        Messages of a pair of ranks are in order, so a rank reads the headers of a peer's rounds before the header of
+        this barrier. A header of this barrier that is out of date, because its sender has entered a later round since,
+        is dropped by its reader (`Messenger.confirm`).
         """
         self.check()
         self._log("meets all ranks", tag)
@@ -241,7 +257,7 @@ class Transport:
         while True:
             sends += self._enter(b"", tag)
             if all(self._arrived(source, tag) for source in self.peers()):
-                Settled(self._channel, sends).wait()
+                DeferredSends(self._messenger, sends).wait()
                 return tag
             self._log("catches up", tag)
             catch_up()
@@ -249,71 +265,73 @@ class Transport:
 
     def _log(self, what: str, tag: Tag) -> None:
         if LOG.isEnabledFor(logging.DEBUG):
-            LOG.debug("%s: %s, in %s", self.called, what, describe(tag))
+            LOG.debug("%s: %s, in %s", self.rank_label, what, describe(tag))
 
     def _arrived(self, source: int, tag: Tag) -> bool:
-        """True when ``source`` is at ``tag``; False when it has entered a round that this rank has not."""
-        self._channel.confirm_expected(source)
+        """Return True if ``source`` is at ``tag``, False if it has entered a round that this rank has not."""
+        self._messenger.confirm_expected(source)
         while True:
-            header = self._channel.next_header(source, tag)
+            header = self._messenger.next_header(source, tag)
             theirs, _ = Tag.unpack(header)
             if theirs.same(tag):
                 return True
             if theirs.round > tag.round and theirs.kind in (Kind.REDUCE_SCATTER, Kind.MEET):
-                self._channel.streams[source].returned = header
+                self._messenger.states[source].unread_header = header
                 return False
             if not (theirs.kind is Kind.MEET and theirs.round < tag.round):
-                raise self._channel.mismatch(source, tag, theirs)
+                raise self._messenger.mismatch(source, tag, theirs)
 
     # -- failures and counts --------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> list[int]:
-        """Tell every other rank that this one failed, and return those that could not be told. The transport is of no
-        use afterwards; the carrier is."""
-        LOG.debug("%s: aborts: %s", self.called, reason)
-        return self._channel.abort(reason)
+        """Report to every other rank that this one failed, and return the ranks that the report cannot reach. This
+        transport is closed then. The backend remains usable."""
+        LOG.debug("%s: aborts: %s", self.rank_label, reason)
+        return self._messenger.abort(reason)
 
     @property
-    def called(self) -> str:
-        """What errors call this rank."""
-        return self._channel.name
+    def rank_label(self) -> str:
+        """The name of this rank in errors."""
+        return self._messenger.rank_label
 
     @property
     def broken(self) -> bool:
         """True after a failure: every further call raises."""
-        return self._channel.broken is not None
+        return self._messenger.broken is not None
 
     def check(self) -> None:
-        """Raise `CollectiveError`, naming the failure, where there was one, or in a process that was forked."""
-        self._channel.check()
+        """Raise `CollectiveError` after a failure, which it names, or in a process that was forked."""
+        self._messenger.check()
 
     def check_process(self) -> None:
-        """Raise `CollectiveError` in a process that was forked from the rank's."""
-        self._channel.check_process()
+        """Raise `CollectiveError` in a process that was forked from the rank's own."""
+        self._messenger.check_process()
 
     @property
     def traffic(self) -> Traffic:
         """What this rank has sent and received so far."""
-        c = self._channel.counted
+        c = self._messenger.counted
         return Traffic(c.sent, c.received, c.control_sent, c.control_received, c.messages)
 
     def count_payload(self, sent: int, received: int) -> None:
-        """For algorithms whose bytes do not pass through `isend` and `irecv`."""
-        self._channel.counted.sent += sent
-        self._channel.counted.received += received
+        """Count payload that does not pass through `isend` and `irecv`."""
+        self._messenger.counted.sent += sent
+        self._messenger.counted.received += received
 
 
-def _allocate(memory: Memory | None, nbytes: int, device: torch.device) -> UntypedStorage:
+def _allocate(memory: Backend | None, nbytes: int, device: torch.device) -> UntypedStorage:
     if memory is None or device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
     return memory.allocate(nbytes)
 
 
 def chunks(numel: int) -> Iterator[tuple[int, int]]:
-    """The parts, as begin and end in elements, in which many bytes travel over a network, so that what follows a part
-    hides behind the next: each is half of what is left, so that little is to do after the last, but not too long to
-    wait for, nor too short to be worth a message. Both sides cut alike. Nothing is one empty part, of which at least a
-    header tells."""
+    """Yield the parts, as begin and end in elements, in which a large message travels over a network.
+
+    The work on one part hides behind the transfer of the next. Each part is half of what is left, within limits: so
+    little work remains after the last part, and no part is too short to be worth a message. Both sides cut alike. An
+    empty message is one empty part, which has a header.
+    """
     begin = 0
     while True:
         half = -(-(numel - begin) // (2 * GRAIN)) * GRAIN

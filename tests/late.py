@@ -7,7 +7,7 @@ If an output is read too early, its NaN reaches the result. If an input or an ou
 raises an `AssertionError` with the rank, the operation and the tag. NCCL may read and write at any moment between the
 two. On one stream there are no other races.
 
-Knows: a carrier's tensors, and the tag in its callers' frames. Does not know: algorithms or optimizers.
+Knows: a backend's tensors, and the tag in its callers' frames. Does not know: algorithms or optimizers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from collectives import Loopback, Tag, Transport
 from collectives.backend import Pending
 from collectives.backends.gloo import _Collective
-from collectives.backends.threads import LoopbackCarrier, _World
+from collectives.backends.threads import ThreadBackend, _World
 from collectives.messages import describe
 
 from .carried import plain_sum
@@ -39,7 +39,7 @@ class LateTransfer:
 
     def __init__(
         self,
-        carrier: LateCarrier,
+        backend: LateBackend,
         name: str,
         source: Tensor,
         out: Tensor,
@@ -48,9 +48,9 @@ class LateTransfer:
         held: Tensor | None = None,
     ) -> None:
         """``sides``: the messages of the transfer; ``arrived``: the bytes for ``out``, after all of these messages."""
-        self.what = f"rank {carrier.rank}: {name} in {_tag_of_the_caller()}"
-        self._carrier, self._sides, self._arrived, self._held = carrier, sides, arrived, held
-        self._source, self._out = carrier.bytes_of(source), carrier.bytes_of(out)
+        self.what = f"rank {backend.rank}: {name} in {_tag_of_the_caller()}"
+        self._backend, self._sides, self._arrived, self._held = backend, sides, arrived, held
+        self._source, self._out = backend.bytes_of(source), backend.bytes_of(out)
         self._copy, self._poisoned = self._source.clone(), _apart(self._out, self._source)
         for part in self._poisoned:
             part.fill_(POISON)
@@ -61,10 +61,10 @@ class LateTransfer:
             return
         self.check()
         for side in self._sides:
-            side.wait(self._carrier.timeout if timeout is None else timeout)
+            side.wait(self._backend.timeout if timeout is None else timeout)
         self._out.copy_(self._arrived().view(torch.uint8))
         self._done, self._held = True, None
-        self._carrier.launched.discard(self)
+        self._backend.launched.discard(self)
 
     def check(self) -> None:
         """Raise `AssertionError` where the memory was written since the launch."""
@@ -74,10 +74,11 @@ class LateTransfer:
             raise AssertionError(f"{self.what}: its output was written before the wait")
 
 
-class LateCarrier(LoopbackCarrier):
-    """Messages between threads, and the collectives that `ProcessGroupCarrier` has."""
+class LateBackend(ThreadBackend):
+    """Messages between threads, and the collectives that `GlooBackend` has."""
 
     name = "late"
+    has_collectives = True
 
     def __init__(self, world: _World, rank: int, world_size: int, timeout: float) -> None:
         super().__init__(world, rank, world_size, timeout)
@@ -86,18 +87,18 @@ class LateCarrier(LoopbackCarrier):
 
     def bytes_of(self, tensor: Tensor) -> Tensor:
         """Return a tensor's memory as bytes, without keeping it alive."""
-        return self.look(self.rank, tensor.data_ptr(), tensor.nbytes, torch.uint8) if tensor.nbytes else NOTHING
+        return self.map_peer(self.rank, tensor.data_ptr(), tensor.nbytes, torch.uint8) if tensor.nbytes else NOTHING
 
-    def send(self, tensor: Tensor, to: int, slot: int) -> Pending:  # type: ignore[override]
+    def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
         side = super().send(tensor.clone(), to, slot)
         return LateTransfer(self, f"send to rank {to}", tensor, NOTHING, [side], lambda: NOTHING, tensor)
 
-    def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:  # type: ignore[override]
+    def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
         there = torch.empty_like(tensor)
         side = super().recv(there, source, slot)
         return LateTransfer(self, f"receive from rank {source}", NOTHING, tensor, [side], lambda: there, tensor)
 
-    def backend(self, device: torch.device) -> str:
+    def device_backend(self, device: torch.device) -> str:
         return self.name
 
     def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> Pending:
@@ -123,8 +124,8 @@ class LateCarrier(LoopbackCarrier):
         """``parts``: for each rank, to send; ``sizes``: of the parts to receive; ``combined``: these as the output."""
         there = [part.clone() if n == self.rank else part.new_empty(sizes[n]) for n, part in enumerate(parts)]
         peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        sides = [LoopbackCarrier.send(self, parts[to].clone(), to, SLOT) for to in peers]
-        sides += [LoopbackCarrier.recv(self, there[rank], rank, SLOT) for rank in peers]
+        sides = [ThreadBackend.send(self, parts[to].clone(), to, SLOT) for to in peers]
+        sides += [ThreadBackend.recv(self, there[rank], rank, SLOT) for rank in peers]
         transfer = LateTransfer(self, name, source, out, sides, lambda: combined(there))
         self.launched.add(transfer)
         self.most_launched = max(self.most_launched, len(self.launched))
@@ -132,20 +133,20 @@ class LateCarrier(LoopbackCarrier):
 
 
 class LateLoopback(Loopback[T]):
-    """A group of threads with `LateCarrier`."""
+    """A group of threads with `LateBackend`."""
 
     def __init__(self, world_size: int, *, timeout: float = 30.0) -> None:
         super().__init__(world_size)
         self._world = _World(None)  # in the other one the transports of `Loopback` expect messages already
-        self.carriers = [LateCarrier(self._world, rank, world_size, timeout) for rank in range(world_size)]
-        self.transports = [Transport(carrier) for carrier in self.carriers]
+        self.backends = [LateBackend(self._world, rank, world_size, timeout) for rank in range(world_size)]
+        self.transports = [Transport(backend) for backend in self.backends]
 
 
 def on_late_threads(world_size: int, program: Callable[[Transport], T]) -> list[T]:
-    """Run ``program`` as `collectives.on_threads` does, with `LateCarrier`. A collective without a wait is an error."""
+    """Run ``program`` as `collectives.on_threads` does, with `LateBackend`. A collective without a wait is an error."""
     group = LateLoopback[T](world_size)
     results = group.run(program)
-    forgotten = [transfer.what for carrier in group.carriers for transfer in carrier.launched]
+    forgotten = [transfer.what for backend in group.backends for transfer in backend.launched]
     assert not forgotten, f"{forgotten[0]}: it was never waited for"
     return results
 

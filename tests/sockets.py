@@ -1,6 +1,6 @@
 """Ranks of one process whose bytes travel as between processes: through real sockets and real shared memory.
 
-Knows: how carriers are connected. Does not know: what is sent.
+Knows: how backends are connected. Does not know: what is sent.
 """
 
 from __future__ import annotations
@@ -12,51 +12,51 @@ from typing import TypeVar
 from torch import Tensor
 
 from collectives import Loopback, Transport
-from collectives.backend import Carrier, Pending
+from collectives.backend import Backend, Pending
 from collectives.backends.arena import Arena, Window
-from collectives.backends.hybrid import RoutedCarrier
-from collectives.backends.rendezvous import Door, exchange_cards, join
-from collectives.backends.shared_memory import HostCarrier, Peer
+from collectives.backends.hybrid import HybridBackend
+from collectives.backends.rendezvous import HostListener, exchange_infos, join
+from collectives.backends.shared_memory import PeerProcess, SharedMemoryBackend
 
 T = TypeVar("T")
 ARENA = 1 << 26
 
 
-def mesh(world_size: int, timeout: float = 5.0) -> list[HostCarrier]:
-    """Connected carriers, for tests of a single thread: a frame that was sent is there."""
+def mesh(world_size: int, timeout: float = 5.0) -> list[SharedMemoryBackend]:
+    """Connected backends, for tests of a single thread: a frame that was sent is there."""
     arenas = [Arena(ARENA) for _ in range(world_size)]
-    peers: list[list[Peer | None]] = [[None] * world_size for _ in range(world_size)]
+    peers: list[list[PeerProcess | None]] = [[None] * world_size for _ in range(world_size)]
     for a in range(world_size):
         for b in range(a):
             ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             for rank, other, end in zip((a, b), (b, a), ends, strict=True):
-                peers[rank][other] = Peer(end, socket.socket(), Window(arenas[other].fd), 0, 0.0)
-    return [HostCarrier(rank, peers[rank], arenas[rank], timeout) for rank in range(world_size)]
+                peers[rank][other] = PeerProcess(end, socket.socket(), Window(arenas[other].fd), 0, 0.0)
+    return [SharedMemoryBackend(rank, peers[rank], arenas[rank], timeout) for rank in range(world_size)]
 
 
-def leave(carrier: HostCarrier) -> None:
+def leave(backend: SharedMemoryBackend) -> None:
     """As the end of a rank's process does."""
-    for peer in carrier._peers:
+    for peer in backend._peers:
         if peer is not None:
             peer.socket.close()
 
 
-def meet(transport: Transport) -> HostCarrier:
+def meet(transport: Transport) -> SharedMemoryBackend:
     """Connect the ranks of a transport, as ranks of one host do."""
-    door = Door(transport.world_size)
+    listener = HostListener(transport.world_size)
     try:
-        carrier = join(transport, door, exchange_cards(transport, door))
+        backend = join(transport, listener, exchange_infos(transport, listener))
     finally:
-        door.close()
-    assert isinstance(carrier, HostCarrier), carrier
-    return carrier
+        listener.close()
+    assert isinstance(backend, SharedMemoryBackend), backend
+    return backend
 
 
 def routed(transport: Transport, hosts: Sequence[Sequence[int]]) -> Transport:
-    """The ranks of each host connected, and the transport's own carrier between them, as if they were apart."""
+    """The ranks of each host connected, and the transport's own backend between them, as if they were apart."""
     mine = next(ranks for ranks in hosts if transport.rank in ranks)
     local = meet(transport.split(mine))
-    return transport.over(RoutedCarrier(transport.carrier, local, transport.carried(mine)))
+    return transport.over(HybridBackend(transport.backend, local, transport.backend_ranks(mine)))
 
 
 def on_sockets(world_size: int, program: Callable[[Transport], T], *, timeout: float = 20.0) -> list[T]:
@@ -64,25 +64,25 @@ def on_sockets(world_size: int, program: Callable[[Transport], T], *, timeout: f
     return Loopback[T](world_size, timeout=timeout).run(lambda transport: program(Transport(meet(transport))))
 
 
-class Wire:
-    """Threads' mailboxes as a network: a carrier whose ranks see none of each other's memory."""
+class Wire(Backend):
+    """Threads' mailboxes as a network: a backend whose ranks see none of each other's memory."""
 
     name = "wire"
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
-        self.rank, self.world_size, self.timeout = carrier.rank, carrier.world_size, carrier.timeout
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.rank, self.world_size, self.timeout = backend.rank, backend.world_size, backend.timeout
         self.sent = 0  # bytes
 
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
         self.sent += tensor.numel()
-        return self._carrier.send(tensor, to, slot)
+        return self._backend.send(tensor, to, slot)
 
     def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
-        return self._carrier.recv(tensor, source, slot)
+        return self._backend.recv(tensor, source, slot)
 
 
 def on_wires(world_size: int, program: Callable[[Transport], T], *, timeout: float = 20.0) -> list[T]:
     """As `collectives.on_threads`, without memory that others see."""
     group = Loopback[T](world_size, timeout=timeout)
-    return group.run(lambda transport: program(Transport(Wire(transport.carrier))))
+    return group.run(lambda transport: program(Transport(Wire(transport.backend))))

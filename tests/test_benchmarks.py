@@ -450,20 +450,20 @@ def test_what_crosses_between_hosts_is_the_closed_form(wire: Wire, operation: Op
 
 
 def _crossed(wire: Wire, operation: Operation, name: str) -> tuple[list[int], list[int]]:
-    """Payload bytes that left and reached each host, as the carrier of the ranks, threads here, saw them."""
+    """Payload bytes that left and reached each host, as the backend of the ranks, threads here, saw them."""
     loopback = Loopback[None](wire.world_size, timeout=10)
     of = wire.places.of
     crossed: Counter[tuple[int, int]] = Counter()
 
     def count(transport: Transport) -> None:
-        send = transport.carrier.send
+        send = transport.backend.send
 
         def counted(tensor, to, slot):
             if of[transport.rank] != of[to] and tensor.numel() != HEADER_BYTES:
                 crossed[of[transport.rank], of[to]] += tensor.numel()
             return send(tensor, to, slot)
 
-        transport.carrier.send = counted
+        transport.backend.send = counted
 
     for transport in loopback.transports:
         count(transport)

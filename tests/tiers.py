@@ -42,15 +42,13 @@ def assign(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
 
 def of_every_test() -> dict[str, str]:
     """Collect all tests, and return the tier of each, by the names of `COLLECTED`."""
-    offload_backend = _Keeper()
+    keeper = _Keeper()
     folder = str(Path(__file__).parent)
     with redirect_stdout(StringIO()):
-        status = pytest.main(
-            ["--collect-only", "-q", "-n=0", "-p", "no:cacheprovider", folder], plugins=[offload_backend]
-        )
+        status = pytest.main(["--collect-only", "-q", "-n=0", "-p", "no:cacheprovider", folder], plugins=[keeper])
     if status != pytest.ExitCode.OK:
         raise RuntimeError(f"the tests cannot be collected: pytest --collect-only ends with {status!r}")
-    return offload_backend.tiers
+    return keeper.tiers
 
 
 class _Keeper:

@@ -51,7 +51,8 @@ class Engine:
         self._inner, self._update = parts.inner, parts.update
         self.state = States(self._storage, self._inner)
         self.dicts = PlainDicts(parts.stage, self._storage, self._inner, parts.transport, parts.shards)
-        self._stepping, self._clipping = Event("step", self._transport.called), Event("clip", self._transport.called)
+        rank = self._transport.rank_label
+        self._stepping, self._clipping = Event("step", rank), Event("clip", rank)
         self._closed = ""  # why nothing can be done any more
         self._counted: set[str] = set()  # options that the class changes itself, perhaps only where it steps something
         self._blocks: list[AbstractContextManager[None]] = []  # of other ranks, inside `join`
@@ -95,7 +96,7 @@ class Engine:
 
     def _follow(self, call: Call, groups: Sequence[Options]) -> None:
         """Make another rank's call with it."""
-        LOG.debug("%s: follows another rank's %s", self._transport.called, call.name)
+        LOG.debug("%s: follows another rank's %s", self._transport.rank_label, call.name)
         adopt_options(groups, call.options)
         if self._reducer.divisor != call.divisor:
             self._reducer.set_divisor(call.divisor)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from collectives import Choice, Collective, Kind, Pairwise, Tag, Transport
 from collectives import build as build_collective
-from collectives.backend import OwnCollectives
 
 from .config import Config
 from .consistency import agree_on_construction
@@ -130,7 +129,7 @@ class Builder:
         if self.reshard_group_size in (1, shards.world_size):
             return None
         choice = build_collective(shards.sibling(3), "auto", device, self.reshard_group_size)
-        shards.adopt(choice.collective.transport, range(shards.world_size))
+        shards.attach(choice.collective.transport, range(shards.world_size))
         return choice
 
     def adopt(self, all_groups: Sequence[Options], first: int) -> None:
@@ -151,7 +150,7 @@ class Builder:
         try:
             yield
         except BaseException as error:
-            called = self.transport.called
+            called = self.transport.rank_label
             self.transport.abort(f"{called}, while parameters were taken over: {type(error).__name__}: {error}")
             raise
 
@@ -163,7 +162,7 @@ class Builder:
         LOG.info(
             "%s of %d: stage %d, %s, %d buckets, %d units, sharding factor %d, collective %s (%s), common memory: %s, "
             "offload: %s",
-            self.transport.called,
+            self.transport.rank_label,
             self.transport.world_size,
             self.stage.number,
             self.inner.name,
@@ -171,7 +170,7 @@ class Builder:
             len(set(units.values())),
             self.shards.world_size,
             self.collective.name,
-            self.choice.why,
+            self.choice.reason,
             self.storage.common_memory(),
             "none" if self.config.offload is None else self.config.offload.kind,
         )
@@ -291,7 +290,7 @@ class Builder:
         except (ValueError, OSError) as error:
             problem = error
         agree_on_construction(self.transport, [], problem)
-        rank = self.transport.called
+        rank = self.transport.rank_label
         return {
             bucket.index: OffloadedStates(
                 offload_backend,
@@ -346,8 +345,7 @@ def _transport(process_group: ProcessGroup | Transport | None) -> Transport:
 def backend_of(process_group: ProcessGroup | Transport | None, device: torch.device) -> str:
     """The name of what moves a device's tensors in a group; empty where nothing does."""
     if isinstance(process_group, Transport):
-        carrier = process_group.carrier
-        return carrier.backend(device) if isinstance(carrier, OwnCollectives) else ""
+        return process_group.backend.device_backend(device)
     from collectives.backends.gloo import backend_of
 
     return backend_of(process_group, device)

@@ -1,19 +1,19 @@
 """Several hosts: shared memory inside a host, and as few crossings between hosts as the order of the sum allows.
 
 The sum of a slice is formed in rank order, ((start + x_0) + x_1) + ... A *run* is a row of neighbouring ranks on one
-host. The running sum travels through the first runs, host by host, where one rank adds all of a run's contributions,
-which it reads in shared memory; then it goes home to the owner, who adds the rest: that of its own host from shared
-memory, and what is left from the other hosts directly, one message for each rank.
+host. The running sum visits the first runs, host by host. On each host one rank adds all contributions of the run,
+which it reads in shared memory. Then the sum goes home to the owner, who adds the rest: contributions of its own host
+from shared memory, and those of other hosts directly, one message for each rank.
 
     hosts A = {0, 1}, B = {2, 3}, no sum so far
     slice of rank 2:    A: x_0 + x_1  ->  B, at home: + x_2 + x_3                       1 crossing
     slice of rank 0:    A: x_0 + x_1  ->  B: + x_2 + x_3  ->  A, home                   2 crossings
                    or:  A, at home: x_0 + x_1 + x_2 + x_3, where x_2 and x_3 crossed    2 crossings
 
-`plans` chooses; its file says how often a slice crosses. All-gather crosses hosts - 1 times: each slice goes to one
-rank of each other host, where the others read it.
+`plans` chooses, and says how often a slice crosses. In an all-gather each slice crosses hosts - 1 times: to one rank of
+each other host, where the other ranks read it.
 
-Knows: which ranks share a host. Does not know: how hosts were found, or what carries bytes.
+Knows: which ranks share a host. Does not know: how hosts were found, or what moves bytes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..exposed_buffers import Borrowed
+from ..exposed_buffers import PeerBuffers
 from ..messages import Chain, CollectiveError, Tag, Work
 from ..transport import Transport, chunks
-from .ordered_sum import fold
+from .ordered_sum import ordered_sum
 from .plans import Hosts, Plan, plans
 
 
@@ -40,15 +40,14 @@ class Hierarchical:
     exact = True
 
     def __init__(self, transport: Transport, hosts: Sequence[Sequence[int]]) -> None:
-        """``transport``: over a carrier whose ranks see the memory of the ranks of their own host."""
+        """``transport``: over a backend whose ranks map the memory of the ranks of their own host."""
         self.transport = transport
         self.hosts = Hosts(hosts)
-        # What passes through a rank leaves it when somebody waits, perhaps after later collectives were launched: so it
-        # has an order of its own.
+        # A rank passes sums and slices on in a wait, perhaps after it has launched later collectives: so these messages
+        # have an order of their own.
         self.onward, self.relay = transport.sibling(1), transport.sibling(2)
         self.neighbours = [r for r in self.hosts.ranks[self.hosts.of[transport.rank]] if r != transport.rank]
         self._plans: dict[tuple[bool, int, int], list[Plan]] = {}
-        self._announced = 0  # the last round that the other ranks were told of
 
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
@@ -56,29 +55,26 @@ class Hierarchical:
         """See `collectives.Collective.reduce_scatter`. Receives running sums and contributions into scratch memory."""
         t = self.transport
         tag = replace(tag, digest=tag.digest ^ zlib.crc32(b"started")) if start is not None else tag
-        works: list[Work] = []
-        if tag.round != self._announced:
-            self._announced = tag.round
-            works.append(t.announce(tag))
+        announced = t.announce_round(tag)
         way = (start is not None, source.itemsize, out.itemsize)
         if way not in self._plans:
             self._plans[way] = plans(self.hosts, *way)
-        return Chain([*works, _ReduceScatter(self, source, bounds, out, start, tag, self._plans[way])])
+        return Chain([announced, _HierarchicalReduceScatter(self, source, bounds, out, start, tag, self._plans[way])])
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`."""
-        return _AllGather(self, buffer, bounds, tag)
+        return _HierarchicalAllGather(self, buffer, bounds, tag)
 
 
 @dataclass(frozen=True)
 class _Arriving:
-    """What another rank sends to a stop of this one, by chunks."""
+    """A tensor that another rank sends to a stop of this rank, by chunks."""
 
     tensor: Tensor
     works: Sequence[Work]
 
 
-class _ReduceScatter:
+class _HierarchicalReduceScatter:
     """The stops of one reduce-scatter that are this rank's, in the order (hop, owner), which all ranks share."""
 
     def __init__(
@@ -95,13 +91,13 @@ class _ReduceScatter:
         self._transport, self._onward, self._tag = t, algorithm.onward, tag
         self._bounds, self._out, self._start = bounds, out, start
         self._neighbours = neighbours
-        self._borrowed = t.borrow([(rank, source.numel()) for rank in neighbours], source.dtype, tag)
-        self._source = t.within_reach(source)
-        self._lent = t.lend(self._source, [(to, 0, source.numel()) for to in neighbours], tag)
+        self._mapped = t.map_buffers([(rank, source.numel()) for rank in neighbours], source.dtype, tag)
+        self._source = t.peer_readable(source)
+        self._exposed = t.expose(self._source, [(to, 0, source.numel()) for to in neighbours], tag)
         mine = [(hop, plan) for plan in plans for hop, stop in enumerate(plan.stops) if stop.at == t.rank]
         mine.sort(key=lambda item: (item[0], item[1].owner))
         self._sums = {(hop, plan.owner): self._sum(hop, plan) for hop, plan in mine}
-        # What others wait for first: at home a rank waits itself, for all that comes from elsewhere.
+        # Stops that other ranks wait for come first. The last stop of a plan, at home, waits for other hosts itself.
         self._stops = deque(sorted(mine, key=lambda item: item[0] + 1 == len(item[1].stops)))
         self._direct = {
             rank: self._receive(t, source.dtype, t.rank, rank)
@@ -110,27 +106,27 @@ class _ReduceScatter:
         }
         self._sends = list(self._send_contributions(plans))
         self._own_plan: Plan | None = plans[t.rank]
-        t.ask_rest()
+        t.post_remaining()
 
     def wait(self) -> None:
         if self._own_plan is not None:
             plan, self._own_plan = self._own_plan, None
             self._sends += self._send_start(plan)
         if self._stops:
-            self._borrowed.wait()
+            self._mapped.wait()
         while self._stops:
             try:
                 self._stop(*self._stops[0])
             except CollectiveError:
                 raise
             except BaseException as error:  # half a sum is no sum
-                self._transport.abort(f"{self._transport.called}, while adding up: {type(error).__name__}: {error}")
+                self._transport.abort(f"{self._transport.rank_label}, while adding up: {type(error).__name__}: {error}")
                 raise
             self._stops.popleft()
             if not self._stops:
-                self._borrowed.give_back()
+                self._mapped.release()
         Chain(self._sends).wait()
-        self._lent.wait()
+        self._exposed.wait()
 
     # -- what is sent and expected at once ----------------------------------------------------------------------------
 
@@ -141,12 +137,12 @@ class _ReduceScatter:
         return chunks(self._bounds[owner + 1] - self._bounds[owner])
 
     def _receive(self, transport: Transport, dtype: torch.dtype, owner: int, source: int) -> _Arriving:
-        """What its sender has as a whole: one message."""
+        """Receive a tensor that its sender has as a whole: one message."""
         target = self._scratch(dtype, owner)
         return _Arriving(target, transport.irecv_chunks(target, source, self._tag))
 
     def _receive_onward(self, owner: int, source: int) -> _Arriving:
-        """What its sender adds up itself: a message a chunk."""
+        """Receive a sum that its sender forms chunk by chunk: one message a chunk."""
         target = self._scratch(self._out.dtype, owner)
         works = [
             self._onward.irecv(target[low:high], source, self._tag, whole=True) for low, high in self._chunks(owner)
@@ -157,7 +153,7 @@ class _ReduceScatter:
         return self._transport.scratch(self._bounds[owner + 1] - self._bounds[owner], dtype, self._source.device)
 
     def _sum(self, hop: int, plan: Plan) -> _Arriving | None:
-        """The sum that comes to a stop of this rank; None where there is none yet."""
+        """Return the running sum that comes to a stop of this rank; None if there is none yet."""
         if hop:
             return self._receive_onward(plan.owner, plan.stops[hop - 1].at)
         if self._start is None:
@@ -167,20 +163,20 @@ class _ReduceScatter:
         return self._receive(self._onward, self._out.dtype, plan.owner, plan.owner)
 
     def _send_start(self, plan: Plan) -> list[Work]:
-        """The sum so far to where it is added to first."""
+        """Send the sum so far to the first stop of the plan."""
         first = plan.stops[0].at
         if self._start is None or first == plan.owner:
             return []
         return [self._onward.isend(self._start, first, self._tag)]
 
     def _send_contributions(self, plans: Sequence[Plan]) -> Iterator[Work]:
-        """Those of this rank that owners on other hosts add."""
+        """Send the contributions of this rank that owners on other hosts add."""
         rank = self._transport.rank
         for plan in plans:
             if plan.owner != rank and plan.owner not in self._neighbours and rank in plan.stops[-1].adds:
                 yield self._transport.isend(self._slice(self._source, plan.owner), plan.owner, self._tag)
 
-    # -- what is done when somebody waits -----------------------------------------------------------------------------
+    # -- what is done in a wait ---------------------------------------------------------------------------------------
 
     def _stop(self, hop: int, plan: Plan) -> None:
         """Add, chunk by chunk, and send each chunk on."""
@@ -195,67 +191,67 @@ class _ReduceScatter:
             for part in parts:
                 if part.works:
                     part.works[number].wait()
-            # host synchronisation: what came through the host is copied to where it is added
-            fold([part.tensor[low:high].to(out.device) for part in parts], out[low:high])
+            # host synchronisation: copies parts that came through the host's memory to the device of the sum
+            ordered_sum([part.tensor[low:high].to(out.device) for part in parts], out[low:high])
             if onward is not None:
                 self._sends.append(self._onward.isend(out[low:high], onward, self._tag, whole=True))
 
     def _contribution(self, rank: int, owner: int) -> _Arriving:
         if rank in self._direct:
             return self._direct[rank]
-        whole = self._borrowed.tensor(rank) if rank in self._neighbours else self._source
+        whole = self._mapped.tensor(rank) if rank in self._neighbours else self._source
         return _Arriving(self._slice(whole, owner), ())
 
 
-class _AllGather:
-    """A slice goes to its owner's neighbours, and to one rank of each other host, which lends it to its own."""
+class _HierarchicalAllGather:
+    """A slice goes to its owner's neighbours, and to one rank of each other host, which exposes it there."""
 
     def __init__(self, algorithm: Hierarchical, buffer: Tensor, bounds: Sequence[int], tag: Tag) -> None:
         t, hosts, neighbours = algorithm.transport, algorithm.hosts, algorithm.neighbours
         self._algorithm, self._buffer, self._bounds, self._tag = algorithm, buffer, bounds, tag
         here = hosts.of[t.rank]
         self._relayed = {owner: hosts.delegate(owner, here) for owner in range(t.world_size) if hosts.of[owner] != here}
-        self._borrowed = {rank: self._borrow(t, rank, rank) for rank in neighbours}
+        self._mapped = {rank: self._map(t, rank, rank) for rank in neighbours}
         self._arriving = {}
         for owner, delegate in self._relayed.items():
             if delegate == t.rank:
-                target = self._reachable(owner)
+                target = self._readable_target(owner)
                 self._arriving[owner] = _Arriving(target, [t.irecv(target, owner, tag)])
-        own = t.within_reach(self._slice(t.rank))
-        self._lent = [t.lend(own, [(to, 0, own.numel()) for to in neighbours], tag)]
+        own = t.peer_readable(self._slice(t.rank))
+        self._exposed = [t.expose(own, [(to, 0, own.numel()) for to in neighbours], tag)]
         delegates = [hosts.delegate(t.rank, host) for host in range(len(hosts.ranks)) if host != here]
         self._sends = [t.isend(own, to, tag) for to in delegates]
-        t.ask_rest()
+        t.post_remaining()
         self._done = False
 
     def wait(self) -> None:
         if self._done:
             return
         t, onward, neighbours = self._algorithm.transport, self._algorithm.relay, self._algorithm.neighbours
-        relayed = {o: self._borrow(onward, d, o) for o, d in self._relayed.items() if d != t.rank}
+        relayed = {o: self._map(onward, d, o) for o, d in self._relayed.items() if d != t.rank}
         for owner, arriving in self._arriving.items():
             Chain(arriving.works).wait()
             spans = [(to, 0, arriving.tensor.numel()) for to in neighbours]
-            self._lent.append(onward.lend(arriving.tensor, spans, self._tag))
+            self._exposed.append(onward.expose(arriving.tensor, spans, self._tag))
             if arriving.tensor.data_ptr() != self._slice(owner).data_ptr():
                 self._slice(owner).copy_(arriving.tensor)
-        for owner, (source, borrowed) in (self._borrowed | relayed).items():
-            borrowed.wait()
-            self._slice(owner).copy_(borrowed.tensor(source))  # host synchronisation: until a device has read it
-            borrowed.give_back()
+        for owner, (source, mapped) in (self._mapped | relayed).items():
+            mapped.wait()
+            self._slice(owner).copy_(mapped.tensor(source))  # host synchronisation: until a device has read it
+            mapped.release()
         self._done = True
-        Chain([*self._sends, *self._lent]).wait()
+        Chain([*self._sends, *self._exposed]).wait()
 
     def _slice(self, owner: int) -> Tensor:
         return self._buffer[self._bounds[owner] : self._bounds[owner + 1]]
 
-    def _reachable(self, owner: int) -> Tensor:
-        """Where a slice may arrive so that the neighbours can read it: its own place, or scratch memory."""
+    def _readable_target(self, owner: int) -> Tensor:
+        """Return memory for an arriving slice that the neighbours can read: its own place, or scratch memory."""
         t, place = self._algorithm.transport, self._slice(owner)
-        if t.reaches(place):
+        if t.peers_can_read(place):
             return place
         return t.scratch(place.numel(), place.dtype, torch.device("cpu"))
 
-    def _borrow(self, transport: Transport, source: int, owner: int) -> tuple[int, Borrowed]:
+    def _map(self, transport: Transport, source: int, owner: int) -> tuple[int, PeerBuffers]:
         spans = [(source, self._bounds[owner + 1] - self._bounds[owner])]
-        return source, transport.borrow(spans, self._buffer.dtype, self._tag)
+        return source, transport.map_buffers(spans, self._buffer.dtype, self._tag)

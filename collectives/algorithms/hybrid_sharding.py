@@ -1,15 +1,15 @@
-"""Slices that several replicas hold: an algorithm inside a replica, and from replica to replica only sums of slices.
+"""Slices that several replicas hold: an algorithm inside each replica, and only sums of slices between replicas.
 
     ranks 0 1 | 2 3 | 4 5, three replicas of two; rank 0, 2 and 4 own slice 0
 
-    slice 0:  rank 0: start + x_0 + x_1  ->  rank 2: + x_2 + x_3  ->  rank 4: + x_4 + x_5      the fold goes on
-              rank 0                     <-  rank 2               <-  rank 4                   the sum comes back
+    slice 0:  rank 0: start + x_0 + x_1  ->  rank 2: + x_2 + x_3  ->  rank 4: + x_4 + x_5      the sum goes on
+              rank 0                     <-  rank 2               <-  rank 4                   and comes back
 
-A replica is a row of neighbouring ranks, so the sum is formed in rank order, as if there were one. What a replica's own
-ranks gather from each other is the same in all of them. Between replicas a slice travels twice, less the ends, which is
-what a ring would send, and each rank talks to two others.
+A replica is a row of neighbouring ranks, so the sum is formed in rank order, as in a single replica. All replicas hold
+the same slices, so an all-gather stays inside a replica. Between replicas a slice travels twice, except at the ends,
+which is what a ring would send, and each rank talks to two others.
 
-Knows: the algorithm of a replica. Does not know: hosts; who builds it says which ranks are neighbours.
+Knows: the algorithm of a replica. Does not know: hosts. The caller chooses which ranks are neighbours.
 """
 
 from __future__ import annotations
@@ -19,46 +19,43 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..messages import Chain, Collective, Tag, Work
+from ..messages import Chain, Tag, Work
 from ..transport import Transport
+from .base import Collective
 
 
 class Replicated:
     """Reduce-scatter over all ranks onto the slices of each replica, and all-gather inside a replica.
 
-    ``bounds`` are cut for the ranks of a replica, `shards`, not for those of `transport`."""
+    ``bounds`` are for the ranks of a replica, `shards`, not for those of `transport`."""
 
     def __init__(self, transport: Transport, inner: Collective) -> None:
-        """``inner``: among the ranks of the replica that this rank belongs to, as many neighbours as in every other."""
+        """``inner``: the algorithm of this rank's replica. All replicas have the same number of ranks."""
         self.transport, self.inner, self.shards = transport, inner, inner.transport
         first = transport.rank - self.shards.rank
-        transport.adopt(self.shards, range(first, first + self.shards.world_size))
+        transport.attach(self.shards, range(first, first + self.shards.world_size))
         self.name, self.exact = inner.name, inner.exact
-        # A sum leaves when somebody waits, perhaps after later collectives were launched, so it has an order of its own
+        # A rank passes a sum on in a wait, perhaps after it has launched later collectives: an order of its own.
         self.onward = transport.sibling(1)
         before, after = transport.rank - self.shards.world_size, transport.rank + self.shards.world_size
         self.before = before if before >= 0 else None
         self.after = after if after < transport.world_size else None
-        self._announced = 0  # the last round that the other ranks were told of
 
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
-        """See `collectives.Collective.reduce_scatter`; all replicas have the same ``start``. Receives a sum into
-        scratch memory, where there was none to overwrite."""
-        works: list[Work] = []
-        if tag.round != self._announced:
-            self._announced = tag.round
-            works.append(self.transport.announce(tag))
-        return Chain([*works, _ReduceScatter(self, source, bounds, out, start, tag)])
+        """See `collectives.Collective.reduce_scatter`. All replicas have the same ``start``. Receives a sum into
+        ``start``, or into scratch memory if that is None."""
+        announced = self.transport.announce_round(tag)
+        return Chain([announced, _HybridReduceScatter(self, source, bounds, out, start, tag)])
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `collectives.Collective.all_gather`; every replica has the same slices."""
+        """See `collectives.Collective.all_gather`. Every replica has the same slices."""
         return self.inner.all_gather(buffer, bounds, tag=tag)
 
 
-class _ReduceScatter:
-    """A replica's part of a fold, between the sum of those before and the sum of all."""
+class _HybridReduceScatter:
+    """A replica's part of a reduce-scatter: it receives the sum of the replicas before, and later the sum of all."""
 
     def __init__(
         self,
@@ -76,10 +73,10 @@ class _ReduceScatter:
                 start = algorithm.shards.scratch(out.numel(), out.dtype, out.device)
             works.append(onward.irecv(start, before, tag))
         works.append(algorithm.inner.reduce_scatter(source, bounds, out, start=start, tag=tag))
-        onward.ask_rest()
+        onward.post_remaining()
 
         def exchange(after: int) -> Work:
-            total = onward.irecv(out, after, tag)  # which nobody has before what is here has arrived
+            total = onward.irecv(out, after, tag)  # sent only after this rank's sum has arrived there
             return Chain([onward.isend(out, after, tag), total])
 
         self._transport = algorithm.transport
@@ -95,8 +92,8 @@ class _ReduceScatter:
         while self._next:
             try:
                 self._under_way = self._next.popleft()()
-            except BaseException as error:  # nobody knows what was sent
-                called = self._transport.called
-                self._transport.abort(f"{called}, while passing a sum on: {type(error).__name__}: {error}")
+            except BaseException as error:  # what was sent is unknown
+                rank_label = self._transport.rank_label
+                self._transport.abort(f"{rank_label}, while passing a sum on: {type(error).__name__}: {error}")
                 raise
             self._under_way.wait()

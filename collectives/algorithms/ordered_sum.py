@@ -1,4 +1,4 @@
-"""The sum in rank order, ((a + b) + c) + ..., which is the sum of a single process that adds in that order.
+"""The sum in rank order, ((a + b) + c) + ...: the sum of a single process that adds in that order.
 
 Knows: tensors. Does not know: where they came from.
 """
@@ -14,11 +14,11 @@ BLOCK = 1 << 16  # elements; the running sum of a block stays in the cache while
 DEVICE_BLOCK = 1 << 22  # on an accelerator, where a launch costs more than a cache saves
 
 
-def fold(parts: Sequence[Tensor], out: Tensor) -> None:
+def ordered_sum(parts: Sequence[Tensor], out: Tensor) -> None:
     """Write ``((parts[0] + parts[1]) + parts[2]) + ...`` to ``out``, each sum rounded to ``out``'s dtype.
 
-    All tensors are 1-D of one length. ``out`` may be one of the parts, or share memory with one exactly; nothing else
-    is written.
+    All tensors are 1-D of one length. ``out`` may be one of the parts, or share exactly its memory. Nothing else is
+    written.
     """
     first, size = parts[0], out.numel()
     if len(parts) == 1:
@@ -31,14 +31,14 @@ def fold(parts: Sequence[Tensor], out: Tensor) -> None:
     block = BLOCK if out.device.type == "cpu" else DEVICE_BLOCK
     running = torch.empty(min(block, size), dtype=out.dtype, device=out.device)
     if size <= block:
-        _fold_block(parts, out, running)
+        _sum_block(parts, out, running)
         return
     for begin in range(0, size, block):
         end = min(begin + block, size)
-        _fold_block([part[begin:end] for part in parts], out[begin:end], running[: end - begin])
+        _sum_block([part[begin:end] for part in parts], out[begin:end], running[: end - begin])
 
 
-def _fold_block(parts: Sequence[Tensor], out: Tensor, total: Tensor) -> None:
+def _sum_block(parts: Sequence[Tensor], out: Tensor, total: Tensor) -> None:
     if parts[0].dtype == out.dtype:
         torch.add(parts[0], parts[1], out=total)
     else:

@@ -1,13 +1,13 @@
-"""Direct exchange: every owner receives each rank's contribution to its slice and folds them in rank order.
+"""Direct exchange: every owner receives each rank's contribution to its slice and adds them up in rank order.
 
     rank 0 | x00 | x01 | x02 |        owner 0:  start + x00 + x10 + x20
     rank 1 | x10 | x11 | x12 |        owner 1:  start + x01 + x11 + x21
     rank 2 | x20 | x21 | x22 |        owner 2:  start + x02 + x12 + x22
 
-A rank sends all of its contribution but its own slice, as in a ring, and the sum is that of a single process.
-Receives are posted before sends, which on a real wire halves the time (all but a first chunk's, which are posted while
-the first send is on its way), and everything in chunks, of which all but the last are folded while later ones arrive.
-An empty slice is a header without bytes, so that every rank hears from every other that it is there.
+A rank sends all of its contribution except its own slice, as in a ring, and the sum is that of a single process.
+Receives are posted before sends, which halves the time on a real network. (Those behind the first chunk are posted
+while the first send is under way.) Everything travels in chunks, and chunks are added up while later ones arrive. An
+empty slice is a header without bytes, so every rank hears from every other rank.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ..messages import Chain, Tag, Work
 from ..transport import GRAIN, Transport, chunks
-from .ordered_sum import fold
+from .ordered_sum import ordered_sum
 
 
-class _ReduceScatter:
-    """``pieces``: of each chunk of the owner's slice, what must arrive for it, its parts in rank order, and its sum."""
+class _PairwiseReduceScatter:
+    """``pieces``: for each chunk of the owner's slice, the receives, the parts in rank order, and the sum."""
 
     def __init__(
         self, transport: Transport, pieces: Sequence[tuple[Chain, list[Tensor], Tensor]], sends: Sequence[Work]
@@ -36,9 +36,9 @@ class _ReduceScatter:
             recvs.wait()
             self._pieces.popleft()
             try:
-                fold(parts, out)
+                ordered_sum(parts, out)
             except BaseException as error:  # half a sum is no sum
-                self._transport.abort(f"{self._transport.called}, while adding up: {type(error).__name__}: {error}")
+                self._transport.abort(f"{self._transport.rank_label}, while adding up: {type(error).__name__}: {error}")
                 raise
         self._sends.wait()
 
@@ -58,7 +58,7 @@ class Pairwise:
         """See `collectives.Collective.reduce_scatter`. Receives (W - 1) slices into scratch memory."""
         t = self.transport
         low, high = bounds[t.rank], bounds[t.rank + 1]
-        width = -(-(high - low) // GRAIN) * GRAIN  # each begins on a boundary
+        width = -(-(high - low) // GRAIN) * GRAIN  # each contribution begins on a boundary
         scratch = t.scratch((t.world_size - 1) * width, source.dtype, source.device)
         arriving = {rank: scratch[n * width : n * width + high - low] for n, rank in enumerate(t.peers())}
         works = [t.irecv_chunks(tensor, rank, tag) for rank, tensor in arriving.items()]
@@ -68,10 +68,12 @@ class Pairwise:
             for rank in range(t.world_size):
                 parts.append((source[low:high] if rank == t.rank else arriving[rank])[begin:end])
             pieces.append((Chain(chunk[number] for chunk in works), parts, out[begin:end]))
-        return _ReduceScatter(t, pieces, [t.isend(source[bounds[to] : bounds[to + 1]], to, tag) for to in t.peers()])
+        return _PairwiseReduceScatter(
+            t, pieces, [t.isend(source[bounds[to] : bounds[to + 1]], to, tag) for to in t.peers()]
+        )
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `collectives.Collective.all_gather`. Each slice arrives in its place; no scratch memory."""
+        """See `collectives.Collective.all_gather`. Each slice arrives in its place, without scratch memory."""
         t = self.transport
         recvs = [t.irecv(buffer[bounds[source] : bounds[source + 1]], source, tag) for source in t.peers()]
         own = buffer[bounds[t.rank] : bounds[t.rank + 1]]

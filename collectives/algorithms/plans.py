@@ -1,9 +1,9 @@
-"""How a sum is formed over several hosts: which ranks it stops at, and what crosses between hosts.
+"""How a sum is formed over several hosts: the ranks at which it stops, and what crosses between hosts.
 
-With no sum so far a slice crosses at least hosts - 1 times. One rank a host: exactly that, by direct exchange, as in a
-ring. Several ranks a host: hosts - 1 times for slices of the last host (in rank order), else once more, as the sum has
-to come home; on average over H equal hosts H - 1/H times. A sum so far, which has to reach the first host, costs up to
-one crossing more.
+With no sum so far a slice crosses at least hosts - 1 times. With one rank a host it crosses exactly so often, by direct
+exchange, as in a ring. With several ranks a host: hosts - 1 times for slices of the last host (in rank order), and once
+more for the others, as the sum has to come home; on average over H equal hosts H - 1/H times. A sum so far, which has
+to reach the first host, costs up to one crossing more.
 
 Knows: which ranks share a host. Does not know: bytes, transports.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 class Hosts:
-    """``ranks`` of each host, ascending; ``of``: rank -> host; ``runs``: all ranks in order, cut where hosts change."""
+    """``ranks``: of each host, ascending. ``of``: rank -> host. ``runs``: all ranks in order, cut at each new host."""
 
     def __init__(self, ranks: Sequence[Sequence[int]]) -> None:
         self.ranks = tuple(map(tuple, ranks))
@@ -25,7 +25,7 @@ class Hosts:
         self.runs = [list(run) for _, run in itertools.groupby(sorted(self.of), key=self.of.__getitem__)]
 
     def delegate(self, owner: int, host: int) -> int:
-        """The rank of ``host`` that works for ``owner``: itself at home, else evenly spread."""
+        """Return the rank of ``host`` that works for ``owner``: the owner itself at home, else evenly spread."""
         if self.of[owner] == host:
             return owner
         place = self.ranks[self.of[owner]].index(owner)
@@ -42,8 +42,8 @@ class Stop:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the sum of one owner's slice is formed. The last stop is the owner; elsewhere only neighbours' contributions
-    are added. A sum so far is sent to the first stop."""
+    """How the sum of one owner's slice is formed. The last stop is the owner. The other stops add contributions of
+    their neighbours only. A sum so far is sent to the first stop."""
 
     owner: int
     stops: tuple[Stop, ...]
@@ -63,25 +63,28 @@ class Plan:
 
     @property
     def bytes_per_element(self) -> int:
-        """That cross between hosts, of the owner's slice."""
+        """Bytes that cross between hosts, for an element of the owner's slice."""
         return sum(size for _, _, size in self.links)
 
 
 def plans(hosts: Hosts, started: bool, travel: int, accumulate: int) -> list[Plan]:
-    """A plan for each owner: of those with the fewest bytes between hosts one that loads no link much. ``started``:
-    there is a sum so far, at the owner; ``travel`` and ``accumulate``: bytes of an element of a contribution and of a
-    sum. Slices count as equally long. The same on every rank."""
+    """Return a plan for each owner, the same on every rank: among those with the fewest bytes between hosts, one that
+    keeps the load of the busiest link low.
+
+    ``started``: the owner has a sum so far. ``travel`` and ``accumulate``: bytes of an element of a contribution and of
+    a sum. Slices count as equally long.
+    """
     choices = {owner: _cheapest(hosts, owner, started, travel, accumulate) for owner in sorted(hosts.of)}
     load: Counter[tuple[int, bool]] = Counter()  # (host, outwards) -> bytes
     chosen: dict[int, Plan] = {}
-    for owner in sorted(choices, key=lambda owner: (len(choices[owner]), owner)):  # those without a choice first
+    for owner in sorted(choices, key=lambda owner: (len(choices[owner]), owner)):  # owners without a choice first
         chosen[owner] = min(choices[owner], key=lambda plan: (_busiest(load + _load(plan)), len(plan.stops)))
         load += _load(chosen[owner])
     return [chosen[owner] for owner in sorted(chosen)]
 
 
 def _cheapest(hosts: Hosts, owner: int, started: bool, travel: int, accumulate: int) -> list[Plan]:
-    """All plans with the fewest bytes, the shortest first."""
+    """Return all plans with the fewest bytes, the shortest first."""
     found = [Plan.of(hosts, owner, length, started, travel, accumulate) for length in range(len(hosts.runs) + 1)]
     least = min(plan.bytes_per_element for plan in found)
     return [plan for plan in found if plan.bytes_per_element == least]

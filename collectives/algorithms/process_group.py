@@ -1,29 +1,31 @@
-"""Algorithms that are made of the carrier's own collectives: how one is entered, waited for, and ended by a failure.
+"""Algorithms that are made of the backend's own collectives, and how such a collective is begun, awaited and aborted.
 
-Such a collective has no headers: ranks that entered different ones would mix their bytes, or wait for each other until
-the time limit. So each rank first says to all others what it enters, cut where, in which dtype, by headers of the
-transport, and begins when it has read the same of all. That also keeps the order in which the carrier wants them.
+Such a collective has no headers. Ranks that entered different ones would mix their bytes, or wait for each other until
+the time limit. So each rank first sends a header to all others, with a digest of bounds and dtype, and begins when it
+has read the same header from all. That also keeps the order in which the backend wants the collectives.
 
-Knows: tags, and collectives of a carrier. Does not know: what an algorithm makes of them, or what the carrier is.
+Knows: tags, and collectives of a backend. Does not know: what the backend is.
 """
 
 from __future__ import annotations
 
 import itertools
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..backend import OwnCollectives, Pending
+from ..backend import Backend, Pending
 from ..messages import Chain, CollectiveError, PeerError, Tag, Work, as_bytes
 from ..transport import Transport
+from .ordered_sum import ordered_sum
 
 
 class _Running:
-    """A collective of the carrier, and what is left to do when its bytes are here."""
+    """A collective of the backend, and the work that is left when its bytes are here."""
 
     def __init__(self, transport: Transport, tag: Tag, pending: Pending | None, finish: Callable[[], None]) -> None:
         self._transport, self._tag, self._pending = transport, tag, pending
@@ -43,50 +45,81 @@ class _Running:
         try:
             finish()
         except BaseException as error:  # half a sum is no sum
-            t.abort(f"{t.called}, while adding up: {type(error).__name__}: {error}")
+            t.abort(f"{t.rank_label}, while adding up: {type(error).__name__}: {error}")
             raise
 
 
-class CarrierCalls:
-    """A carrier's own collectives, for the algorithm ``name``; a single rank needs none."""
+@dataclass(frozen=True)
+class _Exchange:
+    """How this rank gets the contributions to its slice. ``parts``: to be added up, in this order, when ``call`` is
+    done. ``sent`` and ``received``: bytes of payload."""
 
-    def __init__(self, transport: Transport, name: str) -> None:
-        self._transport, carrier = transport, transport.carrier
-        self._carrier: OwnCollectives | None = carrier if isinstance(carrier, OwnCollectives) else None
+    call: Callable[[Backend], Pending]
+    parts: Sequence[Tensor]
+    sent: int
+    received: int
+
+
+class ProcessGroupAlgorithm(ABC):
+    """An algorithm that is made of a backend's own collectives; a single rank needs none."""
+
+    name: str
+    exact: bool
+
+    def __init__(self, transport: Transport) -> None:
+        """``transport``: over a torch.distributed process group of exactly its ranks."""
+        self.transport, backend = transport, transport.backend
         if transport.world_size == 1:
             return
-        if self._carrier is None:
-            raise CollectiveError(f"collective {name!r} needs a torch.distributed process group")
-        if transport.carried(range(transport.world_size)) != list(range(carrier.world_size)):
-            raise CollectiveError(f"collective {name!r} needs a process group of exactly these ranks, in their order")
+        if not backend.has_collectives:
+            raise CollectiveError(f"collective {self.name!r} needs a torch.distributed process group")
+        if transport.backend_ranks(range(transport.world_size)) != list(range(backend.world_size)):
+            raise CollectiveError(
+                f"collective {self.name!r} needs a process group of exactly these ranks, in their order"
+            )
 
-    def start(
+    @abstractmethod
+    def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
+        """Plan the reduce-scatter of ``source``. ``numel``: elements of this rank's slice."""
+
+    def reduce_scatter(
+        self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
+    ) -> Work:
+        """See `collectives.Collective.reduce_scatter`, and `_exchange` for the scratch memory."""
+        t, before = self.transport, [] if start is None else [start]
+        if t.world_size == 1:
+            return _Running(t, tag, None, lambda: ordered_sum([*before, source], out))
+        exchange = self._exchange(source, bounds, out.numel())
+        parts = [*before, *exchange.parts]
+        work = self._start(tag, bounds, source.dtype, exchange.call, lambda: ordered_sum(parts, out))
+        t.count_payload(exchange.sent, exchange.received)
+        return work
+
+    def _start(
         self,
         tag: Tag,
         bounds: Sequence[int],
         dtype: torch.dtype,
-        call: Callable[[OwnCollectives], Pending],
+        call: Callable[[Backend], Pending],
         finish: Callable[[], None],
     ) -> Work:
-        """Begin ``call`` when all ranks are here; ``finish`` runs when it is done. Nothing to move needs no call."""
-        t, carrier = self._transport, self._carrier
-        if t.world_size == 1 or carrier is None:
-            return _Running(t, tag, None, finish)
+        """Begin ``call`` when all ranks are here. ``finish`` runs when it is done. An empty collective has no call."""
+        t = self.transport
         agreed = zlib.crc32(repr((tag.digest, list(bounds), dtype)).encode())
         t.announce(replace(tag, digest=agreed)).wait()
         try:
-            pending = call(carrier) if bounds[-1] else None
+            pending = call(t.backend) if bounds[-1] else None
         except PeerError as error:
             raise _lost(t, tag, error) from error
         except BaseException as error:  # the others have begun
-            t.abort(f"{t.called}, in {tag.label}: {type(error).__name__}: {error}")
+            t.abort(f"{t.rank_label}, in {tag.label}: {type(error).__name__}: {error}")
             raise
         return _Running(t, tag, pending, finish)
 
-    def all_gather(self, buffer: Tensor, bounds: Sequence[int], tag: Tag) -> Work:
-        """See `collectives.Collective.all_gather`. Equal slices arrive in their place; uneven ones are padded to the
-        longest, in scratch memory as long as all of them, and counted so."""
-        t = self._transport
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
+        """See `collectives.Collective.all_gather`. Equal slices arrive in their place. Uneven slices are padded to the
+        longest, in scratch memory as long as all of them, and the padding is counted as payload."""
+        t = self.transport
         if t.world_size == 1:
             return Chain(())
         width = max(high - low for low, high in itertools.pairwise(bounds))
@@ -106,19 +139,76 @@ class CarrierCalls:
             for target, arrived in copies:
                 target.copy_(arrived)
 
-        work = self.start(
-            tag, bounds, buffer.dtype, lambda carrier: carrier.all_gather(as_bytes(padded), as_bytes(sent)), finish
+        work = self._start(
+            tag, bounds, buffer.dtype, lambda backend: backend.all_gather(as_bytes(padded), as_bytes(sent)), finish
         )
         moved = (t.world_size - 1) * width * buffer.itemsize
         t.count_payload(moved, moved)
         return work
 
 
+class AllToAll(ProcessGroupAlgorithm):
+    """Direct exchange by the backend's own all-to-all, and the sum in rank order.
+
+        rank 0 | x00 | x01 | x02 |   all-to-all    rank 0 | x00 | x10 | x20 |   sum    start + x00 + x10 + x20
+        rank 1 | x10 | x11 | x12 |      --->       rank 1 | x01 | x11 | x21 |   -->    start + x01 + x11 + x21
+        rank 2 | x20 | x21 | x22 |                 rank 2 | x02 | x12 | x22 |          start + x02 + x12 + x22
+
+    It is for NCCL, whose own sums have no fixed order. A rank sends (W - 1)/W of its contribution, as in a
+    reduce-scatter, and nothing is added on the way. Among GPUs of one host that costs no more than NCCL's own
+    reduce-scatter. Between hosts the latter sends less: it adds the contributions of a host before it sends.
+
+    The tensor's device decides what carries the bytes, in one process group: in "cpu:gloo,cuda:nccl", NCCL carries CUDA
+    tensors, and gloo the headers. This was run over gloo, never on NCCL.
+    """
+
+    name = "all_to_all"
+    exact = True
+
+    def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
+        """Receive W slices, this rank's own among them, into scratch memory."""
+        t = self.transport
+        sizes = [(high - low) * source.itemsize for low, high in itertools.pairwise(bounds)]
+        own = sizes[t.rank]
+        arrived = t.scratch(t.world_size * numel, source.dtype, source.device)
+
+        def call(backend: Backend) -> Pending:
+            return backend.all_to_all(as_bytes(arrived), as_bytes(source), [own] * t.world_size, sizes)
+
+        parts = arrived.view(t.world_size, numel).unbind()
+        return _Exchange(call, parts, sum(sizes) - own, (t.world_size - 1) * own)
+
+
+class Native(ProcessGroupAlgorithm):
+    """The reduce-scatter and all-gather of torch.distributed, on slices that are padded to equal length. It is the
+    baseline, and sends least between hosts over NCCL.
+
+    The backend has an order of sums of its own. Payload is counted as a ring would send it, padding included.
+    """
+
+    name = "native"
+    exact = False
+
+    def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
+        """Add up in ``source``'s dtype. The padded slices and the sum are in scratch memory."""
+        t = self.transport
+        width = max(high - low for low, high in itertools.pairwise(bounds))
+        padded = t.scratch(width * t.world_size, source.dtype, source.device).zero_()
+        for rank, (low, high) in enumerate(itertools.pairwise(bounds)):
+            padded[rank * width : rank * width + high - low].copy_(source[low:high])
+        summed = t.scratch(width, source.dtype, source.device)
+        moved = (t.world_size - 1) * width * source.itemsize
+        return _Exchange(lambda backend: backend.reduce_scatter(summed, padded), [summed[:numel]], moved, moved)
+
+
 def _lost(transport: Transport, tag: Tag, error: PeerError) -> PeerError:
-    """What to raise where a collective of the carrier failed, which does not say because of whom: whoever cannot be
-    told so may be the one. Where a time limit passed in its midst nobody is named: gloo then closes connections as it
-    likes, so that silence is no proof, and all the others wait as this rank does."""
-    reason = f"{transport.called}, in {tag.label}: the process group's own collective failed ({error})"
-    untold = transport.abort(reason)
-    who = f"; no answer from rank {' or '.join(map(str, untold))}" if untold else ""
+    """Abort after a failed collective of the backend, and return the error to raise.
+
+    The backend does not report which rank failed. A rank that the abort cannot reach may be the one, so the error names
+    it. After a time limit in the middle of a collective the error names no rank: gloo then closes connections at will,
+    and all the other ranks wait as this one does.
+    """
+    reason = f"{transport.rank_label}, in {tag.label}: the process group's own collective failed ({error})"
+    unreached = transport.abort(reason)
+    who = f"; no answer from rank {' or '.join(map(str, unreached))}" if unreached else ""
     return PeerError(reason + who)

@@ -1,13 +1,13 @@
-"""Neighbours only, W - 1 rounds: the textbook algorithm, to compare with.
+"""A ring of neighbours, W - 1 rounds: the textbook algorithm, for comparison.
 
-A slice's sum travels around the ring and is formed in the order of the ring, which begins behind the owner: another
-order, and so other bits, than the fold in rank order. It is exact where sums are (integer-valued gradients).
+The sum of a slice travels around the ring and is formed in the order of the ring, which begins behind the owner. That
+is another order than rank order, and so gives other bits. It is exact where sums are (integer-valued gradients).
 
     round 0:  rank r sends slice r - 1 (mod W); what it receives it adds to slice r - 2, which it sends in round 1 ...
 
-Slices travel in chunks, and a chunk goes on as soon as it was added, while later ones of its slice still arrive.
-A rank sends to one neighbour and hears only from the other. So that it need not wait for one that failed and cannot
-say so, all ranks announce themselves to each other before the first round.
+Slices travel in chunks. A chunk goes on as soon as it was added, while later chunks of its slice still arrive. A rank
+sends to one neighbour and receives from the other alone. If any other rank failed, it could not learn of that: so all
+ranks announce themselves to each other before the first round.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..transport import Transport, chunks
 
 
 class _Rounds:
-    """The rounds of a ring, which run when somebody waits: each needs the one before."""
+    """The rounds of a ring, which run in the wait: each needs the one before."""
 
     def __init__(self, ring: Ring, tag: Tag, run: Callable[[], None]) -> None:
         self._transport, self._tag = ring.transport, tag
@@ -48,8 +48,8 @@ class Ring:
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
-        """See `collectives.Collective.reduce_scatter`; sums in ``source``'s dtype, in the order of the ring. Receives
-        into scratch memory as long as the largest slice, for each round."""
+        """See `collectives.Collective.reduce_scatter`. Adds up in ``source``'s dtype, in the order of the ring.
+        Receives into scratch memory, for each round as long as its slice."""
         t = self.transport
         parts = [source[low:high] for low, high in itertools.pairwise(bounds)]
 
@@ -76,8 +76,10 @@ class Ring:
         tag: Tag,
         add: Callable[[Tensor, Tensor], object] | None,
     ) -> None:
-        """Send ``order[0]``; then each chunk that arrives, of ``order[1]`` first, goes on in the next round, but of the
-        last. ``arriving``: where the chunks of ``order[1:]`` arrive; ``add``: what is done with one before it goes on.
+        """Send ``order[0]``. Then send each chunk that arrives on in the next round, except in the last round.
+
+        ``arriving``: the memory into which the chunks of ``order[1:]`` are received. ``add``: is called with a chunk of
+        this rank's slice and the one that arrived, before the former is sent on.
         """
         t = self.transport
         right, left = (t.rank + 1) % t.world_size, (t.rank - 1) % t.world_size

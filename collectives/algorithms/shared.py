@@ -1,10 +1,10 @@
-"""Ranks of one host, through memory that all of them see.
+"""Ranks of one host, through memory that all of them map.
 
-    rank 0 | x00 | x01 |  owner 0 reads x10 where rank 1 has it, folds in rank order, and says that it has read
-    rank 1 | x10 | x11 |  owner 1 reads x01 where rank 0 has it, ...
+    rank 0 | x00 | x01 |  owner 0 reads x10 in rank 1's memory, adds up in rank order, and releases it
+    rank 1 | x10 | x11 |  owner 1 reads x01 in rank 0's memory, ...
 
-A contribution lies in shared memory from the start (`Transport.scratch`, `Transport.empty`), so nothing is copied in;
-one that does not is copied there first. The bytes read are those of a direct exchange, and so is the sum.
+A contribution lies in shared memory from the start (`Transport.scratch`, `Transport.empty`), so no copy is needed. If
+one lies elsewhere, it is copied there first. The bytes read are those of a direct exchange, and so is the sum.
 """
 
 from __future__ import annotations
@@ -13,30 +13,33 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..exposed_buffers import Borrowed, Lent
+from ..exposed_buffers import ExposedBuffer, PeerBuffers
 from ..messages import CollectiveError, Tag, Work
 from ..transport import Transport
-from .ordered_sum import fold
+from .ordered_sum import ordered_sum
 
 
 class _Reading:
-    """Memory of the peers that is read when all of it is there, and given back; then this rank's own is free again."""
+    """Reads memory of the peers when all of it is exposed, and releases it. Then it waits until the peers release this
+    rank's own."""
 
-    def __init__(self, transport: Transport, borrowed: Borrowed, lent: Lent, read: Callable[[], None]) -> None:
-        self._transport, self._borrowed, self._lent = transport, borrowed, lent
+    def __init__(
+        self, transport: Transport, mapped: PeerBuffers, exposed: ExposedBuffer, read: Callable[[], None]
+    ) -> None:
+        self._transport, self._mapped, self._exposed = transport, mapped, exposed
         self._read: Callable[[], None] | None = read
 
     def wait(self) -> None:
         if self._read is not None:
-            self._borrowed.wait()
+            self._mapped.wait()
             read, self._read = self._read, None
             try:
                 read()
             except BaseException as error:  # half a sum is no sum
-                self._transport.abort(f"{self._transport.called}, while reading: {type(error).__name__}: {error}")
+                self._transport.abort(f"{self._transport.rank_label}, while reading: {type(error).__name__}: {error}")
                 raise
-            self._borrowed.give_back()
-        self._lent.wait()
+            self._mapped.release()
+        self._exposed.wait()
 
 
 class Shared:
@@ -46,7 +49,7 @@ class Shared:
     exact = True
 
     def __init__(self, transport: Transport) -> None:
-        """``transport``: over a carrier whose ranks see each other's memory."""
+        """``transport``: over a backend whose ranks map each other's memory."""
         if transport.memory is None:
             raise CollectiveError(f"collective 'shared' needs ranks that share memory, which {transport.name} has not")
         self.transport = transport
@@ -54,31 +57,33 @@ class Shared:
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
-        """See `collectives.Collective.reduce_scatter`. Needs no scratch memory but a block of the fold's."""
+        """See `collectives.Collective.reduce_scatter`. Needs no scratch memory except a block of `ordered_sum`."""
         t = self.transport
         low, high = bounds[t.rank], bounds[t.rank + 1]
-        borrowed = t.borrow([(rank, high - low) for rank in t.peers()], source.dtype, tag)
-        lent = t.lend(source, [(to, bounds[to], bounds[to + 1]) for to in t.peers()], tag)
+        mapped = t.map_buffers([(rank, high - low) for rank in t.peers()], source.dtype, tag)
+        exposed = t.expose(source, [(to, bounds[to], bounds[to + 1]) for to in t.peers()], tag)
 
         def read() -> None:
             parts = [] if start is None else [start]
             for rank in range(t.world_size):
-                part = source[low:high] if rank == t.rank else borrowed.tensor(rank)
-                parts.append(part.to(out.device))  # host synchronisation: a device's sum, through the host's memory
-            fold(parts, out)
+                part = source[low:high] if rank == t.rank else mapped.tensor(rank)
+                parts.append(
+                    part.to(out.device)
+                )  # host synchronisation: the sum of a device, through the host's memory
+            ordered_sum(parts, out)
 
-        return _Reading(t, borrowed, lent, read)
+        return _Reading(t, mapped, exposed, read)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. One copy out of each peer's slice."""
         t = self.transport
         low, high = bounds[t.rank], bounds[t.rank + 1]
-        borrowed = t.borrow([(r, bounds[r + 1] - bounds[r]) for r in t.peers()], buffer.dtype, tag)
-        lent = t.lend(buffer, [(to, low, high) for to in t.peers()], tag)
+        mapped = t.map_buffers([(r, bounds[r + 1] - bounds[r]) for r in t.peers()], buffer.dtype, tag)
+        exposed = t.expose(buffer, [(to, low, high) for to in t.peers()], tag)
 
         def read() -> None:
             for rank in t.peers():
-                # host synchronisation: peers may write there again when a device has read it, and not before
-                buffer[bounds[rank] : bounds[rank + 1]].copy_(borrowed.tensor(rank))
+                # host synchronisation: peers may write there again only after a device has read it
+                buffer[bounds[rank] : bounds[rank + 1]].copy_(mapped.tensor(rank))
 
-        return _Reading(t, borrowed, lent, read)
+        return _Reading(t, mapped, exposed, read)

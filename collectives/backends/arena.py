@@ -1,10 +1,11 @@
-"""Memory that the ranks of a host can read in each other.
+"""Memory of a rank that the other ranks of its host can read.
 
-Every rank has one file without a name (`memfd_create`), which exists only as long as some process holds it: nothing
-can be left behind, whatever dies. A peer that was handed the descriptor maps the whole file once. Pages are made before
-they are used, so that a kernel's refusal is an error and not a signal, and given back with a region's last holder.
+Every rank has one file without a name (`memfd_create`), which exists only as long as some process holds it. So nothing
+is left behind, whichever process dies. A peer that received the descriptor maps the whole file once. Pages are made
+before they are used, so that the kernel's refusal is an error and not a signal. They are given back with the last
+holder of a region.
 
-Knows: regions of pages. Does not know: how a descriptor reaches a peer, or when somebody reads.
+Knows: regions of pages. Does not know: how a descriptor reaches a peer, or when a peer reads.
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python does not
 
 
 def arena_bytes(ranks: int = 1) -> int:
-    """How much address space an arena takes: more than there is memory; only pages that are used exist. A process maps
-    those of all ``ranks`` of its host, for each of its groups, and has 128 TiB: all of a group take 8 at most."""
+    """Return the address space of an arena: more than there is memory, as only pages that are used exist.
+
+    A process maps the arenas of all ``ranks`` of its host, for each of its groups, and has 128 TiB. The arenas of a
+    group take 8 TiB at most.
+    """
     return min(2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), (8 << 40) // ranks // PAGE * PAGE)
 
 
 class Spans:
-    """Which parts of a range of pages are free, in order; neighbours are merged."""
+    """The free parts of a range of pages, in order. Neighbours are merged."""
 
     def __init__(self, pages: int) -> None:
         self._free = [(0, pages)]  # begin, end
         self._given: deque[tuple[int, int]] = deque()
 
     def take(self, pages: int) -> int | None:
-        """The first page of the first free part that is large enough; None where there is none."""
+        """Return the first page of the first free part that is large enough; None if there is none."""
         while self._given:
             self._merge(*self._given.popleft())
         for number, (begin, end) in enumerate(self._free):
@@ -51,7 +55,7 @@ class Spans:
         return None
 
     def give(self, begin: int, pages: int) -> None:
-        """At any moment, in any thread, in the middle of `take` too: that is when last holders let go."""
+        """Free pages. A last holder may let go at any moment, in any thread, even during `take`."""
         self._given.append((begin, pages))
 
     def _merge(self, begin: int, pages: int) -> None:
@@ -66,10 +70,10 @@ class Spans:
 
 
 class Arena:
-    """This rank's memory that its peers may read."""
+    """The memory of this rank that its peers may read."""
 
     def __init__(self, size: int | None = None) -> None:
-        """``size``: bytes of address space. Raises `OSError` where the kernel forbids such memory."""
+        """``size``: bytes of address space. Raises `OSError` if the kernel forbids such memory."""
         size = arena_bytes() if size is None else size
         self.fd = os.memfd_create("zero", os.MFD_CLOEXEC)
         try:
@@ -83,7 +87,7 @@ class Arena:
         self._close = weakref.finalize(self, os.close, self.fd)
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
-        """A region of its own, starting on a page, with undefined content; it is freed with its last holder."""
+        """Return memory that starts on a page, with undefined content. It is freed with its last holder."""
         pages = -(-nbytes // PAGE)
         page = self._spans.take(pages)
         if page is None:
@@ -102,37 +106,37 @@ class Arena:
         end.atexit = False
         return storage
 
-    def place(self, tensor: Tensor) -> int | None:
-        """Where in the file the tensor's first byte lies; None where it lies elsewhere."""
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Return the offset of the tensor's first byte in the file; None if it is not in the file."""
         address = tensor.untyped_storage().data_ptr()
         region = self._regions.get(address)
         return None if region is None else region[0] * PAGE + tensor.data_ptr() - address
 
 
-class Region:
-    """Memory that is the same for several ranks. Each writes in its own part; what it reads is copied by the kernel,
-    page by page, where it writes there, so that a stray write reaches nobody else."""
+class MappedRegion:
+    """See `collectives.backend.Region`. Each rank maps the file twice, and `whole` is a private map: if a rank writes
+    there, the kernel copies the page first, so a stray write reaches no other rank."""
 
     def __init__(self, written: memoryview, copies: mmap.mmap, begin: int, size: int) -> None:
         self._written, self._copies, self._begin, self._size = written, copies, begin, size
 
     def own(self, low: int, high: int) -> Tensor:
-        """The bytes from ``low`` to ``high``, 1-D, which this rank writes for all."""
+        """Return the bytes ``[low, high)``, 1-D, for this rank to write."""
         return _tensor(self._written, self._begin + low, high - low)
 
     def whole(self, low: int = 0, high: int | None = None) -> Tensor:
-        """The bytes from ``low`` to ``high``, 1-D, as all ranks wrote them, but for what was written here."""
+        """Return the bytes ``[low, high)``, 1-D, as all ranks wrote them, except for this rank's own writes here."""
         high = self._size if high is None else high
         return _tensor(memoryview(self._copies), self._begin + low, high - low)
 
     def written(self) -> list[tuple[int, int]]:
-        """Where this rank has written into `whole` since `refresh`, in bytes, by whole pages, as the kernel tells."""
+        """Return where this rank has written into `whole` since `refresh`, in bytes, by whole pages."""
         pages = -(-self._size // PAGE)
         first = self.whole().data_ptr() // PAGE
         try:
             with open("/proc/self/pagemap", "rb", buffering=0) as file:
                 data = os.pread(file.fileno(), 8 * pages, 8 * first)
-        except OSError:  # forbidden: then everything may have been
+        except OSError:  # forbidden: any page may have been written
             return [(0, self._size)]
         entries = torch.frombuffer(bytearray(data), dtype=torch.int64)
         here = (entries & _HERE) != 0
@@ -140,14 +144,14 @@ class Region:
         return [(page * PAGE, min((page + 1) * PAGE, self._size)) for page in copied]
 
     def refresh(self, low: int = 0, high: int | None = None) -> None:
-        """Forget what was written into the pages of `whole` in ``[low, high)``, which costs by the page."""
+        """Undo what was written into the pages of `whole` in ``[low, high)``. The cost is per page."""
         begin, end = self._begin + low // PAGE * PAGE, self._begin + (self._size if high is None else high)
         if begin < end:
             self._copies.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 def file_of(sizes: Sequence[int]) -> int:
-    """A new file without a name for `regions_of` the same sizes, with all its pages. `OSError` where there are none."""
+    """Make a file without a name for `regions_of`, with all its pages. Raise `OSError` if there are none left."""
     fd, length = os.memfd_create("zero-common", os.MFD_CLOEXEC), _offsets(sizes)[-1]
     try:
         os.ftruncate(fd, length)
@@ -158,19 +162,19 @@ def file_of(sizes: Sequence[int]) -> int:
     return fd
 
 
-def regions_of(fd: int, sizes: Sequence[int]) -> list[Region]:
-    """Regions of these bytes in a file of `file_of`, whose descriptor is taken over."""
+def regions_of(fd: int, sizes: Sequence[int]) -> list[MappedRegion]:
+    """Return regions of these bytes in a file of `file_of`. The descriptor is closed."""
     offsets = _offsets(sizes)
     try:
         written = memoryview(mmap.mmap(fd, offsets[-1]))
         copies = mmap.mmap(fd, offsets[-1], flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(fd)
-    return [Region(written, copies, begin, size) for begin, size in zip(offsets, sizes, strict=False)]
+    return [MappedRegion(written, copies, begin, size) for begin, size in zip(offsets, sizes, strict=False)]
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
-    """Where regions begin, each on a page, and where the last ends."""
+    """Return the offsets at which regions begin, each on a page, and the end of the last."""
     return list(itertools.accumulate((-(-size // PAGE) * PAGE for size in sizes), initial=0))
 
 
@@ -181,18 +185,18 @@ def _tensor(memory: memoryview, begin: int, size: int) -> Tensor:
 
 
 class Window:
-    """A peer's arena, to be read."""
+    """The arena of a peer, to be read."""
 
     def __init__(self, fd: int) -> None:
-        """``fd``: of its file; it may be closed afterwards. Raises `OSError` where there is no address space left."""
+        """``fd``: of its file, which may be closed afterwards. Raises `OSError` if no address space is left."""
         self._memory = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns once that nobody must write there
-            self.look(0, 1, torch.uint8)
+            warnings.simplefilter("ignore")  # torch warns once that such memory must not be written
+            self.view(0, 1, torch.uint8)
 
-    def look(self, place: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-        """``nbytes`` of the peer's own memory, 1-D. To write there is a segmentation fault."""
-        return torch.frombuffer(self._memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=place)
+    def view(self, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        """Return ``nbytes`` of the peer's own memory, 1-D. A write there is a segmentation fault."""
+        return torch.frombuffer(self._memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
 
 
 def _exhausted(nbytes: int) -> MemoryError:
@@ -206,13 +210,13 @@ def _make_pages(mapping: mmap.mmap, fd: int, begin: int, length: int) -> None:
     try:
         mapping.madvise(_POPULATE_WRITE, begin, length)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a kernel that does not know it
+        if error.errno != errno.EINVAL:  # the kernel does not have this option
             raise
         os.posix_fallocate(fd, begin, length)
 
 
 def _free(mapping: mmap.mmap, spans: Spans, regions: dict[int, tuple[int, int]], address: int, process: int) -> None:
     page, pages = regions.pop(address)
-    if os.getpid() == process:  # a forked child has a copy of the books, but the pages are its parent's
+    if os.getpid() == process:  # a forked child has a copy of these records, but the pages are its parent's
         mapping.madvise(mmap.MADV_REMOVE, page * PAGE, pages * PAGE)
         spans.give(page, pages)

@@ -1,6 +1,6 @@
-"""Ranks of several hosts: through shared memory to those of this one, over the network to the others.
+"""Ranks of several hosts: shared memory to those of this host, the network to the others.
 
-Knows: which carrier reaches a rank. Does not know: what is sent.
+Knows: which backend reaches a rank. Does not know: what is sent.
 """
 
 from __future__ import annotations
@@ -10,61 +10,63 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, UntypedStorage
 
-from ..backend import ByTensors, Carrier, Pending, PendingBytes, Region
-from .shared_memory import HostCarrier
+from ..backend import Backend, Pending, PendingBytes, Region
+from .shared_memory import SharedMemoryBackend
 
 
-class RoutedCarrier:
-    """Two carriers as one."""
+class HybridBackend(Backend):
+    """A local and a remote backend as one."""
 
-    def __init__(self, remote: Carrier, local: HostCarrier, ranks: Sequence[int]) -> None:
-        """``ranks``: of the remote carrier, those of this host, in the order of the local carrier."""
+    maps_memory = True
+
+    def __init__(self, remote: Backend, local: SharedMemoryBackend, ranks: Sequence[int]) -> None:
+        """``ranks``: the remote backend's numbers of the ranks of this host, in the order of the local backend."""
         self.name = f"{local.name} and {remote.name}"
         self.rank, self.world_size, self.timeout = remote.rank, remote.world_size, remote.timeout
-        self._remote, self._remote_bytes, self._local = remote, ByTensors(remote), local
-        self._places = {rank: place for place, rank in enumerate(ranks)}
+        self._remote, self._local = remote, local
+        self._local_ranks = {rank: offset for offset, rank in enumerate(ranks)}
         self.crossed = 0  # bytes that this rank has sent to other hosts
 
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
-        if to in self._places:
-            return self._local.send(tensor, self._places[to], slot)
+        if to in self._local_ranks:
+            return self._local.send(tensor, self._local_ranks[to], slot)
         self.crossed += tensor.numel()
         return self._remote.send(tensor, to, slot)
 
     def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
-        if source in self._places:
-            return self._local.recv(tensor, self._places[source], slot)
+        if source in self._local_ranks:
+            return self._local.recv(tensor, self._local_ranks[source], slot)
         return self._remote.recv(tensor, source, slot)
 
-    def posts(self, source: int) -> bool:
-        return source not in self._places
+    def needs_posted_recv(self, source: int) -> bool:
+        return source not in self._local_ranks
 
     def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> Pending:
-        if to in self._places:
-            return self._local.send_bytes(data, self._places[to], slot, patience)
+        if to in self._local_ranks:
+            return self._local.send_bytes(data, self._local_ranks[to], slot, patience)
         self.crossed += len(data)
-        return self._remote_bytes.send_bytes(data, to, slot)
+        return self._remote.send_bytes(data, to, slot)
 
     def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes:
-        if source in self._places:
-            return self._local.recv_bytes(size, self._places[source], slot)
-        return self._remote_bytes.recv_bytes(size, source, slot)
+        if source in self._local_ranks:
+            return self._local.recv_bytes(size, self._local_ranks[source], slot)
+        return self._remote.recv_bytes(size, source, slot)
 
-    def give_up(self, to: int, slot: int) -> None:
-        if to in self._places:
-            self._local.give_up(self._places[to], slot)
+    def close_slot(self, to: int, slot: int) -> None:
+        if to in self._local_ranks:
+            self._local.close_slot(self._local_ranks[to], slot)
 
     def allocate(self, nbytes: int) -> UntypedStorage:
         return self._local.allocate(nbytes)
 
-    def place(self, tensor: Tensor) -> int | None:
-        return self._local.place(tensor)
+    def offset_of(self, tensor: Tensor) -> int | None:
+        return self._local.offset_of(tensor)
 
-    def are_here(self, ranks: Sequence[int]) -> bool:
-        return all(rank in self._places for rank in ranks)
+    def share_host(self, ranks: Sequence[int]) -> bool:
+        return all(rank in self._local_ranks for rank in ranks)
 
     def common(self, sizes: Sequence[int], ranks: Sequence[int]) -> Sequence[Region] | None:
-        return self._local.common(sizes, [self._places[rank] for rank in ranks])
+        return self._local.common(sizes, [self._local_ranks[rank] for rank in ranks])
 
-    def look(self, source: int, place: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-        return self._local.look(self._places[source], place, nbytes, dtype)
+    def map_peer(self, source: int, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        return self._local.map_peer(self._local_ranks[source], offset, nbytes, dtype)

@@ -1,8 +1,8 @@
-"""How the ranks of one host find each other, and become a `HostCarrier`.
+"""How the ranks of one host find each other, and build a `SharedMemoryBackend`.
 
-Each rank listens at an abstract address that it drew by chance, tells it to the others through the transport that they
-have, and hands every peer that knows its token, and belongs to the same user, the descriptor of its arena. No name in a
-file system is used, and the listener is closed when all are connected.
+Each rank listens at a random abstract address and sends it to the others through the transport that they have. It gives
+the descriptor of its arena to every peer that knows its token and belongs to the same user. No name in a file system is
+used, and the listener is closed when all ranks are connected.
 
 Knows: kernels, users, addresses. Does not know: frames, collectives.
 """
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from ..messages import Kind, Tag
 from ..transport import Transport
 from .arena import Arena, Window, arena_bytes
-from .shared_memory import SPIN, HostCarrier, Peer
+from .shared_memory import SPIN, PeerProcess, SharedMemoryBackend
 
 PATIENCE = 60.0  # seconds for which a rank waits for another to connect
 _PEER_CREDENTIALS = struct.Struct("iII")  # process, user, group
@@ -30,124 +30,125 @@ _HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")
 
 
 @dataclass(frozen=True)
-class Card:
-    """What a rank tells the others of itself."""
+class RankInfo:
+    """What a rank sends to the others about itself."""
 
     host: str  # equal for processes that can reach each other through the kernel
     user: int
     address: str
     token: str
-    problem: str  # why it cannot share memory; empty where it can
+    problem: str  # why it cannot share memory; empty if it can
 
     @classmethod
-    def unpack(cls, data: bytes) -> Card:
+    def unpack(cls, data: bytes) -> RankInfo:
         return cls(**json.loads(data))
 
 
-class Door:
+class HostListener:
     """This rank's listener and arena, until its peers are connected."""
 
     def __init__(self, ranks: int) -> None:
-        """``ranks``: how many there are in all, of which each maps the others' arenas."""
-        self.listener: socket.socket | None = None
+        """``ranks``: the number of all ranks, each of which maps the others' arenas."""
+        self.socket: socket.socket | None = None
         self.arena: Arena | None = None
         problem, address, host = "", secrets.token_hex(16), ""
         try:
             host = host_key()
             self.arena = Arena(arena_bytes(ranks))
-            self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self.listener.bind(b"\0zero-" + address.encode())
-            self.listener.listen(4096)
+            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.socket.bind(b"\0zero-" + address.encode())
+            self.socket.listen(4096)
         except (OSError, AttributeError, ValueError) as error:  # forbidden, or not Linux
             problem = f"{type(error).__name__}: {error}"
             self.close()
-        self.card = Card(host, _user(), address, secrets.token_hex(_TOKEN_BYTES), problem)
+        self.info = RankInfo(host, _user(), address, secrets.token_hex(_TOKEN_BYTES), problem)
 
     def close(self) -> None:
-        if self.listener is not None:
-            self.listener.close()
-            self.listener = None
+        if self.socket is not None:
+            self.socket.close()
+            self.socket = None
 
 
 def host_key() -> str:
-    """Equal for processes that see one another's abstract sockets: one boot of a kernel, one network namespace."""
+    """Return a key that is equal for processes which see each other's abstract sockets: it names the boot of the kernel
+    and the network namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
         namespace = os.stat("/proc/self/ns/net").st_ino
     except (FileNotFoundError, PermissionError):
-        return secrets.token_hex(16)  # nobody else's
+        return secrets.token_hex(16)  # shared with no other process
     return f"{boot} {namespace}"
 
 
 def _user() -> int:
-    """As the kernel tells it to a peer."""
+    """Return this process's user, as the kernel reports it to a peer."""
     return os.geteuid() if hasattr(os, "geteuid") else 0
 
 
-def exchange_cards(transport: Transport, door: Door) -> list[Card]:
-    """Every rank's card. Collective."""
+def exchange_infos(transport: Transport, listener: HostListener) -> list[RankInfo]:
+    """Return the `RankInfo` of every rank. Collective."""
     tag = Tag(Kind.EXCHANGE, "looking for ranks of the same host")
-    return [Card.unpack(data) for data in transport.exchange(json.dumps(asdict(door.card)).encode(), tag)]
+    return [RankInfo.unpack(data) for data in transport.exchange(json.dumps(asdict(listener.info)).encode(), tag)]
 
 
-def join(transport: Transport, door: Door, cards: Sequence[Card]) -> HostCarrier | str:
-    """Connect the ranks of ``transport``, which are on one host; the reason where one of them could not, on every rank.
-    Collective. ``cards``: of these ranks."""
-    problem, carrier = _first_problem(cards), None
+def join(transport: Transport, listener: HostListener, infos: Sequence[RankInfo]) -> SharedMemoryBackend | str:
+    """Connect the ranks of ``transport``, which are on one host. If one of them cannot connect, return the reason on
+    every rank. Collective. ``infos``: of these ranks."""
+    problem, backend = _first_problem(infos), None
     if not problem:
         try:
-            carrier = _connect(transport, door, cards)
+            backend = _connect(transport, listener, infos)
         except (OSError, MemoryError) as error:
             problem = f"rank {transport.rank} could not connect: {type(error).__name__}: {error}"
-    told = transport.exchange(problem.encode(), Tag(Kind.EXCHANGE, "connecting the ranks of a host"))
-    problem = next((text.decode(errors="replace") for text in told if text), "")
-    return problem if carrier is None or problem else carrier
+    problems = transport.exchange(problem.encode(), Tag(Kind.EXCHANGE, "connecting the ranks of a host"))
+    problem = next((text.decode(errors="replace") for text in problems if text), "")
+    return problem if backend is None or problem else backend
 
 
-def _first_problem(cards: Sequence[Card]) -> str:
-    for rank, card in enumerate(cards):
-        if card.problem:
-            return f"rank {rank} cannot share memory: {card.problem}"
-        if card.user != cards[0].user:
-            return f"rank {rank} is another user's process (user {card.user}, and {cards[0].user} on rank 0)"
+def _first_problem(infos: Sequence[RankInfo]) -> str:
+    for rank, info in enumerate(infos):
+        if info.problem:
+            return f"rank {rank} cannot share memory: {info.problem}"
+        if info.user != infos[0].user:
+            return f"rank {rank} is another user's process (user {info.user}, and {infos[0].user} on rank 0)"
     return ""
 
 
 @dataclass(frozen=True)
-class _Link:
-    """What connects two ranks: ``files`` is for descriptors, ``arena`` the descriptor of the other's."""
+class _Connection:
+    """A connection to another rank. ``files``: a socket for descriptors. ``arena``: the descriptor of its arena."""
 
     connection: socket.socket
     files: socket.socket
     arena: int
-    process: int  # of the other; 0 where it has none that this one can see
+    process: int  # its process id; 0 if it has none that this process can see
 
 
-def _connect(transport: Transport, door: Door, cards: Sequence[Card]) -> HostCarrier:
-    """Nothing that depends on how much memory is left happens before all ranks are connected: where it fails on one
-    of them, nobody waits for it here."""
-    assert door.listener is not None
-    assert door.arena is not None
+def _connect(transport: Transport, listener: HostListener, infos: Sequence[RankInfo]) -> SharedMemoryBackend:
+    """Connect to each other rank. All ranks are connected before any step that depends on free memory: if that fails on
+    one rank, no other rank waits for it here."""
+    assert listener.socket is not None
+    assert listener.arena is not None
     rank, spin = transport.rank, _spin(transport.world_size)
-    patience = min(PATIENCE, transport.timeout / 2)  # so that the others, who wait to be told, still wait
-    with ExitStack() as opened, closing(door.listener):
+    patience = min(PATIENCE, transport.timeout / 2)  # so that the others still wait for this rank's report
+    with ExitStack() as opened, closing(listener.socket):
         outgoing = {}
         for to in range(rank + 1, transport.world_size):
             connection = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             connection.settimeout(patience)
-            connection.connect(b"\0zero-" + cards[to].address.encode())
-            process = _check_user(connection)  # before it is given anything
+            connection.connect(b"\0zero-" + infos[to].address.encode())
+            process = _check_user(connection)  # before it gets a descriptor
             files, theirs = socket.socketpair()
-            hello = _HELLO.pack(rank, bytes.fromhex(cards[to].token))
+            hello = _HELLO.pack(rank, bytes.fromhex(infos[to].token))
             with theirs:
-                socket.send_fds(connection, [hello], [door.arena.fd, theirs.fileno()])
+                socket.send_fds(connection, [hello], [listener.arena.fd, theirs.fileno()])
             outgoing[to] = (connection, opened.enter_context(files), process)
-        door.listener.settimeout(patience)
+        listener.socket.settimeout(patience)
         with ExitStack() as arenas:
             links = {}
             for _ in range(rank):
-                source, link = _accept(door, rank)
+                source, link = _accept(listener, rank)
                 for end in (link.connection, link.files):
                     opened.enter_context(end)
                 arenas.callback(os.close, link.arena)
@@ -155,26 +156,26 @@ def _connect(transport: Transport, door: Door, cards: Sequence[Card]) -> HostCar
             for to, (connection, files, process) in outgoing.items():
                 _, (arena,) = _receive(connection, 1)
                 arenas.callback(os.close, arena)
-                links[to] = _Link(connection, files, arena, process)
-            peers = list[Peer | None]([None] * transport.world_size)
+                links[to] = _Connection(connection, files, arena, process)
+            peers = list[PeerProcess | None]([None] * transport.world_size)
             for other, link in links.items():
-                peers[other] = Peer(link.connection, link.files, Window(link.arena), link.process, spin)
+                peers[other] = PeerProcess(link.connection, link.files, Window(link.arena), link.process, spin)
         opened.pop_all()
-    return HostCarrier(rank, peers, door.arena, transport.timeout)
+    return SharedMemoryBackend(rank, peers, listener.arena, transport.timeout)
 
 
 def _spin(ranks: int) -> float:
-    """A rank may look again before it sleeps where each has a core; else it takes the core of whom it waits for."""
+    """Return the seconds for which a rank polls before it sleeps: 0 if ranks share cores."""
     return SPIN if ranks <= len(os.sched_getaffinity(0)) else 0.0
 
 
-def _accept(door: Door, rank: int) -> tuple[int, _Link]:
-    """The next lower rank that connects; whoever does not know the token is sent away."""
-    assert door.listener is not None
-    assert door.arena is not None
+def _accept(listener: HostListener, rank: int) -> tuple[int, _Connection]:
+    """Return the next lower rank that connects. A process that does not know the token is refused."""
+    assert listener.socket is not None
+    assert listener.arena is not None
     while True:
-        connection, _ = door.listener.accept()
-        connection.settimeout(door.listener.gettimeout())
+        connection, _ = listener.socket.accept()
+        connection.settimeout(listener.socket.gettimeout())
         try:
             process = _check_user(connection)
             hello, (arena, files) = _receive(connection, 2)
@@ -182,16 +183,16 @@ def _accept(door: Door, rank: int) -> tuple[int, _Link]:
             connection.close()
             continue
         source, token = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (rank, b"")
-        if secrets.compare_digest(token, bytes.fromhex(door.card.token)) and source < rank:
-            socket.send_fds(connection, [b"welcome"], [door.arena.fd])
-            return source, _Link(connection, socket.socket(fileno=files), arena, process)
-        for stranger in (arena, files):
-            os.close(stranger)
+        if secrets.compare_digest(token, bytes.fromhex(listener.info.token)) and source < rank:
+            socket.send_fds(connection, [b"welcome"], [listener.arena.fd])
+            return source, _Connection(connection, socket.socket(fileno=files), arena, process)
+        for descriptor in (arena, files):
+            os.close(descriptor)
         connection.close()
 
 
 def _check_user(connection: socket.socket) -> int:
-    """The peer's process id, as seen from here; `PermissionError` where it is another user's."""
+    """Return the peer's process id, as seen from here. Raise `PermissionError` if it is another user's."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     process, user, _ = _PEER_CREDENTIALS.unpack(data)
     if user != _user():

@@ -1,13 +1,13 @@
-"""The carrier among processes of one host: frames over Unix sockets, bytes through memory that both sides map.
+"""The backend among processes of one host: frames over Unix sockets, bytes through memory that both sides map.
 
-    frame   slot | kind | body
-    bytes   a few bytes, in the body
-    place   where many bytes lie in the sender's arena, and how many; the receiver reads them there and answers
-    read    "I have read the first of those that you gave me a place of"
-    end     "I failed: nothing of this slot is sent or read any more"
+    frame    slot | kind | body
+    bytes    a short message, in the body
+    at       the offset and size of a long message in the sender's arena; the receiver reads it there and answers
+    read     "I have read the oldest message whose offset you sent"
+    end      "I failed: I send and read nothing more in this slot"
 
-A frame is one system call on each side, which orders memory on every CPU; a peer that ended shows as the end of its
-socket, or, where a child that it forked still holds that, by its process descriptor. A rank that waits sleeps.
+A frame is one system call on each side, which orders memory on every CPU. A peer that ended shows as the end of its
+socket. If a forked child still holds the socket, its process descriptor shows it. A rank that waits sleeps.
 
 Knows: sockets, arenas, processes of this host. Does not know: headers, collectives, torch.distributed.
 """
@@ -25,23 +25,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, UntypedStorage
 
+from ..backend import Backend
 from ..messages import GoneError, PeerError
-from .arena import Arena, Region, Window, file_of, regions_of
+from .arena import Arena, MappedRegion, Window, file_of, regions_of
 
 _FRAME = struct.Struct("<IB")
-_PLACE = struct.Struct("<qq")
+_OFFSET = struct.Struct("<qq")
 _BYTES, _AT, _READ, _END = 0, 1, 2, 3
 INLINE = 4096  # bytes up to which a message travels in a frame
 _FRAME_BYTES = _FRAME.size + INLINE
-_NOW = int(getattr(socket, "MSG_DONTWAIT", 0))  # where it is missing there is no such carrier, but a file to import
+_NOW = int(getattr(socket, "MSG_DONTWAIT", 0))  # missing on other systems, where this module is imported but not used
 _SEND = _NOW | int(getattr(socket, "MSG_NOSIGNAL", 0))
-SPIN = (
-    50e-6  # seconds for which a rank that has a core of its own looks again before it sleeps: waking up costs as much
-)
+SPIN = 50e-6  # seconds for which a rank with a core of its own polls before it sleeps: waking up takes as long
 
 
 class _Sent:
-    """A message that has left, or whose reader has said so."""
+    """A message that needs no wait."""
 
     def wait(self, timeout: float) -> None:
         return
@@ -50,114 +49,115 @@ class _Sent:
 SENT = _Sent()
 
 
-class _Lent:
-    def __init__(self, carrier: HostCarrier, tensor: Tensor, to: int, slot: int) -> None:
-        self._carrier, self._tensor, self._to, self._slot = carrier, tensor, to, slot
-        carrier.lent[to, slot] += 1
-        self._number = carrier.lent[to, slot]
+class _PendingRead:
+    def __init__(self, backend: SharedMemoryBackend, tensor: Tensor, to: int, slot: int) -> None:
+        self._backend, self._tensor, self._to, self._slot = backend, tensor, to, slot
+        backend.placed[to, slot] += 1
+        self._number = backend.placed[to, slot]
 
     def wait(self, timeout: float) -> None:
-        carrier, key = self._carrier, (self._to, self._slot)
-        while carrier.returned[key] < self._number:
-            carrier.next_frame(self._to, self._slot, timeout, answer=True)
-            carrier.returned[key] += 1
+        backend, key = self._backend, (self._to, self._slot)
+        while backend.acknowledged[key] < self._number:
+            backend.next_frame(self._to, self._slot, timeout, ack=True)
+            backend.acknowledged[key] += 1
 
 
-class _Expected:
-    def __init__(self, carrier: HostCarrier, tensor: Tensor, source: int, slot: int) -> None:
-        self._carrier, self._tensor, self._source, self._slot = carrier, tensor, source, slot
+class _PendingRecv:
+    def __init__(self, backend: SharedMemoryBackend, tensor: Tensor, source: int, slot: int) -> None:
+        self._backend, self._tensor, self._source, self._slot = backend, tensor, source, slot
 
     def wait(self, timeout: float) -> None:
-        kind, body = self._carrier.next_frame(self._source, self._slot, timeout)
+        kind, body = self._backend.next_frame(self._source, self._slot, timeout)
         if kind == _BYTES:
             arrived, size = torch.frombuffer(bytearray(body), dtype=torch.uint8), len(body)
         else:
-            place, size = _PLACE.unpack(body)
-            arrived = self._carrier.look(self._source, place, size, torch.uint8)
+            offset, size = _OFFSET.unpack(body)
+            arrived = self._backend.map_peer(self._source, offset, size, torch.uint8)
         if size != self._tensor.numel():
             raise _wrong_size(size, self._tensor.numel())
-        self._tensor.copy_(arrived)  # host synchronisation: the sender waits until a device has read it, too
+        self._tensor.copy_(arrived)  # host synchronisation: the sender waits until a device has read it
         if kind == _AT:
-            self._carrier.put(self._source, self._slot, _READ)
+            self._backend.put(self._source, self._slot, _READ)
 
 
-class _ExpectedBytes:
-    __slots__ = ("_carrier", "_size", "_slot", "_source")
+class _PendingRecvBytes:
+    __slots__ = ("_backend", "_size", "_slot", "_source")
 
-    def __init__(self, carrier: HostCarrier, size: int, source: int, slot: int) -> None:
-        self._carrier, self._size, self._source, self._slot = carrier, size, source, slot
+    def __init__(self, backend: SharedMemoryBackend, size: int, source: int, slot: int) -> None:
+        self._backend, self._size, self._source, self._slot = backend, size, source, slot
 
     def wait(self, timeout: float) -> bytes:
-        kind, body = self._carrier.next_frame(self._source, self._slot, timeout)
-        place, size = (0, len(body)) if kind == _BYTES else _PLACE.unpack(body)
+        kind, body = self._backend.next_frame(self._source, self._slot, timeout)
+        offset, size = (0, len(body)) if kind == _BYTES else _OFFSET.unpack(body)
         if size != self._size:
             raise _wrong_size(size, self._size)
         if kind == _BYTES:
             return body
-        data = self._carrier.look(self._source, place, size, torch.uint8).numpy().tobytes()
-        self._carrier.put(self._source, self._slot, _READ)
+        data = self._backend.map_peer(self._source, offset, size, torch.uint8).numpy().tobytes()
+        self._backend.put(self._source, self._slot, _READ)
         return data
 
 
-class HostCarrier:
-    """One rank's end of the sockets to its peers, and its arena. See `carriers`."""
+class SharedMemoryBackend(Backend):
+    """The sockets of one rank to its peers, and its arena."""
 
     name = "shared memory"
+    maps_memory = True
 
-    def __init__(self, rank: int, peers: Sequence[Peer | None], arena: Arena, timeout: float) -> None:
-        """``peers``: of each rank of the group; None for this one."""
+    def __init__(self, rank: int, peers: Sequence[PeerProcess | None], arena: Arena, timeout: float) -> None:
+        """``peers``: one for each rank of the group; None for this rank."""
         self.rank, self.world_size, self.timeout = rank, len(peers), timeout
         self._peers, self._arena = list(peers), arena
         self._frames: defaultdict[tuple[int, int, bool], deque[tuple[int, bytes]]] = defaultdict(deque)
-        self.lent: defaultdict[tuple[int, int], int] = defaultdict(int)
-        self.returned: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self.placed: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self.acknowledged: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._ended: set[tuple[int, int]] = set()  # rank and slot
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def send(self, tensor: Tensor, to: int, slot: int) -> _Sent | _Lent:
+    def send(self, tensor: Tensor, to: int, slot: int) -> _Sent | _PendingRead:
         if tensor.numel() <= INLINE:
             return self.send_bytes(tensor.cpu().numpy().tobytes(), to, slot)  # host synchronisation: device memory
-        place = self._arena.place(tensor)
-        if place is None:
+        offset = self._arena.offset_of(tensor)
+        if offset is None:
             staged = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.allocate(tensor.numel()))
             tensor = staged.copy_(tensor)  # host synchronisation: device memory
-            place = self._arena.place(tensor)
-        lent = _Lent(self, tensor, to, slot)
-        assert place is not None
-        self.put(to, slot, _AT, _PLACE.pack(place, tensor.numel()))
-        return lent
+            offset = self._arena.offset_of(tensor)
+        placed = _PendingRead(self, tensor, to, slot)
+        assert offset is not None
+        self.put(to, slot, _AT, _OFFSET.pack(offset, tensor.numel()))
+        return placed
 
-    def recv(self, tensor: Tensor, source: int, slot: int) -> _Expected:
-        return _Expected(self, tensor, source, slot)
+    def recv(self, tensor: Tensor, source: int, slot: int) -> _PendingRecv:
+        return _PendingRecv(self, tensor, source, slot)
 
-    def posts(self, source: int) -> bool:
+    def needs_posted_recv(self, source: int) -> bool:
         return False
 
-    def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> _Sent | _Lent:
+    def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> _Sent | _PendingRead:
         if len(data) > INLINE:
             return self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, slot)
         self.put(to, slot, _BYTES, data, patience)
         return SENT
 
-    def recv_bytes(self, size: int, source: int, slot: int) -> _ExpectedBytes:
-        return _ExpectedBytes(self, size, source, slot)
+    def recv_bytes(self, size: int, source: int, slot: int) -> _PendingRecvBytes:
+        return _PendingRecvBytes(self, size, source, slot)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> UntypedStorage:
         return self._arena.allocate(nbytes)
 
-    def place(self, tensor: Tensor) -> int | None:
-        return self._arena.place(tensor)
+    def offset_of(self, tensor: Tensor) -> int | None:
+        return self._arena.offset_of(tensor)
 
-    def look(self, source: int, place: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-        return self._peer(source).window.look(place, nbytes, dtype)
+    def map_peer(self, source: int, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        return self._peer(source).window.view(offset, nbytes, dtype)
 
-    def are_here(self, ranks: Sequence[int]) -> bool:
+    def share_host(self, ranks: Sequence[int]) -> bool:
         return True
 
-    def common(self, sizes: Sequence[int], ranks: Sequence[int]) -> list[Region] | None:
+    def common(self, sizes: Sequence[int], ranks: Sequence[int]) -> list[MappedRegion] | None:
         first, *others = ranks
         if self.rank != first:
             fd = self._peer(first).receive_descriptor(self.timeout)
@@ -173,14 +173,14 @@ class HostCarrier:
         except OSError:  # no address space is left
             return None
 
-    def give_up(self, to: int, slot: int) -> None:
+    def close_slot(self, to: int, slot: int) -> None:
         self.put(to, slot, _END)
 
     # -- frames ---------------------------------------------------------------------------------------------------
 
     def put(self, to: int, slot: int, kind: int, body: bytes = b"", patience: float | None = None) -> None:
-        """Send a frame. Where the peer's socket is full, what came here is read meanwhile: the peer may do the same.
-        ``patience``: seconds for that; the time limit where None."""
+        """Send a frame. While the peer's socket is full, read what arrived here: the peer may be waiting for that.
+        ``patience``: seconds to wait for room; None is the time limit."""
         frame = _FRAME.pack(slot, kind) + body
         peer = self._peers[to]
         assert peer is not None, "a rank sends itself nothing"
@@ -196,9 +196,9 @@ class HostCarrier:
             except OSError as error:
                 raise GoneError(_GONE) from error
 
-    def next_frame(self, source: int, slot: int, timeout: float, answer: bool = False) -> tuple[int, bytes]:
-        """Kind and body of the next message of a rank in a slot, or its next answer there."""
-        key = source, slot, answer
+    def next_frame(self, source: int, slot: int, timeout: float, ack: bool = False) -> tuple[int, bytes]:
+        """Return kind and body of the next message of a rank in a slot; of its next answer there if ``ack``."""
+        key = source, slot, ack
         frames = self._frames.get(key)
         while not frames:
             if self._ended and (source, slot) in self._ended:
@@ -211,7 +211,7 @@ class HostCarrier:
         return frames.popleft()
 
     def _read(self, source: int, timeout: float) -> tuple[tuple[int, int, bool], tuple[int, bytes]] | None:
-        """One frame of a rank: where it belongs, and what it is; None where it was the last of a slot."""
+        """Return the next frame of a rank, by slot and whether it is an answer; None if it ends a slot."""
         frame = self._peer(source).receive(timeout)
         if frame is None:
             raise PeerError(f"time limit of {timeout} s passed")
@@ -223,7 +223,7 @@ class HostCarrier:
             return None
         return (source, slot, kind == _READ), (kind, frame[_FRAME.size :])
 
-    def _make_room(self, peer: Peer, limit: float, patience: float) -> None:
+    def _make_room(self, peer: PeerProcess, limit: float, patience: float) -> None:
         poll = select.poll()
         ranks: dict[int, int] = {}
         for rank, other in enumerate(self._peers):
@@ -245,9 +245,9 @@ class HostCarrier:
                         self._frames[read[0]].append(read[1])
                 except GoneError:
                     if self._peers[ranks[descriptor]] is peer:
-                        raise  # another one may have done its part, and left
+                        raise  # another rank may have finished, and ended
 
-    def _peer(self, rank: int) -> Peer:
+    def _peer(self, rank: int) -> PeerProcess:
         peer = self._peers[rank]
         assert peer is not None, "a rank sends itself nothing"
         return peer
@@ -260,25 +260,25 @@ def _wrong_size(came: int, expected: int) -> PeerError:
     return PeerError(f"{came} bytes came where {expected} were expected")
 
 
-class Peer:
+class PeerProcess:
     """A socket to another process of this host, and its memory."""
 
     def __init__(
         self, connection: socket.socket, files: socket.socket, window: Window, process: int, spin: float
     ) -> None:
-        """``files``: a connection of its own for descriptors; ``process``: the peer's process id as the kernel tells it
-        here, 0 where it has none that this one can see; ``spin``: seconds for which `receive` looks again and again
-        before it sleeps."""
+        """``files``: a connection for descriptors alone. ``process``: the peer's process id as the kernel reports it
+        here; 0 if it has none that this process can see. ``spin``: seconds for which `receive` polls before it
+        sleeps."""
         self.socket, self.window, self.spin, self._files = connection, window, spin, files
         connection.setblocking(False)
-        self.gone = False  # nothing more will come
+        self.gone = False  # the peer will send nothing more
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self.life: int | None = None  # readable when the peer's process has ended
         if process > 0 and hasattr(os, "pidfd_open"):
             try:
                 self.life = os.pidfd_open(process)
-            except OSError:  # a kernel without it; the socket's end tells of most deaths
+            except OSError:  # the kernel does not have it; the end of the socket shows most deaths
                 return
             self._poll.register(self.life, select.POLLIN)
 
@@ -305,7 +305,7 @@ class Peer:
         return fds[0] if fds else None
 
     def receive(self, timeout: float) -> bytes | None:
-        """The next frame; empty where the peer is gone, None where ``timeout`` seconds passed."""
+        """Return the next frame; empty if the peer is gone, None if ``timeout`` seconds passed."""
         begin = time.monotonic()
         while True:
             frame = self._arrived()
@@ -318,17 +318,17 @@ class Peer:
                 return None
             events = self._poll.poll((timeout - waited) * 1000)
             if events and all(descriptor == self.life for descriptor, _ in events):
-                # What the process sent before it ended is still there; a child of it may keep the socket open.
+                # Frames that the process sent before it ended are still here; its child may keep the socket open.
                 return self._arrived() or self._end()
 
     def _arrived(self) -> bytes | None:
-        """The next frame that is here; empty where the peer is gone, None where none is here yet."""
+        """Return the next frame that is here; empty if the peer is gone, None if none is here yet."""
         while True:
             try:
                 return self.socket.recv(_FRAME_BYTES, _NOW) or self._end()
             except BlockingIOError:
                 return None
-            except ConnectionResetError:  # told once: it left some of ours unread; what it sent is still here
+            except ConnectionResetError:  # raised once: the peer left frames unread; what it sent is still here
                 continue
             except OSError:
                 return self._end()

@@ -1,7 +1,7 @@
-"""Ranks as threads of one process: the carrier of tests and of a single rank.
+"""Ranks as threads of one process: the backend of tests and of a single rank.
 
-As on a real network nothing moves at once: a sender's tensor is read, and a receiver's written, at the latest moment
-that is allowed, when one of the two waits. So a tensor that is reused too early, or read before a wait, shows.
+As on a real network nothing moves at once. A sender's tensor is read, and a receiver's is written, at the latest moment
+that is allowed: when one of the two waits. So a tensor that is reused too early, or read before a wait, shows.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, UntypedStorage
 
+from ..backend import Backend, Pending
 from ..messages import GoneError, PeerError
 from ..transport import Transport
 
@@ -31,7 +32,7 @@ class _Transfer:
 
 
 class _Side:
-    """One end's handle on a transfer."""
+    """The sender's or the receiver's handle on a transfer."""
 
     def __init__(self, world: _World, transfer: _Transfer, rank: int, peer: int, slot: int) -> None:
         self._world, self._transfer, self._rank, self._peer, self._slot = world, transfer, rank, peer, slot
@@ -49,7 +50,7 @@ class _World:
         self._sends: defaultdict[tuple[int, int, int], deque[_Transfer]] = defaultdict(deque)
         self._recvs: defaultdict[tuple[int, int, int], deque[_Transfer]] = defaultdict(deque)
         self._gone: dict[int, str] = {}
-        self._given_up: set[tuple[int, int, int]] = set()  # who, to whom, slot
+        self._closed_slots: set[tuple[int, int, int]] = set()  # sender, receiver, slot
         self.interfere: Interference = interfere or (lambda rank, event, peer: None)
 
     def post(self, key: tuple[int, int, int], tensor: Tensor, sending: bool) -> _Transfer:
@@ -69,7 +70,7 @@ class _World:
         limit = time.monotonic() + timeout
         with self._changed:
             while not transfer.done and (transfer.source is None or transfer.target is None):
-                if key in self._given_up:
+                if key in self._closed_slots:
                     raise GoneError("it gave up")
                 if peer in self._gone:
                     raise PeerError(f"rank {peer} left: {self._gone[peer]}")
@@ -81,9 +82,9 @@ class _World:
                 transfer.target.copy_(transfer.source)
                 transfer.done, transfer.source, transfer.target = True, None, None
 
-    def give_up(self, key: tuple[int, int, int]) -> None:
+    def close_slot(self, key: tuple[int, int, int]) -> None:
         with self._changed:
-            self._given_up.add(key)
+            self._closed_slots.add(key)
             self._changed.notify_all()
 
     def leave(self, rank: int, why: str) -> None:
@@ -92,34 +93,35 @@ class _World:
             self._changed.notify_all()
 
 
-class LoopbackCarrier:
-    """One thread's end of the mailboxes."""
+class ThreadBackend(Backend):
+    """One thread's access to the mailboxes."""
 
     name = "loopback"
+    maps_memory = True
 
     def __init__(self, world: _World, rank: int, world_size: int, timeout: float) -> None:
         self._world, self.rank, self.world_size, self.timeout = world, rank, world_size, timeout
 
-    def send(self, tensor: Tensor, to: int, slot: int) -> _Side:
+    def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
         self._world.interfere(self.rank, "send", to)
         return _Side(self._world, self._world.post((self.rank, to, slot), tensor, True), self.rank, to, slot)
 
-    def recv(self, tensor: Tensor, source: int, slot: int) -> _Side:
+    def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
         self._world.interfere(self.rank, "recv", source)
         return _Side(self._world, self._world.post((source, self.rank, slot), tensor, False), self.rank, source, slot)
 
     def allocate(self, nbytes: int) -> UntypedStorage:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
 
-    def give_up(self, to: int, slot: int) -> None:
-        self._world.give_up((self.rank, to, slot))
+    def close_slot(self, to: int, slot: int) -> None:
+        self._world.close_slot((self.rank, to, slot))
 
-    def place(self, tensor: Tensor) -> int | None:
+    def offset_of(self, tensor: Tensor) -> int | None:
         return tensor.data_ptr() if tensor.device.type == "cpu" else None
 
-    def look(self, source: int, place: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-        """The elements at an address, as another process would see them: nothing here keeps them alive."""
-        return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(place), dtype=dtype)
+    def map_peer(self, source: int, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        """Return the elements at an address, as another process would see them: this does not keep them alive."""
+        return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(offset), dtype=dtype)
 
 
 class Loopback(Generic[T]):
@@ -132,14 +134,14 @@ class Loopback(Generic[T]):
         self._world = _World(interfere)
         self.world_size = world_size
         self.transports = [
-            Transport(LoopbackCarrier(self._world, rank, world_size, timeout)) for rank in range(world_size)
+            Transport(ThreadBackend(self._world, rank, world_size, timeout)) for rank in range(world_size)
         ]
 
     def run(self, program: Callable[[Transport], T], ranks: Sequence[int] | None = None) -> list[T]:
-        """Run ``program(transport)`` on each rank at once and return what each returned.
+        """Run ``program(transport)`` on all ranks at once and return their results.
 
-        A rank that raises leaves the group, so that the others' waits end; the first error is raised here. Ranks
-        compute with as many intra-op threads as the caller.
+        If a rank raises, the waits of the others end with an error, and the first error is raised here. Ranks compute
+        with as many intra-op threads as the caller.
         """
         intra_op_threads = torch.get_num_threads()
         chosen = list(range(self.world_size)) if ranks is None else list(ranks)
@@ -147,7 +149,7 @@ class Loopback(Generic[T]):
         errors: list[tuple[int, BaseException]] = []
 
         def body(rank: int) -> None:
-            torch.set_num_threads(intra_op_threads)  # MKL keeps it for each thread, and its bits depend on it
+            torch.set_num_threads(intra_op_threads)  # MKL has one setting per thread, and results depend on it
             try:
                 results[rank] = program(self.transports[rank])
             except BaseException as error:
@@ -165,7 +167,7 @@ class Loopback(Generic[T]):
 
 
 def solo() -> Transport:
-    """The transport of a single rank, which sends nothing."""
+    """Return the transport of a single rank, which sends nothing."""
     return Loopback[None](1).transports[0]
 
 

@@ -1,4 +1,4 @@
-"""The fold over collectives of the process group itself, on gloo processes, and when it is chosen.
+"""The sum in rank order over collectives of the process group itself, on gloo processes, and when it is chosen.
 
 NCCL is not to be had here: what chooses is told of it, and what was chosen runs over gloo.
 """
@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from collectives import ALGORITHMS, AllToAll, CollectiveError, Kind, Loopback, MismatchError, PeerError, Tag
-from collectives.backends.gloo import Native, ProcessGroupCarrier, connect
+from collectives.algorithms.process_group import Native
+from collectives.backends.gloo import GlooBackend, connect
 from collectives.topology import choose
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import device_of
@@ -135,7 +136,7 @@ def test_training_by_all_to_all_gives_the_bits_of_the_plain_loop(gloo: GlooPool,
 
 def told_of_nccl(patch: pytest.MonkeyPatch) -> None:
     """Let every process group have NCCL for CUDA, which tensors of the CPU then take for gloo."""
-    patch.setattr(ProcessGroupCarrier, "backend", lambda _, device: {"cuda": "nccl", "cpu": "gloo"}[device.type])
+    patch.setattr(GlooBackend, "device_backend", lambda _, device: {"cuda": "nccl", "cpu": "gloo"}[device.type])
 
 
 def chosen(group: dist.ProcessGroup, rank: int, hosts: list[int], devices: list[str], nccl: bool) -> tuple[str, str]:
@@ -145,7 +146,7 @@ def chosen(group: dist.ProcessGroup, rank: int, hosts: list[int], devices: list[
             told_of_nccl(patch)
         on_hosts(patch, hosts)
         choice = choose(connect(group).fork(), torch.device(devices[rank]))
-    return works(choice.collective), choice.why
+    return works(choice.collective), choice.reason
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def table(group: dist.ProcessGroup, rank: int) -> list[tuple[str, str, str]]:
     assert works(AllToAll(connect(both))) == "all_to_all"
     kinds = ("cpu", "cuda", "xpu")
     return [
-        tuple(ProcessGroupCarrier(each, 5.0).backend(torch.device(kind)) for kind in kinds) for each in (group, both)
+        tuple(GlooBackend(each, 5.0).device_backend(torch.device(kind)) for kind in kinds) for each in (group, both)
     ]
 
 
@@ -279,7 +280,9 @@ def while_adding_up(group: dist.ProcessGroup, rank: int) -> str:
     work = AllToAll(transport).reduce_scatter(whole, [0, 2, 4], torch.empty(2), start=None, tag=reduction())
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr("collectives.algorithms.all_to_all.fold", mock.Mock(side_effect=MemoryError("in the middle")))
+            patch.setattr(
+                "collectives.algorithms.process_group.ordered_sum", mock.Mock(side_effect=MemoryError("in the middle"))
+            )
         caught = pytest.raises(MemoryError) if rank == 1 else nullcontext()
         with caught:
             work.wait()

@@ -79,7 +79,7 @@ def test_a_region_is_freed_with_its_last_holder() -> None:
     storage = memory.allocate(3 * PAGE + 1)
     tensor = torch.empty(0).set_(storage, 0, (100,), (1,))
     assert tensor.data_ptr() % PAGE == 0
-    assert memory.place(tensor[7:]) == 28
+    assert memory.offset_of(tensor[7:]) == 28
     assert pages_of(memory.fd) == 4
     del storage
     view = tensor.fill_(1.0)[50:].view(5, 10).t()
@@ -89,7 +89,7 @@ def test_a_region_is_freed_with_its_last_holder() -> None:
     assert array.sum() == 50
     del array
     assert pages_of(memory.fd) == 0
-    assert memory.place(torch.empty(5)) is None
+    assert memory.offset_of(torch.empty(5)) is None
 
 
 def test_a_region_outlives_its_arena_and_nothing_is_left_of_both() -> None:
@@ -99,9 +99,9 @@ def test_a_region_outlives_its_arena_and_nothing_is_left_of_both() -> None:
     storage = memory.allocate(PAGE)
     torch.empty(0).set_(storage, 0, (3,), (1,)).fill_(5.0)
     del memory
-    assert window.look(0, 12, torch.float32).tolist() == [5.0] * 3
+    assert window.view(0, 12, torch.float32).tolist() == [5.0] * 3
     del storage
-    assert window.look(0, 12, torch.float32).tolist() == [0.0] * 3, "the pages are gone"
+    assert window.view(0, 12, torch.float32).tolist() == [0.0] * 3, "the pages are gone"
     del window
     assert opened() <= before
 
@@ -109,7 +109,7 @@ def test_a_region_outlives_its_arena_and_nothing_is_left_of_both() -> None:
 def test_a_window_cannot_be_written() -> None:
     memory = Arena(4 * PAGE)
     window = Window(memory.fd)
-    address = hex(window.look(0, 1, torch.uint8).data_ptr())[2:]
+    address = hex(window.view(0, 1, torch.uint8).data_ptr())[2:]
     line = next(line for line in Path("/proc/self/maps").read_text().splitlines() if line.startswith(address))
     assert line.split()[1] == "r--s"
 
@@ -171,13 +171,13 @@ def test_the_arenas_of_all_ranks_of_a_large_host_find_room_in_every_rank(monkeyp
 
 
 def test_nothing_takes_no_memory() -> None:
-    (carrier,) = mesh(1)
-    transport = Transport(carrier)
+    (backend,) = mesh(1)
+    transport = Transport(backend)
     for make in (transport.empty, transport.scratch):
         empty = make(0, torch.bfloat16, CPU)
         assert (empty.shape, empty.dtype) == ((0,), torch.bfloat16)
-        assert transport.reaches(empty)
-    assert pages_of(carrier._arena.fd) == 0
+        assert transport.peers_can_read(empty)
+    assert pages_of(backend._arena.fd) == 0
 
 
 def test_a_pool_of_shared_memory_gives_back_what_it_drops() -> None:
@@ -204,9 +204,9 @@ def test_an_address_space_that_is_too_small_is_an_error(monkeypatch: pytest.Monk
 
 def test_memory_of_another_arena_is_copied_to_where_peers_can_read_it() -> None:
     def program(_: Transport) -> tuple[list[float], bool]:
-        first, second = (Transport(carrier) for carrier in mesh(2))
+        first, second = (Transport(backend) for backend in mesh(2))
         theirs = second.scratch(5, torch.float32, CPU).fill_(2.0)
-        copied = first.within_reach(theirs)
-        return copied.tolist(), first.reaches(theirs) or not first.reaches(copied)
+        copied = first.peer_readable(theirs)
+        return copied.tolist(), first.peers_can_read(theirs) or not first.peers_can_read(copied)
 
     assert on_threads(1, program) == [([2.0] * 5, False)]

@@ -193,10 +193,10 @@ def test_ring_stays_within_the_bound_of_a_sum_in_any_order(bounds: list[int], se
 def test_only_the_algorithm_that_folds_calls_itself_exact() -> None:
     """A sum whose bits depend on the order: 1 + 2^-24 is 1, but 2^-24 + 2^-24 is not nothing."""
     contributions = [torch.full((3,), value) for value in (1.0, 2.0**-24, 2.0**-24)]
-    for algorithm, folds in ((Pairwise, True), (Ring, False)):
+    for algorithm, in_order in ((Pairwise, True), (Ring, False)):
         sums = torch.cat(reduce_scattered(algorithm, [0, 1, 2, 3], (FP32, FP32), WAYS[0], contributions, []))
-        assert bool((sums == 1.0).all()) == folds
-        assert algorithm.exact == folds
+        assert bool((sums == 1.0).all()) == in_order
+        assert algorithm.exact == in_order
 
 
 # -- all-gather --------------------------------------------------------------------------------------------------------
@@ -470,16 +470,16 @@ def test_half_a_sum_is_no_sum_on_any_rank(error: type[BaseException], monkeypatc
             transport.check()
         return str(caught.value)
 
-    monkeypatch.setattr("collectives.algorithms.pairwise.fold", fail)
+    monkeypatch.setattr("collectives.algorithms.pairwise.ordered_sum", fail)
     for rank, message in enumerate(on_threads(2, program, timeout=5)):
         assert f"rank {rank}, while adding up: {error.__name__}: in the middle" in message
 
 
-def test_a_carrier_never_cuts_a_message_to_fit() -> None:
+def test_a_backend_never_cuts_a_message_to_fit() -> None:
     def program(transport: Transport) -> None:
         tensor = torch.zeros(3 + transport.rank, dtype=torch.uint8)
-        carrier = transport.carrier
-        side = carrier.recv(tensor, 0, 0) if transport.rank else carrier.send(tensor, 1, 0)
+        backend = transport.backend
+        side = backend.recv(tensor, 0, 0) if transport.rank else backend.send(tensor, 1, 0)
         with pytest.raises(PeerError, match="3 bytes came where 4 fit"):
             side.wait(5)
 

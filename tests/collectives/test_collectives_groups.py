@@ -22,8 +22,9 @@ from collectives import (
     Transport,
     on_threads,
 )
-from collectives.backends.gloo import DEFAULT_TIMEOUT, Native, _timeout, connect
-from collectives.messages import HEADER_BYTES, LABEL_BYTES, at, place_of
+from collectives.algorithms.process_group import Native
+from collectives.backends.gloo import DEFAULT_TIMEOUT, _timeout, connect
+from collectives.messages import HEADER_BYTES, LABEL_BYTES, header_offset, with_offset
 
 from ..carried import (
     FP32,
@@ -185,10 +186,10 @@ tags = st.builds(Tag, st.sampled_from(Kind), labels, int64, int32, int64)
 
 @given(tags, int64)
 def test_a_tag_survives_the_wire_but_for_the_end_of_a_long_label(tag: Tag, size: int) -> None:
-    header = at(tag.pack(size), 7)
+    header = with_offset(tag.pack(size), 7)
     assert len(header) == HEADER_BYTES
     found, found_size = Tag.unpack(header)
-    assert place_of(header) == 7
+    assert header_offset(header) == 7
     assert found_size == size
     assert (found.kind, found.round, found.index, found.digest) == (tag.kind, tag.round, tag.index, tag.digest)
     assert tag.label.startswith(found.label)

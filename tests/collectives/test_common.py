@@ -180,20 +180,20 @@ def test_a_closed_optimizer_holds_no_page_of_shared_memory(stage: int) -> None:
     models = [build(rank) for rank in range(2)]
 
     def program(transport: Transport) -> tuple[bool, int]:
-        carrier = meet(transport)
+        backend = meet(transport)
         optimizer = ZeroOptimizer(
             models[transport.rank],
             torch.optim.AdamW,
             stage=stage,
             process_group=transport,
-            collective=lambda _: Shared(Transport(carrier)),
+            collective=lambda _: Shared(Transport(backend)),
         )
         odd_loss(models[transport.rank], odd_batches(1)[0]).backward()
         optimizer.step()
         optimizer.zero_grad()  # what p.grad shows is the user's
-        used = pages_of(carrier._arena.fd) > 0
+        used = pages_of(backend._arena.fd) > 0
         optimizer.close()
         transport.announce(NOW).wait()
-        return used, pages_of(carrier._arena.fd)
+        return used, pages_of(backend._arena.fd)
 
     assert on_threads(2, program, timeout=20) == [(True, 0)] * 2

@@ -125,7 +125,7 @@ def test_a_rank_that_fails_at_any_step_is_named_by_all_at_once(
 class Interrupting:
     """Raises `KeyboardInterrupt` at one of the lines that a thread runs in what asks for parts and reads them."""
 
-    functions = ("ask_rest", "_post", "recv", "wait")
+    functions = ("post_remaining", "_post", "recv", "wait")
 
     def __init__(self, line: int) -> None:
         self.line, self.reached = line, False
@@ -158,7 +158,7 @@ def test_an_interrupt_while_parts_are_asked_for_ends_the_group_or_loses_nothing(
             works = transport.irecv_chunks(found, 1, TAG)
             Chain(works).wait()
         except KeyboardInterrupt:
-            assert transport.broken or works or not transport._channel.streams[1].expected, "begun, and forgotten"
+            assert transport.broken or works or not transport._messenger.states[1].expected, "begun, and forgotten"
             if transport.broken or not works:
                 raise ZeroDivisionError from None
             Chain(works).wait()
@@ -180,7 +180,7 @@ def test_after_a_failure_nothing_more_is_asked_for() -> None:
     def program(transport: Transport) -> list[bool]:
         if transport.rank == 1:
             return []
-        parts = transport._channel.recv([torch.empty(1 << 17, dtype=torch.uint8)] * 3, 1, TAG)
+        parts = transport._messenger.recv([torch.empty(1 << 17, dtype=torch.uint8)] * 3, 1, TAG)
         transport.abort("the disk is full")
         with pytest.raises(CollectiveError, match="the disk is full"):
             Chain(parts).wait()

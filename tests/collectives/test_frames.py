@@ -19,7 +19,7 @@ from torch import Tensor
 
 from collectives import CollectiveError, Kind, PeerError, Tag, Transport
 from collectives.backends.arena import Arena, Window
-from collectives.backends.shared_memory import INLINE, HostCarrier, Peer
+from collectives.backends.shared_memory import INLINE, PeerProcess, SharedMemoryBackend
 
 from ..sockets import ARENA, leave, mesh, on_sockets
 
@@ -32,10 +32,10 @@ def numbered(number: int, size: int) -> bytes:
     return number.to_bytes(4, "little") * -(-size // 4)
 
 
-def send_much(carrier: HostCarrier) -> None:
+def send_much(backend: SharedMemoryBackend) -> None:
     """More to rank 1 than its socket holds."""
     for _ in range(MANY):
-        carrier.send_bytes(b"x" * INLINE, 1, 0)
+        backend.send_bytes(b"x" * INLINE, 1, 0)
 
 
 def as_tensor(data: bytes) -> Tensor:
@@ -95,12 +95,12 @@ def test_a_message_of_another_size_is_an_error() -> None:
 
 
 def test_a_failure_is_told_to_all_though_one_of_them_reads_nothing_and_its_socket_is_full() -> None:
-    first, _, third = transports = [Transport(carrier) for carrier in mesh(3)]
-    carrier = transports[0].carrier
-    assert isinstance(carrier, HostCarrier)
+    first, _, third = transports = [Transport(backend) for backend in mesh(3)]
+    backend = transports[0].backend
+    assert isinstance(backend, SharedMemoryBackend)
     with suppress(PeerError):
         for _ in range(MANY):
-            carrier.send_bytes(b"x" * INLINE, 1, 99, patience=0.0)
+            backend.send_bytes(b"x" * INLINE, 1, 99, patience=0.0)
     begin = time.monotonic()
     assert first.abort("the disk is full") == [1]
     with pytest.raises(CollectiveError, match="rank 0 failed: the disk is full"):
@@ -113,12 +113,12 @@ def test_full_sockets_in_both_directions_do_not_deadlock() -> None:
     count, size = 1000, INLINE
 
     def program(transport: Transport) -> bool:
-        carrier = transport.carrier
+        backend = transport.backend
         for number in range(count):
             for to in transport.peers():
-                carrier.send(as_tensor(numbered(number, size)), to, number % 3)
+                backend.send(as_tensor(numbered(number, size)), to, number % 3)
         found = [
-            carrier.recv_bytes(size, source, number % 3).wait(10.0) == numbered(number, size)  # type: ignore[attr-defined]
+            backend.recv_bytes(size, source, number % 3).wait(10.0) == numbered(number, size)  # type: ignore[attr-defined]
             for number in range(count)
             for source in transport.peers()
         ]
@@ -137,13 +137,13 @@ def test_a_third_rank_that_has_left_does_not_disturb_a_full_socket(monkeypatch: 
     """It was done; the two others were not."""
     first, second, third = mesh(3)
     full = threading.Event()
-    make_room = HostCarrier._make_room
+    make_room = SharedMemoryBackend._make_room
 
-    def noticed(self: HostCarrier, *arguments: Any) -> None:
+    def noticed(self: SharedMemoryBackend, *arguments: Any) -> None:
         full.set()
         make_room(self, *arguments)
 
-    monkeypatch.setattr(HostCarrier, "_make_room", noticed)
+    monkeypatch.setattr(SharedMemoryBackend, "_make_room", noticed)
     third.send_bytes(b"the last", 0, 0)
     leave(third)
 
@@ -185,7 +185,7 @@ HOLDER = "import os, sys, time; os.fork() or time.sleep(60); print(os.getpid(), 
 """A process whose child keeps its socket open; the child ends at the end of the standard input."""
 
 
-def with_a_socket_that_outlives_its_process(check: Callable[[HostCarrier], None], fill: bool) -> None:
+def with_a_socket_that_outlives_its_process(check: Callable[[SharedMemoryBackend], None], fill: bool) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", HOLDER], pass_fds=[theirs.fileno()], **pipes) as process:
@@ -193,27 +193,29 @@ def with_a_socket_that_outlives_its_process(check: Callable[[HostCarrier], None]
         assert process.stdout is not None
         process.stdout.readline()
         arena = Arena(ARENA)
-        carrier = HostCarrier(0, [None, Peer(ours, socket.socket(), Window(arena.fd), process.pid, 0.0)], arena, 60.0)
+        backend = SharedMemoryBackend(
+            0, [None, PeerProcess(ours, socket.socket(), Window(arena.fd), process.pid, 0.0)], arena, 60.0
+        )
         timer = threading.Timer(0.2 if fill else 0.0, process.kill)
         timer.start()
         begin = time.monotonic()
-        check(carrier)
+        check(backend)
         assert time.monotonic() - begin < SOON
         timer.join()
 
 
 def test_a_rank_that_died_is_noticed_though_a_child_of_it_keeps_its_socket_open() -> None:
-    def check(carrier: HostCarrier) -> None:
+    def check(backend: SharedMemoryBackend) -> None:
         with pytest.raises(PeerError, match="its process ended"):
-            carrier.recv_bytes(1, 1, 0).wait(60.0)
+            backend.recv_bytes(1, 1, 0).wait(60.0)
 
     with_a_socket_that_outlives_its_process(check, fill=False)
 
 
 def test_so_it_is_where_its_socket_is_full() -> None:
-    def check(carrier: HostCarrier) -> None:
+    def check(backend: SharedMemoryBackend) -> None:
         with pytest.raises(PeerError, match="its process ended"):
-            send_much(carrier)
+            send_much(backend)
 
     with_a_socket_that_outlives_its_process(check, fill=True)
 
@@ -221,25 +223,25 @@ def test_so_it_is_where_its_socket_is_full() -> None:
 # -- peers that give up ------------------------------------------------------------------------------------------------
 
 
-def lend(transport: Transport) -> Any:
-    return transport.lend(transport.scratch(5, torch.float32, torch.device("cpu")), [(1, 0, 5)], TAG)
+def expose(transport: Transport) -> Any:
+    return transport.expose(transport.scratch(5, torch.float32, torch.device("cpu")), [(1, 0, 5)], TAG)
 
 
 def send(transport: Transport) -> Any:
     return transport.isend(torch.ones(INLINE), 1, TAG)
 
 
-@pytest.mark.parametrize("give", [lend, send])
+@pytest.mark.parametrize("give", [expose, send])
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
 def test_who_waits_for_a_reader_learns_why_it_gave_up(give: Callable[[Transport], Any], leaves: bool) -> None:
     """It has sent all that it owed, and fails while it reads."""
-    carriers = mesh(2, timeout=60.0)
-    first, second = map(Transport, carriers)
+    backends = mesh(2, timeout=60.0)
+    first, second = map(Transport, backends)
     work = give(first)
     second.isend(torch.ones(1), 0, TAG)
     second.abort("the disk is full")
     if leaves:
-        leave(carriers[1])
+        leave(backends[1])
     begin = time.monotonic()
     with pytest.raises(PeerError, match=r"rank 0, in bucket 3: rank 1 failed: the disk is full"):
         work.wait()
@@ -247,14 +249,14 @@ def test_who_waits_for_a_reader_learns_why_it_gave_up(give: Callable[[Transport]
     assert first.broken
 
 
-@pytest.mark.parametrize("give", [lend, send])
+@pytest.mark.parametrize("give", [expose, send])
 @pytest.mark.parametrize("why", ["the disk is full", ""])
 def test_an_error_of_sending_names_the_rank_and_the_collective(give: Callable[[Transport], Any], why: str) -> None:
-    carriers = mesh(2)
-    first, second = map(Transport, carriers)
+    backends = mesh(2)
+    first, second = map(Transport, backends)
     if why:
         second.abort(why)
-    leave(carriers[1])
+    leave(backends[1])
     with pytest.raises(PeerError, match=rf"rank 0, in bucket 3: .*rank 1 .*{why or 'its process ended'}"):
         give(first)
     with pytest.raises(CollectiveError, match="this communicator is closed since an earlier failure"):
@@ -262,11 +264,11 @@ def test_an_error_of_sending_names_the_rank_and_the_collective(give: Callable[[T
 
 
 def test_a_loan_cannot_be_given_back_to_a_rank_that_is_gone() -> None:
-    carriers = mesh(2)
-    first, second = map(Transport, carriers)
-    lend(first)
-    loan = second.borrow([(0, 5)], torch.float32, TAG)
-    loan.wait()
-    leave(carriers[0])
+    backends = mesh(2)
+    first, second = map(Transport, backends)
+    expose(first)
+    mapped = second.map_buffers([(0, 5)], torch.float32, TAG)
+    mapped.wait()
+    leave(backends[0])
     with pytest.raises(PeerError, match=r"rank 1, in bucket 3: .*rank 0 .*its process ended"):
-        loan.give_back()
+        mapped.release()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from collectives import Hierarchical, Kind, Loopback, Tag, Transport
 from collectives.algorithms.plans import Hosts, Plan, plans
-from collectives.backends.hybrid import RoutedCarrier
+from collectives.backends.hybrid import HybridBackend
 from collectives.messages import HEADER_BYTES
 
 from ..carried import splits
@@ -107,11 +107,11 @@ def run_counted(assignment: Sequence[int], bounds: Sequence[int], started: bool)
 
     def run(transport: Transport) -> int:
         rank = transport.rank
-        counting = Counting(transport.carrier)
-        carrier = routed(transport, hosts.ranks).carrier
-        assert isinstance(carrier, RoutedCarrier)
-        carrier._remote, carrier._remote_bytes._carrier = counting, counting  # type: ignore[attr-defined]
-        collective = Hierarchical(Transport(carrier), hosts.ranks)
+        counting = Counting(transport.backend)
+        backend = routed(transport, hosts.ranks).backend
+        assert isinstance(backend, HybridBackend)
+        backend._remote = counting
+        collective = Hierarchical(Transport(backend), hosts.ranks)
         t = collective.transport
         out = torch.zeros(bounds[rank + 1] - bounds[rank])
         source = t.scratch(bounds[-1], torch.float32, torch.device("cpu")).fill_(1.0)
@@ -119,7 +119,7 @@ def run_counted(assignment: Sequence[int], bounds: Sequence[int], started: bool)
         collective.reduce_scatter(source, bounds, out, start=out if started else None, tag=tag).wait()
         counting.phase = 1
         collective.all_gather(source, bounds, tag=Tag(Kind.ALL_GATHER, "whole", 1)).wait()
-        assert carrier.crossed == counting.sent
+        assert backend.crossed == counting.sent
         return counting.sent
 
     sent = Loopback[int](len(assignment), timeout=20.0).run(run)

@@ -17,7 +17,7 @@ from torch import Tensor
 from collectives import ALGORITHMS, Kind, Tag, Transport
 
 from ..carried import assert_same_bits, reduction
-from ..late import LateCarrier, on_late_threads
+from ..late import LateBackend, on_late_threads
 from ..narrowed import PRECISIONS
 from ..plain import assert_same_states
 from ..programs import Program, Round, Step, compare, run_rank
@@ -33,11 +33,11 @@ FEWER = (Step((Round(), Round(ranks=1))), Step((Round(ranks=1),)))  # not at sta
 
 
 def check(program: Program) -> int:
-    """Compare a program with the plain loop. Return how many collectives of the carrier were under way at most."""
+    """Compare a program with the plain loop. Return how many collectives of the backend were under way at most."""
 
     def run(transport: Transport) -> tuple[Any, int]:
-        assert isinstance(transport.carrier, LateCarrier)
-        return run_rank(program, transport), transport.carrier.most_launched
+        assert isinstance(transport.backend, LateBackend)
+        return run_rank(program, transport), transport.backend.most_launched
 
     results = on_late_threads(program.world_size, run)
     states = results[0][0][3]
@@ -65,7 +65,7 @@ def test_training_by_the_groups_own_reduce_scatter_touches_nothing_under_way(sta
     assert check(Program(3, stage, collective="native", steps=(Step((Round(),), clips=((0.1, 2.0),)),) * 2)) >= 2
 
 
-# -- errors that the carrier reports -----------------------------------------------------------------------------------
+# -- errors that the backend reports -----------------------------------------------------------------------------------
 
 BOUNDS = [0, 3, 8]
 GATHER = Tag(Kind.ALL_GATHER, "parameters")

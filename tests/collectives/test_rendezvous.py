@@ -21,8 +21,8 @@ import torch
 from collectives import Collective, CollectiveError, Kind, Tag, Transport, topology
 from collectives.backends import rendezvous
 from collectives.backends.arena import Arena, Window
-from collectives.backends.rendezvous import Card, Door, exchange_cards, join
-from collectives.backends.shared_memory import HostCarrier
+from collectives.backends.rendezvous import HostListener, RankInfo, exchange_infos, join
+from collectives.backends.shared_memory import SharedMemoryBackend
 from collectives.topology import choose, hierarchical, shared
 
 from ..descriptors import opened
@@ -64,11 +64,11 @@ def outcome(make: Callable[[Transport], Collective]) -> Callable[[Transport], st
 def on_hosts(monkeypatch: pytest.MonkeyPatch, hosts: Sequence[int]) -> None:
     """Let rank r be on host ``hosts[r]``."""
 
-    def cards(transport: Transport, door: Door) -> list[Card]:
-        found = exchange_cards(transport, door)
-        return [replace(card, host=f"host {host}") for card, host in zip(found, hosts, strict=True)]
+    def infos(transport: Transport, listener: HostListener) -> list[RankInfo]:
+        found = exchange_infos(transport, listener)
+        return [replace(info, host=f"host {host}") for info, host in zip(found, hosts, strict=True)]
 
-    monkeypatch.setattr(topology, "exchange_cards", cards)
+    monkeypatch.setattr(topology, "exchange_infos", infos)
 
 
 def once(call: Callable[..., Any], error: Exception) -> Callable[..., Any]:
@@ -170,11 +170,11 @@ def test_one_host_whose_ranks_cannot_share_memory_is_enough(monkeypatch: pytest.
 # -- strangers ---------------------------------------------------------------------------------------------------------
 
 
-def knock(card: Card, data: bytes | None, files: list[int]) -> socket.socket:
+def knock(info: RankInfo, data: bytes | None, files: list[int]) -> socket.socket:
     """A process that found the address, but does not know the token."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(SOON)
-    connection.connect(b"\0zero-" + card.address.encode())
+    connection.connect(b"\0zero-" + info.address.encode())
     if data is None:
         connection.shutdown(socket.SHUT_WR)
     else:
@@ -187,13 +187,13 @@ def test_a_stranger_is_turned_away_and_the_ranks_connect() -> None:
     before = opened()
 
     def program(transport: Transport) -> tuple[str, list[tuple[bytes, list[int]]]]:
-        door, strangers = Door(2), []
-        cards = exchange_cards(transport, door)
+        listener, strangers = HostListener(2), []
+        infos = exchange_infos(transport, listener)
         arena, other = Arena(1 << 20), Arena(1 << 20)
         empty = os.memfd_create("empty")
         if transport.rank == 1:
             hello = rendezvous._HELLO.pack(0, bytes(16))
-            higher = rendezvous._HELLO.pack(1, bytes.fromhex(door.card.token))
+            higher = rendezvous._HELLO.pack(1, bytes.fromhex(listener.info.token))
             attempts = [
                 (hello, [arena.fd, other.fd]),
                 (hello, [empty, empty]),
@@ -204,11 +204,11 @@ def test_a_stranger_is_turned_away_and_the_ranks_connect() -> None:
                 (b"GET /", []),
                 (None, []),
             ]
-            strangers = [knock(door.card, data, files) for data, files in attempts]
+            strangers = [knock(listener.info, data, files) for data, files in attempts]
         transport.exchange(b"", Tag(Kind.EXCHANGE, "strangers first"))
-        carrier = join(transport, door, cards)
+        backend = join(transport, listener, infos)
         os.close(empty)
-        assert isinstance(carrier, HostCarrier), carrier
+        assert isinstance(backend, SharedMemoryBackend), backend
         answers = []
         for stranger in strangers:
             try:
@@ -216,7 +216,7 @@ def test_a_stranger_is_turned_away_and_the_ranks_connect() -> None:
             except ConnectionResetError:
                 answers.append((b"", []))
             stranger.close()
-        return works(shared(Transport(carrier))), answers
+        return works(shared(Transport(backend))), answers
 
     (_, none), (name, answers) = on_wires(2, program)
     assert (none, name) == ([], "shared")
@@ -266,12 +266,12 @@ def test_the_door_is_shut_when_all_are_in_and_nothing_is_left_of_a_group() -> No
     before, mapped_before = opened(), mapped()
 
     def program(transport: Transport) -> tuple[str, bool, bool]:
-        door = Door(transport.world_size)
-        listened = listening(door.card.address)
-        carrier = join(transport, door, exchange_cards(transport, door))
-        assert isinstance(carrier, HostCarrier)
-        works(shared(Transport(carrier)))
-        return door.card.address, listened, listening(door.card.address)
+        listener = HostListener(transport.world_size)
+        listened = listening(listener.info.address)
+        backend = join(transport, listener, exchange_infos(transport, listener))
+        assert isinstance(backend, SharedMemoryBackend)
+        works(shared(Transport(backend)))
+        return listener.info.address, listened, listening(listener.info.address)
 
     for world_size in (1, 2, 5):
         for address, listened, still_listens in on_wires(world_size, program):
@@ -330,8 +330,8 @@ for module, names in (
     for name in names.split():
         delattr(module, name)
 import zero
-from collectives.backends.rendezvous import Door
-print(Door(2).card.problem)
+from collectives.backends.rendezvous import HostListener
+print(HostListener(2).info.problem)
 """
 
 

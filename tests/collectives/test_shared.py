@@ -30,7 +30,7 @@ from collectives import (
     Tag,
     Transport,
 )
-from collectives.algorithms.ordered_sum import fold
+from collectives.algorithms.ordered_sum import ordered_sum
 
 from ..carried import (
     MIXED,
@@ -263,9 +263,9 @@ def test_an_exception_while_reading_ends_the_waits_of_the_others(monkeypatch: py
     def failing(parts: Sequence[Tensor], out: Tensor) -> None:
         if out.numel() == 2:
             raise ZeroDivisionError("in the sum")
-        fold(parts, out)
+        ordered_sum(parts, out)
 
-    monkeypatch.setattr(shared_module, "fold", failing)
+    monkeypatch.setattr(shared_module, "ordered_sum", failing)
 
     def run(transport: Transport) -> str:
         out = torch.empty(bounds[transport.rank + 1] - bounds[transport.rank])

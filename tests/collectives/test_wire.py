@@ -1,6 +1,6 @@
 """Laws about what travels: in which order, how much of it at once, and what must not be seen in it.
 
-`Spy` stands between a transport and its carrier and sees every message as it leaves a rank.
+`Spy` stands between a transport and its backend and sees every message as it leaves a rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Kind, Loopback, Pairwise, Tag, Transport, Work, on_threads
-from collectives.backend import Carrier, Pending
+from collectives.backend import Backend, Pending
 from collectives.backends.threads import Interference
 from collectives.messages import HEADER_BYTES
 from zero import ZeroOptimizer
@@ -43,7 +43,7 @@ from ..contract.test_steps import (
 )
 from ..models import Odd, build
 
-HEADERS, LANES = 0, 6
+HEADERS, PORTS = 0, 6
 
 
 # -- order and number -------------------------------------------------------------------------------------------------
@@ -237,28 +237,28 @@ def test_delays_in_collectives_and_hooks_change_no_bit(stage: int) -> None:
 @dataclass(frozen=True)
 class Message:
     to: int
-    lane: int
+    port: int
     size: int
     content: str
 
 
-class Spy:
-    """A carrier that writes down what leaves this rank through channels that were opened (not the opening itself,
+class Spy(Backend):
+    """A backend that writes down what leaves this rank through channels that were opened (not the opening itself,
     which draws a number by chance)."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier, self.messages = carrier, list[Message]()
-        self.name, self.timeout = self._carrier.name, self._carrier.timeout
-        self.rank, self.world_size = self._carrier.rank, self._carrier.world_size
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self.messages = backend, list[Message]()
+        self.name, self.timeout = self._backend.name, self._backend.timeout
+        self.rank, self.world_size = self._backend.rank, self._backend.world_size
 
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
-        if slot >= LANES:
+        if slot >= PORTS:
             digest = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
-            self.messages.append(Message(to, slot % LANES, tensor.numel(), digest))
-        return self._carrier.send(tensor, to, slot)
+            self.messages.append(Message(to, slot % PORTS, tensor.numel(), digest))
+        return self._backend.send(tensor, to, slot)
 
     def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
-        return self._carrier.recv(tensor, source, slot)
+        return self._backend.recv(tensor, source, slot)
 
 
 def wire(stage: int) -> tuple[list[list[Message]], list[Any]]:
@@ -266,7 +266,7 @@ def wire(stage: int) -> tuple[list[list[Message]], list[Any]]:
     models = [build(rank) for rank in range(2)]
 
     def program(transport: Transport) -> tuple[list[Message], Any]:
-        spy, model, norms = Spy(transport.carrier), models[transport.rank], list[Tensor]()
+        spy, model, norms = Spy(transport.backend), models[transport.rank], list[Tensor]()
         given = {**ARGUMENTS, "collective": "pairwise"}
         optimizer = ZeroOptimizer(model, stage=stage, process_group=Transport(spy), **given)
         for step in range(2):
@@ -309,11 +309,11 @@ def test_the_wire_knows_neither_hashes_of_strings_nor_addresses() -> None:
 
 
 @ALL_STAGES
-def test_traffic_is_what_the_carrier_carried(stage: int) -> None:
+def test_traffic_is_what_the_backend_sent(stage: int) -> None:
     """Headers and control bytes included, and what one sends another receives."""
     sent, traffic = wire(stage)
     for messages, counted in zip(sent, traffic, strict=True):
-        headers = [message for message in messages if message.lane == HEADERS]
+        headers = [message for message in messages if message.port == HEADERS]
         assert len(headers) == counted.messages
         assert all(message.size == HEADER_BYTES for message in headers)
         assert sum(message.size for message in messages) == counted.payload_sent + counted.control_sent

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives import Collective, Kind, Pairwise, Tag, Transport, Work
-from collectives.backends.gloo import Native, connect
-from collectives.messages import WORDS_BYTES
+from collectives.algorithms.process_group import Native
+from collectives.backends.gloo import connect
+from collectives.messages import REPORT_BYTES
 from zero import ZeroOptimizer
 from zero.core.layout import JOINED_BYTES
 
@@ -182,7 +183,7 @@ def test_a_rank_holds_its_shards_the_root_two_units_and_three_buckets_at_most(
         assert found.bucket <= (found.unit + JOINED_BYTES if collective == "auto" else found.unit)
         assert found.scratch <= 3 * found.bucket
         own = found.unit / len(ranks) if collective == "all_to_all" else 0  # which it sends itself, too
-        words = WORDS_BYTES * (len(ranks) - 1)  # for why another rank fails
+        words = REPORT_BYTES * (len(ranks) - 1)  # for why another rank fails
         assert found.above <= gathered + 3 * found.bucket + own + padding + words
 
 

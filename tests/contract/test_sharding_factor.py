@@ -258,12 +258,12 @@ def test_between_hosts_only_sums_travel_once_there_and_once_home() -> None:
         bounds = [0, numel // 2, numel]
         source = collective.shards.empty(numel, torch.float32, torch.device("cpu")).fill_(1.0)
         out = collective.shards.empty(numel // 2, torch.float32, torch.device("cpu"))
-        before = near.carrier.crossed
+        before = near.backend.crossed
         collective.reduce_scatter(source, bounds, out, start=None, tag=reduction()).wait()
         assert out.eq(4.0).all()
-        reduced = near.carrier.crossed - before
+        reduced = near.backend.crossed - before
         collective.all_gather(source, bounds, tag=reduction()).wait()
-        return reduced, near.carrier.crossed - before - reduced
+        return reduced, near.backend.crossed - before - reduced
 
     found = on_threads(4, program)
     for reduced, gathered in found:
@@ -574,7 +574,7 @@ def test_ranks_that_share_what_is_kept_are_called_what_the_group_calls_them() ->
         optimizer = ZeroOptimizer(model, stage=3, process_group=transport, reshard_after_forward=2)
         manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
         post_forward_group = manager._gathers.post_forward_group.shards
-        return [post_forward_group.called, optimizer._builder.shards.called]
+        return [post_forward_group.rank_label, optimizer._builder.shards.rank_label]
 
     assert on_wires(4, program) == [[f"rank {rank}"] * 2 for rank in range(4)]
 

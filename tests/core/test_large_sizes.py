@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Kind, Pairwise, Ring, Tag, Traffic, Transport, on_threads
-from collectives.messages import HEADER_BYTES, at
+from collectives.messages import HEADER_BYTES, with_offset
 from zero import ZeroOptimizer
 from zero.core.bits import dense_stride
 from zero.core.formulas import formula_bytes, formula_traffic
@@ -157,7 +157,7 @@ def test_states_beyond_two_to_the_31_have_a_run_for_every_piece(
 @pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**32, 2**40 + 1, 2**62])
 def test_headers_tell_sizes_and_rounds_beyond_two_to_the_31(size: int) -> None:
     tag = Tag(Kind.REDUCE_SCATTER, "bucket 0", round=size, index=LIMIT, digest=2**32 - 1)
-    packed = at(tag.pack(size))
+    packed = with_offset(tag.pack(size))
     assert len(packed) == HEADER_BYTES
     assert Tag.unpack(packed) == (tag, size)
     with pytest.raises(struct.error):

@@ -285,7 +285,9 @@ def lands(group: dist.ProcessGroup | None, backend: str, context: Any) -> torch.
     with (
         mock.patch("torch.accelerator.current_accelerator", return_value=torch.device("cuda")),
         mock.patch("torch.accelerator.current_device_index", return_value=1),
-        mock.patch("collectives.backends.gloo._backend", lambda _, device: {"cpu": "gloo"}.get(device.type, backend)),
+        mock.patch(
+            "collectives.backends.gloo._device_backend", lambda _, device: {"cpu": "gloo"}.get(device.type, backend)
+        ),
         mock.patch("zero.setup.build_collective", side_effect=ToldError) as told_of,
         context,
     ):

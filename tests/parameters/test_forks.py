@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives import CollectiveError
-from collectives.backends.shared_memory import Peer
+from collectives.backends.shared_memory import PeerProcess
 from zero import ZeroOptimizer
 
 from ..forks import Child, said_by_a_child
@@ -29,21 +29,21 @@ from ..pool import GlooPool
 
 RANKS, STEPS = 2, 3
 CAP = 0.0005
-CARRIERS = ("auto", "pairwise")  # by memory that ranks share, where units do not travel; by messages, where they do
+ALGORITHMS = ("auto", "pairwise")  # by memory that ranks share, where units do not travel; by messages, where they do
 REMEDY = "a copy of the model that was made before the fork"
 
 
 class Run:
     """A rank that trains, and forks a child at some moment."""
 
-    def __init__(self, group: Any, rank: int, stage: int, carrier: str) -> None:
+    def __init__(self, group: Any, rank: int, stage: int, algorithm: str) -> None:
         self.model: Any = build(0)
         self.optimizer = ZeroOptimizer(
             self.model,
             torch.optim.AdamW,
             stage=stage,
             process_group=group,
-            collective=carrier,
+            collective=algorithm,
             lr=0.1,
             bucket_cap_mb=CAP,
         )
@@ -242,8 +242,8 @@ MANY = ("inside_gathered_to_write", "inside_no_sync")  # repeat what others show
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 
-def forks(group: dist.ProcessGroup, rank: int, stage: int, carrier: str, moment: str) -> Any:
-    run, forked = Run(group, rank, stage, carrier), list[bool]()
+def forks(group: dist.ProcessGroup, rank: int, stage: int, algorithm: str, moment: str) -> Any:
+    run, forked = Run(group, rank, stage, algorithm), list[bool]()
     actions = FORWARDS | COLLECTIVES if stage == 3 else COLLECTIVES
     if moment == "while_a_graph_is_kept":
         actions = {"backward of a kept graph": ends_a_kept_graph} | actions
@@ -265,39 +265,39 @@ def forks(group: dist.ProcessGroup, rank: int, stage: int, carrier: str, moment:
 
 
 @pytest.mark.parametrize(
-    ("carrier", "moment"),
+    ("algorithm", "moment"),
     [
         pytest.param(
-            carrier,
+            algorithm,
             moment,
-            marks=() if moment in FEW or (carrier == "auto" and moment not in MANY) else pytest.mark.slow,
+            marks=() if moment in FEW or (algorithm == "auto" and moment not in MANY) else pytest.mark.slow,
         )
-        for carrier in CARRIERS
+        for algorithm in ALGORITHMS
         for moment in MOMENTS
     ],
 )
 @pytest.mark.by_default("auto-after_a_step", "auto-inside_gathered", "auto-inside_a_forward")
 def test_what_a_forked_child_does_at_stage_3_raises_at_once_and_the_ranks_go_on(
-    gloo: GlooPool, carrier: str, moment: str
+    gloo: GlooPool, algorithm: str, moment: str
 ) -> None:
-    for model in gloo.run(forks, 3, carrier, moment):
+    for model in gloo.run(forks, 3, algorithm, moment):
         assert_same_model(model, plain())
 
 
-@pytest.mark.parametrize("carrier", ["auto", pytest.param("pairwise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("algorithm", ["auto", pytest.param("pairwise", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.by_default("2-auto")
 def test_below_stage_3_a_forked_child_evaluates_and_calls_nothing_collective(
-    gloo: GlooPool, stage: int, carrier: str
+    gloo: GlooPool, stage: int, algorithm: str
 ) -> None:
     moment = "while_a_graph_is_kept" if stage == 2 else "after_a_step"
-    for model in gloo.run(forks, stage, carrier, moment):
+    for model in gloo.run(forks, stage, algorithm, moment):
         assert_same_model(model, plain())
 
 
-def unwinds(group: dist.ProcessGroup, rank: int, carrier: str, write: bool) -> Any:
+def unwinds(group: dist.ProcessGroup, rank: int, algorithm: str, write: bool) -> Any:
     """The child leaves the blocks around it, well or by its error."""
-    run = Run(group, rank, 3, carrier)
+    run = Run(group, rank, 3, algorithm)
     for raises in (False, True):
         run.step(int(raises))
         read, end = os.pipe()
@@ -325,24 +325,24 @@ def unwinds(group: dist.ProcessGroup, rank: int, carrier: str, write: bool) -> A
 
 
 @pytest.mark.parametrize("write", [False, True])
-@pytest.mark.parametrize("carrier", ["auto", pytest.param("pairwise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("algorithm", ["auto", pytest.param("pairwise", marks=pytest.mark.slow)])
 @pytest.mark.by_default("auto-True")
 def test_a_child_that_was_forked_inside_gathered_leaves_the_block_alone(
-    gloo: GlooPool, carrier: str, write: bool
+    gloo: GlooPool, algorithm: str, write: bool
 ) -> None:
-    for model in gloo.run(unwinds, carrier, write):
+    for model in gloo.run(unwinds, algorithm, write):
         assert_same_model(model, plain())
 
 
-def collects(group: dist.ProcessGroup, rank: int, stage: int, carrier: str) -> Any:
-    run = Run(group, rank, stage, carrier)
+def collects(group: dist.ProcessGroup, rank: int, stage: int, algorithm: str) -> Any:
+    run = Run(group, rank, stage, algorithm)
     run.step(0)
 
     def collect() -> list[int]:
         optimizer = weakref.ref(run.optimizer)
         del run.optimizer, run.model
         gc.collect()
-        peers = [thing for thing in gc.get_objects() if isinstance(thing, Peer)]
+        peers = [thing for thing in gc.get_objects() if isinstance(thing, PeerProcess)]
         return [optimizer() is None, len(peers)]
 
     assert said_by_a_child(collect) == [True, 0]
@@ -351,18 +351,18 @@ def collects(group: dist.ProcessGroup, rank: int, stage: int, carrier: str) -> A
     return run.model
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.by_default("3-auto")
 def test_to_collect_an_optimizer_in_a_forked_child_takes_nothing_from_the_ranks(
-    gloo: GlooPool, stage: int, carrier: str
+    gloo: GlooPool, stage: int, algorithm: str
 ) -> None:
-    for model in gloo.run(collects, stage, carrier):
+    for model in gloo.run(collects, stage, algorithm):
         assert_same_model(model, plain())
 
 
-def evaluates_a_copy(group: dist.ProcessGroup, rank: int, carrier: str) -> Any:
-    run = Run(group, rank, 3, carrier)
+def evaluates_a_copy(group: dist.ProcessGroup, rank: int, algorithm: str) -> Any:
+    run = Run(group, rank, 3, algorithm)
     run.step(0)
     for to in range(RANKS):
         run.optimizer.consolidate_state_dict(to)
@@ -392,10 +392,10 @@ def evaluates_a_copy(group: dist.ProcessGroup, rank: int, carrier: str) -> Any:
     return run.model
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.by_default("auto")
-def test_a_copy_made_inside_gathered_evaluates_and_trains_in_a_forked_child(gloo: GlooPool, carrier: str) -> None:
-    for model in gloo.run(evaluates_a_copy, carrier):
+def test_a_copy_made_inside_gathered_evaluates_and_trains_in_a_forked_child(gloo: GlooPool, algorithm: str) -> None:
+    for model in gloo.run(evaluates_a_copy, algorithm):
         assert_same_model(model, plain())
 
 
@@ -418,8 +418,8 @@ def loader(run: Run, *, evaluates: bool) -> torch.utils.data.DataLoader[Tensor]:
     return torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
 
 
-def loads(group: dist.ProcessGroup, rank: int, stage: int, carrier: str) -> Any:
-    run = Run(group, rank, stage, carrier)
+def loads(group: dist.ProcessGroup, rank: int, stage: int, algorithm: str) -> Any:
+    run = Run(group, rank, stage, algorithm)
     run.step(0)
     multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # may have workers
     try:
@@ -441,12 +441,12 @@ def loads(group: dist.ProcessGroup, rank: int, stage: int, carrier: str) -> Any:
     return run.model
 
 
-@pytest.mark.parametrize(("stage", "carrier"), [(2, "auto"), (3, "auto"), (3, "pairwise")])
+@pytest.mark.parametrize(("stage", "algorithm"), [(2, "auto"), (3, "auto"), (3, "pairwise")])
 @pytest.mark.by_default("2-auto")
 def test_a_worker_of_a_data_loader_that_evaluates_raises_and_one_that_does_not_is_silent(
-    gloo: GlooPool, stage: int, carrier: str
+    gloo: GlooPool, stage: int, algorithm: str
 ) -> None:
-    for model in gloo.run(loads, stage, carrier):
+    for model in gloo.run(loads, stage, algorithm):
         assert_same_model(model, plain())
 
 

@@ -262,7 +262,7 @@ SUMS = (
         "declared.",
         (
             Edit(
-                "collectives.algorithms.ordered_sum.fold",
+                "collectives.algorithms.ordered_sum.ordered_sum",
                 "    running = torch.empty(min(block, size), dtype=out.dtype, device=out.device)\n",
                 "    kept = torch.float32 if out.itemsize == 2 else out.dtype\n"
                 "    running = torch.empty(min(block, size), dtype=kept, device=out.device)\n",

@@ -29,7 +29,7 @@ MUTANTS = (
         "A forked process that leaves a collective call by an error tells the others that its rank failed.",
         (
             Edit(
-                "collectives.peer_links.Line.abort",
+                "collectives.peer_links.PeerLinks.abort",
                 "        if os.getpid() != self._process:\n            return list(self.peers)\n",
                 "",
             ),
@@ -42,7 +42,7 @@ MUTANTS = (
         "Where a forked process lets go of its copy of an optimizer, the rank's sockets are shut, not only its own.",
         (
             Edit(
-                "collectives.backends.shared_memory.Peer.__del__",
+                "collectives.backends.shared_memory.PeerProcess.__del__",
                 "    def __del__(self) -> None:\n        self.socket.close()\n",
                 "    def __del__(self) -> None:\n        self.socket.shutdown(socket.SHUT_RDWR)\n"
                 "        self.socket.close()\n",

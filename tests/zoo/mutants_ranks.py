@@ -18,10 +18,10 @@ WAITS = (
     Mutant(
         "one-source-of-several-is-waited-for",
         ("S19",),
-        "The owner waits for the first of the other ranks and folds what the others' buffers hold by then.",
+        "The owner waits for the first of the other ranks and adds up what the others' buffers hold by then.",
         (
             Edit(
-                "collectives.algorithms.pairwise._ReduceScatter.wait",
+                "collectives.algorithms.pairwise._PairwiseReduceScatter.wait",
                 "            recvs.wait()\n",
                 "            for work in list(recvs._works)[:1]:\n                work.wait()\n",
             ),
@@ -157,9 +157,9 @@ RANKS = (
         "In a sub-group the rank follows from the rank in the world: {1, 3} are 1 and 1, and nobody is 0.",
         (
             Edit(
-                "collectives.peer_links.Line.__init__",
-                "self.rank, self.timeout = self.ranks.index(carrier.rank)",
-                "self.rank, self.timeout = carrier.rank % len(ranks)",
+                "collectives.peer_links.PeerLinks.__init__",
+                "self.rank, self.timeout = self.ranks.index(backend.rank)",
+                "self.rank, self.timeout = backend.rank % len(ranks)",
             ),
         ),
         ("test_lifetimes.py::test_groups_of_one_world_train_apart[2]",),
@@ -172,7 +172,7 @@ RANKS = (
             Edit(
                 "collectives.algorithms.pairwise.Pairwise.reduce_scatter",
                 "                parts.append((source[low:high] if rank == t.rank else arriving[rank])[begin:end])\n",
-                "                own = rank == t.carrier.rank\n"
+                "                own = rank == t.backend.rank\n"
                 "                if own or rank in arriving:\n"
                 "                    parts.append((source[low:high] if own else arriving[rank])[begin:end])\n",
             ),
@@ -187,7 +187,7 @@ RANKS = (
             Edit(
                 "zero.step.update.Update.clip",
                 'for data in self._transport.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):',
-                "world = Transport(self._transport.carrier, channel=77)\n"
+                "world = Transport(self._transport.backend, channel=77)\n"
                 '        for data in world.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):',
             ),
         ),
@@ -199,7 +199,7 @@ RANKS = (
         "The native gather takes what arrived for slices in a row, although uneven ones come padded to one width.",
         (
             Edit(
-                "collectives.algorithms.process_group.CarrierCalls.all_gather",
+                "collectives.algorithms.process_group.ProcessGroupAlgorithm.all_gather",
                 "(buffer[low:high], padded[rank * width : rank * width + high - low])",
                 "(buffer[low:high], padded[low:high])",
             ),
@@ -226,7 +226,7 @@ RANKS = (
         "A rank that fails keeps it to itself: the others wait until their time limit and learn no reason.",
         (
             Edit(
-                "collectives.peer_links.Line._abort",
+                "collectives.peer_links.PeerLinks._abort",
                 "        for to in self.peers:\n            try:\n                kept.append(",
                 "        for to in ():\n            try:\n                kept.append(",
             ),
@@ -239,7 +239,7 @@ RANKS = (
         "Ranks in different collectives of one size take each other's bytes.",
         (
             Edit(
-                "collectives.messenger.Channel.confirm",
+                "collectives.messenger.Messenger.confirm",
                 "if not header.startswith(first.packed):",
                 "if Tag.unpack(header)[1] != first.size:",
             ),
@@ -255,8 +255,8 @@ RANKS = (
         (
             Edit(
                 "collectives.transport.Transport.fork",
-                'return Transport(self.carrier, self._channel.ranks, int.from_bytes(first, "little"))',
-                "return Transport(self.carrier, self._channel.ranks, 1 if first else 0)",
+                'return Transport(self.backend, self._messenger.ranks, int.from_bytes(first, "little"))',
+                "return Transport(self.backend, self._messenger.ranks, 1 if first else 0)",
             ),
         ),
         ("collectives/test_collectives_groups.py::test_messages_of_forked_channels_do_not_mix",),

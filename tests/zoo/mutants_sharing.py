@@ -17,9 +17,9 @@ REPLICAS = (
         (
             Edit(
                 "collectives.algorithms.hybrid_sharding.Replicated.__init__",
-                "        self._announced = 0  #",
-                "        if self.shards.world_size == 1:\n            self.before = self.after = None\n"
-                "        self._announced = 0  #",
+                "        self.after = after if after < transport.world_size else None\n",
+                "        self.after = after if after < transport.world_size else None\n"
+                "        if self.shards.world_size == 1:\n            self.before = self.after = None\n",
             ),
         ),
         (f"{TRAINING}[2-1-1]",),
@@ -30,7 +30,7 @@ REPLICAS = (
         "The last replica alone has the sum of all; the others step with the sum so far.",
         (
             Edit(
-                "collectives.algorithms.hybrid_sharding._ReduceScatter.__init__.exchange",
+                "collectives.algorithms.hybrid_sharding._HybridReduceScatter.__init__.exchange",
                 "            return Chain([onward.isend(out, after, tag), total])\n",
                 "            kept = out.clone()\n            works = Chain([onward.isend(out, after, tag), total])\n"
                 "            works.wait()\n            out.copy_(kept)\n            return works\n",
@@ -57,13 +57,13 @@ REPLICAS = (
         "The sum of earlier backwards is added once for each replica.",
         (
             Edit(
-                "collectives.algorithms.hybrid_sharding._ReduceScatter.__init__",
+                "collectives.algorithms.hybrid_sharding._HybridReduceScatter.__init__",
                 "            if start is None:\n                start = algorithm.shards.scratch",
                 "            before_all = start\n            if start is not None or start is None:\n"
                 "                start = algorithm.shards.scratch",
             ),
             Edit(
-                "collectives.algorithms.hybrid_sharding._ReduceScatter.__init__",
+                "collectives.algorithms.hybrid_sharding._HybridReduceScatter.__init__",
                 "        works.append(algorithm.inner.reduce_scatter(source, bounds, out, start=start, tag=tag))\n",
                 "        works.append(algorithm.inner.reduce_scatter(source, bounds, out, start=start, tag=tag))\n"
                 "        if before is not None and before_all is not None:\n"
@@ -78,14 +78,14 @@ REPLICAS = (
         "A replica adds onto the memory in which the sum of those before it is still to arrive.",
         (
             Edit(
-                "collectives.algorithms.hybrid_sharding._ReduceScatter.__init__",
+                "collectives.algorithms.hybrid_sharding._HybridReduceScatter.__init__",
                 "            works.append(onward.irecv(start, before, tag))\n        works.append(",
                 "            late = onward.irecv(start, before, tag)\n        works.append(",
             ),
             Edit(
-                "collectives.algorithms.hybrid_sharding._ReduceScatter.__init__",
-                "        onward.ask_rest()\n",
-                "        if before is not None:\n            works.append(late)\n        onward.ask_rest()\n",
+                "collectives.algorithms.hybrid_sharding._HybridReduceScatter.__init__",
+                "        onward.post_remaining()\n",
+                "        if before is not None:\n            works.append(late)\n        onward.post_remaining()\n",
             ),
         ),
         (FOLD,),
@@ -117,7 +117,7 @@ REPLICAS = (
         (
             Edit(
                 "collectives.algorithms.hybrid_sharding.Replicated.__init__",
-                "        transport.adopt(self.shards, range(first, first + self.shards.world_size))\n",
+                "        transport.attach(self.shards, range(first, first + self.shards.world_size))\n",
                 "        self.first = first\n",
             ),
         ),

@@ -1,4 +1,4 @@
-"""Mutants of how gradients are added up: accumulation, the order of the fold, division, what is missing or cleared."""
+"""Mutants of how gradients are added up: accumulation, the order of the sum, division, what is missing or cleared."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ MUTANTS = (
     Mutant(
         "reductions-stay-local",
         ("S13",),
-        "The owner folds its own contribution alone: gradients of the other ranks never arrive.",
+        "The owner adds up its own contribution alone: gradients of the other ranks never arrive.",
         (
             Edit(
                 "collectives.algorithms.pairwise.Pairwise.reduce_scatter",
@@ -252,7 +252,7 @@ MUTANTS = (
         "Contributions that travel in bf16 are summed in bf16, not in the accumulator's dtype.",
         (
             Edit(
-                "collectives.algorithms.ordered_sum.fold",
+                "collectives.algorithms.ordered_sum.ordered_sum",
                 "    running = torch.empty(",
                 "    if parts[-1].dtype != out.dtype:\n"
                 "        out.copy_(sum(part.to(parts[-1].dtype) for part in parts))\n        return\n"

@@ -61,7 +61,7 @@ class GradAccumulator:
         self.pieces = bucket.pieces(self.low, self.high)
         names = [layout.parameters[slot.parameter].name for slot in bucket.slots]
         self.label = f"bucket {bucket.index} ({names[0]}{' ... ' + names[-1] if len(names) > 1 else ''})"
-        number, rank = bucket.index, shards.called
+        number, rank = bucket.index, shards.rank_label
         self._launching = Event(f"reduce_scatter bucket {number}", rank)
         self.waiting = Event(f"wait_for_reduce_scatter bucket {number}", rank)
         self._gathering = Event(f"all_gather_gradients bucket {number}", rank)

@@ -57,7 +57,7 @@ class Reducer:
         self.means = OwnedMeans(stage, shards.rank, self.stores, self._progress.used)
         self._access = GradAccess(self, stage, self._schedule, self._progress, means_may_be_shown=means_may_be_shown)
         self._meeting = 0
-        rank = transport.called
+        rank = transport.rank_label
         self._agreeing, self._catching_up = Event("agree", rank), Event("catch_up", rank)
         self._unscaling = Event("unscale", rank)
         self._sync = True

@@ -124,7 +124,7 @@ class UnitHooks:
     def _refuse(self, thread: int, what: str) -> None:
         name = next((repr(other.name) for other in threading.enumerate() if other.ident == thread), str(thread))
         raise RuntimeError(
-            f"{self._manager.shards.called}: another thread, {name}, is inside {what}: at stage 3 parameters come "
+            f"{self._manager.shards.rank_label}: another thread, {name}, is inside {what}: at stage 3 parameters come "
             "and go with the forwards and backwards of one thread at a time; run one after the other, or give the "
             "threads a copy of the model that was made inside 'with optimizer.gathered():'"
         )

@@ -50,7 +50,7 @@ class UnitManager:
         self._on_idle: Callable[[Tensor], None] = on_idle or _nothing
         self.shards = shards
         self._alone = shards.world_size == 1  # then the shard is the whole
-        self.units = [Unit(name, shards.called) for name in names]
+        self.units = [Unit(name, shards.rank_label) for name in names]
         self.pool = Pool(exact=True)
         self._gathers = UnitGathers(shards.rank, collective, post_forward_group, self.pool, self._on_idle)
         self.saved_tensors = SavedTensorIndex(alone=self._alone)

@@ -106,7 +106,7 @@ def describe(
         transport.world_size,
         shards.world_size,
         collective.name,
-        choice.why,
+        choice.reason,
         tuple(_bucket(bucket, storage, reducer, inner, collective.name) for bucket in layout.buckets),
         {
             "parameters": _storages(parameters),

@@ -97,7 +97,7 @@ class Update:
 
     def extend(self) -> None:
         """Take up further buckets of the layout."""
-        rank = self._transport.called
+        rank = self._transport.rank_label
         for bucket in self._storage.layout.buckets[len(self._updating) :]:
             self._updating.append(Event(f"update bucket {bucket.index}", rank))
             self._gathering.append(Event(f"all_gather bucket {bucket.index}", rank))
