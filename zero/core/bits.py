@@ -44,10 +44,10 @@ def host_readable(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def first_difference(a: Tensor, b: Tensor) -> Tensor:
+def first_unequal(a: Tensor, b: Tensor) -> Tensor:
     """The first element in which two 1-D tensors of one floating dtype, not empty, differ as bits, or -1: 0-dim, where
     they are. Nobody waits for it here."""
     integers = INTEGERS[a.itemsize]

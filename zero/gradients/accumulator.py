@@ -25,7 +25,7 @@ from torch import Tensor
 from collectives import Collective, Kind, Tag, Transport, Work
 from collectives.torch_internals import foreach_add_, foreach_copy_
 
-from ..core.bits import first_difference, same_bits, strided
+from ..core.bits import first_unequal, same_bits, strided
 from ..core.layout import Bucket, Layout
 from ..core.stage import Stage
 from ..events import Event, Waited
@@ -311,7 +311,7 @@ class GradAccumulator:
         own, total = self._whole[self.low : self.high], self._sum()
         if not own.numel():
             return torch.zeros((), dtype=torch.bool, device=own.device)
-        return first_difference(own, total / divisor if divisor != 1 else total) >= 0
+        return first_unequal(own, total / divisor if divisor != 1 else total) >= 0
 
     def edits(self, divisor: float, used: Sequence[bool]) -> list[int]:
         """Slots whose whole mean was edited since it was gathered, as far as this rank's own slice shows it. One that

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.bits import first_difference, host_readable, read_scalars, same_bits
+from ..core.bits import first_unequal, host_readable, read_scalars, same_bits
 from .unit_buffer import SharedBucketMemory, UnitBuffer
 
 
@@ -102,6 +102,6 @@ class EditDetector:
     def _doubt(self, buffer: UnitBuffer, low: int, high: int) -> None:
         """Compare where the host would have to wait for the device: `take` looks."""
         if buffer.whole is not None and high > low:
-            doubt = first_difference(buffer.whole[low:high], buffer.shard)
+            doubt = first_unequal(buffer.whole[low:high], buffer.shard)
             before = self._doubts.get(buffer)
             self._doubts[buffer] = doubt if before is None else torch.maximum(before, doubt)

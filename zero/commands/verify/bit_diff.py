@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Difference", "first_difference", "ulps_between"]
+from ...core.bits import INTEGERS
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+__all__ = ["Difference", "first_difference", "ulps_between"]
 
 
 @dataclass(frozen=True)
