@@ -24,8 +24,8 @@ def formula_bytes(
     """Return the bytes that one rank holds, by kind. They are computed from elements, without padding.
 
     "gathered_peak" and "scratch_peak" are upper bounds. The first is the root's rest, the two largest units, and the
-    slices that are kept for the backward. The second is three of the largest bucket, plus with ``slices_are_shown`` a
-    copy of this rank's slices of those units.
+    shards that are kept for the backward. The second is three of the largest bucket, plus with ``slices_are_shown`` a
+    copy of this rank's shards of those units.
 
     Args:
         layout: the parameters that the optimizer updates.
@@ -34,7 +34,7 @@ def formula_bytes(
             weights are counted in addition.
         rest: the parameters that are stored beside those of ``layout`` and not updated.
         reshard_group_size: the result of `check_reshard`; None means all ranks.
-        slices_are_shown: whether peers read this rank's slices in place, in its memory.
+        slices_are_shown: whether peers read this rank's shards in place, in its memory.
     """
 
     def total(which: str, among: Sequence[ParameterSpec]) -> int:
@@ -108,7 +108,7 @@ def formula_traffic(
         backwards: the backwards of each rank in the step.
         synchronised: how many of them are outside ``no_sync``.
         rest: the parameters that are stored beside those of ``layout`` and not updated.
-        units_need_gather: False if all ranks see every slice of a unit in common memory.
+        units_need_gather: False if all ranks see every shard of a unit in common memory.
         means_are_shown: see `Stage.passes`.
         replicas: the number of groups that each hold one copy.
             reshard_group_size: how many ranks take part in a gather for the backward (the result of `check_reshard`);

@@ -284,7 +284,7 @@ def build(
     A bucket is homogeneous in dtypes, device, trainability and unit. It holds at least one whole parameter, however
     large. Buckets are in the order in which a backward completes them.
 
-    With ``across_units`` small units share a bucket until it has `JOINED_BYTES`. The ranks' slices of a unit then
+    With ``across_units`` small units share a bucket until it has `JOINED_BYTES`. The ranks' shards of a unit then
     differ in length. This is for ranks that gather without moving bytes: they launch fewer reductions.
     """
     if world_size < 1:

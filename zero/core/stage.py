@@ -15,7 +15,7 @@ from .layout import Bucket, Dtypes
 
 
 class Placement(Enum):
-    """Whether a rank holds all elements (WHOLE) or only its own slices (SHARD)."""
+    """Whether a rank holds all elements (WHOLE) or only its own shards (SHARD)."""
 
     WHOLE = "whole"
     SHARD = "shard"
@@ -43,7 +43,7 @@ class Stage:
         return self.keeps_full_grads and not (self.grads_replicated and dtypes.widens)
 
     def sum_lies_apart(self, dtypes: Dtypes) -> bool:
-        """Return whether the running sum of a rank's slice has memory of its own, outside the whole gradient buffer."""
+        """Return whether the running sum of a rank's shard has memory of its own, outside the whole gradient buffer."""
         return not self.keeps_full_grads or self.grads_replicated or dtypes.widens
 
     @property
@@ -55,7 +55,7 @@ class Stage:
     def parameters_are_gathered(self) -> bool:
         """Whether parameters are gathered after a step.
 
-        That is so if every rank holds them whole, but owners update only their slices.
+        That is so if every rank holds them whole, but owners update only their shards.
         """
         return self.states is Placement.SHARD and self.parameters is Placement.WHOLE
 
@@ -135,7 +135,7 @@ def check_reshard(reshard: bool | int, sharding_factor: int, stage: Stage) -> in
 
 
 def check_offloaded_parameters(stage: Stage, device: torch.device) -> None:
-    """Raise `ValueError` if a rank has no slices of parameters that it could keep on disk."""
+    """Raise `ValueError` if a rank has no shards of parameters that it could keep on disk."""
     if stage.parameters is Placement.WHOLE:
         raise ValueError(f"offload: parameters=True with stage {stage.number}, where every rank needs all of them")
     if device.type != "cpu":
