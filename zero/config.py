@@ -30,7 +30,7 @@ class MixedPrecision:
     Args:
         param_dtype: dtype of the parameters while the model computes, and of their gradients.
         reduce_dtype: dtype of the contributions that are sent to an element's owner. None: ``param_dtype``.
-            accumulate_dtype: dtype in which an owner adds up contributions: ``reduce_dtype`` itself, or wider. 16 bits
+        accumulate_dtype: dtype in which an owner adds up contributions: ``reduce_dtype`` itself, or wider. 16 bits
             halve the memory of a gradient, but lose addends that are small beside the sum.
         buffer_dtype: dtype of the module's floating-point buffers. None: they keep theirs.
         cast_forward_inputs: cast the floating-point inputs of the module's forward to ``param_dtype``.
@@ -83,7 +83,7 @@ class Offload:
     """The tensors that a rank keeps on disk or in the host's memory, as in ``ZeroOptimizer(offload=...)``.
 
     Args:
-            states: a folder or "cpu". In a folder each rank keeps its optimizer states (and the master weights of
+        states: a folder or "cpu". In a folder each rank keeps its optimizer states (and the master weights of
             parameters on the CPU) in an unnamed file; one or two buckets of it are in memory at a time. With "cpu" the
             states of parameters on a GPU are kept in the host's pinned memory.
         parameters: at stage 3, keep a rank's shards of the parameters in that file, too.
@@ -102,7 +102,7 @@ class Offload:
 
     @property
     def kind(self) -> str:
-        """The choice on which all ranks must agree. Their folders may have different names."""
+        """The kind of offload, on which all ranks must agree. Their folders may have different names."""
         where = "states in the host's memory" if self.on_host else "states on disk"
         return f"{where} and parameters" if self.parameters else where
 

@@ -260,7 +260,7 @@ class Engine:
             self._closed = "the model is plain again"
 
     def _lost(self) -> str | None:
-        """Return a text that names what does not become plain, or is lost, by a close; None if nothing is."""
+        """Return a text that names the values that close() loses or cannot make plain; None if there are none."""
         if self.parts.superseded:
             return f"{TAKEN_OVER}, and keeps them"
         names = self._storage.replaced()

@@ -46,45 +46,44 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Args:
         params: an ``nn.Module``, parameters, (name, parameter) pairs, or torch.optim param groups.
-            optimizer_class: any element-wise `torch.optim` class. It takes the path (for-loop, ``foreach``, ``fused``)
-            that it would take alone.
-            stage: 0 replicates, as DDP does; 1 shards optimizer states; 2 also gradients; 3 also parameters, including
+        optimizer_class: any element-wise `torch.optim` class. It takes the path (for-loop, ``foreach``, ``fused``) that
+            it would take alone.
+        stage: 0 replicates, as DDP does; 1 shards optimizer states; 2 also gradients; 3 also parameters, including
             those of the module that are not listed. Frozen parameters that are not plain fp64, fp32, bf16 or fp16
             tensors (a quantised base) stay whole on every rank.
-            module: the module that the parameters belong to, if ``params`` is not a module. It provides names, the
-            order of registration, and buffers. Stage 3 needs it.
-            process_group: a torch process group or a `collectives.Transport`. Default: the world, or one rank alone if
-            no group is initialised.
+        module: the module that the parameters belong to, if ``params`` is not a module. It provides names, the order of
+            registration, and buffers. Stage 3 needs it.
+        process_group: a torch process group or a `collectives.Transport`. Default: the world, or one rank alone if no
+            group is initialised.
         divisor: the number by which a summed gradient is divided. None: the number of ranks, as in DDP.
         bucket_cap_mb: the size of a bucket in MiB, as in DistributedDataParallel.
-            collective: an algorithm of `collectives`, by name or as a class. Default: the fastest one for the placement
-            of the ranks and the parameters. `describe` names it, with the reason.
-            sharding_factor: F, how many ranks share one copy of what the stage shards. It is a divisor of the number of
+        collective: an algorithm of `collectives`, by name or as a class. Default: the fastest one for the placement of
+            the ranks and the parameters. `describe` names it, with the reason.
+        sharding_factor: F, how many ranks share one copy of what the stage shards. It is a divisor of the number of
             ranks, which is the default. Ranks 0 to F - 1 form one replica, F to 2F - 1 the next, and all replicas hold
             the same. With F ranks on each host, all gathers stay inside the host. 1 shards nothing, as DDP. The bits
             are the same with every F.
-            reshard_after_forward: at stage 3, the part of a unit that a rank keeps between its forward and its
-            backward. True: only its own shard. False: the whole unit, so that the backward gathers nothing. A number:
-            that many neighbouring ranks share the unit, and the backward gathers among them (the ranks of one host,
-            say).
+        reshard_after_forward: at stage 3, the part of a unit that a rank keeps between its forward and its backward.
+            True: only its own shard. False: the whole unit, so that the backward gathers nothing. A number: that many
+            neighbouring ranks share the unit, and the backward gathers among them (the ranks of one host, say).
         offload: tensors that are kept on disk, or in the host's memory if the parameters are on a GPU; see `Offload`.
-            param_init_fn: for a model that was built under ``torch.device("meta")``. It is called with each module that
-            has tensors of its own there, in order of registration, after these tensors got memory. Default: the
-            module's ``reset_parameters()``. At stage 3 a unit is sharded before the next one gets memory.
-            init_state_dict: for such a model, values by name: a mapping, which is read tensor by tensor, or the path of
-            a safetensors file, or several paths. Names and shapes must be the model's, but ``param_init_fn`` may
+        param_init_fn: for a model that was built under ``torch.device("meta")``. It is called with each module that has
+            tensors of its own there, in order of registration, after these tensors got memory. Default: the module's
+            ``reset_parameters()``. At stage 3 a unit is sharded before the next one gets memory.
+        init_state_dict: for such a model, values by name: a mapping, which is read tensor by tensor, or the path of a
+            safetensors file, or several paths. Names and shapes must be the model's, but ``param_init_fn`` may
             initialise what is missing. Tensors that have values already get those of the mapping, too.
-            mixed_precision: compute in 16 bits, with fp32 master weights at their owners; see `MixedPrecision`. The
+        mixed_precision: compute in 16 bits, with fp32 master weights at their owners; see `MixedPrecision`. The
             parameters become 16-bit tensors. ``p.grad`` is then a placeholder at stage 0, too; `full_grad` returns the
             mean.
-            units: at stage 3, a predicate (module -> bool) that selects the units. A unit is gathered as a whole, just
+        units: at stage 3, a predicate (module -> bool) that selects the units. A unit is gathered as a whole, just
             before its forward and its backward. Default: the children of the outermost ``ModuleList`` and
             ``Sequential`` modules.
         defaults: arguments of ``optimizer_class``.
 
     Raises:
-            ValueError, TypeError: an argument or a parameter is invalid; the message names it. If the ranks built
-            different models, every rank raises the first difference.
+        ValueError, TypeError: an argument or a parameter is invalid; the message names it. If the ranks built different
+            models, every rank raises the first difference.
     """
 
     def __init__(
@@ -208,7 +207,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @divisor.setter
     def divisor(self, value: float) -> None:
         self._engine.check()
-        given: Any = value  # may be a number of numpy
+        given: Any = value  # numpy's numbers are allowed, too
         if isinstance(given, bool) or not isinstance(given, numbers.Real) or not math.isfinite(value) or value == 0:
             raise ValueError(f"rank {self.rank}: the divisor must be a finite number other than 0, not {value!r}")
         self._reducer.set_divisor(value if isinstance(value, (int, float)) else float(value))
@@ -231,9 +230,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._engine.exchange(data)
 
     def sum_over_ranks(self, value: float) -> float:
-        """Return the sum of every rank's ``value``, with the same bits on all, as for the tokens of a step. All ranks.
+        """Return the sum of every rank's ``value``, with the same bits on all ranks. All ranks.
 
-        Integers add up exactly. If a value is a float, the exact sum is rounded once.
+        It sums the tokens of a step, for instance, to set `divisor`. Integers add up exactly. If a value is a float,
+        the exact sum is rounded once.
         """
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"rank {self.rank}: sum_over_ranks() adds up numbers, not {value!r}; .item() is one")
@@ -249,9 +249,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         - Every rank that has batches makes the same calls, and clears gradients by `zero_grad`.
         - ``p.grad`` is a placeholder at stage 0, too.
         - A rank that has left adopts the others' divisor and param group options (a scheduled learning rate). The rest
-        of a loop's state, such as a scheduler or a `GradScaler`, must be updated by the loop itself.
+          of a loop's state, such as a scheduler or a `GradScaler`, must be updated by the loop itself.
         - At stage 3, if units are gathered from other ranks, a rank keeps the gradients of a backward until it is over,
-        and a rank that has left takes part in every gather.
+          and a rank that has left takes part in every gather.
         - Only one optimizer at a time can be inside `join`, because a rank that has left follows the calls of one.
         """
         return self._engine.join(self.param_groups)

@@ -30,7 +30,7 @@ def formula_bytes(
     Args:
         layout: the parameters that the optimizer updates.
         stage: the row of the stage table.
-            state_tensors: how many tensors, each as large as a parameter, the optimizer keeps for it (Adam: 2). Master
+        state_tensors: how many tensors, each as large as a parameter, the optimizer keeps for it (Adam: 2). Master
             weights are counted in addition.
         rest: the parameters that are stored beside those of ``layout`` and not updated.
         reshard_group_size: the result of `check_reshard`; None means all ranks.
@@ -111,8 +111,8 @@ def formula_traffic(
         units_need_gather: False if all ranks see every shard of a unit in common memory.
         means_are_shown: see `Stage.passes`.
         replicas: the number of groups that each hold one copy.
-            reshard_group_size: how many ranks take part in a gather for the backward (the result of `check_reshard`);
-            None means all W.
+        reshard_group_size: how many ranks take part in a gather for the backward (the result of `check_reshard`); None
+            means all W.
     """
     trainable = [bucket for bucket in layout.buckets if layout.parameters[bucket.slots[0].parameter].trainable]
     passed = sum(

@@ -24,7 +24,7 @@ Alternatives that were rejected:
 - `math.fsum` over the block sums makes this step over ten times slower, and its rounded results cannot be merged.
 - Exact addition of every element, without blocks, needs three to four more passes over all elements.
 - A bin for each exponent: `torch.bincount` takes twice as long, and refuses to run on CUDA under deterministic
-algorithms.
+  algorithms.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PowerSum:
         """Return the partial over `pieces`, in any order; an exact zero if there are none.
 
         Args:
-                pieces: 1-D contiguous tensors of fp32, fp64, bf16 or fp16, on any device. Each starts at a parameter's
+            pieces: 1-D contiguous tensors of fp32, fp64, bf16 or fp16, on any device. Each starts at a parameter's
                 start or at a multiple of 16 elements (8 for fp64) from it, and ends likewise or at the parameter's end.
                 Short pieces are collected before they are read, so a piece must keep its values until this returns.
             norm_type: p.

@@ -247,8 +247,8 @@ def specs(
         meta: the device on which parameters of the meta device will get memory; None if there must be none.
 
     Raises:
-            ValueError, TypeError: a parameter is listed twice, is not a leaf, is trained and cannot be laid out, or is
-            laid out and in no unit. The message names it.
+        ValueError, TypeError: a parameter is listed twice, is not a leaf, is trained and cannot be laid out, or is laid
+            out and in no unit. The message names it.
     """
     names: dict[int, list[str]] = {}
     order: dict[int, int] = {}

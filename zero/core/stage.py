@@ -70,7 +70,7 @@ class Stage:
 
         Args:
             synchronised: how many backwards of each rank are outside ``no_sync``, at least 1.
-                means_are_shown: whether means are gathered after each backward, on stages where every rank needs them
+            means_are_shown: whether means are gathered after each backward, on stages where every rank needs them
                 whole. Otherwise they are gathered once a step.
         """
         means = synchronised if means_are_shown else 1
