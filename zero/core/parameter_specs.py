@@ -147,7 +147,7 @@ def _shown(value: Any) -> str:
 
 
 def device_of(groups: Sequence[Mapping[str, Any]]) -> torch.device:
-    """Return the device of the first parameter. If there is none, return the CPU; `specs` raises the error."""
+    """Return the device of the first parameter. If there is none, return the CPU; construction fails later."""
     entries = (entry for group in groups for entry in group["params"])
     parts = (part for entry in entries for part in (entry if isinstance(entry, tuple) else (entry,)))
     return next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
@@ -247,8 +247,8 @@ def specs(
         meta: the device on which parameters of the meta device will get memory; None if there must be none.
 
     Raises:
-        ValueError, TypeError: a parameter is listed twice, is not a leaf, is trained and cannot be laid out, or is laid
-            out and in no unit. The message names it.
+        ValueError, TypeError: a parameter shares memory with another (or is listed twice), is not a leaf, is trained
+            and cannot be laid out, or is laid out and in no unit. The message names it.
     """
     names: dict[int, list[str]] = {}
     order: dict[int, int] = {}
