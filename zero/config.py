@@ -1,4 +1,4 @@
-"""What a user chooses: the arguments of an optimizer, checked, and the dials that are objects."""
+"""The arguments of an optimizer, checked, and the two options that are objects: `MixedPrecision` and `Offload`."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """What a model computes in, gradients travel in, and are added up in; FSDP's terms.
+    """The dtypes in which a model computes and in which gradients travel and are added up, in FSDP's terms.
 
-    The optimizer's owner of an element keeps it as a master weight, in fp32 (fp64 of an fp64 parameter).
+    The owner of an element keeps a master weight of it, in fp32 (fp64 for an fp64 parameter).
 
     Args:
-        param_dtype: of the parameters while the model computes; their gradients have it, too.
-        reduce_dtype: of what travels to an element's owner; None: ``param_dtype``.
-        accumulate_dtype: in which an owner adds up: ``reduce_dtype`` itself, or wider. 16 bits halve a gradient's
-            memory, and lose what is small beside the sum.
-        buffer_dtype: of the module's floating-point buffers; None: they keep theirs.
-        cast_forward_inputs: cast the floating-point tensors that the module is called with to ``param_dtype``.
+        param_dtype: dtype of the parameters while the model computes, and of their gradients.
+        reduce_dtype: dtype of the contributions that are sent to an element's owner. None: ``param_dtype``.
+        accumulate_dtype: dtype in which an owner adds up contributions: ``reduce_dtype`` itself, or wider. 16 bits
+            halve the memory of a gradient, but lose addends that are small beside the sum.
+        buffer_dtype: dtype of the module's floating-point buffers. None: they keep theirs.
+        cast_forward_inputs: cast the floating-point inputs of the module's forward to ``param_dtype``.
 
     Raises:
-        TypeError: a dtype is not fp32, bf16 or fp16 (buffers: nor fp64).
+        TypeError: a dtype is not fp32, bf16 or fp16 (for buffers, fp64 is allowed, too).
         ValueError: ``accumulate_dtype`` is neither ``reduce_dtype`` nor wider.
     """
 
@@ -65,28 +65,28 @@ class MixedPrecision:
 
     @property
     def travel(self) -> torch.dtype:
-        """What contributions travel in."""
+        """The dtype in which contributions travel."""
         return self.param_dtype if self.reduce_dtype is None else self.reduce_dtype
 
     def of(self, dtype: torch.dtype) -> Dtypes:
-        """The dtypes of a parameter that the user made in ``dtype`` and the optimizer updates."""
+        """Return the dtypes of a parameter that the user made in ``dtype`` and that the optimizer updates."""
         master = dtype if dtype.itemsize >= 4 else torch.float32
         return Dtypes(self.param_dtype, self.travel, self.accumulate_dtype, master)
 
     def unlisted(self, _: torch.dtype) -> Dtypes:
-        """The dtypes of a parameter that the optimizer does not update."""
+        """Return the dtypes of a parameter that the optimizer does not update."""
         return Dtypes.all(self.param_dtype)
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What a rank keeps elsewhere than on the parameters' device, as in ``ZeroOptimizer(offload=...)``.
+    """The tensors that a rank keeps on disk or in the host's memory, as in ``ZeroOptimizer(offload=...)``.
 
     Args:
-        states: a folder, where each rank keeps optimizer states (and master weights of parameters on the CPU) in a file
-            without a name, a bucket or two of which are in memory at once; or "cpu", pinned memory of the host, for
-            parameters on a GPU.
-        parameters: at stage 3, keep a rank's slices of the parameters in that file, too.
+        states: a folder or "cpu". In a folder each rank keeps its optimizer states (and the master weights of
+            parameters on the CPU) in an unnamed file; one or two buckets of it are in memory at a time. With "cpu" the
+            states of parameters on a GPU are kept in the host's pinned memory.
+        parameters: at stage 3, keep a rank's shards of the parameters in that file, too.
     """
 
     states: str | os.PathLike[str]
@@ -102,22 +102,22 @@ class Offload:
 
     @property
     def kind(self) -> str:
-        """What all ranks must ask for alike; their folders may have different names."""
+        """The kind of offload, on which all ranks must agree. Their folders may have different names."""
         where = "states in the host's memory" if self.on_host else "states on disk"
         return f"{where} and parameters" if self.parameters else where
 
     @property
     def on_host(self) -> bool:
-        """In memory of the host."""
+        """Whether states are kept in the host's memory."""
         return self.states == "cpu"
 
 
 @dataclass(frozen=True)
 class Config:
-    """The arguments of a `ZeroOptimizer` that say how it is built, checked. Ranks must have the same.
+    """The checked arguments of a `ZeroOptimizer` that decide how it is built. All ranks must have the same.
 
     Raises:
-        TypeError, ValueError: one that cannot be; the message names it.
+        TypeError, ValueError: an argument is invalid; the message names it.
     """
 
     stage: Stage
@@ -143,5 +143,5 @@ class Config:
 
     @property
     def bucket_bytes(self) -> int:
-        """The size of a bucket."""
+        """The size of a bucket in bytes."""
         return int(self.bucket_cap_mb * 1024 * 1024)

@@ -1,6 +1,6 @@
-"""What makes ranks replicas: the same model at construction, rank 0's values, and a way to check later.
+"""Makes ranks replicas and checks it: the same model at construction, rank 0's values, fingerprints later.
 
-Knows: transports, tensors that every rank holds whole, and how one becomes whole. Does not know: gradients, steps.
+Knows: transports, tensors that every rank holds whole, and how to gather one slot. Does not know: gradients, steps.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .core.parameter_specs import flattened, parts_of
 
 
 def agree_on_construction(transport: Transport, lines: Sequence[str], problem: Exception | None) -> None:
-    """Compare what the ranks built, as text. Collective.
+    """Compare, as text, the models and optimizers that the ranks built. Collective.
 
-    The first line that differs is a `ValueError` on every rank, and so is a ``problem`` that one rank found.
+    Raises `ValueError` on every rank with the first line that differs, or with the ``problem`` that a rank found.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     mine = json.dumps({"problem": None if problem is None else str(problem), "digest": digest})
@@ -47,7 +47,7 @@ def agree_on_construction(transport: Transport, lines: Sequence[str], problem: E
 
 
 def broadcast(collective: Collective, transport: Transport, tensors: Iterable[Tensor]) -> None:
-    """Group rank 0's values for all, in place. Collective; any dtype, any strides."""
+    """Copy group rank 0's values of ``tensors`` to all ranks, in place. Any dtype, any strides. Collective."""
     if transport.world_size == 1:
         return
     for number, tensor in enumerate(tensors):
@@ -61,9 +61,19 @@ def broadcast(collective: Collective, transport: Transport, tensors: Iterable[Te
 def gather_slot(
     collective: Collective, owner: int, bucket: Bucket, slot: Slot, held: tuple[int, Tensor], tag: Tag
 ) -> Tensor:
-    """A slot's elements of a tensor of which every rank holds at least its own slice of the bucket: 1-D, a copy.
-    Collective. ``owner``: whose slice this rank has; ``held``: the first element of the bucket that it holds, and what
-    it holds from there on."""
+    """Gather one slot of a tensor that is sharded by the bounds of ``bucket``. Collective.
+
+    Args:
+        collective: the algorithm that gathers.
+        owner: the rank whose shard this rank holds.
+        bucket: the bucket of the slot.
+        slot: the slot to gather.
+        held: (first element of the bucket that this rank holds, 1-D values from there on); at least its shard.
+        tag: the tag of the messages.
+
+    Returns:
+        The slot's elements, 1-D, as a copy.
+    """
     first, values = held
     whole = torch.empty(slot.numel, dtype=values.dtype, device=values.device)
     cuts = [min(max(bound, slot.offset), slot.end) - slot.offset for bound in bucket.bounds]
@@ -75,7 +85,10 @@ def gather_slot(
 
 
 def fingerprint(tensor: Tensor) -> bytes:
-    """SHA-256 of a tensor's elements in the order of its dimensions; of a wrapper subclass, of all that it wraps."""
+    """Return the SHA-256 of a tensor's elements in the order of its dimensions.
+
+    For a wrapper subclass, it covers all wrapped tensors and the metadata.
+    """
     digest = hashlib.sha256()
     for part in parts_of(tensor):
         digest.update(_bytes(part).cpu().numpy().data)
@@ -86,12 +99,15 @@ def fingerprint(tensor: Tensor) -> bytes:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The elements of an ordinary tensor as bytes, 1-D; a view where memory and order allow it."""
+    """Return the elements of an ordinary tensor as 1-D bytes; a view if its memory and order allow it."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _text(value: Any) -> str:
-    """What a wrapper subclass says of itself, as far as it means the same on every rank: numbers, text and dtypes."""
+    """Return the metadata of a wrapper subclass as text that can be compared between ranks.
+
+    Numbers, text and dtypes are written with their values; of other objects only the name of the class.
+    """
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{_text(key)}:{_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -101,9 +117,9 @@ def _text(value: Any) -> str:
 
 
 def compare(transport: Transport, prints: Sequence[tuple[str, bytes]], purpose: str) -> str:
-    """SHA-256 over the fingerprints of named tensors, in their order, after comparing them over the ranks. Collective.
+    """Compare the fingerprints of named tensors over the ranks, and return the SHA-256 over them, in order. Collective.
 
-    Raises `RuntimeError` naming the first tensor that differs and the ranks, on every rank.
+    Raises `RuntimeError` on every rank, naming the first tensor that differs and the ranks.
     """
     told = transport.exchange(b"".join(print_ for _, print_ in prints), Tag(Kind.EXCHANGE, purpose))
     for name, rank in _different([name for name, _ in prints], told)[:1]:
@@ -115,9 +131,9 @@ def compare(transport: Transport, prints: Sequence[tuple[str, bytes]], purpose: 
 
 
 def compare_subclasses(transport: Transport, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Compare named tensors that each rank has made itself, because nobody may write them. Collective.
+    """Compare named tensors that each rank made itself, because they cannot be overwritten with rank 0's. Collective.
 
-    Raises `ValueError` naming all that differ and a rank, on every rank.
+    Raises `ValueError` on every rank, naming all tensors that differ, and a rank.
     """
     if transport.world_size == 1 or not tensors:
         return
@@ -135,7 +151,10 @@ def compare_subclasses(transport: Transport, tensors: Sequence[tuple[str, Tensor
 
 
 def _different(names: Sequence[str], told: Sequence[bytes]) -> list[tuple[str, int]]:
-    """The names whose fingerprints are not rank 0's, each with the rank; ``told``: by rank, the fingerprints of all."""
+    """Return the names whose fingerprints differ from rank 0's, each with the rank.
+
+    ``told`` has the concatenated fingerprints of each rank.
+    """
     return [
         (name, rank)
         for rank, theirs in enumerate(told)

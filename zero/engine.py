@@ -1,7 +1,7 @@
-"""What each call of an optimizer does with its parts, on one rank.
+"""Carries out the calls of an optimizer on one rank.
 
-Knows: the order of things in a call, and what ranks agree on before it. Its parts do the work: `setup` (how parameters
-are taken in), `storage` and `sharded` (where they lie), `reducer` (gradients to means), `update` (clip and step),
+Knows: the order of operations in a call, and what ranks agree on before it. The parts do the work: `setup` (registers
+parameters), `storage` and `sharded` (hold parameters), `reducer` (gradients to means), `update` (clip and step),
 `inner` (the user's class), `plain_dicts`.
 """
 
@@ -31,7 +31,7 @@ _Result = TypeVar("_Result")
 
 
 def _told(method: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Make a method one that is told, inside `join`, to ranks that have run out of batches: they call it, too."""
+    """Decorate a method so that, inside `join`, ranks that have run out of batches call it, too."""
 
     @functools.wraps(method)
     def call(self: Engine, **arguments: Any) -> _Result:
@@ -43,7 +43,7 @@ def _told(method: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 class Engine:
-    """One optimizer on one rank. Every call is collective, unless it says otherwise."""
+    """One optimizer on one rank. Every method is collective unless it is marked as local."""
 
     def __init__(self, parts: Builder) -> None:
         self.parts = parts
@@ -53,17 +53,20 @@ class Engine:
         self.dicts = PlainDicts(parts.stage, self._storage, self._inner, parts.transport, parts.shards)
         rank = self._transport.rank_label
         self._stepping, self._clipping = Event("step", rank), Event("clip", rank)
-        self._closed = ""  # why nothing can be done any more
-        self._counted: set[str] = set()  # options that the class changes itself, perhaps only where it steps something
-        self._blocks: list[AbstractContextManager[None]] = []  # of other ranks, inside `join`
+        self._closed = ""  # why the optimizer cannot be used any more
+        self._counted: set[str] = set()  # options that the class itself changes, perhaps only on some ranks
+        self._blocks: list[AbstractContextManager[None]] = []  # of other ranks' calls of `gathered`, inside `join`
 
     def check(self) -> None:
-        """Raise `RuntimeError` where nothing can be done any more. Local, as the next."""
+        """Raise `RuntimeError` if the optimizer cannot be used any more, or not in this process. Local."""
         self.check_usable()
         self._transport.check_process()
 
     def check_usable(self) -> None:
-        """The same, but a process that was forked from a rank's may go on."""
+        """Raise `RuntimeError` if the optimizer cannot be used any more. Local.
+
+        Unlike `check`, this allows calls in a process that was forked from a rank's.
+        """
         if self._closed:
             raise RuntimeError(f"this optimizer is closed: {self._closed}; build a new optimizer")
         if self.parts.superseded:
@@ -74,7 +77,7 @@ class Engine:
 
     @contextmanager
     def join(self, groups: Sequence[Options]) -> Iterator[None]:
-        """Inside, a rank that leaves makes the others' calls with them until all have left."""
+        """Return a context in which a rank that leaves early makes the others' calls with them until all have left."""
         self.check()
         turns = self._reducer.join(groups, needs_no_gather=self._storage.needs_no_gather)
         self._storage.set_join_announcer(self._reducer.broadcast_call)
@@ -95,7 +98,7 @@ class Engine:
                 self._reducer.end_join()
 
     def _follow(self, call: Call, groups: Sequence[Options]) -> None:
-        """Make another rank's call with it."""
+        """Make another rank's call together with it."""
         LOG.debug("%s: follows another rank's %s", self._transport.rank_label, call.name)
         adopt_options(groups, call.options)
         if self._reducer.divisor != call.divisor:
@@ -129,7 +132,7 @@ class Engine:
 
     @_told
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Clip the mean gradient by its norm; returns the norm before."""
+        """Clip the mean gradient by its norm. Returns the norm before clipping."""
         with self._clipping():
             self._reducer.finalize_grads(
                 "clip_grad_norm_()", self._storage.diagnose() or self._storage.diagnose_unfrozen()
@@ -137,7 +140,7 @@ class Engine:
             return self._update.clip(max_norm, norm_type, error_if_nonfinite)
 
     def step(self, groups: Sequence[Options]) -> None:
-        """Update every parameter that some rank used."""
+        """Update every parameter that any rank used."""
         with self._reducer.broadcast_call("step"), self._stepping():
             self._agree_and_update(groups)
 
@@ -162,19 +165,19 @@ class Engine:
 
     @_told
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clear every gradient. Local, but on every rank alike."""
+        """Clear every gradient. Local, but every rank must make the call."""
         self._reducer.zero_grad(set_to_none)
 
     # -- whole tensors ------------------------------------------------------------------------------------------------
 
     @_told
     def full_grad(self, index: int) -> Tensor | None:
-        """The whole mean gradient of a parameter, a copy; None where no rank used it."""
+        """Return a copy of the whole mean gradient of a parameter; None if no rank used it."""
         return self._reducer.full_gradient(index)
 
     @_told
     def full_master(self, index: int) -> Tensor:
-        """The whole master weights of a parameter, a copy."""
+        """Return a copy of the whole master weights of a parameter."""
         spec = self._storage.layout.parameters[index]
         self._reducer.check_consistency(f"full_master of {spec.name!r}", self._storage.diagnose())
         bucket, _, slot = next(found for found in self._storage.layout.slots() if found[2].parameter == index)
@@ -188,7 +191,10 @@ class Engine:
 
     @contextmanager
     def gathered(self, chosen: Sequence[Tensor] | None, write: bool) -> Iterator[None]:
-        """Whole parameters inside the block; None: all. ``write``: afterwards rank 0's are everybody's."""
+        """Return a context in which ``chosen`` parameters (None: all) are whole.
+
+        With ``write`` every rank has rank 0's values after the block.
+        """
         self.check()
         places = self._storage.places(chosen) if self._reducer.joining else None
         with ExitStack() as block:
@@ -207,25 +213,25 @@ class Engine:
 
     @_told
     def broadcast_buffers(self) -> None:
-        """Rank 0's buffers for all."""
+        """Copy rank 0's buffers to all ranks."""
         self._reducer.check_consistency("broadcast_buffers()", self._storage.diagnose())
         self._storage.broadcast_buffers()
 
     @_told
     def check_replicas(self) -> str:
-        """SHA-256 over the parameters, after comparing them over the ranks."""
+        """Compare the parameters over the ranks, and return the SHA-256 over them."""
         self._reducer.check_consistency("check_replicas()", self._storage.diagnose())
         return compare(self._transport, self._storage.fingerprints(), "check_replicas()")
 
     @_told
     def consolidate_state_dict(self, to: int | None) -> None:
-        """Bring all states to rank ``to``, or to every rank."""
+        """Send all states to rank ``to``, or to every rank."""
         purpose = f"consolidate_state_dict(to={to})"
         self._reducer.check_consistency(purpose)
         self.dicts.consolidate(to, purpose)
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order."""
+        """Return every rank's bytes, in rank order."""
         self.check()
         with self._reducer.broadcast_call("exchange"):
             return self._transport.exchange(data, Tag(Kind.EXCHANGE, "exchange()"))
@@ -237,7 +243,7 @@ class Engine:
         return bool(self._closed)
 
     def close(self) -> None:
-        """Make the model plain again; a warning says what is lost."""
+        """Make the model plain again. Warns of values that are lost."""
         self._transport.check_process()
         if self._storage.busy() or self._reducer.joining:
             raise RuntimeError("close() inside a forward, inside a backward or inside join(): leave it first")
@@ -254,7 +260,7 @@ class Engine:
             self._closed = "the model is plain again"
 
     def _lost(self) -> str | None:
-        """What does not become plain by a close, or is lost by it; None where nothing is."""
+        """Return a text that names the values that close() loses or cannot make plain; None if there are none."""
         if self.parts.superseded:
             return f"{TAKEN_OVER}, and keeps them"
         names = self._storage.replaced()

@@ -1,24 +1,24 @@
-"""The parts of a training step as a profiler and the logger ``zero`` show them.
+"""Ranges for torch's profiler and log lines for the logger ``zero``, one for each part of a training step.
 
 An event has the name of one kind of work on one bucket or unit of one rank. While it runs, `torch.profiler` shows a
-range of that name; where the logger has DEBUG on, it writes one line as the event begins. Names are made once, when
-buckets and units are registered, and no event belongs to a single parameter.
+range of that name. If the logger is at DEBUG, one line is written when the event begins. Names are made once, when
+buckets and units are registered. No event belongs to a single parameter.
 
     zero::unshard unit U               launch the all-gathers of a unit
     zero::wait_for_unshard unit U      wait for them
-    zero::install unit U               the parameters become views of what was gathered
-    zero::reshard unit U               release the parameters and give the memory back
-    zero::uninstall unit U             release the parameters, and keep what was gathered
+    zero::install unit U               make the parameters views of the gathered buffer
+    zero::reshard unit U               release the parameters and free the buffer
+    zero::uninstall unit U             release the parameters, and keep the buffer
     zero::reduce_scatter bucket B      copy the gradients of a bucket, and launch their reduce-scatter
     zero::wait_for_reduce_scatter ...  wait for it, and add up in rank order
     zero::all_gather_gradients ...     stage 0: launch the all-gather of the means, and `wait_for_...`
-    zero::agree                        compare what the ranks hold; a rank that is behind catches up
-    zero::catch_up                     a reduction of the other ranks' for which this rank ran no backward
+    zero::agree                        compare the ranks' records; a rank that is behind catches up
+    zero::catch_up                     a reduction of the other ranks for which this rank ran no backward
     zero::unscale, zero::clip          the whole call
     zero::step                         the whole step, with these inside:
       zero::update bucket B            the optimizer class on this rank's interval of a bucket
       zero::all_gather bucket B        stages 1 and 2: launch the all-gather of its parameters, and `wait_for_...`
-      zero::prefetch, evict bucket B   `offload`: states of a bucket come, and go
+      zero::prefetch, evict bucket B   `offload`: read the states of a bucket, and write them back
 
 Does not know: buckets, units, ranks.
 """
@@ -39,25 +39,25 @@ _OF_PROFILER = vars(profiler)
 
 
 class Event:
-    """One kind of work, as in ``with event(): ...``."""
+    """One kind of work, used as ``with event(): ...``."""
 
     __slots__ = ("_range", "_rank", "_what")
 
     def __init__(self, what: str, rank: str) -> None:
-        """``what``: the name of the range, less "zero::"; ``rank``: what a line calls this rank."""
+        """``what``: the name of the range without "zero::"; ``rank``: the label of this rank in log lines."""
         self._what, self._range, self._rank = what, f"zero::{what}", rank
 
     def __call__(self) -> AbstractContextManager[Any]:
-        """Begin the event. What is returned ends it."""
+        """Begin the event, and return the context that ends it."""
         if LOG.isEnabledFor(logging.DEBUG):
             LOG.debug("%s: %s", self._rank, self._what)
-        # To enter a range costs 5 µs where no profiler runs, to read this flag a hundredth of that. torch has no public
-        # name for it; without the private one every range is entered.
+        # Without a profiler, entering a range costs 5 µs and reading this flag a hundredth of that. torch has no public
+        # name for the flag. If the private name is missing, every range is entered.
         return record_function(self._range) if _OF_PROFILER.get("_is_profiler_enabled", True) else _NOTHING
 
 
 class _Nothing:
-    """A `contextlib.nullcontext` at two thirds of the cost."""
+    """A context that does nothing, at two thirds of the cost of `contextlib.nullcontext`."""
 
     __slots__ = ()
 
@@ -72,7 +72,7 @@ _NOTHING = _Nothing()
 
 
 class Waited:
-    """A collective under way whose wait is an event."""
+    """A collective in flight whose wait is an event."""
 
     def __init__(self, work: Work, event: Event) -> None:
         self._work, self._event = work, event

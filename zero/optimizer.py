@@ -1,6 +1,6 @@
-"""`ZeroOptimizer`: the public calls, with what they promise and what they refuse. `Engine` does the work.
+"""`ZeroOptimizer`: the public calls, their arguments and their errors. `Engine` carries them out.
 
-Knows: the user's arguments. Does not know: the order of things in a call.
+Knows: the user's arguments. Does not know: the order of operations in a call.
 """
 
 from __future__ import annotations
@@ -34,52 +34,54 @@ from .step.inner import InnerOptimizer
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-TAKEN_OVER = "a newer ZeroOptimizer took over parameters of this one"
-
 
 class ZeroOptimizer(torch.optim.Optimizer):
     """A `torch.optim` class whose states, gradients and parameters are sharded over the ranks of a group.
 
-    Called by all ranks alike, like every method here that is not said to be local. After construction every rank has
-    group rank 0's parameters and buffers.
+    All ranks construct it, and all ranks call each method that is not marked as local. After construction every rank
+    has group rank 0's parameters and buffers. A *shard* is the part of a bucket that one rank owns. A *unit* is a
+    module whose parameters are gathered and released together at stage 3.
 
     Args:
         params: an ``nn.Module``, parameters, (name, parameter) pairs, or torch.optim param groups.
-        optimizer_class: any element-wise `torch.optim` class; the path that it takes (for-loop, ``foreach``,
-            ``fused``) is the one that it would take alone.
-        stage: 0 replicates (as DDP does); 1 shards optimizer states; 2 also gradients; 3 also parameters, those of
-            the module that are not listed included. Frozen ones that are no plain fp64, fp32, bf16 or fp16 tensors
-            (a quantised base) stay whole on every rank.
-        module: the module that the parameters belong to, where ``params`` is not one: it gives names, the order of
+        optimizer_class: any element-wise `torch.optim` class. It takes the path (for-loop, ``foreach``, ``fused``) that
+            it would take alone.
+        stage: 0 replicates, as DDP does; 1 shards optimizer states; 2 also gradients; 3 also parameters, including
+            those of the module that are not listed. Frozen parameters that are not plain fp64, fp32, bf16 or fp16
+            tensors (a quantised base) stay whole on every rank.
+        module: the module that the parameters belong to, if ``params`` is not a module. It provides names, the order of
             registration, and buffers. Stage 3 needs it.
-        process_group: a torch process group or a `collectives.Transport`; default: the world, or one rank alone where
-            no group is initialised.
-        divisor: what a summed gradient is divided by; None: the number of ranks, as in DDP.
-        bucket_cap_mb: size of a bucket in MiB, as in DistributedDataParallel.
-        collective: an algorithm of `collectives`, by name or as a class; default: the fastest for where the ranks and
-            the parameters are, which `describe` names, with the reason.
-        sharding_factor: how many ranks share one copy of what the stage shards; a divisor of their number, which is the
-            default. Others hold the same: ranks 0 to F - 1 are one replica, F to 2F - 1 the next, so that with F ranks
-            a host all gathers stay inside it. 1 shards nothing, as DDP. The bits are the same.
-        reshard_after_forward: at stage 3, what stays of a unit between its forward and its backward: True nothing but
-            this rank's slice; False the whole, so that the backward gathers nothing; a number, so many neighbouring
-            ranks share it, and the backward gathers among them (those of a host, say).
-        offload: what is kept on disk, or in the host's memory where the parameters are on a GPU; see `Offload`.
-        param_init_fn: for a model that was built under ``torch.device("meta")``: called with each module that has
-            tensors of its own there, in order of registration, when these have memory; default: its
+        process_group: a torch process group or a `collectives.Transport`. Default: the world, or one rank alone if no
+            group is initialised.
+        divisor: the number by which a summed gradient is divided. None: the number of ranks, as in DDP.
+        bucket_cap_mb: the size of a bucket in MiB, as in DistributedDataParallel.
+        collective: an algorithm of `collectives`, by name or as a class. Default: the fastest one for the placement of
+            the ranks and the parameters. `describe` names it, with the reason.
+        sharding_factor: F, how many ranks share one copy of what the stage shards. It is a divisor of the number of
+            ranks, which is the default. Ranks 0 to F - 1 form one replica, F to 2F - 1 the next, and all replicas hold
+            the same. With F ranks on each host, all gathers stay inside the host. 1 shards nothing, as DDP. The bits
+            are the same with every F.
+        reshard_after_forward: at stage 3, the part of a unit that a rank keeps between its forward and its backward.
+            True: only its own shard. False: the whole unit, so that the backward gathers nothing. A number: that many
+            neighbouring ranks share the unit, and the backward gathers among them (the ranks of one host, say).
+        offload: tensors that are kept on disk, or in the host's memory if the parameters are on a GPU; see `Offload`.
+        param_init_fn: for a model that was built under ``torch.device("meta")``. It is called with each module that has
+            tensors of its own there, in order of registration, after these tensors got memory. Default: the module's
             ``reset_parameters()``. At stage 3 a unit is sharded before the next one gets memory.
-        init_state_dict: for such a model, values by name: a mapping, read tensor by tensor, or the path of a
-            safetensors file, or several. Names and shapes must be the model's, unless ``param_init_fn`` says what is
-            missing; what has values already gets those that are there for it, too.
+        init_state_dict: for such a model, values by name: a mapping, which is read tensor by tensor, or the path of a
+            safetensors file, or several paths. Names and shapes must be the model's, but ``param_init_fn`` may
+            initialise what is missing. Tensors that have values already get those of the mapping, too.
         mixed_precision: compute in 16 bits, with fp32 master weights at their owners; see `MixedPrecision`. The
-            parameters become 16-bit ones; ``p.grad`` is then a placeholder at stage 0, too (`full_grad` reads).
-        units: at stage 3, which modules are gathered as a whole, each just before its forward and its backward:
-            module -> bool. Default: the children of the outermost ``ModuleList`` and ``Sequential`` modules.
+            parameters become 16-bit tensors. ``p.grad`` is then a placeholder at stage 0, too; `full_grad` returns the
+            mean.
+        units: at stage 3, a predicate (module -> bool) that selects the units. A unit is gathered as a whole, just
+            before its forward and its backward. Default: the children of the outermost ``ModuleList`` and
+            ``Sequential`` modules.
         defaults: arguments of ``optimizer_class``.
 
     Raises:
-        ValueError, TypeError: an argument or a parameter that cannot be; the message names it. Ranks that built
-            different models get the first difference, on every rank.
+        ValueError, TypeError: an argument or a parameter is invalid; the message names it. If the ranks built different
+            models, every rank raises the first difference.
     """
 
     def __init__(
@@ -178,7 +180,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def rank(self) -> int:
-        """This rank, in the group. Local."""
+        """The number of this rank in the group. Local."""
         return self._transport.rank
 
     @property
@@ -188,46 +190,48 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has sent and received since construction. Local."""
+        """The messages and bytes that this rank has sent and received since construction. Local."""
         return self._transport.traffic
 
     @property
     def divisor(self) -> float:
-        """What the sum of all ranks' gradients is divided by, once; equal on all ranks. Local.
+        """The number by which the sum of all ranks' gradients is divided, once. Equal on all ranks. Local.
 
-        Settable before the first clip or step of a step. It is a true division, as ``p.grad.div_(divisor)``.
+        It can be set before the first clip or step of a step. The division is a true one, as in
+        ``p.grad.div_(divisor)``.
         """
         return self._reducer.divisor
 
     @divisor.setter
     def divisor(self, value: float) -> None:
         self._engine.check()
-        given: Any = value  # also numpy's numbers
+        given: Any = value  # numpy's numbers are allowed, too
         if isinstance(given, bool) or not isinstance(given, numbers.Real) or not math.isfinite(value) or value == 0:
             raise ValueError(f"rank {self.rank}: the divisor must be a finite number other than 0, not {value!r}")
         self._reducer.set_divisor(value if isinstance(value, (int, float)) else float(value))
 
     def describe(self) -> Description:
-        """What this rank holds, read from the tensors themselves, beside what the formulas say. Local."""
+        """Return the bytes that this rank holds, read from the tensors, beside those of the formulas. Local."""
         self._engine.check_usable()
         parts = self._builder
         return describe(parts.stage, parts.choice, self._storage, self._reducer, self._inner, parts.reshard_group_size)
 
     def check_replicas(self) -> str:
-        """SHA-256 over the parameters' SHA-256s, after comparing these over the ranks. All ranks.
+        """Compare the parameters over the ranks, and return the SHA-256 over their SHA-256s. All ranks.
 
-        Raises `RuntimeError` naming the first parameter that differs and the ranks, on every rank.
+        Raises `RuntimeError` on every rank, naming the first parameter that differs and the ranks.
         """
         return self._engine.check_replicas()
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order; lengths may differ. All ranks."""
+        """Return every rank's bytes, in rank order. Lengths may differ. All ranks."""
         return self._engine.exchange(data)
 
     def sum_over_ranks(self, value: float) -> float:
-        """The sum of every rank's ``value``, the same bits on all: a step's tokens, to divide by. All ranks.
+        """Return the sum of every rank's ``value``, with the same bits on all ranks. All ranks.
 
-        Integers add up exactly; with a float among them, the exact sum is rounded once.
+        It sums the tokens of a step, for instance, to set `divisor`. Integers add up exactly. If a value is a float,
+        the exact sum is rounded once.
         """
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"rank {self.rank}: sum_over_ranks() adds up numbers, not {value!r}; .item() is one")
@@ -235,24 +239,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return sum(told) if all(isinstance(number, int) for number in told) else math.fsum(told)
 
     def join(self) -> AbstractContextManager[None]:
-        """Inside, ranks may have different numbers of steps: one that leaves goes on taking part in the others' steps,
-        with no gradient of its own, until all have left. All ranks.
+        """Return a context in which ranks may have different numbers of steps. All ranks.
 
-        So training is that of the plain loop over all micro-batches that there are. Inside, every rank that has batches
-        makes the same calls, and clears gradients by `zero_grad`; ``p.grad`` is a placeholder at stage 0, too. A rank
-        that left takes over the others' divisor and param group options (a scheduled learning rate); what else a loop
-        keeps, a scheduler or a `GradScaler`, is its own to bring up to date. At stage 3, where units travel, a rank
-        keeps the gradients of a backward until it is over, and gathers for the others what they need. One optimizer of
-        several at a time: a rank that left follows the calls of one.
+        A rank that leaves the block early takes part in the others' steps, without a gradient of its own, until all
+        have left. Training is then that of the plain loop over all existing micro-batches.
+
+        - Every rank that has batches makes the same calls, and clears gradients by `zero_grad`.
+        - ``p.grad`` is a placeholder at stage 0, too.
+        - A rank that has left adopts the others' divisor and param group options (a scheduled learning rate). The rest
+          of a loop's state, such as a scheduler or a `GradScaler`, must be updated by the loop itself.
+        - At stage 3, if units are gathered from other ranks, a rank keeps the gradients of a backward until it is over,
+          and a rank that has left takes part in every gather.
+        - Only one optimizer at a time can be inside `join`, because a rank that has left follows the calls of one.
         """
         return self._engine.join(self.param_groups)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside add to this rank's own sum, which travels at the next backward outside, clip or step.
+        """Return a context whose backwards add to this rank's own sum, without a reduction.
 
-        A rank then holds whole gradients until that reduction, at every stage. Local, but on every rank alike.
+        The sum is reduced with the next backward outside, or by clip or step. Until then a rank holds whole gradients,
+        at every stage. Local, but every rank must make the call.
         """
         self._engine.check()
         return self._reducer.no_sync()
@@ -260,8 +268,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the mean gradient of all parameters by its global norm, as `zero.clip_grad_norm_` does in a plain loop.
 
-        Returns the norm before clipping, 0-dim, the same bits on every rank, at every stage and number of ranks. All
-        ranks. Raises `RuntimeError` where ``error_if_nonfinite`` and the norm is nan or infinite.
+        Returns the norm before clipping, 0-dim, with the same bits on every rank, at every stage and number of ranks.
+        All ranks. Raises `RuntimeError` if ``error_if_nonfinite`` is set and the norm is nan or infinite.
         """
         self._engine.check()
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
@@ -271,7 +279,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that some rank used since ``zero_grad()``. All ranks; returns the closure's loss."""
+        """Update every parameter that any rank used since ``zero_grad()``. All ranks. Returns the closure's loss."""
         self._engine.check()
         loss = None
         if closure is not None:
@@ -281,20 +289,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear every gradient: to None, or to zero where one exists. Local, but on every rank alike."""
+        """Set every gradient to None, or the existing ones to zero. Local, but every rank must make the call."""
         if self._built:
             self._engine.zero_grad(set_to_none=set_to_none)
 
     def full_grad(self, parameter: Tensor) -> Tensor | None:
-        """The whole mean gradient of ``parameter`` in its shape, a copy; None where no rank used it. All ranks."""
+        """Return a copy of the whole mean gradient of ``parameter``, in its shape. All ranks.
+
+        Returns None if no rank used the parameter.
+        """
         self._engine.check()
         if parameter in self._storage.replicated:
             return None
         return self._engine.full_grad(index=self._storage.index(parameter))
 
     def full_master(self, parameter: Tensor) -> Tensor:
-        """The whole master weights of ``parameter`` in its shape, a copy; where there are none, those that the model
-        computes with, in the dtype of a master; of one that is replicated, in its own. All ranks."""
+        """Return a copy of the whole master weights of ``parameter``, in its shape. All ranks.
+
+        Without master weights the result is the parameter's values, in the master's dtype. For a replicated parameter
+        it has the parameter's own dtype.
+        """
         self._engine.check()
         if parameter in self._storage.replicated:
             return parameter.detach().clone()
@@ -305,27 +319,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def gathered(
         self, params: Tensor | Iterable[Tensor] | None = None, *, write: bool = False
     ) -> AbstractContextManager[None]:
-        """Whole parameters inside the block: ``params``, or all. All ranks.
+        """Return a context in which ``params``, or all parameters, are whole. All ranks.
 
-        With ``write=True`` they may be edited, and group rank 0's values are everybody's after it. Where every rank
+        With ``write=True`` they may be edited; after the block every rank has group rank 0's values. If every rank
         holds whole parameters anyway, reading needs no traffic.
         """
         chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
         return self._engine.gathered(chosen, write)
 
     def broadcast_buffers(self) -> None:
-        """Group rank 0's buffers of the module for all, as DDP has them before a forward. All ranks.
+        """Copy group rank 0's buffers of the module to all ranks, as DDP does before a forward. All ranks.
 
-        Buffers (the running statistics of a batch norm) are each rank's own otherwise, after construction.
+        Otherwise the buffers (the running statistics of a batch norm) are each rank's own after construction.
         """
         self._engine.broadcast_buffers()
 
     def close(self) -> None:
-        """Make the model plain again: every parameter gets memory of its own, and every hook goes. All ranks.
+        """Make the model plain again: every parameter gets memory of its own, and all hooks are removed. All ranks.
 
-        What was replaced, tied or cast since construction stays as it is; a warning names what is lost with it. Raises
-        only where values cannot be gathered any more, or inside a forward, a backward or `join`; while the caller's own
-        exception is under way (in its ``finally``, say), that is a warning, too.
+        Parameters that were replaced, tied or cast since construction stay as they are; a warning names the values that
+        are lost. Raises only if values cannot be gathered any more, or inside a forward, a backward or `join`. While
+        another exception propagates (a call in ``finally``, say), even these errors are warnings.
         """
         if self._engine.is_closed:
             return
@@ -340,19 +354,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Bring all states to group rank ``to``, whose ``state_dict()`` then returns them; None: to every rank, which
-        then holds them whole, in the host's memory, until the next step. All ranks."""
+        """Send all states to group rank ``to``, whose ``state_dict()`` then returns them. All ranks.
+
+        With None every rank gets them, and holds them whole in the host's memory until the next step.
+        """
         self._engine.check()
         if to is not None and not 0 <= to < self.world_size:
             raise ValueError(f"consolidate_state_dict: rank {to} is not one of the {self.world_size} ranks")
         self._engine.consolidate_state_dict(to=to)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole, plain `torch.optim` dict (CPU), on the rank (or ranks) that `consolidate_state_dict` named. Local.
+        """Return the whole, plain `torch.optim` dict (on the CPU). Local.
 
-        With `mixed_precision` it also has "masters": the master weights by parameter, which torch's own classes ignore.
+        `consolidate_state_dict` chooses the rank, or all ranks, that can return it; with one rank in the group it need
+        not be called. With `mixed_precision` the dict also has "masters": the master weights by parameter, which
+        torch's own classes ignore.
 
-        With one rank nothing needs to be consolidated. Raises `RuntimeError` elsewhere, and after a further step.
+        Raises `RuntimeError` on other ranks, and after a further step.
         """
         self._engine.check_usable()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
@@ -365,11 +383,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a plain `torch.optim` dict, saved at any stage and number of ranks or by the class itself.
+        """Load a plain `torch.optim` dict that was saved at any stage and number of ranks, or by the class itself.
 
-        Local, but on every rank with the same dict. Nothing changes unless all of it fits; `ValueError` names what
-        does not. Master weights are loaded where the dict has "masters" and the model, loaded before or after, has the
-        same values rounded; where it has others, or the dict none, they are the model's.
+        Local, but every rank must load the same dict. Nothing changes unless the whole dict fits; `ValueError` names
+        the first misfit. Master weights are loaded if the dict has "masters" that round to the values of the model,
+        which may be loaded before or after. Otherwise the master weights are taken from the model.
         """
         self._engine.check()
         loaded = dict(state_dict)

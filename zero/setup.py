@@ -1,6 +1,6 @@
-"""Builds the parts of an optimizer and takes parameters in, with every rank agreeing before anything changes.
+"""Builds the parts of an optimizer and registers parameters. All ranks agree before anything changes.
 
-Knows: which parts there are, and in what order they take up parameters. Does not know: steps.
+Knows: which parts there are, and in which order they register parameters. Does not know: steps.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ NOTHING_TO_TRAIN = (
     "nothing of what is listed can be updated: each parameter is frozen, and none is a plain tensor of "
     f"{', '.join(map(str, FLOATS))}"
 )
-_MASTER = "master weights"  # among the names of states, of which none has a space
+_MASTER = "master weights"  # a key among the names of states; it has a space, which no state's name has
 
 
 class Builder:
-    """The parts of one optimizer on one rank: `transport`, `shards`, `collective`, `inner`, `storage`, `reducer`,
-    `update`."""
+    """The parts of one optimizer on one rank.
+
+    They are `transport`, `shards`, `collective`, `inner`, `storage`, `reducer` and `update`.
+    """
 
     def __init__(
         self,
@@ -61,7 +63,17 @@ class Builder:
         device: torch.device,
         find_meta: Callable[[], Materializer | None],
     ) -> None:
-        """``device``: where the parameters are, or will be; ``find_meta``: finds what has no memory yet."""
+        """Build the parts. Collective.
+
+        Args:
+            config: the checked arguments of the optimizer.
+            inner: the user's optimizer class and its defaults.
+            device: the device of the parameters; for meta parameters, the one on which they will get memory.
+            find_meta: returns the materializer of the module's meta tensors, or None.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit the module, the device or the group, on every rank.
+        """
         self.config, self.inner = config, inner
         self.stage, module, offload = config.stage, config.module, config.offload
         group = _transport(config.process_group).fork()
@@ -84,7 +96,7 @@ class Builder:
             self.storage = self._make_storage(post_forward_group)
         except Exception as error:
             agree_on_construction(self.transport, [], error)
-            raise  # pragma: no cover - the line before has raised it, which a type checker cannot know
+            raise  # pragma: no cover - the line before raises it, which a type checker cannot see
         self.reducer = Reducer(
             self.storage.layout,
             self.stage,
@@ -124,7 +136,10 @@ class Builder:
         )
 
     def _post_forward_group(self, device: torch.device) -> Choice | None:
-        """Who shares what is kept for a backward, where that is not everybody who shares a copy. Collective."""
+        """Return the group of ranks that share a unit between its forward and its backward. Collective.
+
+        Returns None if that is a single rank, or all ranks that share one copy.
+        """
         shards = self.shards
         if self.reshard_group_size in (1, shards.world_size):
             return None
@@ -146,7 +161,7 @@ class Builder:
 
     @contextmanager
     def _failing_for_all(self) -> Iterator[None]:
-        """What one rank alone cannot do ends the others' waiting, too."""
+        """Abort the transport if the block raises, so that no other rank keeps waiting for this one."""
         try:
             yield
         except BaseException as error:
@@ -155,7 +170,7 @@ class Builder:
             raise
 
     def log_choices(self) -> None:
-        """Write one line at INFO: what was chosen for this optimizer, and why."""
+        """Write one line at INFO: the choices that were made for this optimizer, and their reasons."""
         if not LOG.isEnabledFor(logging.INFO):
             return
         units = self.storage.units() or {}
@@ -177,17 +192,20 @@ class Builder:
 
     @property
     def superseded(self) -> bool:
-        """Another optimizer has taken parameters of this one over."""
+        """Whether another optimizer has taken over parameters of this one."""
         return self.reducer.hooks.superseded
 
     def cast_problem(self) -> str | None:
-        """What is wrong where the whole model was cast or moved since: its first parameter was, too."""
+        """Return an error text if the whole model was cast or moved since construction, else None.
+
+        Only the first parameter is inspected: it changes with the whole model.
+        """
         return changed(self.storage.parameters[0], self.storage.layout.parameters[0])
 
     def _cast_inputs(self) -> None:
-        """From now on, what the module is called with has the dtype of its parameters."""
+        """If the precision asks for it, cast the module's inputs to the dtype of its parameters from now on."""
         if self.config.module is not None:
-            InputCast.remove(self.config.module, self)  # also of an optimizer that this one replaces
+            InputCast.remove(self.config.module, self)  # also the hook of an optimizer that this one replaces
             if self.config.precision is not None and self.config.precision.cast_forward_inputs:
                 InputCast.put(self.config.module, self.config.precision.param_dtype, self)
 
@@ -239,10 +257,10 @@ class Builder:
         else:
             layout = build(described, self.shards.world_size, self.config.bucket_bytes, across_units=across)
         stores = self._reserve(layout.buckets[buckets:], found)
-        wide: dict[int, Tensor] = {}  # this rank's part of the values that are cast, by bucket
+        wide: dict[int, Tensor] = {}  # this rank's interval of the values before the cast, by bucket
 
         def keep(bucket: Bucket, whole: Tensor) -> None:
-            if layout.parameters[bucket.slots[0].parameter].trainable:  # others may never be updated
+            if layout.parameters[bucket.slots[0].parameter].trainable:  # frozen ones may never be updated
                 begin, end = self.stage.update_interval(bucket, self.shards.rank)
                 mine, empty = whole[begin:end], self._room_for_masters(bucket, stores)
                 wide[bucket.index] = mine.clone() if empty is None else empty().copy_(mine)
@@ -276,8 +294,11 @@ class Builder:
             self.reducer.hooks.take_over(parameter)
 
     def _reserve(self, buckets: Sequence[Bucket], found: Sequence[Tensor]) -> dict[int, OffloadedStates]:
-        """Where the states of new buckets are kept, by bucket, if not beside the parameters, which are ``found``.
-        Collective then: every rank must have room."""
+        """Return the place of the states of each new bucket, if they are offloaded; otherwise an empty dict.
+
+        ``found`` are the new parameters. With offload this is collective: it is an error on every rank if one rank has
+        no room.
+        """
         if self._offload_backend is None:
             return {}
         offload_backend = self._offload_backend
@@ -304,18 +325,21 @@ class Builder:
         }
 
     def _names_of_states(self, bucket: Bucket) -> list[str]:
-        """Of the tensors that are kept of a bucket."""
+        """Return the names of the tensors that are kept for a bucket."""
         masters = bucket.dtypes.has_master and torch.device(bucket.device).type == "cpu"
         return [*sorted(self.inner.elementwise), *([_MASTER] if masters else [])]
 
     def _room_for_masters(self, bucket: Bucket, stores: Mapping[int, OffloadedStates]) -> Callable[[], Tensor] | None:
-        """Where master weights of a bucket are kept, if not beside the parameters: those on a GPU stay there."""
+        """Return a function that allocates the master weights of a bucket in offloaded memory.
+
+        Returns None if they stay beside the parameters, as those on a GPU do.
+        """
         if bucket.index not in stores or torch.device(bucket.device).type != "cpu":
             return None
         return partial(stores[bucket.index].tensor, _MASTER, bucket.dtypes.master_dtype)
 
     def _lines(self, described: Sequence[ParameterSpec]) -> list[str]:
-        """What the ranks must have built alike, as text."""
+        """Return, as text, the facts that must be equal on all ranks."""
         settings = (
             f"stage {self.stage.number}, collective {self.collective.name}, bucket {self.config.bucket_bytes} bytes"
         )
@@ -343,7 +367,7 @@ def _transport(process_group: ProcessGroup | Transport | None) -> Transport:
 
 
 def backend_of(process_group: ProcessGroup | Transport | None, device: torch.device) -> str:
-    """The name of what moves a device's tensors in a group; empty where nothing does."""
+    """Return the name of the backend that moves a device's tensors in a group; empty if there is none."""
     if isinstance(process_group, Transport):
         return process_group.backend.device_backend(device)
     from collectives.backends.gloo import backend_of
@@ -352,7 +376,7 @@ def backend_of(process_group: ProcessGroup | Transport | None, device: torch.dev
 
 
 def _warn_of_the_host(group: Transport, factor: int | None, device: torch.device) -> None:
-    """Say once that some of the traffic goes through the host."""
+    """Warn, on rank 0, that some of the traffic goes through the host."""
     if device.type != "cpu" and factor not in (None, group.world_size) and group.rank == 0:
         warnings.warn(
             f"sharding_factor={factor} of {group.world_size} ranks on {device.type}: gradients and parameters travel "
@@ -362,7 +386,10 @@ def _warn_of_the_host(group: Transport, factor: int | None, device: torch.device
 
 
 def _agree_on_sharing(group: Transport, config: Config) -> int:
-    """Raise `ValueError`, on every rank, where the ranks cannot share copies so; else `check_reshard`. Collective."""
+    """Agree on the sharding options, and return the result of `check_reshard`. Collective.
+
+    Raises `ValueError` on every rank if the options are invalid or differ between ranks.
+    """
     factor, reshard, stage = config.sharding_factor, config.reshard_after_forward, config.stage
     elsewhere = "None" if config.offload is None else config.offload.kind
     mine = f"stage={stage.number}, sharding_factor={factor!r}, reshard_after_forward={reshard!r}, offload={elsewhere}"

@@ -1,11 +1,11 @@
-"""Orders an optimizer's work on a device across streams: when the current stream changes, it waits for the one before.
+"""Orders an optimizer's work on a device across streams: a new current stream waits for the previous one.
 
-Knows: streams, and that CUDA may be recording them for a graph. Does not know: what the work is.
+Knows: streams, and whether CUDA is capturing them for a graph. Does not know: what the work is.
 
     backward on stream 1    wait_for_previous, enqueue ...
-    step on stream 2        wait_for_previous: stream 2 waits for what stream 1 has so far; enqueue ...
+    step on stream 2        wait_for_previous: stream 2 waits for the work that stream 1 has so far; enqueue ...
 
-The host waits for nothing. On the CPU there are no streams, and nothing is done.
+The host never waits. The CPU has no streams, and there nothing is done.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ class Streams:
     """The streams on which one optimizer enqueues work."""
 
     def __init__(self) -> None:
-        self._device: torch.device | None = None  # None: there are no streams
+        self._device: torch.device | None = None  # None: a device without streams
         self._last: torch.Stream | None = None
 
     def use(self, device: torch.device) -> None:
-        """Work goes to this device."""
+        """Set the device on which work is enqueued."""
         self._device = None if device.type == "cpu" else device
 
     def wait_for_previous(self) -> None:
-        """Let the current stream wait for the one that this optimizer used before, and for all that it has by now."""
+        """Let the current stream wait for all work so far on the stream that this optimizer used before.
+
+        Raises `RuntimeError` while a CUDA graph is being captured.
+        """
         if self._device is None:
             return
         if _is_recorded(self._device):

@@ -1,1 +1,1 @@
-"""The commands train, verify and sweep. They import the library; it imports none of them but the function `verify`."""
+"""The commands train, verify and sweep. They import the library. The library imports only `verify` from here."""

@@ -1,1 +1,1 @@
-"""Geometry and formulas: no ranks, no autograd."""
+"""Geometry and formulas. Nothing here communicates or uses autograd."""

@@ -1,6 +1,6 @@
-"""Tensors as memory: views of flat storage, and comparisons of bits.
+"""Views of flat storage, bitwise comparisons, and reads of tensor values by the host.
 
-Knows: strides, dtypes, and which look at a value makes the host wait for a device.
+Knows: strides, dtypes, and which reads make the host wait for a device. Does not know: layouts, ranks.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from torch import Tensor
 
 
 def strided(flat: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """The view of a parameter's slot in a flat tensor."""
+    """Return the view of ``flat`` with this shape and stride that begins at element ``offset``."""
     return flat.as_strided(tuple(shape), tuple(stride), flat.storage_offset() + offset)
 
 
 def flattened(tensor: Tensor, stride: Sequence[int]) -> Tensor:
-    """``tensor`` as 1-D in the order of ``stride`` (dense); a copy only where its own strides are others."""
+    """Return the elements of ``tensor`` as a 1-D tensor in the memory order of ``stride``, which must be dense.
+
+    The result is a view if the tensor has these strides already, otherwise a copy.
+    """
     if tuple(tensor.stride()) != tuple(stride) and tensor.numel() > 1:
         tensor = torch.empty_strided(tensor.shape, tuple(stride), dtype=tensor.dtype, device=tensor.device).copy_(
             tensor
@@ -26,21 +29,21 @@ def flattened(tensor: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a dense tensor with this one's shape and order of dimensions."""
+    """Return the strides of a dense tensor with the shape and the order of dimensions of ``tensor``."""
     return tuple(torch.empty_like(tensor, device="meta").stride())
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """True where two tensors of one dtype are equal as bits: -0.0 and NaN count."""
+    """Return whether two tensors of one dtype have equal bits: -0.0 differs from 0.0, and a NaN can equal a NaN."""
     wide = torch.int64 if a.numel() * a.itemsize % 8 == 0 == (a.data_ptr() | b.data_ptr()) % 8 else torch.uint8
     return torch.equal(a.view(wide), b.view(wide))
 
 
-# -- looking at values, which on an accelerator holds up the host until the device has done what it was told -----------
+# -- reading values: on an accelerator the host then waits until the device has finished all enqueued work -------------
 
 
 def host_readable(device: torch.device) -> bool:
-    """True where the host reads a value without waiting for anything."""
+    """Return whether the host can read values on ``device`` without waiting."""
     return device.type == "cpu"
 
 
@@ -48,24 +51,26 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def first_unequal(a: Tensor, b: Tensor) -> Tensor:
-    """The first element in which two 1-D tensors of one floating dtype, not empty, differ as bits, or -1: 0-dim, where
-    they are. Nobody waits for it here."""
+    """Return the index of the first element whose bits differ between ``a`` and ``b``, or -1.
+
+    Both are 1-D, not empty, and of one floating dtype. The result is 0-dim, on their device; the host does not wait.
+    """
     integers = INTEGERS[a.itemsize]
     different = a.view(integers) != b.view(integers)
     return torch.where(different.any(), different.view(torch.uint8).argmax(), -1)
 
 
 def read_scalars(scalars: Sequence[Tensor]) -> list[int]:
-    """What 0-dim tensors say, all with one look."""
+    """Return the values of 0-dim tensors with a single transfer from the device."""
     if not scalars:
         return []
     row = torch.stack([scalar.to(scalars[0].device) for scalar in scalars])
-    found: list[int] = row.tolist()  # host synchronisation: whoever calls says why
+    found: list[int] = row.tolist()  # host synchronisation: the caller states why
     return found
 
 
 def all_zero(tensors: Sequence[Tensor]) -> list[bool]:
-    """Of each tensor, all on one kind of device, whether it has no element but zeros."""
+    """Return for each tensor whether all its elements are zero. All tensors are on one type of device."""
     if not tensors or host_readable(tensors[0].device):
         return [not torch.count_nonzero(tensor) for tensor in tensors]
     return [not found for found in read_scalars([tensor.any() for tensor in tensors])]

@@ -1,7 +1,7 @@
-"""Bytes of a rank and traffic of a step, as formulas.
+"""Formulas for the bytes that a rank holds and the traffic of a step.
 
-They are those of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
-sections 5 and 7, with the optimizer's state counted by its tensors.
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), sections 5
+and 7. The optimizer's state is counted by its number of tensors.
 """
 
 from __future__ import annotations
@@ -21,13 +21,20 @@ def formula_bytes(
     *,
     slices_are_shown: bool = False,
 ) -> dict[str, int]:
-    """Bytes of one rank by kind, from the elements alone (no padding).
+    """Return the bytes that one rank holds, by kind. They are computed from elements, without padding.
 
-    ``state_tensors``: tensors as large as the parameter that the optimizer keeps for it (Adam: 2); a master weight that
-    is kept beside the parameter is one more. ``rest``: of parameters that are stored beside those of ``layout`` and not
-    updated. ``reshard_group_size``: of `check_reshard`; None: all. ``gathered_peak`` and ``scratch_peak`` are bounds:
-    the root's rest and the two largest units, and what is kept for the backward; three of the largest bucket, and where
-    ``slices_are_shown`` to peers who read them where they lie, a copy of this rank's slices of those units.
+    "gathered_peak" and "scratch_peak" are upper bounds. The first is the root's rest, the two largest units, and the
+    shards that are kept for the backward. The second is three of the largest bucket, plus with ``slices_are_shown`` a
+    copy of this rank's shards of those units.
+
+    Args:
+        layout: the parameters that the optimizer updates.
+        stage: the row of the stage table.
+        state_tensors: how many tensors, each as large as a parameter, the optimizer keeps for it (Adam: 2). Master
+            weights are counted in addition.
+        rest: the parameters that are stored beside those of ``layout`` and not updated.
+        reshard_group_size: the result of `check_reshard`; None means all ranks.
+        slices_are_shown: whether peers read this rank's shards in place, in its memory.
     """
 
     def total(which: str, among: Sequence[ParameterSpec]) -> int:
@@ -65,7 +72,7 @@ def formula_bytes(
 
 
 def _unit_bytes(layout: Layout, rest: Layout | None) -> dict[int, int]:
-    """Bytes of each unit when it is whole, padding included."""
+    """Return the bytes of each gathered unit, padding included."""
     found: dict[int, int] = {}
     for which in (layout,) if rest is None else (layout, rest):
         for bucket in which.buckets:
@@ -87,14 +94,25 @@ def formula_traffic(
     replicas: int = 1,
     reshard_group_size: int | None = None,
 ) -> int:
-    """Payload bytes that a step sends, summed over the ranks, with one forward to each backward.
+    """Return the payload bytes that a step sends, summed over the ranks, with one forward for each backward.
 
-    In each of ``replicas`` of W ranks, (W - 1) x (passes x padded trainable elements + gathers x padded elements of all
-    units), and between them each sum twice, on the way through all and on the way home. A backward finds the
-    root's rest and the last unit still here: they are gathered once, for the forward. The other gathers for a backward
-    are among ``reshard_group_size`` ranks (of `check_reshard`; None: all W). This supposes that forwards enter
-    every unit once, in order of registration, and that backwards reach every unit. ``units_need_gather``: False where
-    every rank sees every slice of a unit in memory that all share.
+    Each of the ``replicas`` (groups of W ranks that hold one copy) sends (W - 1) x (passes x padded trainable elements
+    + gathers x padded elements of all units). Between replicas each sum travels twice: once through all of them, and
+    once back. The root's rest and the last unit are still gathered when a backward begins, so they are gathered only
+    for the forward. The formula assumes that a forward enters every unit once, in order of registration, and that a
+    backward reaches every unit.
+
+    Args:
+        layout: the parameters that the optimizer updates.
+        stage: the row of the stage table.
+        backwards: the backwards of each rank in the step.
+        synchronised: how many of them are outside ``no_sync``.
+        rest: the parameters that are stored beside those of ``layout`` and not updated.
+        units_need_gather: False if all ranks see every shard of a unit in common memory.
+        means_are_shown: see `Stage.passes`.
+        replicas: the number of groups that each hold one copy.
+        reshard_group_size: how many ranks take part in a gather for the backward (the result of `check_reshard`); None
+            means all W.
     """
     trainable = [bucket for bucket in layout.buckets if layout.parameters[bucket.slots[0].parameter].trainable]
     passed = sum(

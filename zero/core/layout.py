@@ -1,13 +1,13 @@
-"""Pure geometry: parameters -> buckets -> slots -> the interval of each rank.
+"""The geometry: parameters lie in slots, slots in buckets, and each rank owns an interval of each bucket.
 
-Knows: names, shapes, strides, dtypes, groups and the number of ranks. Does not know: tensors' contents, ranks that
-really exist, stages' code, torch.distributed. Everything here is frozen, counts elements (never bytes, unless the name
-says so) and uses Python's integers, so that nothing ends at 2^31.
+Knows: names, shapes, strides, dtypes, param groups and the number of ranks. Does not know: values of tensors, running
+ranks, stages, torch.distributed. Every class is frozen. Numbers count elements, not bytes, unless the name says so.
+They are Python integers, so nothing overflows at 2^31.
 
     registration order     a  b  c  d  e
-    layout (reversed)      e  d  c  b  a           the order in which a backward finishes them
+    layout (reversed)      e  d  c  b  a           the order in which a backward completes their gradients
     bucket 0               | e ....| d ..| c ....|      each slot starts on a 64-byte boundary; dots are padding
-    bounds, 3 ranks        0         ^         ^      n   cuts at 64-byte multiples, through slots where they fall
+    bounds, 3 ranks        0         ^         ^      n   cuts are at 64-byte multiples, also inside slots
 """
 
 from __future__ import annotations
@@ -22,13 +22,20 @@ from typing import Any
 
 import torch
 
-JOINED_BYTES = 1 << 20  # of a bucket with which a reduction takes longer for its bytes than for being one more
-ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every vector register: cuts there leave the bits alone
+JOINED_BYTES = 1 << 20  # a reduction of a bucket this large costs more for its bytes than for its launch
+ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every vector register: cuts there do not change bits
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """What a bucket is computed in, travels in, is accumulated in, and is kept in by its owner."""
+    """The dtypes of a bucket.
+
+    Attributes:
+        param_dtype: of the parameters in a forward and a backward.
+        reduce_dtype: of the contributions to a gradient, which travel between ranks.
+        accumulate_dtype: of the sum of the contributions.
+        master_dtype: of the weights and states that the owner keeps.
+    """
 
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
@@ -40,23 +47,23 @@ class Dtypes:
         return cls(dtype, dtype, dtype, dtype)
 
     def itemsize(self, which: str) -> int:
-        """Bytes of an element in one of these dtypes, by its name."""
+        """Return the bytes of an element in the dtype of this name, for instance "reduce_dtype"."""
         dtype: torch.dtype = getattr(self, which)
         return dtype.itemsize
 
     @property
     def widens(self) -> bool:
-        """What travels is added up in another dtype."""
+        """Whether contributions are added up in another dtype than they travel in."""
         return self.accumulate_dtype is not self.reduce_dtype
 
     @property
     def has_master(self) -> bool:
-        """The owner keeps an element in another dtype than the model computes with."""
+        """Whether the owner keeps master weights, in another dtype than the model computes in."""
         return self.master_dtype is not self.param_dtype
 
     @property
     def alignment(self) -> int:
-        """Elements in `ALIGNMENT_BYTES` of the narrowest of them."""
+        """The number of elements of the narrowest of these dtypes in `ALIGNMENT_BYTES`."""
         return ALIGNMENT_BYTES // min(
             d.itemsize for d in (self.param_dtype, self.reduce_dtype, self.accumulate_dtype, self.master_dtype)
         )
@@ -64,8 +71,19 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter as the layout sees it. ``stride`` is that of dense memory; ``index`` is torch.optim's; ``unit``
-    numbers what is gathered together (all are 0 where nothing is)."""
+    """The description of one parameter, without its values.
+
+    Attributes:
+        names: its names in the module, ties included; else the name that the user gave, or none.
+        shape: its shape.
+        stride: its strides in the bucket, which are dense.
+        dtypes: the dtypes of its bucket.
+        device: its device, as text.
+        trainable: whether it requires a gradient.
+        group: the number of its param group.
+        index: its index in torch.optim's dicts.
+        unit: the number of its unit, whose parameters are gathered together; 0 for all if nothing is gathered.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -89,7 +107,7 @@ class ParameterSpec:
         return product
 
     def line(self) -> str:
-        """What the ranks must agree on, as text."""
+        """Return, as text, the facts on which the ranks must agree."""
         dtypes = self.dtypes
         described = ",".join(
             str(d) for d in (dtypes.param_dtype, dtypes.reduce_dtype, dtypes.accumulate_dtype, dtypes.master_dtype)
@@ -103,7 +121,10 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter lies in its bucket: elements ``[offset, offset + numel)``."""
+    """The place of a parameter in its bucket: elements ``[offset, offset + numel)``.
+
+    ``parameter`` is its position in `Layout.parameters`.
+    """
 
     parameter: int
     offset: int
@@ -116,7 +137,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part ``[begin, end)`` of a bucket that belongs to one slot and one rank."""
+    """The part ``[begin, end)`` of a bucket that belongs to one slot, given by its number, and to one rank."""
 
     slot: int
     begin: int
@@ -129,8 +150,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Slots side by side in one flat tensor of ``numel`` elements, padding included; rank r owns
-    ``[bounds[r], bounds[r + 1])``."""
+    """Slots side by side in one flat tensor of ``numel`` elements, padding included.
+
+    Rank r owns the elements ``[bounds[r], bounds[r + 1])``.
+
+    Raises:
+        ValueError: a slot or a bound is misplaced or not aligned.
+    """
 
     index: int
     dtypes: Dtypes
@@ -159,12 +185,12 @@ class Bucket:
         return self.bounds[rank], self.bounds[rank + 1]
 
     def cut(self, parts: int) -> tuple[int, ...]:
-        """Bounds of as many nearly equal parts."""
+        """Return the ``parts + 1`` bounds of nearly equal, aligned parts."""
         align = self.dtypes.alignment
         return tuple(align * (self.numel // align * part // parts) for part in range(parts + 1))
 
     def part(self, first: int, last: int) -> Bucket:
-        """The slots from ``first`` to ``last`` (exclusive) as a bucket, whose owners are those of the elements here."""
+        """Return the slots from ``first`` to ``last`` (exclusive) as a bucket. Every element keeps its owner."""
         begin = self.slots[first].offset
         end = self.slots[last].offset if last < len(self.slots) else self.numel
         slots = tuple(replace(slot, offset=slot.offset - begin) for slot in self.slots[first:last])
@@ -172,8 +198,11 @@ class Bucket:
         return replace(self, slots=slots, numel=end - begin, bounds=bounds)
 
     def pieces(self, begin: int, end: int) -> tuple[Piece, ...]:
-        """The pieces in ``[begin, end)``, in order. A slot without elements belongs to where it would begin; one at
-        the very end of the bucket to whoever owns the last element."""
+        """Return the pieces in ``[begin, end)``, in order.
+
+        A slot without elements belongs to the interval that holds its offset. If its offset is the end of the bucket,
+        it belongs to the interval that holds the last element.
+        """
         found = []
         for number, slot in enumerate(self.slots):
             low, high = max(begin, slot.offset), min(end, slot.end)
@@ -185,7 +214,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """The geometry of all listed parameters. ``parameters`` are in order of registration."""
+    """The geometry of all listed parameters, which ``parameters`` holds in order of registration.
+
+    Raises:
+        ValueError: a parameter has no slot or several, or a slot or a bucket does not fit.
+    """
 
     parameters: tuple[ParameterSpec, ...]
     buckets: tuple[Bucket, ...]
@@ -203,28 +236,28 @@ class Layout:
                 raise ValueError(f"bucket {bucket.index}: the slot of {spec.name} is not that of its parameter")
 
     def slots(self) -> Iterator[tuple[Bucket, int, Slot]]:
-        """(bucket, number of the slot in it, slot), in layout order."""
+        """Yield (bucket, number of the slot in it, slot), in layout order."""
         for bucket in self.buckets:
             for number, slot in enumerate(bucket.slots):
                 yield bucket, number, slot
 
     @property
     def numel(self) -> int:
-        """Psi: elements of all parameters."""
+        """The number of elements of all parameters (Psi in the paper)."""
         return sum(spec.numel for spec in self.parameters)
 
     def unit(self, slot: Slot) -> int:
-        """The unit of a slot's parameter."""
+        """Return the unit of a slot's parameter."""
         return self.parameters[slot.parameter].unit
 
     def runs(self, bucket: Bucket) -> list[tuple[int, int, int]]:
-        """The slots of a bucket by unit: (unit, first slot, last slot + 1) of neighbours, in order."""
+        """Group neighbouring slots of one unit. Returns (unit, first slot, last slot + 1) of each group, in order."""
         numbered = itertools.groupby(range(len(bucket.slots)), lambda number: self.unit(bucket.slots[number]))
         spans = ((unit, list(numbers)) for unit, numbers in numbered)
         return [(unit, numbers[0], numbers[-1] + 1) for unit, numbers in spans]
 
     def lines(self) -> list[str]:
-        """The layout as text, a line a parameter and a line a bucket."""
+        """Return the layout as text: one line for each parameter and one for each bucket."""
         buckets = [
             f"bucket {b.index}: slots {[(s.parameter, s.offset) for s in b.slots]} bounds {list(b.bounds)}"
             for b in self.buckets
@@ -232,12 +265,12 @@ class Layout:
         return [*(spec.line() for spec in self.parameters), *buckets]
 
     def digest(self, *agreed: Any) -> str:
-        """SHA-256 over the layout and whatever else the ranks must agree on."""
+        """Return the SHA-256 of the layout and of ``agreed``, further values on which the ranks must agree."""
         text = json.dumps([self.lines(), self.world_size, [str(a) for a in agreed]])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def extended(self, more: Sequence[ParameterSpec], bucket_bytes: int, *, across_units: bool = False) -> Layout:
-        """This layout with further parameters in buckets of their own; no slot moves."""
+        """Return this layout with further parameters in further buckets. No existing slot moves."""
         first = len(self.parameters)
         added = _buckets(more, self.world_size, bucket_bytes, across_units, first, len(self.buckets))
         return Layout((*self.parameters, *more), (*self.buckets, *added), self.world_size)
@@ -248,10 +281,11 @@ def build(
 ) -> Layout:
     """Lay out ``parameters`` (in order of registration) in buckets of at most ``bucket_bytes`` each.
 
-    A bucket is homogeneous in dtypes, device, trainability and unit, and holds at least one whole parameter, however
-    large. Buckets are in the order in which a backward completes them. ``across_units``: small units share a bucket
-    until it has `JOINED_BYTES`; their slices are then of all lengths. That is for ranks that gather without moving
-    bytes: they reduce less often.
+    A bucket is homogeneous in dtypes, device, trainability and unit. It holds at least one whole parameter, however
+    large. Buckets are in the order in which a backward completes them.
+
+    With ``across_units`` small units share a bucket until it has `JOINED_BYTES`. The ranks' shards of a unit then
+    differ in length. This is for ranks that gather without moving bytes: they launch fewer reductions.
     """
     if world_size < 1:
         raise ValueError(f"world size must be at least 1, not {world_size}")
@@ -301,11 +335,11 @@ def _bucket(members: Sequence[tuple[int, ParameterSpec]], world_size: int, index
     )
     spec = members[0][1]
     align = spec.dtypes.alignment
-    numel = offsets[-1] or align  # a bucket of slots without elements has padding, so that they have one owner, too
+    numel = offsets[-1] or align  # a bucket whose slots are empty gets padding, so that they have one owner, too
     bounds = tuple(align * (numel // align * rank // world_size) for rank in range(world_size + 1))
     return Bucket(index, spec.dtypes, spec.device, slots, numel, bounds)
 
 
 def sharded_bytes(nbytes: int, world_size: int) -> int:
-    """1/W of ``nbytes``, rounded: what a formula says of a shard."""
+    """Return ``nbytes`` / W, rounded: the bytes of a shard in the formulas."""
     return round(Fraction(nbytes, world_size))

@@ -1,12 +1,12 @@
-"""The global gradient norm: one number that no partition of the gradients can change.
+"""The global gradient norm, which has the same bits for every partition of the gradients.
 
-This file knows tensors, blocks and exact sums. It does not know ranks, parameters' owners or communication: whoever
-holds a piece of the gradients turns it into a `PowerSum`, carries its bytes to where they are merged, and gets the
-same norm to the last bit for every way of cutting and every order of merging.
+Knows: tensors, blocks and exact sums. Does not know: ranks, owners of parameters, communication. Each holder of a piece
+of the gradients turns it into a `PowerSum` and sends its bytes to the rank that merges them. The norm is then the same
+to the last bit for every way of cutting and every order of merging.
 
 The p-norm of all gradients is Q ** (1/p), where Q is the sum of |x|**p over all elements. An fp64 sum of all elements
-depends on its order. So a parameter's elements, in memory order, are taken in blocks of 64 bytes of fp32 or fp64
-(16 elements; 8 of fp64), the last one filled up with zeros:
+would depend on its order. So a parameter's elements, in memory order, are taken in blocks of 64 bytes of fp32 or fp64
+(16 elements; 8 of fp64). The last block is filled up with zeros:
 
     parameter   |0 ........ 15|16 ........ 31|32 ... 40 0 .. 0|
     |x|**p       fp64, in each element
@@ -15,14 +15,16 @@ depends on its order. So a parameter's elements, in memory order, are taken in b
 
     the tree    lane j + lane j+8, then j + j+4, then j + j+2, then 0 + 1    (8 lanes: from j + j+4 on)
 
-A cut at a multiple of 16 elements (8 of fp64) from the parameter's start falls between blocks and changes nothing.
-For p = 2 the squares of fp32, bf16 and fp16 are exact in fp64, so all that is ever rounded is a block sum's four
-additions and the final number.
+A cut at a multiple of 16 elements (8 of fp64) from the parameter's start falls between blocks and changes nothing. For
+p = 2 the squares of fp32, bf16 and fp16 are exact in fp64, so only a block sum's four additions and the final number
+are rounded.
 
-Other ways that lost: `torch.sum` in fp64 (half the time, but its order is its own business and differs by length,
-stride and thread count); `math.fsum` over the block sums (this step takes over ten times as long, and rounded results
-do not merge); exact addition of every element, without blocks (three to four more passes over all elements); a bin
-for each exponent (`torch.bincount` takes twice as long, and refuses to run on CUDA under deterministic algorithms).
+Alternatives that were rejected:
+- `torch.sum` in fp64 takes half the time, but its order is unspecified and depends on length, stride and thread count.
+- `math.fsum` over the block sums makes this step over ten times slower, and its rounded results cannot be merged.
+- Exact addition of every element, without blocks, needs three to four more passes over all elements.
+- A bin for each exponent: `torch.bincount` takes twice as long, and refuses to run on CUDA under deterministic
+  algorithms.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from torch import Tensor
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _UNIT_EXPONENT = 1074  # every finite fp64 number is an integer multiple of 2**-1074
-_TILE = 4096  # elements that are turned from rows of blocks into columns of lanes together: they fit the first cache
+_TILE = 4096  # elements that are transposed together from rows of blocks to columns of lanes: they fit the first cache
 _MAX_BLOCK = 16
 _WIRE = struct.Struct("<dB7x272s")  # norm type, flags, units: room for 2**64 blocks of the largest fp64 number
 
@@ -46,8 +48,8 @@ _WIRE = struct.Struct("<dB7x272s")  # norm type, flags, units: room for 2**64 bl
 class PowerSum:
     """An exact partial of Q = sum of |x|**p over some elements; for p = inf, their largest magnitude.
 
-    Two partials over disjoint sets of whole blocks merge into the partial over both; `merge` is associative and
-    commutative, and `PowerSum(p)` is its identity. Equality of two partials is equality of their bytes.
+    Two partials over disjoint sets of whole blocks merge into the partial over both. `merge` is associative and
+    commutative, and `PowerSum(p)` is its identity. Partials are equal if and only if their bytes are.
 
     Attributes:
         norm_type: p, greater than 0; inf included.
@@ -70,12 +72,12 @@ class PowerSum:
     @classmethod
     @torch.no_grad()
     def of(cls, pieces: Iterable[Tensor], norm_type: float) -> PowerSum:
-        """The partial over `pieces`, in any order; exact zeros for none.
+        """Return the partial over `pieces`, in any order; an exact zero if there are none.
 
         Args:
-            pieces: 1-D contiguous tensors of fp32, fp64, bf16 or fp16, on any device, each starting at a parameter's
-                start or at a multiple of 16 elements (8 for fp64) from it, and ending likewise or at the parameter's
-                end. Short ones are gathered before they are read, so a piece must keep its values until this returns.
+            pieces: 1-D contiguous tensors of fp32, fp64, bf16 or fp16, on any device. Each starts at a parameter's
+                start or at a multiple of 16 elements (8 for fp64) from it, and ends likewise or at the parameter's end.
+                Short pieces are collected before they are read, so a piece must keep its values until this returns.
             norm_type: p.
 
         Raises:
@@ -103,7 +105,7 @@ class PowerSum:
         return total
 
     def merge(self, other: PowerSum) -> PowerSum:
-        """The partial over the elements of both.
+        """Return the partial over the elements of both.
 
         Raises:
             ValueError: the two are partials of different norms.
@@ -114,19 +116,19 @@ class PowerSum:
         return type(self)(self.norm_type, units, self.has_inf or other.has_inf, self.has_nan or other.has_nan)
 
     def to_bytes(self) -> bytes:
-        """The partial as 288 bytes, whatever it holds: p (fp64), flags (1 byte, 7 unused), units (272 bytes).
+        """Return the partial as 288 bytes, whatever its value: p (fp64), flags (1 byte, 7 unused), units (272 bytes).
 
-        All little-endian. Equal partials give equal bytes.
+        All are little-endian. Equal partials give equal bytes.
         """
         flags = self.has_inf | self.has_nan << 1
         return _WIRE.pack(self.norm_type, flags, self.units.to_bytes(272, "little"))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PowerSum:
-        """The partial that `to_bytes` wrote.
+        """Return the partial that `to_bytes` wrote.
 
         Raises:
-            ValueError: `data` is nothing that `to_bytes` writes.
+            ValueError: `data` is not an output of `to_bytes`.
         """
         if len(data) != _WIRE.size:
             raise ValueError(f"a partial of a norm has {_WIRE.size} bytes, not {len(data)}")
@@ -137,9 +139,10 @@ class PowerSum:
         return partial
 
     def norm(self, dtype: torch.dtype) -> Tensor:
-        """Q ** (1/p) as a 0-dim CPU tensor of `dtype`: NaN if any element was, otherwise inf if any was or Q is.
+        """Return Q ** (1/p) as a 0-dim CPU tensor of `dtype`.
 
-        Q is rounded to fp64 once (half to even), its root is taken in fp64, and that is rounded to `dtype`.
+        It is NaN if any element was NaN; otherwise inf if any element was inf or Q is. Q is rounded to fp64 once (half
+        to even), its root is taken in fp64, and that is rounded to `dtype`.
         """
         return torch.tensor(self._root(), dtype=torch.float64, device="cpu").to(dtype)
 
@@ -159,12 +162,14 @@ class PowerSum:
 
 @dataclass(frozen=True)
 class _Lanes:
-    """fp64 scratch for some tiles and its views, made once: a view costs as much as the work of a tile.
+    """fp64 scratch for a number of tiles, with its views.
+
+    The views are made once, since a view costs as much as the work of a tile.
 
     Attributes:
         whole: contiguous, (tile, lane, block): lane j of block b is the block's element j.
-        halvings: pairs of views of `whole`; adding the second to the first halves the lanes that are left.
-        last: the two lanes that are left after these, each (tile, block).
+        halvings: pairs of views of `whole`; adding the second to the first halves the number of lanes.
+        last: the two lanes that remain after the halvings, each (tile, block).
     """
 
     whole: Tensor
@@ -184,8 +189,8 @@ class _Lanes:
 class _Reader:
     """Adds up the blocks of pieces of one dtype on one device, a cache-sized chunk at a time.
 
-    Its memory is about 1.5 MB for fp32 on the CPU, whatever it reads; on an accelerator, where launches and not caches
-    decide, it is 64 times as much.
+    Its memory is about 1.5 MB for fp32 on the CPU, however much it reads. On an accelerator, where launches decide and
+    not caches, it is 64 times as much.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, norm_type: float) -> None:
@@ -206,7 +211,7 @@ class _Reader:
         self._has_nan = False
 
     def read(self, piece: Tensor) -> None:
-        """Takes one piece; may look at the values of a short one only later."""
+        """Take one piece. The values of a short one may be read later."""
         numel = piece.numel()
         if numel < self._chunk // 2:
             self._gather(piece)
@@ -220,7 +225,7 @@ class _Reader:
             self._gather(piece[in_tiles:].clone())  # a view would keep all of the piece alive
 
     def finish(self) -> tuple[int, bool, bool]:
-        """Units, has_inf and has_nan of all that was read."""
+        """Return units, has_inf and has_nan of all pieces."""
         self._fold_gathered()
         self._drain()
         return self._units, self._has_inf, self._has_nan
@@ -246,7 +251,7 @@ class _Reader:
         self._gathered_numel = 0
 
     def _fold(self, values: Tensor, tiles: int) -> None:
-        """Adds whole tiles, as many at a time as `tiles` says."""
+        """Add up whole tiles, `tiles` of them at a time."""
         if self._norm_type == math.inf:
             self._fold_maximum(values)
             return
@@ -273,8 +278,8 @@ class _Reader:
         lanes.abs_()
         if self._norm_type == 1.0:
             return
-        # Tile by tile on the CPU: vector and scalar code may round pow differently, and where torch splits a long
-        # tensor among its threads, a part's ragged end is scalar.
+        # Tile by tile on the CPU: vector and scalar code may round pow differently. If torch splits a long tensor among
+        # its threads, the ragged end of a part is computed by scalar code.
         for part in lanes if lanes.device.type == "cpu" else (lanes,):
             if self._norm_type == 3.0:
                 part.mul_(part * part)
@@ -305,23 +310,24 @@ class _Reader:
 
 
 def _in_units(value: float) -> int:
-    """A finite `value` as a multiple of 2**-1074."""
+    """Return a finite `value` as a multiple of 2**-1074."""
     numerator, denominator = value.as_integer_ratio()
     return numerator << (_UNIT_EXPONENT + 1 - denominator.bit_length())
 
 
 def _exact_sum(values: Tensor) -> int:
-    """The sum of finite, non-negative fp64 `values` (1-D, at least one), exactly, in units of 2**-1074.
+    """Return the exact sum of finite, non-negative fp64 `values` (1-D, at least one), in units of 2**-1074.
 
     Each round splits off the leading bits of all values at one common grid (Rump, Ogita and Oishi, "Accurate
-    floating-point summation I", 2008, section 3): with n < 2**k values below 2**e, adding and subtracting
-    1.5 * 2**(e+k) rounds each to a multiple of u = 2**(e+k-52). The rounded parts are multiples of u and at most 2**e,
-    so any sum of them is a multiple of u below 2**(e+k) < 2**53 u: exact in whatever order it is formed. What is left
-    of each value is exact as well, at most u/2, and goes to the next round: 52 - k bits further down.
-    Ordinary gradients take two or three rounds.
+    floating-point summation I", 2008, section 3): with n < 2**k values below 2**e, adding and subtracting 1.5 *
+    2**(e+k) rounds each to a multiple of u = 2**(e+k-52). The rounded parts are multiples of u and at most 2**e, so any
+    sum of them is a multiple of u below 2**(e+k) < 2**53 u: exact in whatever order it is formed. The rest of each
+    value is exact as well, at most u/2, and goes to the next round, 52 - k bits further down. Ordinary gradients take
+    two or three rounds.
 
-    Host synchronisation: the sum is an integer of up to 2,200 bits, and a round's grid follows from what the last one
-    left. On a device each `item` waits for what was asked of it; there are about ten for 32 million fp32 elements.
+    Host synchronisation: the sum is an integer of up to 2,200 bits, and a round's grid depends on the rest of the
+    previous round. On a device each `item` waits for all enqueued work; there are about ten for 32 million fp32
+    elements.
     """
     bits = values.numel().bit_length()
     total = 0
@@ -344,7 +350,7 @@ def _exact_sum(values: Tensor) -> int:
 
 
 def check_norm_type(norm_type: float) -> float:
-    """As a float. Raises `ValueError` where it is not greater than 0 (inf is)."""
+    """Return `norm_type` as a float. Raises `ValueError` if it is not greater than 0 (inf is allowed)."""
     norm_type = float(norm_type)
     if not norm_type > 0.0:
         raise ValueError(f"norm_type must be greater than 0 (math.inf for the largest magnitude), not {norm_type}")

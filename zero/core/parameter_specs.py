@@ -1,4 +1,4 @@
-"""From what the user gives (a module, parameters, groups) to the layout's view of it, with every complaint about it.
+"""Turns the user's input (a module, parameters, param groups) into the specs of the layout, and checks it.
 
 Knows: modules, parameters, names. Does not know: ranks, gradients, optimizers.
 """
@@ -26,12 +26,12 @@ HELD_ELSEWHERE = (
 )
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
-as_plain = torch.DisableTorchFunctionSubclass  # a context in which a released parameter is an ordinary tensor
+as_plain = torch.DisableTorchFunctionSubclass  # inside this context a released parameter behaves as an ordinary tensor
 
 
 @dataclass(frozen=True)
 class Binding:
-    """Where a module keeps a parameter: ``registry[key] is parameter`` as long as nobody replaced it."""
+    """A place in a module that holds a parameter: ``registry[key] is parameter`` until the parameter is replaced."""
 
     registry: dict[str, Any]
     key: str
@@ -40,20 +40,23 @@ class Binding:
 
 
 def is_released(parameter: object) -> bool:
-    """True while a parameter has no memory."""
+    """Return whether a parameter is released, which means that it has no memory."""
     return getattr(type(parameter), "released", False) is True
 
 
 def has_own_dispatch(tensor: Tensor) -> bool:
-    """True of a wrapper subclass, and of any other class with a ``__torch_dispatch__``: its memory is its own."""
+    """Return whether a tensor's class has a ``__torch_dispatch__`` of its own, as a wrapper subclass has.
+
+    Such a class manages its memory itself.
+    """
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def is_laid_out(parameter: Tensor) -> bool:
-    """True where a parameter's elements lie in buckets. All others are *replicated*: every rank keeps them whole.
+    """Return whether a parameter's elements lie in buckets. All others are *replicated*: every rank keeps them whole.
 
-    A frozen subclass without a ``__torch_dispatch__`` is replicated, too: quantised weights keep scales beside their
-    memory, and may be of a float dtype that says nothing of what is in it.
+    A frozen subclass without a ``__torch_dispatch__`` is replicated, too. Quantised weights keep scales beside their
+    memory, and their dtype may be a float dtype although the memory holds something else.
     """
     if parameter.dtype not in FLOATS or has_own_dispatch(parameter):
         return False
@@ -61,13 +64,16 @@ def is_laid_out(parameter: Tensor) -> bool:
 
 
 def is_copied(parameter: Tensor) -> bool:
-    """True where rank 0's bytes are all that a parameter is. A replicated subclass keeps more beside them, and rank 0's
-    bytes with another rank's scales would be no weight of any model: it is compared instead."""
+    """Return whether a parameter consists of its bytes alone, so that copying rank 0's bytes copies the parameter.
+
+    A replicated subclass holds more than bytes. Rank 0's bytes with another rank's scales would be the weights of no
+    model, so such a parameter is compared over the ranks instead.
+    """
     return is_laid_out(parameter) or type(parameter) in _PLAIN
 
 
 def flattened(tensor: Tensor) -> tuple[Sequence[str], Any]:
-    """What a wrapper subclass says of itself: the names of the tensors that it wraps, and facts beside them."""
+    """Return the names of the tensors that a wrapper subclass wraps, and its further metadata. Else (), None."""
     given: Any = tensor
     if not is_traceable_wrapper_subclass(given):
         return (), None
@@ -76,8 +82,10 @@ def flattened(tensor: Tensor) -> tuple[Sequence[str], Any]:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """The ordinary tensors in which a tensor's elements lie: its own memory, or what a wrapper subclass wraps. Empty
-    where it has neither."""
+    """Return the ordinary tensors that hold a tensor's elements: its own memory, or the tensors that a subclass wraps.
+
+    The result is empty if the tensor has neither.
+    """
     names, _ = flattened(tensor)
     if names:
         wrapped = [getattr(tensor, name) for name in names]  # a DTensor also names its mesh
@@ -93,7 +101,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
-    """The user's ``params`` as torch.optim's list of groups; a module becomes one group of named parameters."""
+    """Return the user's ``params`` as torch.optim's list of groups. A module becomes one group of named parameters."""
     if isinstance(params, Tensor):
         raise TypeError("params must be a module, an iterable of parameters or of param groups, not one tensor")
     given = _in_order(params.named_parameters() if isinstance(params, nn.Module) else params, "params")
@@ -113,8 +121,10 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
 
 
 def members_of(params: Any, place: str) -> list[Any]:
-    """Parameters, or (name, parameter) pairs, as a list. Raises `TypeError` naming what is neither, and where in
-    ``place``."""
+    """Return parameters, or (name, parameter) pairs, as a list.
+
+    Raises `TypeError` naming an entry that is neither, and its position in ``place``.
+    """
     members = [params] if isinstance(params, Tensor) else _in_order(params, place)
     for number, entry in enumerate(members):
         is_pair = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
@@ -137,7 +147,7 @@ def _shown(value: Any) -> str:
 
 
 def device_of(groups: Sequence[Mapping[str, Any]]) -> torch.device:
-    """Where the first parameter is; the CPU where there is none, which `specs` tells."""
+    """Return the device of the first parameter. If there is none, return the CPU; construction fails later."""
     entries = (entry for group in groups for entry in group["params"])
     parts = (part for entry in entries for part in (entry if isinstance(entry, tuple) else (entry,)))
     return next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
@@ -162,8 +172,11 @@ def check_buffers(module: nn.Module | None) -> None:
 
 
 def check_modules(module: nn.Module | None) -> None:
-    """Raise `ValueError` naming a part of the module whose parameters are not Python's, or whose gradients another
-    system adds up."""
+    """Raise `ValueError` naming a part of the module that cannot be used.
+
+    That is a ScriptModule, whose parameters are not Python objects, or a DistributedDataParallel, which reduces
+    gradients itself.
+    """
     for name, part in () if module is None else module.named_modules():
         if isinstance(part, nn.parallel.DistributedDataParallel):
             raise ValueError(
@@ -177,7 +190,7 @@ def check_modules(module: nn.Module | None) -> None:
 
 
 def check_listed_once(groups: Sequence[dict[str, Any]], module: nn.Module | None) -> None:
-    """Raise `ValueError` naming a parameter that is listed twice, before torch has its own word for it."""
+    """Raise `ValueError` naming a parameter that is listed twice, before torch raises its own error."""
     names = {id(binding.parameter): binding.name for binding in reversed(bindings(module))}
     seen: set[int] = set()
     index = 0
@@ -192,8 +205,10 @@ def check_listed_once(groups: Sequence[dict[str, Any]], module: nn.Module | None
 
 
 def with_names(entries: Sequence[Any], module: nn.Module, first_index: int) -> list[Any]:
-    """The parameters of a further group with their names in the module, where none has a name and others' groups have;
-    one that is not in the module is called by its number."""
+    """Return the entries of a further group; if none has a name, each is paired with its name in the module.
+
+    A parameter that is not in the module is named by its index.
+    """
     if any(isinstance(entry, tuple) for entry in entries):
         return list(entries)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -202,7 +217,7 @@ def with_names(entries: Sequence[Any], module: nn.Module, first_index: int) -> l
 
 
 def bindings(module: nn.Module | None) -> list[Binding]:
-    """Every place in which ``module`` keeps a parameter, in order of registration, ties included."""
+    """Return all places in which ``module`` keeps a parameter, in order of registration, ties included."""
     found = []
     for prefix, part in () if module is None else module.named_modules():
         for key, parameter in part._parameters.items():
@@ -220,11 +235,20 @@ def specs(
     dtypes: Callable[[torch.dtype], Dtypes] = Dtypes.all,
     meta: torch.device | None = None,
 ) -> tuple[list[Tensor], list[ParameterSpec]]:
-    """The listed parameters and their specs in order of registration: the module's where there is one, else as listed.
-    ``dtypes``: of a parameter that the user made in a dtype; ``meta``: where those on the meta device will be.
+    """Return the listed parameters and their specs in the module's order of registration; without a module, as listed.
 
-    Raises `ValueError` or `TypeError`, naming the parameter, for one that is listed twice, is not a leaf, is trained
-    and cannot be laid out, or is laid out and in none of the ``units`` (id of a parameter -> its unit).
+    Args:
+        groups: torch.optim's param groups.
+        module: the module that holds the parameters, if any.
+        first_index: the index of the first parameter of ``groups`` in torch.optim's dicts.
+        first_group: the number of the first of ``groups``.
+        units: id of a parameter -> its unit; None at stages without units.
+        dtypes: maps the dtype in which the user made a parameter to the dtypes of its bucket.
+        meta: the device on which parameters of the meta device will get memory; None if there must be none.
+
+    Raises:
+        ValueError, TypeError: a parameter shares memory with another (or is listed twice), is not a leaf, is trained
+            and cannot be laid out, or is laid out and in no unit. The message names it.
     """
     names: dict[int, list[str]] = {}
     order: dict[int, int] = {}
@@ -276,7 +300,7 @@ def _check(parameter: Tensor, name: str, *, may_be_meta: bool) -> None:
 
 
 def _untrainable(parameter: Tensor, name: str) -> str:
-    """Why a parameter cannot be trained, and what to do."""
+    """Return why a parameter cannot be trained, and the remedy."""
     freeze = "or freeze it with requires_grad_(False) before the optimizer is built"
     if has_own_dispatch(parameter):
         return (
@@ -292,7 +316,10 @@ def _untrainable(parameter: Tensor, name: str) -> str:
 
 
 def check_memory(parameter: Tensor, name: str, *, may_be_meta: bool) -> None:
-    """Raise `ValueError` where a parameter's memory is not ordinary; that of a wrapper subclass is its own matter."""
+    """Raise `ValueError` if a parameter's memory is not ordinary.
+
+    The memory of a class with its own ``__torch_dispatch__`` is not checked.
+    """
     if has_own_dispatch(parameter):
         return
     if parameter.layout is not torch.strided or (parameter.device.type == "meta" and not may_be_meta):
@@ -331,14 +358,14 @@ def _check_apart(parameters: Sequence[tuple[Tensor, str]]) -> None:
 
 
 def misplaced(bound: Iterable[Binding]) -> str | None:
-    """What is wrong where a module no longer holds the parameter that it had."""
+    """Return an error text if a module no longer holds the parameter that it had, else None."""
     for name in replaced(bound):
         return f"the module's {name!r} was replaced after the optimizer was built: build a new optimizer"
     return None
 
 
 def changed(parameter: Tensor, spec: ParameterSpec) -> str | None:
-    """What is wrong where a parameter was cast or moved since its optimizer was built."""
+    """Return an error text if a parameter was cast or moved since its optimizer was built, else None."""
     if parameter.dtype is spec.dtypes.param_dtype and str(parameter.device) == spec.device:
         return None
     return (
@@ -348,5 +375,5 @@ def changed(parameter: Tensor, spec: ParameterSpec) -> str | None:
 
 
 def replaced(bound: Iterable[Binding]) -> Iterator[str]:
-    """The names under which a module no longer holds the parameter that it had."""
+    """Return the names under which a module no longer holds the parameter that it had."""
     return (binding.name for binding in bound if binding.registry.get(binding.key) is not binding.parameter)

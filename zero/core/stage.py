@@ -1,6 +1,7 @@
 """The stage table: which of parameters, gradients and optimizer states each stage shards.
 
-A stage is a row of data; nothing outside this table asks for a stage's number. Does not know: autograd, optimizers.
+A stage is a row of data, and no code outside this table branches on a stage's number. Does not know: autograd,
+optimizers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .layout import Bucket, Dtypes
 
 
 class Placement(Enum):
-    """Whether every rank holds all of something, or its own slices."""
+    """Whether a rank holds all elements (WHOLE) or only its own shards (SHARD)."""
 
     WHOLE = "whole"
     SHARD = "shard"
@@ -31,38 +32,46 @@ class Stage:
 
     @property
     def keeps_full_grads(self) -> bool:
-        """A rank keeps whole buffers for gradients, rather than scratch while a bucket travels."""
+        """Whether a rank keeps whole gradient buffers. Otherwise a bucket has scratch memory while it is reduced."""
         return self.gradients is Placement.WHOLE
 
     def contributes_in_place(self, dtypes: Dtypes) -> bool:
-        """The whole buffer that a rank keeps for gradients is also what it contributes from: not where the means lie
-        there, in another dtype."""
+        """Return whether a rank's contribution lies in the whole gradient buffer that it keeps.
+
+        It does not if that buffer holds the means, which have another dtype.
+        """
         return self.keeps_full_grads and not (self.grads_replicated and dtypes.widens)
 
     def sum_lies_apart(self, dtypes: Dtypes) -> bool:
-        """The running sum of a rank's slice has memory of its own, rather than its place in that buffer."""
+        """Return whether the running sum of a rank's shard has memory of its own, outside the whole gradient buffer."""
         return not self.keeps_full_grads or self.grads_replicated or dtypes.widens
 
     @property
     def grads_replicated(self) -> bool:
-        """Every rank steps all parameters, so it needs the whole mean gradient after each reduction."""
+        """Whether every rank updates all parameters, and so needs the whole mean gradient after each reduction."""
         return self.states is Placement.WHOLE
 
     @property
     def parameters_are_gathered(self) -> bool:
-        """Owners step their slices of parameters that everybody holds, so these are gathered after the step."""
+        """Whether parameters are gathered after a step.
+
+        That is so if every rank holds them whole, but owners update only their shards.
+        """
         return self.states is Placement.SHARD and self.parameters is Placement.WHOLE
 
     def update_interval(self, bucket: Bucket, rank: int) -> tuple[int, int]:
-        """The interval of ``bucket`` whose states ``rank`` holds and which it updates."""
+        """Return the interval of ``bucket`` that ``rank`` updates and whose states it holds."""
         return (0, bucket.numel) if self.states is Placement.WHOLE else bucket.owned(rank)
 
     def passes(self, synchronised: int, *, means_are_shown: bool = True) -> dict[str, int]:
-        """Passes a step over the trainable elements, each of (W - 1) times their number summed over the ranks, by which
-        of a bucket's dtypes they are in.
+        """Return the passes of a step over the trainable elements, by the name of the dtype in which they travel.
 
-        ``synchronised``: backwards of each rank outside ``no_sync``, at least 1. ``means_are_shown``: after each, where
-        every rank needs whole means; otherwise these are gathered once.
+        One pass sends (W - 1) times the number of elements, summed over the ranks.
+
+        Args:
+            synchronised: how many backwards of each rank are outside ``no_sync``, at least 1.
+            means_are_shown: whether means are gathered after each backward, on stages where every rank needs them
+                whole. Otherwise they are gathered once a step.
         """
         means = synchronised if means_are_shown else 1
         return {
@@ -72,7 +81,7 @@ class Stage:
         }
 
     def gathers(self, backwards: int) -> int:
-        """Passes a step over all elements in units, each with one forward and one backward."""
+        """Return the passes of a step over all elements in units. Each backward has one forward."""
         return 2 * backwards if self.parameters is Placement.SHARD else 0
 
 
@@ -84,14 +93,14 @@ STAGES: dict[int, Stage] = {
 
 
 def stage_of(number: int) -> Stage:
-    """The row of stage ``number``; `ValueError` where there is none."""
+    """Return the row of stage ``number``. Raises `ValueError` if there is none."""
     if isinstance(number, bool) or number not in STAGES:
         raise ValueError(f"stage must be one of {sorted(STAGES)}, not {number!r}")
     return STAGES[number]
 
 
 def check_sharding_factor(factor: int | None, world_size: int, stage: Stage) -> None:
-    """Raise `ValueError` where ``factor`` ranks cannot share one copy of what ``stage`` shards."""
+    """Raise `ValueError` if ``factor`` ranks cannot share one copy of the tensors that ``stage`` shards."""
     if factor is None:
         return
     divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
@@ -104,8 +113,11 @@ def check_sharding_factor(factor: int | None, world_size: int, stage: Stage) -> 
 
 
 def check_reshard(reshard: bool | int, sharding_factor: int, stage: Stage) -> int:
-    """How many ranks share what is kept of a unit between its forward and its backward: ``sharding_factor`` where it is
-    resharded after the forward, 1 where it is kept whole. Raises `ValueError` for what cannot be."""
+    """Return how many ranks share the copy of a unit that is kept between its forward and its backward.
+
+    That is ``sharding_factor`` if the unit is resharded after the forward, and 1 if it is kept whole. Raises
+    `ValueError` for an invalid ``reshard``.
+    """
     divisors = [number for number in range(1, sharding_factor + 1) if sharding_factor % number == 0]
     if reshard is not True and stage.parameters is Placement.WHOLE:
         raise ValueError(
@@ -123,7 +135,7 @@ def check_reshard(reshard: bool | int, sharding_factor: int, stage: Stage) -> in
 
 
 def check_offloaded_parameters(stage: Stage, device: torch.device) -> None:
-    """Raise `ValueError` where a rank has no slices of parameters that it could keep on disk."""
+    """Raise `ValueError` if a rank has no shards of parameters that it could keep on disk."""
     if stage.parameters is Placement.WHOLE:
         raise ValueError(f"offload: parameters=True with stage {stage.number}, where every rank needs all of them")
     if device.type != "cpu":

@@ -1,15 +1,15 @@
-"""Which parts of a module are units: what is gathered together just before a forward.
+"""Finds the units of a module. A unit is gathered as a whole, just before its forward.
 
 Knows: modules. Does not know: ranks, memory, hooks.
 
-    model                      unit 0: the root's rest (embedding, norm, head, whatever several units share)
+    model                      unit 0: the root's rest (embedding, norm, head, parameters that several units share)
       embedding
       blocks   ModuleList
         0                      unit 1
         1                      unit 2
       norm, head
 
-Unless a predicate says otherwise, units are the children of the outermost `ModuleList`s and `Sequential`s.
+Without a predicate, units are the children of the outermost `ModuleList`s and `Sequential`s.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ ROOT = 0  # the number of the root's rest
 
 @dataclass(frozen=True, eq=False)
 class UnitModule:
-    """A module whose forward needs units: the unit of its own, and the root's rest where it uses that; none where only
-    modules below it do."""
+    """A module whose forward needs units.
+
+    ``needs`` has the module's own unit, and the root's rest if the forward uses that. It is empty if only modules below
+    this one need units.
+    """
 
     name: str
     module: nn.Module
@@ -37,20 +40,25 @@ class UnitModule:
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """``names`` and ``parameters``: of each unit, ROOT first, in order of registration. ``entries``: where units are
-    needed."""
+    """The units of a module.
+
+    Attributes:
+        names: the name of each unit; ROOT is first.
+        parameters: the parameters of each unit, in order of registration.
+        entries: the modules whose forwards need units.
+    """
 
     names: tuple[str, ...]
     parameters: tuple[tuple[Tensor, ...], ...]
     entries: tuple[UnitModule, ...]
 
     def numbers(self) -> dict[int, int]:
-        """id of a parameter -> its unit; valid as long as the parameters live."""
+        """Return id of a parameter -> its unit. Valid as long as the parameters live."""
         return {id(p): number for number, members in enumerate(self.parameters) for p in members}
 
 
 def find_units(root: nn.Module, predicate: Predicate | None = None) -> Units:
-    """The units of ``root``. Raises `ValueError` for a predicate that matches nothing, or nested modules."""
+    """Return the units of ``root``. Raises `ValueError` if a predicate matches no module, or nested modules."""
     if predicate is not None and not callable(predicate):
         raise TypeError(f"units must be a function of a module that returns a bool, not {predicate!r}")
     found = _matching(root, predicate) if predicate is not None else list(_children_of_lists(root, "", _is_list(root)))
@@ -74,7 +82,7 @@ def find_units(root: nn.Module, predicate: Predicate | None = None) -> Units:
         if part is not root and _own(part):
             entries.append(UnitModule(name, part, (ROOT,)))
         elif part is not root and _has_forward(part) and any(id(below) in units for below in part.modules()):
-            entries.append(UnitModule(name, part, ()))  # its forward is that of several units
+            entries.append(UnitModule(name, part, ()))  # its forward runs the forwards of several units
     for number, (name, module) in enumerate(chosen, start=1):
         shares = any(id(parameter) in of_root for parameter in _sharded(module))
         entries.append(UnitModule(name, module, (ROOT, number) if shares else (number,)))
@@ -83,7 +91,7 @@ def find_units(root: nn.Module, predicate: Predicate | None = None) -> Units:
 
 
 def _outside(module: nn.Module, name: str, units: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that are reached from ``module`` without entering a unit (they may be in a unit as well)."""
+    """Yield the modules that are reached from ``module`` without entering a unit. A unit may contain them, too."""
     yield name, module
     for key, child in module.named_children():
         if id(child) not in units:
@@ -91,7 +99,7 @@ def _outside(module: nn.Module, name: str, units: set[int]) -> Iterator[tuple[st
 
 
 def _sharded(module: nn.Module) -> list[Tensor]:
-    """The parameters that are sharded: those that are laid out, whose dtypes have a NaN."""
+    """Return the sharded parameters of a module: those that are laid out. Their dtypes have a NaN."""
     return [parameter for parameter in module.parameters() if is_laid_out(parameter)]
 
 
@@ -115,7 +123,7 @@ def _matching(root: nn.Module, predicate: Predicate) -> list[tuple[str, nn.Modul
 
 
 def _children_of_lists(module: nn.Module, prefix: str, listed: bool) -> Iterator[tuple[str, nn.Module]]:
-    """The callable children of the outermost lists below ``module``, in order of registration."""
+    """Yield the callable children of the outermost lists below ``module``, in order of registration."""
     for key, child in module.named_children():
         name = f"{prefix}.{key}" if prefix else key
         if not (listed and _has_forward(child)):
@@ -129,6 +137,8 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """False for the containers that only hold modules or parameters; what `torch.compile` makes of a module has one of
-    its own."""
+    """Return whether a module has a forward. Containers that only hold modules or parameters have none.
+
+    A module that `torch.compile` returned has a forward of its own.
+    """
     return getattr(module.forward, "__name__", "") != "_forward_unimplemented"

@@ -1,1 +1,1 @@
-"""From a gradient hook to the mean that a rank keeps."""
+"""The path of a gradient, from autograd's hook to the mean that a rank keeps."""

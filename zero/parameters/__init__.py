@@ -1,1 +1,1 @@
-"""Where parameters are between steps, and what makes them whole for a forward and a backward."""
+"""Holds parameters between steps, and makes them whole for a forward and a backward."""

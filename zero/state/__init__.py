@@ -1,1 +1,1 @@
-"""What can be read of an optimizer: its states as a plain dict, and its description."""
+"""The readable state of an optimizer: its states as a plain dict, and its description."""

@@ -1,4 +1,4 @@
-"""What a rank holds, read from the tensors themselves, beside what the formulas say.
+"""Describes one rank: the bytes that it holds, read from its tensors, beside those of the formulas.
 
 Knows: every part's tensors. Changes none of them.
 """
@@ -23,7 +23,7 @@ from ..step.inner import InnerOptimizer
 
 @dataclass(frozen=True)
 class BucketDescription:
-    """A bucket on this rank. Bytes are of the buffers that exist now."""
+    """A bucket on this rank. Bytes are those of the buffers that exist now."""
 
     names: tuple[str, ...]
     dtype: str
@@ -35,29 +35,29 @@ class BucketDescription:
     collective: str
 
     def owners(self) -> str:
-        """Which elements each rank owns."""
+        """Return, as text, the interval of elements that each rank owns."""
         cuts = zip(self.bounds, self.bounds[1:], strict=False)
         return " ".join(f"{rank}:[{low},{high})" for rank, (low, high) in enumerate(cuts))
 
 
 @dataclass(frozen=True)
 class Description:
-    """See `describe`."""
+    """The result of `describe`."""
 
     stage: int
     rank: int
     world_size: int
     sharding_factor: int  # ranks that share one copy
     collective: str
-    why: str  # this collective
+    why: str  # the reason for this collective
     buckets: tuple[BucketDescription, ...]
     storages: dict[str, frozenset[int]]
     bytes: dict[str, int]
     formula_bytes: dict[str, int]
-    replicated_bytes: dict[str, int]  # of the parameters that every rank holds whole, at every stage, by name
-    offloaded_bytes: int  # of all these, what is kept on disk or in the host's memory
+    replicated_bytes: dict[str, int]  # by name, of the parameters that every rank holds whole at every stage
+    offloaded_bytes: int  # the part of all these that is on disk or in the host's memory
     formula_traffic_bytes: Callable[[int, int], int]
-    """(backwards, synchronised) of each rank -> payload bytes that a step sends, summed over the ranks."""
+    """(backwards, synchronised backwards) of each rank -> payload bytes that a step sends, summed over the ranks."""
 
     def __str__(self) -> str:
         shared = "" if self.sharding_factor == self.world_size else f"sharding factor {self.sharding_factor}, "
@@ -91,7 +91,7 @@ def describe(
     inner: InnerOptimizer,
     reshard_group_size: int,
 ) -> Description:
-    """Describe one rank. Local, and changes nothing. ``reshard_group_size``: of `check_reshard`."""
+    """Describe one rank. Local; changes nothing. ``reshard_group_size`` is the result of `check_reshard`."""
     layout, collective = storage.layout, choice.collective
     transport, shards = collective.transport, choice.shards
     parameters = [*storage.flats, *storage.rest_flats()]

@@ -1,4 +1,4 @@
-"""``optimizer.state``: what a rank holds of each parameter's states, as it changes."""
+"""``optimizer.state``: a live view of the parts of each parameter's states that this rank holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..step.inner import InnerOptimizer
 
 
 class ParameterStates(dict[str, Any]):
-    """The states of a parameter by name. ``why_missing``: says why there are no others."""
+    """The states of a parameter by name. ``why_missing`` returns the reason why a name is missing."""
 
     def __init__(self, why_missing: Callable[[], str]) -> None:
         super().__init__()
@@ -25,16 +25,19 @@ class ParameterStates(dict[str, Any]):
 
 
 class States(Mapping[Tensor, dict[str, Any]]):
-    """``optimizer.state``: for each parameter what this rank holds, live. A piece is 1-D; a whole has the
-    parameter's shape."""
+    """``optimizer.state``: maps each parameter to the states that this rank holds, live.
+
+    A state is 1-D if the rank holds a piece of the parameter. If it holds all of it, the state has the parameter's
+    shape.
+    """
 
     def __init__(self, storage: ParameterStorage, inner: InnerOptimizer) -> None:
         self._storage, self._inner = storage, inner
-        self._pieces: dict[int, list[tuple[BucketStates, int]]] = {}  # of each parameter, in the buckets seen so far
+        self._pieces: dict[int, list[tuple[BucketStates, int]]] = {}  # by parameter, in the buckets seen so far
         self._seen = 0
 
     def forget(self) -> None:
-        """It was closed: no state is held any more."""
+        """Drop all references to states, because the optimizer is closed."""
         self._pieces, self._seen = {}, 0
 
     def _pieces_of(self, index: int) -> list[tuple[BucketStates, int]]:

@@ -1,7 +1,7 @@
-"""Optimizer states as plain torch.optim dicts, whatever the stage and the number of ranks, and back.
+"""Turns optimizer states into plain torch.optim dicts and back, at every stage and number of ranks.
 
-Knows: what torch.optim's dicts look like, and which piece of them is whose. Nothing that comes from a peer is
-unpickled: names and scalars travel as JSON, tensors as bytes.
+Knows: the format of torch.optim's dicts, and which rank owns which piece. Bytes from a peer are never unpickled: names
+and scalars travel as JSON, tensors as bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..step.inner import InnerOptimizer
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)}
 
-_MASTER = "(master weights)"  # among the flat tensors of a bucket's states
+_MASTER = "(master weights)"  # a key among the flat tensors of a bucket's states
 
 
 def _encoded(state: PieceState) -> dict[str, Any]:
@@ -48,18 +48,18 @@ def _decoded(entry: Mapping[str, Any]) -> PieceState:
 
 
 class PlainDicts:
-    """Those of one optimizer on one rank."""
+    """Saves and loads the plain dicts of one optimizer on one rank."""
 
     def __init__(
         self, stage: Stage, storage: ParameterStorage, inner: InnerOptimizer, transport: Transport, shards: Transport
     ) -> None:
-        """``shards``: the ranks that own the slices."""
+        """``shards``: the transport of the ranks that share one copy of the states."""
         self._stage, self._storage, self._inner = stage, storage, inner
         self._transport, self._shards = transport, shards
         self._consolidated: tuple[dict[int, Any], dict[int, Tensor]] | None = None  # states, master weights
 
     def consolidate(self, to: int | None, purpose: str) -> None:
-        """Bring all states to rank ``to``, or to every rank. Collective; ``purpose`` is what errors call it."""
+        """Send all states to rank ``to``, or to every rank. Collective. ``purpose`` names the call in errors."""
         whole_here = self._stage.states is Placement.WHOLE or self._shards.world_size == 1
         tag = Tag(Kind.EXCHANGE, purpose)
         found = gather(self._storage.layout, self._inner, self._transport, self._shards, to, whole_here, tag)
@@ -67,11 +67,11 @@ class PlainDicts:
             self._consolidated = found
 
     def forget(self) -> None:
-        """The states have changed: what was consolidated is of an earlier step."""
+        """Drop the consolidated states, which are those of an earlier step."""
         self._consolidated = None
 
     def dict_of(self, groups: Sequence[Options]) -> dict[str, Any]:
-        """The plain dict. Raises `RuntimeError` where this rank has none."""
+        """Return the plain dict. Raises `RuntimeError` if this rank has no consolidated states."""
         if self._consolidated is None:
             raise RuntimeError(
                 f"rank {self._transport.rank} holds a shard of the states: call "
@@ -88,8 +88,10 @@ class PlainDicts:
         return result
 
     def load(self, state_dict: Mapping[str, Any], groups: Sequence[Options]) -> None:
-        """Take this rank's pieces out of a plain dict, and the options of the groups. Nothing changes unless all of it
-        fits; `ValueError` names what does not. Not collective."""
+        """Load this rank's pieces and the options of the param groups from a plain dict. Local.
+
+        Nothing changes unless the whole dict fits; `ValueError` names the first misfit.
+        """
         saved_groups = state_dict.get("param_groups", [])
         layout, inner = self._storage.layout, self._inner
         known = [spec for spec in layout.parameters if spec.group < len(saved_groups)]
@@ -112,11 +114,19 @@ def gather(
     whole_here: bool,
     tag: Tag,
 ) -> tuple[dict[int, Any], dict[int, Tensor]] | None:
-    """The whole states, and the whole master weights where there are some, by torch.optim's index, on rank ``to``; None
-    elsewhere. Collective; with ``to=None`` they are everywhere.
+    """Gather whole states, and whole master weights if there are any, on rank ``to``. Collective.
 
-    ``shards``: the ranks that own the slices, of which those that ``to`` belongs to send; ``whole_here``: every rank
-    holds whole states, so nothing needs to travel.
+    Args:
+        layout: the layout of the parameters.
+        inner: the states of this rank.
+        transport: all ranks.
+        shards: the ranks that share one copy. Those in the replica of ``to`` send.
+        to: the rank that gets the result; None for every rank.
+        whole_here: whether every rank holds whole states, so that nothing needs to travel.
+        tag: the tag of the messages.
+
+    Returns:
+        (states, master weights), each by torch.optim's index; None on ranks that do not get them.
     """
     told = _tell(layout, inner)
     lists = [told] if whole_here else [json.loads(d) for d in transport.exchange(json.dumps(told).encode(), tag)]
@@ -167,7 +177,7 @@ def gather(
 
 
 def _tell(layout: Layout, inner: InnerOptimizer) -> list[dict[str, Any]]:
-    """What this rank holds, without the tensors."""
+    """Return the metadata of this rank's states by bucket: names, dtypes and scalars, but no tensors."""
     told = []
     for bucket, states in zip(layout.buckets, inner.states, strict=True):
         pieces = []
@@ -201,7 +211,10 @@ def _gather_one(
 
 
 def packed_groups(groups: Sequence[Options], listed: Sequence[ParameterSpec]) -> list[Options]:
-    """The param groups as torch.optim packs them: indices for parameters, and names beside them where known."""
+    """Return the param groups as torch.optim packs them: with indices for parameters.
+
+    If all parameters of a group have names, the group has these, too.
+    """
     by_group: dict[int, list[Any]] = {}
     for spec in sorted(listed, key=lambda spec: spec.index):
         by_group.setdefault(spec.group, []).append(spec)
@@ -222,9 +235,9 @@ def check(
     listed: Sequence[ParameterSpec],
     elementwise: frozenset[str],
 ) -> dict[int, int]:
-    """Compare a plain dict with this optimizer before anything changes; returns our index -> the dict's index.
+    """Check that a plain dict fits this optimizer, and return this optimizer's index -> the dict's index.
 
-    Raises `ValueError` that names the first thing that differs.
+    Changes nothing. Raises `ValueError` that names the first difference.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise ValueError("a torch.optim state dict is needed, with 'state' and 'param_groups'")
@@ -286,7 +299,7 @@ def scatter(
     inner: InnerOptimizer,
     elementwise: frozenset[str],
 ) -> None:
-    """Take this rank's pieces out of whole states. Not collective; the dict was checked."""
+    """Copy this rank's pieces out of whole states. Local. The dict must have been checked."""
     for states in inner.states:
         states.wait_for_copies()
     inner.snapshot()
@@ -321,7 +334,11 @@ def scatter(
 
 
 def _scalar(name: str, value: Any, on_device: bool, device: str) -> Any:
-    """A scalar state, on the device where the class wants it. Its dtype stays, so that nothing depends on a reload."""
+    """Return a copy of a scalar state, on the device where the class expects it.
+
+    A step count on a device becomes fp32, as the class keeps it. Every other dtype stays, so that nothing depends on a
+    reload.
+    """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     if name == "step" and on_device:
@@ -332,8 +349,10 @@ def _scalar(name: str, value: Any, on_device: bool, device: str) -> Any:
 def scatter_masters(
     masters: Mapping[int, Tensor], mapping: Mapping[int, int], layout: Layout, inner: InnerOptimizer
 ) -> None:
-    """Take this rank's pieces out of whole master weights; where there are none, they will be made from what the model
-    computes with. Not collective; the dict was checked."""
+    """Copy this rank's pieces out of whole master weights. Local. The dict must have been checked.
+
+    Master weights that the dict lacks will be made from the parameters.
+    """
     for bucket, states in zip(layout.buckets, inner.states, strict=True):
         if states.master is None:
             continue

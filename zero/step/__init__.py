@@ -1,1 +1,1 @@
-"""What a step does with the gradients: clip, update, and the states that it keeps."""
+"""Clips gradients, updates parameters, and keeps the optimizer's states."""
