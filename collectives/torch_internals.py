@@ -30,7 +30,7 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
                                                      copied)
     hooked, __wrapped__             Optimizer.step   zero.step.inner
     _torchdynamo_disable            a function       zero.parameters.compiled_calls (Dynamo reads it)
-    _is_profiler_enabled            its profiler     zero.events (without it: as if a profiler ran)
+    _is_profiler_enabled            torch's profiler zero.events (without it: as if a profiler ran)
 
 The library also relies on what torch does under public names: autograd adds to ``p.grad`` by ``add_`` or ``add``
 (`zero.gradients.hooks`), and calls hooks in the order of these dictionaries (`zero.parameters.module_hooks`).

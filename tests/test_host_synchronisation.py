@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer
-from zero.core.bits import all_zero, first_difference, read_scalars
+from zero.core.bits import all_zero, first_unequal, read_scalars
 from zero.gradients.hooks import _reentrant
 
 from .gradients import test_gradients as gradients
@@ -254,13 +254,13 @@ def test_gradients_that_a_loop_sets_to_zero_in_place_count_as_zero(world_size: i
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_first_difference_is_of_bits(dtype: torch.dtype) -> None:
     a = torch.zeros(7, dtype=dtype)
-    assert first_difference(a, a.clone()).item() == -1
+    assert first_unequal(a, a.clone()).item() == -1
     for element in (6, 2):
         b = a.clone()
         b[element:] = -0.0
-        assert first_difference(a, b).item() == element
+        assert first_unequal(a, b).item() == element
     nan = torch.full_like(a, float("nan"))
-    assert first_difference(nan, nan.clone()).item() == -1
+    assert first_unequal(nan, nan.clone()).item() == -1
 
 
 @pytest.mark.usefixtures("unseen")

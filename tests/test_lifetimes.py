@@ -99,6 +99,29 @@ def test_nothing_waits_for_the_garbage_collector(stage: int) -> None:
         gc.enable()
 
 
+class Training:
+    """Holds an optimizer whose ``units`` is a function of this object."""
+
+    def __init__(self, stage: int) -> None:
+        self.kind = nn.Linear
+        self.model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        self.optimizer = ZeroOptimizer(self.model, stage=stage, units=lambda part: isinstance(part, self.kind))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_optimizer_does_not_keep_the_functions_that_it_was_built_with(stage: int) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        training = Training(stage)
+        training.optimizer.close()
+        parts = [weakref.ref(training), weakref.ref(training.optimizer)]
+        del training
+        assert [reference() for reference in parts] == [None] * 2
+    finally:
+        gc.enable()
+
+
 def test_after_a_failure_every_call_names_it_and_close_still_frees_the_model() -> None:
     def program(transport: Transport) -> list[str]:
         model = Two()

@@ -74,8 +74,9 @@ class Builder:
         Raises:
             ValueError, TypeError: an argument does not fit the module, the device or the group, on every rank.
         """
-        self.config, self.inner = config, inner
-        self.stage, module, offload = config.stage, config.module, config.offload
+        # not the config itself: its functions may refer to whoever holds this optimizer
+        self.stage, self.module, self.inner = config.stage, config.module, inner
+        self.precision, self.offload, self._bucket_bytes = config.precision, config.offload, config.bucket_bytes
         group = _transport(config.process_group).fork()
         self.reshard_group_size = _agree_on_sharing(group, config)
         _warn_of_the_host(group, config.sharding_factor, device)
@@ -86,14 +87,14 @@ class Builder:
         self._offload_backend: OffloadBackend | None = None
         post_forward_group = self._post_forward_group(device)
         try:
-            check_modules(module)
-            check_not_in_units(module)
+            check_modules(self.module)
+            check_not_in_units(self.module)
             self._materializer = find_meta()
-            if offload is not None:
-                if offload.parameters:
+            if self.offload is not None:
+                if self.offload.parameters:
                     check_offloaded_parameters(self.stage, device)
-                self._offload_backend = backend_for(offload, device)
-            self.storage = self._make_storage(post_forward_group)
+                self._offload_backend = backend_for(self.offload, device)
+            self.storage = self._make_storage(config, post_forward_group)
         except Exception as error:
             agree_on_construction(self.transport, [], error)
             raise  # pragma: no cover - the line before raises it, which a type checker cannot see
@@ -110,8 +111,8 @@ class Builder:
             self.stage, self.transport, self.shards, self.collective, self.storage, self.reducer, inner
         )
 
-    def _make_storage(self, post_forward_group: Choice | None) -> ParameterStorage:
-        config, direct = self.config, Pairwise(self.transport)
+    def _make_storage(self, config: Config, post_forward_group: Choice | None) -> ParameterStorage:
+        direct = Pairwise(self.transport)
         if self.stage.parameters is Placement.WHOLE:
             return ParameterStorage(self.transport, self.shards, direct, config.module, config.precision)
         if config.module is None:
@@ -187,7 +188,7 @@ class Builder:
             self.collective.name,
             self.choice.reason,
             self.storage.common_memory(),
-            "none" if self.config.offload is None else self.config.offload.kind,
+            "none" if self.offload is None else self.offload.kind,
         )
 
     @property
@@ -204,15 +205,15 @@ class Builder:
 
     def _cast_inputs(self) -> None:
         """If the precision asks for it, cast the module's inputs to the dtype of its parameters from now on."""
-        if self.config.module is not None:
-            InputCast.remove(self.config.module, self)  # also the hook of an optimizer that this one replaces
-            if self.config.precision is not None and self.config.precision.cast_forward_inputs:
-                InputCast.put(self.config.module, self.config.precision.param_dtype, self)
+        if self.module is not None:
+            InputCast.remove(self.module, self)  # also the hook of an optimizer that this one replaces
+            if self.precision is not None and self.precision.cast_forward_inputs:
+                InputCast.put(self.module, self.precision.param_dtype, self)
 
     def release(self) -> None:
         """Make the model plain again. Collective."""
-        if self.config.module is not None:
-            InputCast.remove(self.config.module, self)
+        if self.module is not None:
+            InputCast.remove(self.module, self)
         self.reducer.close()
         self.inner.close()
         self.storage.release()
@@ -226,11 +227,11 @@ class Builder:
         described: list[ParameterSpec] = []
         replicated: dict[Tensor, ParameterSpec] = {}
         try:
-            check_buffers(self.config.module)
+            check_buffers(self.module)
             known = sum(len(group["params"]) for group in all_groups[:first])
-            dtypes = Dtypes.all if self.config.precision is None else self.config.precision.of
+            dtypes = Dtypes.all if self.precision is None else self.precision.of
             units, meta = self.storage.units(), None if self._materializer is None else self._materializer.device
-            listed, of_listed = specs(groups, self.config.module, known, first, units, dtypes, meta)
+            listed, of_listed = specs(groups, self.module, known, first, units, dtypes, meta)
             for parameter, spec in zip(listed, of_listed, strict=True):
                 if is_laid_out(parameter):
                     found.append(parameter)
@@ -253,9 +254,9 @@ class Builder:
                 self._materializer.finish()
         buckets, across = len(self.storage.flats), self.storage.buckets_cross_units
         if buckets:
-            layout = self.storage.layout.extended(described, self.config.bucket_bytes, across_units=across)
+            layout = self.storage.layout.extended(described, self._bucket_bytes, across_units=across)
         else:
-            layout = build(described, self.shards.world_size, self.config.bucket_bytes, across_units=across)
+            layout = build(described, self.shards.world_size, self._bucket_bytes, across_units=across)
         stores = self._reserve(layout.buckets[buckets:], found)
         wide: dict[int, Tensor] = {}  # this rank's interval of the values before the cast, by bucket
 
@@ -341,12 +342,12 @@ class Builder:
     def _lines(self, described: Sequence[ParameterSpec]) -> list[str]:
         """Return, as text, the facts that must be equal on all ranks."""
         settings = (
-            f"stage {self.stage.number}, collective {self.collective.name}, bucket {self.config.bucket_bytes} bytes"
+            f"stage {self.stage.number}, collective {self.collective.name}, bucket {self._bucket_bytes} bytes"
         )
-        buffers = [] if self.config.module is None else self.config.module.named_buffers()
+        buffers = [] if self.module is None else self.module.named_buffers()
         return [
             settings,
-            f"precision {self.config.precision}",
+            f"precision {self.precision}",
             f"optimizer {self.inner.name}",
             *(spec.line() for spec in described),
             *self.storage.lines(),

@@ -137,9 +137,9 @@ MASTERS = (
         (
             Edit(
                 "zero.setup.Builder._cast_inputs",
-                "                InputCast.put(self.config.module, self.config.precision.param_dtype, self)\n",
-                "                InputCast.put(self.config.module, self.config.precision.param_dtype, self)\n"
-                "                self.config.module.register_forward_pre_hook(self._narrowed)\n\n"
+                "                InputCast.put(self.module, self.precision.param_dtype, self)\n",
+                "                InputCast.put(self.module, self.precision.param_dtype, self)\n"
+                "                self.module.register_forward_pre_hook(self._narrowed)\n\n"
                 "    def _narrowed(self, module, _) -> None:\n"
                 "        for states in self.inner.states if not module.training else ():\n"
                 "            if states.master is not None:\n"
@@ -403,8 +403,8 @@ CASTS = (
         (
             Edit(
                 "zero.setup.Builder.release",
-                "            InputCast.remove(self.config.module, self)\n        self.reducer.close()\n",
-                "            self.config.module.zero_grad()\n        self.reducer.close()\n",
+                "            InputCast.remove(self.module, self)\n        self.reducer.close()\n",
+                "            self.module.zero_grad()\n        self.reducer.close()\n",
             ),
         ),
         (f"{CAST}[2-True]",),

@@ -203,11 +203,11 @@ class SharedBucketMemory:
         one with a shelf in use stays as it is. All others are forgotten, but for those that lie in dropped buffers
         alone, where somebody may have written."""
         found: list[tuple[UnitBuffer, int]] = []
-        post_forward_shard: set[UnitBuffer] = set()
+        skipped: set[UnitBuffer] = set()
         for begin, end in self._written():
             there = self._on(begin, end)
             if any(buffer.in_use for buffer in there):
-                post_forward_shard.update(there)
+                skipped.update(there)
                 continue
             for buffer in there:
                 if buffer.unchecked:  # of any other a page may have been copied before all ranks had written there
@@ -215,10 +215,10 @@ class SharedBucketMemory:
             if any(buffer.externally_held is None for buffer in there):
                 self._forget(begin, end)
         for buffer in self.buffers:
-            if buffer not in post_forward_shard and not buffer.in_use:
+            if buffer not in skipped and not buffer.in_use:
                 buffer.unchecked = False
                 buffer.committed.clear()
-        return found, not post_forward_shard
+        return found, not skipped
 
     def restore(self, buffer: UnitBuffer) -> None:
         """Undo what this rank wrote into a shelf's whole, but for what was accepted, and nothing that lies beside it.

@@ -76,7 +76,7 @@ class _Parameters(Protocol):
 
 
 class Update:
-    """The clip and the step of one optimizer on one rank. All ranks call, after `Reducer.wait_for_copies`."""
+    """The clip and the step of one optimizer on one rank. All ranks call, after `Reducer.finalize_grads`."""
 
     def __init__(
         self,
