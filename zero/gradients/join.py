@@ -50,7 +50,7 @@ class JoinProtocol:
     """Broadcasts the calls of one optimizer inside `join`."""
 
     def __init__(self, transport: Transport, meet: Callable[[str], object], groups: Sequence[Options]) -> None:
-        """Create the protocol. Collective.
+        """Create the protocol.
 
         ``meet``: a barrier that returns when all ranks have reached it and have entered the same rounds. ``groups``:
         the param groups themselves, not a copy.
