@@ -6,7 +6,7 @@ import torch
 
 
 class PrefetchOrder:
-    """The order in which units were used last, as the prediction for the next time. Units are numbered; 0 is the root.
+    """The order in which units were used last, as the prediction for the next time. Unit 0 is the root's own.
 
     The prediction decides only when a gather begins, never a result. It is equal on all ranks, since they enter the
     same units.
