@@ -158,7 +158,7 @@ class ModuleHooks:
         if len(module._forward_pre_hooks) > 1 and self._surrounded is None:
             self._arrange_inner(module)
         others = len(module._backward_pre_hooks) - (self._back is not None)
-        if others and self._back is None:  # alone, such a hook would put a node of its own into every graph
+        if others and self._back is None:  # without the user's, ours would add a node to every graph
             self._back = module.register_full_backward_pre_hook(_Hook(self, self._reached), prepend=True)
         elif others:
             _ordered(module._backward_pre_hooks).move_to_end(self._back.id, last=False)
