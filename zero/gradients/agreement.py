@@ -1,4 +1,4 @@
-"""The record that ranks exchange when gradients are finalized, and the check of what must be equal in all records.
+"""The record that ranks exchange when gradients are finalized, and the check that they agree.
 
 Knows: the fields of a record and how they compare. Does not know: how records are sent, or what follows from them.
 """

@@ -17,7 +17,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """What may happen to the gradients next."""
+    """The phase of gradients, which decides what may happen to them next."""
 
     OPEN = "backwards add to them"
     SETTLED = "they are means, perhaps clipped"

@@ -252,7 +252,7 @@ class GradientHooks:
 
     @property
     def interrupted(self) -> bool:
-        """True if a backward began and ended with an exception, without its final callback."""
+        """True if a backward began and an exception ended it before its final callback was done."""
         return self.task != _NO_TASK and not self.inside_backward
 
     def forget(self) -> None:

@@ -74,7 +74,7 @@ class Reducer:
 
     @property
     def used(self) -> Sequence[bool]:
-        """Whether some rank used each parameter, in the layout's order, once the ranks have agreed."""
+        """True for each parameter that some rank used, in the layout's order, once the ranks have agreed."""
         return self._progress.used
 
     @property
@@ -162,7 +162,7 @@ class Reducer:
             self._gather_means()
 
     def _gather_means(self) -> None:
-        """Give every rank the means, and agree which gradients exist: p.grad is None where a plain loop has None."""
+        """Give every rank the means, and agree which gradients exist: p.grad is None as in a plain loop."""
         tag = Tag(Kind.EXCHANGE, "which parameters were used", self._schedule.number)
         with self._agreeing():
             records = [Record.unpack(r) for r in self._transport.exchange(self._record().pack(), tag)]
@@ -208,7 +208,7 @@ class Reducer:
         """Turn the sums into means, once. Collective; ``purpose``: the call that errors name.
 
         ``problem``: an error that this rank alone may have found; every rank raises it, and nothing has changed.
-        ``scale``: the loss scale that made the gradients, where it is about to be taken out; ``options``: of `Record`.
+        ``scale``: the loss scale of the gradients, if they are about to be unscaled; ``options``: of `Record`.
         """
         if self.hooks.inside_backward:
             raise RuntimeError(f"{purpose} inside a backward")

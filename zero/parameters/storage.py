@@ -247,7 +247,7 @@ class ParameterStorage:
         return True
 
     def common_memory(self) -> str:
-        """Whether units lie in shared memory, and why."""
+        """Return whether units lie in shared memory, and the reason, as a text."""
         return "no (every rank holds whole parameters)"
 
     # -- from outside ---------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class ParameterStorage:
     def _chosen(
         self, entries: Sequence[tuple[str, Tensor]], parameters: Sequence[Tensor] | None
     ) -> list[tuple[str, Tensor]]:
-        """Of these entries those whose parameters are among ``parameters``; None: all."""
+        """Return the entries whose parameters are among ``parameters``; None: all."""
         chosen = None if parameters is None else {id(parameter) for parameter in parameters}
         return [entry for entry in entries if chosen is None or id(entry[1]) in chosen]
 

@@ -87,7 +87,7 @@ class UnitBuffer:
     # -- a parameter's data ---------------------------------------------------------------------------------------
 
     def owns(self, slot: int) -> bool:
-        """False where a parameter's memory is not what was put there."""
+        """Return False if a parameter's memory is not the one that was installed there."""
         parameter, nan = self.parameters[slot], self.nans[slot]
         same = parameter.dtype is nan.dtype and parameter.device == nan.device
         return same and parameter.data_ptr() == self._noted_addresses[slot]
@@ -98,14 +98,14 @@ class UnitBuffer:
         self._nan_addresses[slot] = self.nans[slot].data_ptr()
 
     def displaced(self) -> Sequence[int]:
-        """The slots whose memory is not what was put there; mostly none, which is cheap to find out."""
+        """Return the slots whose memory was replaced since it was installed. If none was, this is cheap."""
         same_memory = [parameter.data_ptr() for parameter in self.parameters] == self._noted_addresses
         if same_memory and [parameter.dtype for parameter in self.parameters] == self._dtypes:
             return ()
         return [slot for slot in range(len(self.parameters)) if not self.owns(slot)]
 
     def note(self, slot: int) -> None:
-        """Remember what is in a parameter's data."""
+        """Note the version and the address of a parameter's data."""
         parameter = self.parameters[slot]
         self._noted_versions[slot], self._noted_addresses[slot] = parameter._version, parameter.data_ptr()
 
@@ -120,7 +120,7 @@ class UnitBuffer:
         return [slot for slot, (now, then, here, there) in enumerate(pairs) if now != then or here != there]
 
     def put_whole(self) -> None:
-        """Give the parameters, which are of their own classes, their values. This counts as no edit."""
+        """Make the parameters, which must have their own classes, views of the whole. This counts as no edit."""
         assert self.whole is not None
         in_common = self.is_in_common(self.whole)
         views = self._common_views if in_common else list(self._views(self.whole))
@@ -129,7 +129,7 @@ class UnitBuffer:
         self._noted_addresses = self._common_addresses.copy() if in_common else [view.data_ptr() for view in views]
 
     def put_nans(self) -> None:
-        """Take the values of the parameters, which are of their own classes, away."""
+        """Put a NaN into the data of each parameter, which must have its own class."""
         for parameter, nan in zip(self.parameters, self.nans, strict=True):
             parameter.data = nan
         self._noted_addresses = self._nan_addresses.copy()
@@ -190,11 +190,11 @@ class SharedBucketMemory:
         self.buffers: list[UnitBuffer] = []
 
     def whole(self, begin: int, end: int) -> Tensor:
-        """What all ranks wrote into these elements, 1-D."""
+        """Return these elements as all ranks wrote them, 1-D."""
         return self._region.whole(begin * self._dtype.itemsize, end * self._dtype.itemsize).view(self._dtype)
 
     def own(self, begin: int, end: int) -> Tensor:
-        """The elements where this rank writes for all, 1-D."""
+        """Return these elements of the memory in which this rank writes for all, 1-D."""
         return self._region.own(begin * self._dtype.itemsize, end * self._dtype.itemsize).view(self._dtype)
 
     def edited(self) -> tuple[list[tuple[UnitBuffer, int]], bool]:
@@ -236,7 +236,7 @@ class SharedBucketMemory:
         return [buffer for buffer in self.buffers if buffer.begin < end and begin < buffer.begin + buffer.bucket.numel]
 
     def _written(self) -> list[tuple[int, int]]:
-        """Where this rank has written into the whole, in elements, by pages."""
+        """Return the intervals of the whole, in elements, whose pages this rank has written."""
         size = self._dtype.itemsize
         return [(low // size, high // size) for low, high in self._region.written()]
 
@@ -257,7 +257,7 @@ def nan_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class State(Enum):
-    """Where a unit's whole parameters are."""
+    """The state of a unit's whole parameters."""
 
     SHARDED = "nowhere: each rank has its slices"
     GATHERING = "on their way"

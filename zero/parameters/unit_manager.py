@@ -61,7 +61,7 @@ class UnitManager:
         self._written: Work | None = None  # done when every rank has written its slices of shared memory
         self.join_announcer: Callable[..., AbstractContextManager[None]] | None = None  # around a gather, inside `join`
 
-    # -- what is where --------------------------------------------------------------------------------------------
+    # -- units and buffers ----------------------------------------------------------------------------------------
 
     def put(self, unit: int, buffer: UnitBuffer) -> None:
         """Add a buffer to a unit. Its parameters lose their own memory: from now on they are released."""

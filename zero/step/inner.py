@@ -178,7 +178,7 @@ def _step(
     cut: tuple[bool, ...],
     groups: Sequence[Options],
 ) -> list[tuple[Options, Options]]:
-    """Step a bucket. Return for each group its options after the step, and the copies that the instance was given.
+    """Step a bucket. Return each group's options after the step, and the copies that the instance was given.
 
     The class may edit tensors among these copies in place.
     """

@@ -55,7 +55,7 @@ class _Gradients(Protocol):
 
     @property
     def used(self) -> Sequence[bool]:
-        """Whether some rank used each parameter, in the layout's order."""
+        """True for each parameter that some rank used, in the layout's order."""
 
 
 class _Parameters(Protocol):
