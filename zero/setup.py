@@ -341,9 +341,7 @@ class Builder:
 
     def _lines(self, described: Sequence[ParameterSpec]) -> list[str]:
         """Return, as text, the facts that must be equal on all ranks."""
-        settings = (
-            f"stage {self.stage.number}, collective {self.collective.name}, bucket {self._bucket_bytes} bytes"
-        )
+        settings = f"stage {self.stage.number}, collective {self.collective.name}, bucket {self._bucket_bytes} bytes"
         buffers = [] if self.module is None else self.module.named_buffers()
         return [
             settings,

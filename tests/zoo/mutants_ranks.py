@@ -268,7 +268,7 @@ RANKS = (
         (
             Edit(
                 "zero.gradients.grad_phase.GradPhase.__init__",
-                "        self.divisor = divisor  # of the next settling\n",
+                "        self.divisor = divisor  # of the next finalize_grads\n",
                 "        type(self).divisor = divisor\n",
             ),
             Edit(

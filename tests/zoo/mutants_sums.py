@@ -61,8 +61,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.gradients.accumulator.GradAccumulator.clear",
-                '''is a zero gradient's opposite."""\n        self.has_sum = False\n''',
-                '''is a zero gradient's opposite."""\n''',
+                '''is not the same as a zero gradient."""\n        self.has_sum = False\n''',
+                '''is not the same as a zero gradient."""\n''',
             ),
         ),
         (f"{CLEARED}[2-zero_grad]",),
@@ -87,8 +87,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.gradients.accumulator.GradAccumulator.reduced",
-                '''contribution has arrived everywhere."""\n        self.has_sum = True\n''',
-                '''contribution has arrived everywhere."""\n        self.has_sum = True\n'''
+                '''the reduction of the contribution is complete."""\n        self.has_sum = True\n''',
+                '''the reduction of the contribution is complete."""\n        self.has_sum = True\n'''
                 "        self._sum().div_(self.bucket.world_size)\n",
             ),
         ),

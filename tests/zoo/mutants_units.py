@@ -48,8 +48,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_manager.UnitManager.reshard_all",
-                '''"""Drop every unit that nobody holds."""\n        for number in range(len(self.units)):\n''',
-                '''"""Drop every unit that nobody holds."""\n        self.uninstall(0)\n'''
+                '''"""Reshard every unit that is not held."""\n        for number in range(len(self.units)):\n''',
+                '''"""Reshard every unit that is not held."""\n        self.uninstall(0)\n'''
                 """        for number in range(1, len(self.units)):\n""",
             ),
             Edit(

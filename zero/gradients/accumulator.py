@@ -1,17 +1,17 @@
-"""The gradients of one bucket on one rank: what it contributes next, and the running sum of its own slice.
+"""The gradients of one bucket on one rank: its next contribution, and the running sum of the slice that it owns.
 
-Knows: the bucket's geometry, which buffers its stage keeps, and where zero is not the same as nothing. Does not know:
-when a backward begins or ends, other buckets, optimizers.
+Knows: the bucket's geometry, the buffers that the stage keeps, and the difference between a zero gradient and none.
+Does not know: when a backward begins or ends, other buckets, optimizers.
 
-    stage      local (this rank's contribution)   sum (owner's slice, undivided)     settled (what the update reads)
-    0          whole, kept                        kept beside it                     whole: means of all slices
-    1          whole, kept                        its own slice of the whole         sum / divisor
-    2, 3       whole, scratch while it travels    kept                               sum / divisor
+    stage      local (this rank's contribution)   sum (owner's slice, undivided)     settled (read by the update)
+    0          whole, kept                        kept in a buffer of its own        whole: means of all slices
+    1          whole, kept                        the owned slice of the whole       sum / divisor
+    2, 3       whole, scratch during reduction    kept                               sum / divisor
 
-Where what travels is narrower than the sum, whole means have memory of their own, and so has the sum; what `no_sync`
-adds up is in the sum's dtype, too, and is rounded once, when it travels.
+If ``reduce_dtype`` is narrower than ``accumulate_dtype``, the whole means and the sum each have a buffer of their own.
+Gradients added up under `no_sync` are then in ``accumulate_dtype``, too, and are rounded once, before the reduction.
 
-A gradient that is missing contributes -0.0, the identity of IEEE addition: +0.0 would turn -0.0 into 0.0.
+A missing gradient contributes -0.0, the identity of IEEE addition: +0.0 would turn -0.0 into 0.0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..events import Event, Waited
 
 
 class _Reduction:
-    """A bucket under way to its owners."""
+    """A reduce-scatter of a bucket in flight. `wait` may be called again, also after an interrupt."""
 
     def __init__(self, store: GradAccumulator, work: Work) -> None:
         self._store: GradAccumulator | None = store
@@ -51,10 +51,11 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class GradAccumulator:
-    """See the module. Buffers are allocated with the first gradient."""
+    """The gradients of one bucket on one rank. Buffers are allocated with the first gradient."""
 
     def __init__(self, bucket: Bucket, layout: Layout, stage: Stage, shards: Transport) -> None:
-        """``shards``: the ranks that own the bucket's slices, and whence memory comes."""
+        """Create an accumulator without gradients. ``shards``: the ranks that own the bucket's slices, and their pool
+        of memory."""
         self.bucket = bucket
         self._layout, self._stage, self._shards = layout, stage, shards
         self.low, self.high = bucket.owned(shards.rank)
@@ -68,16 +69,16 @@ class GradAccumulator:
         self._waiting_for_means = Event(f"wait_for_all_gather_gradients bucket {number}", rank)
         self._in_place = stage.contributes_in_place(bucket.dtypes)
         self._sum_apart = stage.sum_lies_apart(bucket.dtypes)
-        self._whole: Tensor | None = None  # means, contributions, or one after the other
-        self._views: dict[int, Tensor] = {}  # of its slots
+        self._whole: Tensor | None = None  # the whole bucket: contributions, means, or first these and then those
+        self._views: dict[int, Tensor] = {}  # slot -> its view of the whole
         self._kept_sum: Tensor | None = None
         self._local: Tensor | None = None
-        self._saved_sum: Tensor | None = None  # the running sum, while a contribution fills its place
-        self._unwritten: set[int] = set()  # slots of the contribution that hold nothing yet
-        self._prefilled = False  # what holds nothing yet is -0.0 already
+        self._saved_sum: Tensor | None = None  # a copy of the running sum, while a contribution uses its memory
+        self._unwritten: set[int] = set()  # slots of the contribution without a gradient
+        self._prefilled = False  # the unwritten slots are -0.0 already
         self.has_sum = False
-        self.arrived: dict[int, Tensor] = {}  # slot -> gradient that autograd gave and that is not copied yet
-        self._versions: dict[int, int] = {}  # of these, when they came
+        self.arrived: dict[int, Tensor] = {}  # slot -> stashed gradient, not copied yet
+        self._versions: dict[int, int] = {}  # slot -> version of the gradient when it was stashed
         self._empty_row, self._row_places = self._nothing()
         shapes = [
             (layout.parameters[slot.parameter].shape, layout.parameters[slot.parameter].stride) for slot in bucket.slots
@@ -86,8 +87,11 @@ class GradAccumulator:
         self.touched = False  # a backward ran with this bucket active, and its contribution has not been reduced
 
     def _nothing(self) -> tuple[list[Tensor], list[int]]:
-        """Of each slot -0.0, and behind it the padding, where there is any: in a row, the bucket; and each slot's place
-        in the row. A padding that is not contiguous, or empty, would take torch's slower way to put it all together."""
+        """Return tensors which, concatenated, form an empty contribution, and each slot's index among them.
+
+        Slots are -0.0, expanded from one element. Padding is +0.0; it is contiguous, and left out if empty, since
+        `torch.cat` is slower otherwise.
+        """
         device, slots = torch.device(self.bucket.device), self.bucket.slots
         dtype = self.bucket.dtypes.reduce_dtype
         nothing = torch.full((1,), -0.0, dtype=dtype, device=device)
@@ -99,21 +103,24 @@ class GradAccumulator:
                 row.append(torch.zeros(end - slot.end, dtype=dtype, device=device))
         return row, places
 
-    # -- what this rank contributes -----------------------------------------------------------------------------
+    # -- the contribution of this rank --------------------------------------------------------------------------
 
     @property
     def pending(self) -> bool:
-        """True when this rank has a contribution that was not reduced."""
+        """True if this rank has a contribution that was not reduced yet."""
         return self._local is not None or bool(self.arrived)
 
     def stash(self, slot: int, gradient: Tensor) -> None:
-        """Hold a gradient that autograd gave until it is copied."""
+        """Hold the gradient of a slot, as autograd returned it, until the next `flush`."""
         self.arrived[slot] = gradient
         self._versions[slot] = gradient._version
 
     def flush(self, *, travels: bool) -> None:
-        """Add the gradients that arrived to this rank's contribution, as autograd would have: the first is assigned.
-        ``travels``: at once, so that no other will be added."""
+        """Add the stashed gradients to this rank's contribution. A slot's first gradient is assigned, as by autograd.
+
+        ``travels``: the contribution is reduced next, so that no gradient will be added to it any more. Raises
+        `RuntimeError` if a gradient was edited in place after it was stashed.
+        """
         arrived = self.arrived
         if not arrived:
             return
@@ -136,15 +143,18 @@ class GradAccumulator:
             if first:
                 foreach_copy_([self._view(slot) for slot in first], list(first.values()))
             if later:
-                dtype = self._local.dtype  # in which a gradient is added: a wider one is rounded first
+                dtype = self._local.dtype  # a gradient of a wider dtype is rounded before it is added
                 narrowed = [g.to(dtype) if g.itemsize > dtype.itemsize else g for g in later.values()]
                 foreach_add_([self._view(slot) for slot in later], narrowed)
         self._unwritten.difference_update(arrived)
         self.arrived = {}
 
     def _cat_list(self, arrived: Mapping[int, Tensor]) -> list[Tensor] | None:
-        """The whole contribution as tensors in a row, -0.0 for what is missing: they are copied in one call, without a
-        view for each. None where memory has another order than the slots, or another dtype."""
+        """Return tensors which, concatenated, form the whole contribution, with -0.0 for missing gradients.
+
+        They are copied in one call, without a view of each slot. None if a gradient or a parameter is not contiguous,
+        or if a gradient has another dtype than ``reduce_dtype``.
+        """
         row = self._empty_row.copy()
         for slot, gradient in arrived.items():
             if not gradient.is_contiguous() or gradient.dtype is not self.bucket.dtypes.reduce_dtype:
@@ -162,7 +172,7 @@ class GradAccumulator:
         self._unwritten, self._prefilled = set(range(len(self.bucket.slots))), False
 
     def _to_travel(self) -> Tensor:
-        """A buffer from which a contribution can travel."""
+        """Return a buffer of ``reduce_dtype`` from which the contribution is reduced."""
         bucket = self.bucket
         if self._in_place:
             if self._whole is None:
@@ -172,16 +182,16 @@ class GradAccumulator:
                 self._saved_sum.copy_(self._whole[self.low : self.high])
             return self._whole
         if self._shards.world_size == 1 and not self.has_sum and not bucket.dtypes.widens:
-            return self._sum()  # what one rank contributes first is the sum: nothing is copied
+            return self._sum()  # the first contribution of a single rank is the sum: nothing is copied
         return self._scratch(bucket.numel, bucket.dtypes.reduce_dtype)
 
     def _view(self, slot: int) -> Tensor:
-        """The slot of this rank's contribution, in the parameter's shape."""
+        """Return the slot of this rank's contribution, in the parameter's shape."""
         assert self._local is not None
         return self.mean_view(slot) if self._local is self._whole else self._slot_of(self._local, slot)
 
     def mean_view(self, slot: int) -> Tensor:
-        """The slot of the whole buffer, in the parameter's shape: of the mean gradient, where it lies there."""
+        """Return the slot of the whole buffer, in the parameter's shape: its mean gradient, once means are there."""
         if slot not in self._views:
             assert self._whole is not None
             self._views[slot] = self._slot_of(self._whole, slot)
@@ -192,10 +202,14 @@ class GradAccumulator:
         spec = self._layout.parameters[slot.parameter]
         return strided(flat, slot.offset, spec.shape, spec.stride)
 
-    # -- to the owners --------------------------------------------------------------------------------------------
+    # -- reduction ------------------------------------------------------------------------------------------------
 
     def launch(self, collective: Collective, label: str, round_: int, trainable: Sequence[bool]) -> Work:
-        """Start to reduce this rank's contribution. Collective; ``trainable``: of each slot, equal on all ranks."""
+        """Launch the reduce-scatter of this rank's contribution. All owners of the bucket must call it.
+
+        ``trainable``: whether each slot's parameter is trainable; must be equal on all ranks. ``label`` and ``round_``
+        are part of the tag, which errors quote.
+        """
         with self._launching():
             return self._launch(collective, label, round_, trainable)
 
@@ -215,7 +229,7 @@ class GradAccumulator:
         return _Reduction(self, work)
 
     def reduced(self) -> None:
-        """The contribution has arrived everywhere."""
+        """Note that the reduction of the contribution is complete."""
         self.has_sum = True
         self._close()
 
@@ -225,7 +239,7 @@ class GradAccumulator:
         self._unwritten, self.arrived = set(), {}
 
     def _sum(self) -> Tensor:
-        """The owner's slice, allocated when first asked for."""
+        """Return the buffer of the owned slice's sum, allocated on the first call."""
         if not self._sum_apart:
             assert self._whole is not None
             return self._whole[self.low : self.high]
@@ -233,27 +247,27 @@ class GradAccumulator:
             self._kept_sum = self._empty(self.high - self.low, self.bucket.dtypes.accumulate_dtype)
         return self._kept_sum
 
-    # -- what the sum says ----------------------------------------------------------------------------------------
+    # -- sums and means -------------------------------------------------------------------------------------------
 
     def running_sum(self) -> Tensor | None:
-        """The undivided sum of this rank's own slice, wherever it lies now; None before the first reduction."""
+        """Return the undivided sum of the slice that this rank owns; None before the first reduction."""
         if not self.has_sum:
             return None
         return self._saved_sum if self._saved_sum is not None else self._sum()
 
     def settled(self) -> Tensor | None:
-        """What the update reads, of the interval that this rank steps; None where nothing was reduced."""
+        """Return the gradients, 1-D, of the interval that this rank updates; None before the first reduction."""
         if not self.has_sum:
             return None
         return self._whole if self._stage.grads_replicated else self._sum()
 
     def divide(self, divisor: float) -> None:
-        """Turn the sum into the mean, where the owner alone needs it."""
+        """Divide the sum of the owned slice in place. For stages where only the owner needs the mean."""
         if self.has_sum and divisor != 1:
             self._sum().div_(divisor)
 
     def gather_means(self, collective: Collective, round_: int, divisor: float) -> Work:
-        """Start to give every rank the mean of every slice. Collective."""
+        """Launch the all-gather of the means: sum / ``divisor``. All owners of the bucket must call it."""
         with self._gathering():
             if self._whole is None:
                 self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.accumulate_dtype)
@@ -266,12 +280,12 @@ class GradAccumulator:
     # -- clearing -------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget everything: no gradient is a zero gradient's opposite."""
+        """Reset to "no gradient", which is not the same as a zero gradient."""
         self.has_sum = False
         self._close()
 
     def clear_slot(self, slot: int) -> None:
-        """Forget one parameter's gradient."""
+        """Reset one parameter to "no gradient": -0.0 in the contribution and in the sum."""
         self.arrived.pop(slot, None)
         if self._local is not None and slot not in self._unwritten:
             self._view(slot).fill_(-0.0)
@@ -279,12 +293,12 @@ class GradAccumulator:
         self._fill_sum(slot, -0.0)
 
     def zero_slot(self, slot: int) -> None:
-        """Set a parameter's gradient to zero, where all ranks know that it exists: zero is not the same as nothing."""
+        """Set a parameter's gradient to +0.0, if all ranks know that it exists. Zero is not the same as no gradient."""
         self.clear_slot(slot)
         self._fill_sum(slot, 0.0)
 
     def contribute_zero(self, slot: int) -> None:
-        """Set a parameter's gradient to zero, where only this rank knows that it exists: its contribution is +0.0."""
+        """Set a parameter's gradient to zero, if only this rank knows that it exists: its contribution is +0.0."""
         self.clear_slot(slot)
         self._open(travels=False)
         self._view(slot).zero_()
@@ -302,11 +316,12 @@ class GradAccumulator:
 
     @property
     def shows_means(self) -> bool:
-        """True while the whole means lie here, and this rank's own slice of them beside its sum."""
+        """True while this rank holds the means of the whole bucket, and also the sum of the slice that it owns."""
         return self._stage.grads_replicated and self._whole is not None and self.has_sum and self._local is None
 
     def edited(self, divisor: float) -> Tensor:
-        """Whether this rank's own slice was edited since it was gathered: 0-dim, where the gradients are."""
+        """Return whether the means of the owned slice were edited since `gather_means`: 0-dim, bool, on the bucket's
+        device, without a host synchronisation."""
         assert self._whole is not None
         own, total = self._whole[self.low : self.high], self._sum()
         if not own.numel():
@@ -314,8 +329,11 @@ class GradAccumulator:
         return first_unequal(own, total / divisor if divisor != 1 else total) >= 0
 
     def edits(self, divisor: float, used: Sequence[bool]) -> list[int]:
-        """Slots whose whole mean was edited since it was gathered, as far as this rank's own slice shows it. One that
-        was set to zero counts as zeroed; its sum follows. ``used``: of each parameter in the layout."""
+        """Return the slots whose mean was edited since `gather_means`, as far as the owned slice shows it.
+
+        A mean that was set to zero is no edit: its gradient counts as zeroed, and its sum is set to zero, too.
+        ``used``: whether each parameter of the layout was used.
+        """
         assert self._whole is not None
         expected = self._sum() / divisor if divisor != 1 else self._sum()
         found = []
@@ -334,7 +352,7 @@ class GradAccumulator:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def tensors(self) -> list[Tensor]:
-        """The buffers that are kept between steps."""
+        """Return the buffers that are kept between steps."""
         return [t for t in (self._whole, self._kept_sum) if t is not None]
 
     def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:

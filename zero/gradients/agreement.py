@@ -1,6 +1,6 @@
-"""What the ranks tell each other when gradients are settled, and what must be equal in it.
+"""The record that ranks exchange when gradients are finalized, and the check that they agree.
 
-Knows: the fields of a record and how they compare. Does not know: how records travel, or what is done with them.
+Knows: the fields of a record and how they compare. Does not know: how records are sent, or what follows from them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Record:
-    """One rank's word. ``pending``: buckets of which this rank has something that was not reduced. ``used`` and
-    ``trainable`` have a byte, 0 or 1, for each parameter in the layout's order. ``scale``: the loss scale, where
-    it is being taken out of gradients. ``options``: a digest for each of the param groups', where a step will use them.
+    """The record of one rank.
+
+    Attributes:
+        divisor: of the sums.
+        scale: the loss scale, if gradients are being unscaled.
+        options: a digest of each option of the param groups, if a step will use them.
+        phase: the phase of the gradients, see `GradPhase`.
+        pending: indices of the buckets for which this rank has a contribution that was not reduced.
+        error: an error that this rank found; every rank raises it.
+        used: one byte, 0 or 1, per parameter in the layout's order: whether it was used.
+        trainable: likewise, whether it is trainable.
     """
 
     divisor: float
@@ -55,7 +63,11 @@ class Record:
 
 
 def check(records: Sequence[Record], purpose: str, name: Callable[[int], str]) -> None:
-    """Raise, on every rank alike, what one rank found or what differs; ``name``: of a parameter by its index."""
+    """Raise the error that a rank found, or `ValueError` or `RuntimeError` if the records differ.
+
+    ``records`` are those of all ranks, in rank order, so that every rank raises the same error. ``purpose``: the call
+    that errors name. ``name``: returns the name of a parameter by its index. ``pending`` and ``used`` may differ.
+    """
     for rank, record in enumerate(records):
         if record.error is not None:
             raise RuntimeError(f"rank {rank}: {record.error}")

@@ -1,7 +1,7 @@
-"""Rounds: one reduction of every active bucket, in layout order, entered by every rank.
+"""The schedule of rounds. A round is one reduction of every active bucket, in layout order, entered by every rank.
 
-Knows: the buckets in which a gradient may arrive, what has arrived, what travels. A backward is a round, or under
-`no_sync` adds to what this rank holds. Does not know: p.grad, phases, what ranks agree on.
+Knows: the buckets that a backward may reach, which gradients are ready, which buckets are being reduced. A backward is
+a round, or under `no_sync` adds to this rank's contribution. Does not know: p.grad, phases, what ranks agree on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .accumulator import GradAccumulator
 
 
 class BackwardSchedule:
-    """The buckets of one optimizer on one rank. ``parameters`` are in the layout's order: none, until `extend`."""
+    """The rounds of one optimizer on one rank. ``parameters`` are in the layout's order: none, until `extend`."""
 
     def __init__(
         self, layout: Layout, stage: Stage, transport: Transport, shards: Transport, collective: Collective
@@ -30,18 +30,18 @@ class BackwardSchedule:
         self.layout = layout
         self.parameters: list[Tensor] = []
         self.stores: list[GradAccumulator] = []
-        self.places: list[tuple[GradAccumulator, int]] = []  # of each parameter: its store, and its slot there
+        self.places: list[tuple[GradAccumulator, int]] = []  # of each parameter: its accumulator, and its slot there
         self.seen: list[bool] = []  # of each parameter: trainable in a backward since gradients were cleared
         self.number = 0  # rounds that this rank entered
-        self._position = 0  # of the round since gradients were cleared: ranks that skip a step alone are found
-        self.at_the_end = False  # a round begins when its backward is over: gathers come first, and nothing between
-        self._in_round = False  # what is under way is a round
-        self._entered = False  # it has begun
+        self._position = 0  # rounds since gradients were cleared: shows a rank that skips a step alone
+        self.at_the_end = False  # a round is entered when its backward ends: all gathers of units come before it
+        self._in_round = False  # the backward under way is a round
+        self._entered = False  # the round has been entered
         self._active: list[GradAccumulator] = []
         self._missing: dict[int, int] = {}
         self._trainable: dict[int, list[bool]] = {}
         in_flight = 2 if stage.keeps_full_grads else 1  # at most three buckets of scratch with direct exchange
-        this = weakref.ref(self)  # a strong one would be a cycle, and buffers would wait for the collector
+        this = weakref.ref(self)  # a strong one would be a cycle, and buffers would wait for garbage collection
 
         def launch(bucket: int) -> Work:
             rounds = this()
@@ -51,7 +51,7 @@ class BackwardSchedule:
         self._queue = BucketQueue(launch, in_flight)
 
     def extend(self, parameters: Sequence[Tensor], layout: Layout) -> None:
-        """Take up further parameters, which ``layout`` has in further buckets."""
+        """Register further parameters, which ``layout`` has in further buckets."""
         self.layout = layout
         new = layout.buckets[len(self.stores) :]
         self.stores += [GradAccumulator(bucket, layout, self._stage, self._shards) for bucket in new]
@@ -62,12 +62,12 @@ class BackwardSchedule:
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Buckets of which this rank has a contribution that was not reduced."""
+        """The buckets for which this rank has a contribution that was not reduced."""
         return tuple(store.bucket.index for store in self.stores if store.pending)
 
     def begin(self, *, is_round: bool, also: Sequence[int] = ()) -> None:
-        """A backward begins. The buckets in which a gradient may arrive, as the parameters stand now, and ``also``
-        these, take part."""
+        """Begin a backward. Its buckets are those with a parameter that is trainable now, those that were active since
+        their last reduction, and those in ``also``."""
         self._in_round, self._entered = is_round, False
         self._activate(also)
         if is_round and not self.at_the_end:
@@ -94,7 +94,7 @@ class BackwardSchedule:
                 store.touched = True
 
     def arrived(self, index: int, gradient: Tensor) -> None:
-        """The gradient of a parameter is there; with the last of its bucket, this travels, or is added up."""
+        """Stash the gradient of a parameter. With the last one of its bucket, the bucket is ready, or is added up."""
         store, slot = self.places[index]
         if slot in store.arrived:  # pragma: no cover - autograd has never done that; if it did, a sum would be wrong
             raise RuntimeError(f"{self.layout.parameters[index].name!r} received two gradients in one backward")
@@ -113,8 +113,11 @@ class BackwardSchedule:
         return store.launch(self._collective, label, self.number, self._trainable[bucket])
 
     def complete(self, then: Callable[[], None]) -> None:
-        """Do what is left of the backward under way; of a round also ``then``, without which it is not over: after an
-        interrupt both are asked for again. A mismatch of ranks says what is frozen on this one."""
+        """Finish the backward under way: flush, or, in a round, launch the rest, wait, then call ``then``.
+
+        A round is not over before ``then`` returns: after an interrupt, call this again. A `MismatchError` names the
+        parameters that are frozen on this rank.
+        """
         if not self._in_round:
             for store in self._active:
                 store.flush(travels=False)
@@ -132,17 +135,17 @@ class BackwardSchedule:
         self._in_round = False
 
     def abandon(self) -> None:
-        """Give up what is under way: the transport is broken."""
+        """Abandon the reductions under way: the transport is broken."""
         self._queue.abandon()
 
     def clear(self) -> None:
-        """No parameter has a gradient any more."""
+        """Reset all parameters to "no gradient"."""
         self.seen = [False] * len(self.parameters)
         self._position = 0
         for store in self.stores:
             store.clear()
 
     def close(self) -> None:
-        """Let go of all buffers."""
+        """Release all buffers."""
         self.stores.clear()
         self.places, self._active = [], []

@@ -1,11 +1,11 @@
-"""What p.grad shows, what the user did to it, and what follows for the sums.
+"""The user's access to gradients: what is published in p.grad, and what the user's changes there mean for the sums.
 
-Knows: when a mean is true, so that it may stand in p.grad; that a gradient was cleared, zeroed, replaced or edited
-there. Does not know: when a round is due, other ranks.
+Knows: when means are up to date, so that they may be published; that a gradient was cleared, zeroed, replaced or edited
+in p.grad. Does not know: when a round is due, other ranks.
 
-    mean           where the stage gives every rank whole means, and these are of all that was added
-    placeholder    where there is a gradient that this rank cannot show
-    None           where no rank used the parameter, or it was cleared
+    mean           if the stage gives every rank whole means, and these contain all gradients that were added
+    placeholder    if there is a gradient that this rank does not hold whole
+    None           if no rank used the parameter, or it was cleared
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class GradAccess:
         *,
         means_may_be_shown: bool,
     ) -> None:
-        """``listener``: of the placeholders; ``means_may_be_shown``: whole means, where the stage has them, have the
-        dtype that p.grad must have."""
+        """``listener``: of the placeholders; ``means_may_be_shown``: whole means, if the stage has them, have the dtype
+        that p.grad must have."""
         self._stage, self._schedule, self._progress = stage, rounds, progress
         self._means_may_be_shown = stage.grads_replicated and means_may_be_shown
         self._slots = GradSlots(listener)
@@ -47,20 +47,20 @@ class GradAccess:
 
     @property
     def means_are_shown(self) -> bool:
-        """p.grad is the mean after each round. Not inside `join`: what is done to it would not be done where a rank
-        left."""
+        """True if p.grad is the mean after each round. Not inside `join`: the user's changes there would not be made on
+        ranks without batches."""
         return self._means_may_be_shown and not self.inside_join
 
     def extend(self, parameters: Sequence[Tensor], layout: Layout) -> None:
-        """Take up further parameters, the last of ``layout``."""
+        """Register further parameters, the last ones of ``layout``."""
         self._slots.extend(parameters, layout.parameters[len(layout.parameters) - len(parameters) :])
 
     def put_placeholder(self, index: int) -> RuntimeError | None:
-        """A gradient arrived; returns why it cannot be taken, where the parameter was cast or moved."""
+        """Put a placeholder, since the gradient was taken. Return torch's error if the parameter was cast or moved."""
         return self._slots.put_placeholder(index)
 
     def withdraw(self) -> None:
-        """Let no mean be where autograd would add to it."""
+        """Put placeholders in the place of means, so that autograd does not add to these."""
         self._slots.withdraw()
 
     def release(self) -> None:
@@ -69,12 +69,12 @@ class GradAccess:
 
     @property
     def means_are_true(self) -> bool:
-        """Every rank holds the means of all that was added, divided by the divisor."""
+        """True if every rank holds the means of all gradients that were added, divided by the current divisor."""
         known = self._progress
         return self._stage.grads_replicated and not self._schedule.pending and known.means_divisor == known.divisor
 
     def publish(self) -> None:
-        """Put into every p.grad what is true now."""
+        """Put the mean, a placeholder or None into every p.grad, as the state of the gradients is now."""
         used, seen = self._progress.used, self._schedule.seen
         if not self.means_are_shown:
             self._slots.put_placeholders([one or other for one, other in zip(used, seen, strict=True)])
@@ -86,10 +86,10 @@ class GradAccess:
             elif used[index] or seen[index]:
                 self._slots.put_placeholder(index)
 
-    # -- what the user did --------------------------------------------------------------------------------------------
+    # -- changes by the user ------------------------------------------------------------------------------------------
 
     def detect_changes(self) -> str | None:
-        """Take note of what was done to gradients since they were shown; returns what is wrong with one of them."""
+        """Apply the user's changes since gradients were published. Return the error for one that is not allowed."""
         changes = self._slots.detect_changes()
         self.forget(changes.cleared)
         for index, gradient in changes.replaced:
@@ -98,7 +98,7 @@ class GradAccess:
         if self.means_are_shown:  # real tensors, which may have been zeroed in place
             stale = sorted(self._progress.stale)
             places = [self._schedule.places[index] for index in stale]
-            # host synchronisation: one for all, where means that were settled are still there
+            # host synchronisation: one for all, while finalized means are still there
             zero = all_zero([store.mean_view(slot) for store, slot in places])
             for index in itertools.compress(stale, zero):
                 self._zero(index, known=True)
@@ -111,11 +111,11 @@ class GradAccess:
         )
 
     def cleared(self) -> list[int]:
-        """Gradients that were set to None since they were shown. They count as cleared from now."""
+        """Return the gradients that were set to None since they were published. Each is reported once."""
         return self._slots.detect_changes().cleared
 
     def forget(self, cleared: Sequence[int]) -> None:
-        """These gradients were set to None."""
+        """Reset the sums of gradients that the user set to None."""
         for index in cleared:
             store, slot = self._schedule.places[index]
             store.clear_slot(slot)
@@ -125,12 +125,12 @@ class GradAccess:
             self._clear()
 
     def zeroed(self, index: int) -> None:
-        """A placeholder was set to zero."""
+        """Set the sum of a gradient to zero whose placeholder the user has zeroed."""
         self._zero(index, self._used_is_known())
         self._progress.renewed(index)
 
     def edited(self) -> str | None:
-        """What is wrong where a mean was edited that will not be the last one."""
+        """Return the error for a mean that was edited although the means will change once more; None if none was."""
         known = self._progress
         if not self.means_are_shown or known.means_divisor is None or not known.is_open:
             return None
@@ -144,7 +144,7 @@ class GradAccess:
         return None
 
     def _doubtful(self, divisor: float) -> list[GradAccumulator]:
-        """Stores whose means may have been edited since they were gathered."""
+        """Return the accumulators whose means may have been edited since they were gathered."""
         stores = [store for store in self._schedule.stores if store.shows_means]
         if not stores or host_readable(torch.device(stores[0].bucket.device)):
             return stores
@@ -155,7 +155,7 @@ class GradAccess:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear every gradient, or set those that exist to zero."""
-        if set_to_none:  # whatever was done to them
+        if set_to_none:  # whatever the user did to them
             self._slots.clear()  # also what was there before this object
             self._clear()
         else:
@@ -170,12 +170,12 @@ class GradAccess:
         self._progress.all_renewed()
 
     def _clear(self) -> None:
-        """No parameter has a gradient any more."""
+        """Reset all parameters to "no gradient"."""
         self._progress.used[:] = [False] * len(self._progress.used)
         self._schedule.clear()
 
     def _used_is_known(self) -> bool:
-        """`GradPhase.used` says what all ranks used, rather than this one."""
+        """Return True if `GradPhase.used` is agreed on by all ranks, rather than this rank's own."""
         return (self.means_are_shown and not self._schedule.pending) or not self._progress.is_open
 
     def _zero(self, index: int, known: bool) -> None:

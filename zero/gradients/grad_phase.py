@@ -1,9 +1,9 @@
-"""How far the gradients of one optimizer have come since they were cleared.
+"""The phase of one optimizer's gradients since they were cleared.
 
-Knows: which parameters were used, the divisor, and what may happen next. Does not know: where gradients lie, p.grad,
-other ranks.
+Knows: which parameters were used, the divisor, and what may happen next. Does not know: the memory of gradients,
+p.grad, other ranks.
 
-    OPEN ------------ settle (clip, unscale, step) ----------> SETTLED --- step ---> STEPPED
+    OPEN -------- finalize_grads (clip, unscale, step) ------> SETTLED --- step ---> STEPPED
       ^  backwards add                                            |                     |
       +----------------- every gradient was cleared <-------------+---------------------+
 """
@@ -17,7 +17,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """What may happen to the gradients next."""
+    """The phase of gradients, which decides what may happen to them next."""
 
     OPEN = "backwards add to them"
     SETTLED = "they are means, perhaps clipped"
@@ -25,23 +25,23 @@ class Phase(Enum):
 
 
 class GradPhase:
-    """Of the gradients of all parameters, each by its index in the layout."""
+    """The phase of the gradients of all parameters, each by its index in the layout."""
 
     def __init__(self, divisor: float) -> None:
         self.phase = Phase.OPEN
         self.used: list[bool] = []  # by this rank; once ranks have agreed, by any
-        self.divisor = divisor  # of the next settling
-        self.means_divisor: float | None = None  # of the means that all ranks hold; None: of no means, or older sums'
-        self.stale: set[int] = set()  # gradients that a settled phase waits to be cleared
+        self.divisor = divisor  # of the next finalize_grads
+        self.means_divisor: float | None = None  # of the means that all ranks hold; None: no means, or out of date
+        self.stale: set[int] = set()  # gradients that must be cleared before the phase is OPEN again
         self.settled_by = ""
 
     @property
     def is_open(self) -> bool:
-        """Backwards may add."""
+        """True if backwards may add gradients."""
         return self.phase is Phase.OPEN
 
     def check_open(self, rank: int, name_of: Callable[[int], str]) -> None:
-        """Raise `RuntimeError` where a backward cannot add any more."""
+        """Raise `RuntimeError` if backwards may not add gradients any more."""
         if not self.is_open:
             raise RuntimeError(
                 f"rank {rank}: backward() after {self.settled_by} without zero_grad(): the gradient of "
@@ -49,25 +49,25 @@ class GradPhase:
             )
 
     def agree_used(self, told: Sequence[bytes]) -> None:
-        """What any rank used, all know. ``told``: one byte a parameter, of every rank."""
+        """Set ``used`` to the parameters that any rank used. ``told``: of every rank, one byte per parameter."""
         merged = functools.reduce(operator.or_, (int.from_bytes(used, "little") for used in told))
         self.used[:] = map(bool, merged.to_bytes(len(self.used), "little"))
 
     def settled(self, purpose: str) -> None:
-        """The sums have become means."""
+        """Note that the sums have become means, in the call ``purpose``."""
         self.stale = {index for index, used in enumerate(self.used) if used}
         self.phase, self.settled_by = Phase.SETTLED if self.stale else Phase.OPEN, purpose
 
     def stepped(self) -> None:
-        """A step has used the means."""
+        """Note that a step has used the means."""
         self.phase, self.settled_by = Phase.STEPPED if self.stale else Phase.OPEN, "step()"
 
     def renewed(self, index: int) -> None:
-        """This gradient was cleared."""
+        """Note that this gradient was cleared."""
         self.stale.discard(index)
         if not self.stale:
             self.phase = Phase.OPEN
 
     def all_renewed(self) -> None:
-        """Every gradient was cleared."""
+        """Note that every gradient was cleared."""
         self.stale, self.phase = set(), Phase.OPEN

@@ -1,7 +1,7 @@
-"""What stands in p.grad, and what the user did to it.
+"""The p.grad of parameters: which tensor was put there, and how the user has changed it since.
 
-Knows: the tensor that was put into each p.grad: a mean that this rank holds whole, a placeholder, or nothing. Another
-tensor there, or None, is the user's doing. Does not know: when anything is reduced, or by whom.
+Knows: the tensor that was put into each p.grad: a mean that this rank holds whole, a placeholder, or None. If there is
+another one, the user has put it there. Does not know: when gradients are reduced, or by whom.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .hooks import Listener, ShardedGradient
 
 @dataclass
 class Changes:
-    """What the user did to gradients. ``cleared``: set to None; ``replaced``: tensors in the place of means;
-    ``foreign_grad``: the name of a parameter whose p.grad came neither from here nor in the place of a mean."""
+    """The user's changes of p.grad. ``cleared``: set to None; ``replaced``: tensors in the place of means;
+    ``foreign_grad``: the name of a parameter to whose p.grad the user assigned a tensor in no mean's place."""
 
     cleared: list[int]
     replaced: list[tuple[int, Tensor]]
@@ -38,14 +38,15 @@ class GradSlots:
         self._placeholders: list[ShardedGradient | None] = []
 
     def extend(self, parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> None:
-        """Take up further parameters."""
+        """Register further parameters."""
         self._parameters += parameters
         self._specs += specs
         self._held += [None] * len(parameters)
         self._placeholders += [None] * len(parameters)
 
     def put(self, index: int, gradient: Tensor | None) -> RuntimeError | None:
-        """Put ``gradient`` into p.grad; None, and return why, where torch refuses: the parameter was cast or moved."""
+        """Put ``gradient`` into p.grad. If torch refuses it, since the parameter was cast or moved, put None and return
+        the error."""
         if self._held[index] is not gradient or self._parameters[index].grad is not gradient:
             return self._give(index, gradient)
         return None
@@ -67,26 +68,26 @@ class GradSlots:
         return self._give(index, made)
 
     def withdraw(self) -> None:
-        """Put placeholders where the means are, so that autograd does not add to these."""
+        """Put placeholders in the place of means, so that autograd does not add to these."""
         for index, held in enumerate(self._held):
             if held is not None:
                 self.put_placeholder(index)
 
     def shows_mean(self, index: int) -> bool:
-        """True when the mean itself was put into p.grad, which the user may edit or replace."""
+        """Return True if the mean itself was put into p.grad, where the user may edit or replace it."""
         held = self._held[index]
         return held is not None and not isinstance(held, ShardedGradient)
 
     def mean(self, index: int) -> Tensor | None:
-        """The mean that was put into p.grad, if it was."""
+        """Return the mean that was put into p.grad; None if none was."""
         return self._held[index] if self.shows_mean(index) else None
 
     def held(self) -> Iterator[int]:
-        """Indices of the parameters into whose p.grad something was put."""
+        """Yield the indices of the parameters into whose p.grad a tensor was put."""
         return (index for index, held in enumerate(self._held) if held is not None)
 
     def detect_changes(self) -> Changes:
-        """What the user did since tensors were put; what was cleared counts as cleared from now."""
+        """Return the user's changes since tensors were put. Cleared gradients are reported once."""
         with as_plain():  # a released parameter would be asked in Python
             found = [
                 (index, parameter.grad, held)
@@ -105,7 +106,7 @@ class GradSlots:
         return changes
 
     def put_placeholders(self, indices: Sequence[bool]) -> None:
-        """Put placeholders wherever ``indices`` is true, and they are not."""
+        """Put placeholders where ``indices`` is true and p.grad is None or the user's."""
         with as_plain():
             bare = [
                 index
@@ -117,7 +118,7 @@ class GradSlots:
                 self.put_placeholder(index)
 
     def clear(self) -> None:
-        """Put None everywhere."""
+        """Set every p.grad to None."""
         with as_plain():
             for parameter in self._parameters:
                 parameter.grad = None

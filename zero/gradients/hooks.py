@@ -1,15 +1,15 @@
-"""Turns autograd's events into "a backward began", "gradient i is there", "the backward is over".
+"""Translate autograd's hooks into events: a backward begins, a gradient is ready, a backward ends.
 
-Knows: autograd's hooks, graph tasks, and the placeholder that stands in for a gradient that this rank does not hold.
-Does not know: buckets, ranks, stages.
+Knows: autograd's hooks, graph tasks (one per backward call), and the placeholder that replaces a gradient which this
+rank does not hold. Does not know: buckets, ranks, stages.
 
-    backward()    AccumulateGrad of p       p.grad was None: takes the new gradient as it is
-                                            p.grad is a placeholder: calls its add_, which keeps the new gradient
-                  post-accumulate hook      takes it, and puts the placeholder (or None) in its place
-                  callback of the task      "the backward is over"; an exception skips it, so a later event must ask
+    backward()    AccumulateGrad of p       p.grad is None: autograd assigns the new gradient
+                                            p.grad is a placeholder: its add_ captures the new gradient
+                  post-accumulate hook      takes the gradient and leaves the placeholder (or None) in p.grad
+                  callback of the task      ends the backward; an exception skips it, so a later event must check
 
-A placeholder has shape, strides and dtype, and no memory. Everything that would read it raises: a rank that does not
-hold a gradient must neither show a part of it nor None, which would look like "nothing to clip".
+A placeholder has a shape, strides and a dtype, but no memory. Every operation that would read it raises. A rank that
+does not hold a gradient must not expose a part of it, nor None: a clip would take None for "no gradient".
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NO_TASK = -1
 
 
 class Listener(Protocol):
-    """Who is told."""
+    """The receiver of a `GradientHooks` object's events."""
 
     def backward_began(self) -> None: ...
 
@@ -50,21 +50,30 @@ class Listener(Protocol):
     def gradient_zeroed(self, index: int) -> None: ...
 
     def unscale(self, found: Tensor, inverse: Tensor) -> None:
-        """A `GradScaler` multiplies all gradients by ``inverse``, and sets ``found`` to 1 where one is not finite."""
+        """A `GradScaler` asks to multiply all gradients by ``inverse``, and to set ``found`` to 1 if any is not finite.
+
+        ``found`` and ``inverse`` are tensors of one element.
+        """
 
     def backward_is_near(self) -> None:
-        """A gradient task is about to reach a parameter, or has taken the gradient of one: no other has changed yet."""
+        """A graph task is about to reach a parameter, or has changed the gradient of one parameter and of no other."""
 
     def outside_backward(self) -> None:
-        """A gradient task ended in which no parameter's gradient arrived (`torch.autograd.grad`)."""
+        """A graph task ended that accumulated no parameter's gradient (`torch.autograd.grad`)."""
 
 
 class ShardedGradient(torch.Tensor):
-    """What ``p.grad`` is while no rank holds the whole gradient: it can be added to by autograd, zeroed, unscaled, and
-    dropped.
+    """The placeholder in ``p.grad`` of a gradient that this rank does not hold whole.
 
-    ``capture`` holds what autograd added last, until the parameter's hook takes it. ``says``: the dtype that it answers
-    with: for fp16 it is fp32, because a `GradScaler` refuses fp16 gradients.
+    Autograd can add to it; the user can zero it, unscale it with a `GradScaler` and delete it. Everything else raises
+    `RuntimeError`.
+
+    Attributes:
+        owner: the parameter's name.
+        number: the parameter's index in the layout.
+        capture: the gradient that autograd added last, until the parameter's hook takes it.
+        listener: receives zeroing and unscaling.
+        says: the dtype that the placeholder reports: fp32 for fp16, because a `GradScaler` refuses fp16 gradients.
     """
 
     __torch_function__ = torch.nn.Parameter.__torch_function__  # disabled: `__torch_dispatch__` answers
@@ -148,13 +157,13 @@ class ShardedGradient(torch.Tensor):
         )
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Refused, but to a compiler, which looks at the gradients of what it traces and reads nothing."""
+        """Raise `RuntimeError`, except for a compiler, which inspects gradients without reading them."""
         if TracingContext.try_get() is None:
             self._refuse("untyped_storage()")
         return super().untyped_storage()
 
     def taken(self) -> Tensor | None:
-        """What autograd added, once."""
+        """Return the gradient that autograd added, and forget it."""
         captured, self.capture = self.capture, None
         return captured
 
@@ -187,7 +196,7 @@ def _flat(args: Any) -> list[Any]:
 
 
 class _Arrival:
-    """The hook on one parameter, which runs once for each in every backward. It holds its owner weakly."""
+    """The post-accumulate hook of one parameter, called once in every backward. It holds its owner weakly."""
 
     __slots__ = ("_index", "owner")
 
@@ -199,7 +208,7 @@ class _Arrival:
         listener = None if owner is None else owner.listener()
         if owner is None or listener is None:
             return
-        if not parameter.requires_grad:  # frozen since its forward: autograd has dropped the gradient
+        if not parameter.requires_grad:  # frozen since its forward: autograd has discarded the gradient
             return
         gradient = parameter.grad
         if type(gradient) is ShardedGradient:
@@ -211,40 +220,47 @@ class _Arrival:
 
 
 class GradientHooks:
-    """Hooks on parameters, until `remove`. They hold the listener weakly.
+    """The hooks on the parameters of one optimizer, until `remove`. They hold the listener weakly.
 
-    A parameter has one owner: who watches it next takes it over, and the owner before is ``superseded`` and watches
-    nothing any more. So a notebook's cell that builds an optimizer can be run again.
+    A parameter has one owner. The next object that watches it takes it over; the previous owner becomes ``superseded``
+    and loses all its hooks. Thus a notebook cell that builds an optimizer can be run again.
     """
 
     def __init__(self, listener: Listener, *, exclusive: bool = False, ahead: bool = False) -> None:
-        """``exclusive``: these parameters cannot be taken over. ``ahead``: the listener is always told of a task before
-        it has added anything, which takes another hook on each parameter, microseconds in every backward. Without it,
-        those keep theirs that ever came first; a task that begins with another is told of after its first gradient."""
+        """Create an object that watches no parameter yet.
+
+        Args:
+            listener: receives the events; held weakly.
+            exclusive: the parameters cannot be taken over: `check_free` raises for them.
+            ahead: keep a pre-accumulation hook on every parameter, so that ``backward_is_near`` always comes before
+                the first accumulation. It costs about a microsecond per parameter in every backward. Without it, only
+                the parameters that ever came first in a backward keep that hook. If a task begins with another one,
+                ``backward_is_near`` comes after its first gradient.
+        """
         self.superseded, self.exclusive, self._ahead = False, exclusive, ahead
         self.listener = weakref.ref(listener)
         self._handles: list[Any] = []
-        self._before: dict[int, Any] = {}  # the hooks that run before a gradient is added, by parameter
+        self._before: dict[int, Any] = {}  # parameter -> hook that runs before its gradient is accumulated
         self._leaders: set[int] = set()  # parameters that ever came first in a backward
-        self.task = _NO_TASK  # of the backward that began and is not over
-        self._seen = _NO_TASK  # of the last task that a pre-hook saw
+        self.task = _NO_TASK  # the graph task of the backward that began and has not ended
+        self._seen = _NO_TASK  # the last graph task in which a pre-accumulation hook ran
 
     @property
     def inside_backward(self) -> bool:
-        """True inside a backward that this object was told of."""
+        """True inside a backward that has reached a watched parameter."""
         return self.task != _NO_TASK and current_graph_task_id() == self.task
 
     @property
     def interrupted(self) -> bool:
-        """True when a backward began and never ended: an exception left it."""
+        """True if a backward began and an exception ended it before its final callback was done."""
         return self.task != _NO_TASK and not self.inside_backward
 
     def forget(self) -> None:
-        """Take note that an interrupted backward was dealt with."""
+        """Mark the interrupted backward as handled."""
         self.task = _NO_TASK
 
     def watch(self, parameter: Tensor, index: int) -> None:
-        """Hook ``parameter``. A frozen parameter is hooked too: it may be unfrozen later."""
+        """Register the hooks of ``parameter``, also if it is frozen: it may be unfrozen later."""
         self.take_over(parameter)
         trainable = parameter.requires_grad
         parameter.requires_grad_(True)
@@ -265,13 +281,13 @@ class GradientHooks:
         self._before[index] = _untyped(parameter).register_hook(about)
 
     def remove(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         for handle in (*self._handles, *self._before.values()):
             handle.remove()
         self._handles, self._before = [], {}
 
     def take_over(self, parameter: Tensor) -> None:
-        """Make another owner of ``parameter`` superseded."""
+        """Supersede any other owner of ``parameter``: remove all its hooks."""
         for hook in list((_untyped(parameter)._post_accumulate_grad_hooks or {}).values()):
             owner = hook.owner() if isinstance(hook, _Arrival) else None
             if owner is not None and owner is not self:
@@ -281,10 +297,13 @@ class GradientHooks:
             parameter.grad = None
 
     def begin(self, listener: Listener, index: int, parameter: Tensor) -> None:
-        """A task has added the first gradient, of ``parameter``, which was taken."""
+        """Begin the backward of the current graph task, whose first gradient (of ``parameter``) has just been taken.
+
+        Raises `RuntimeError` if this backward runs inside another one.
+        """
         captured = isinstance(parameter.grad, ShardedGradient)
         if not captured:
-            # As before; what a user had put there is part of this gradient, as in a plain loop.
+            # Autograd has added its gradient to the one that the user had assigned, as in a plain loop.
             parameter.grad = None
         if _reentrant(parameter.device):
             raise RuntimeError(
@@ -306,7 +325,7 @@ class GradientHooks:
         listener = self.listener()
         if task != self._seen and listener is not None:
             self._seen = task
-            if _reentrant(device):  # only `autograd.grad` may come here; see `_arrived`
+            if _reentrant(device):  # only `autograd.grad` may do this; `begin` raises for a backward
                 return
             listener.backward_is_near()
             _at_end(self._left)
@@ -315,7 +334,7 @@ class GradientHooks:
         listener = self.listener()
         if listener is not None:
             listener.backward_ended()
-        self.task = _NO_TASK  # an exception before leaves the backward interrupted
+        self.task = _NO_TASK  # last: an exception above leaves the backward marked as interrupted
         if not self._ahead:
             for index in self._before.keys() - self._leaders:
                 self._before.pop(index).remove()
@@ -327,7 +346,7 @@ class GradientHooks:
 
 
 def check_free(parameters: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise `ValueError` naming a parameter that another owner will not leave."""
+    """Raise `ValueError` if a parameter has an exclusive owner; the error names the parameter."""
     for name, parameter in parameters:
         for hook in (_untyped(parameter)._post_accumulate_grad_hooks or {}).values():
             owner = hook.owner() if isinstance(hook, _Arrival) else None
@@ -336,7 +355,7 @@ def check_free(parameters: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _untyped(parameter: Tensor) -> Any:
-    """torch leaves the methods that register hooks without annotations."""
+    """Return ``parameter`` as `Any`: torch's methods that register hooks have no annotations."""
     return parameter
 
 
@@ -346,15 +365,16 @@ def _at_end(callback: Callable[[], None]) -> None:
 
 
 def _reentrant(device: torch.device) -> bool:
-    """True in a backward inside a backward: it ends before the outer one, and nothing tells when that is over.
+    """Return True in a backward that runs inside another one. It ends first, and torch reports no end of the outer one.
 
-    ``device``: of the parameter that was reached. Those of the CPU are reached in the thread that called the backward,
-    whose frame is below this one; those of a device in a thread of autograd's own, where only an inner call has frames.
+    ``device`` is that of the parameter whose hook runs. Autograd runs hooks of CPU parameters in the thread that called
+    the backward, which has one frame of the engine's `run_backward`. It runs hooks of an accelerator's parameters in
+    its own threads, where only a nested backward has such a frame.
     """
     in_caller = device.type == "cpu" or not torch.autograd.is_multithreading_enabled()
     depth, run_backward = 0, engine_run_backward.__code__
     current: FrameType | None = sys._getframe()
     while current is not None:
         depth += current.f_code is run_backward
-        current = current.f_back  # ends as None: a frame that is kept would keep all that its callers hold
+        current = current.f_back  # None at the end: a frame that stays referenced keeps all locals of its callers
     return depth > in_caller

@@ -1,12 +1,12 @@
-"""Ranks that have run out of micro-batches: inside `join` they go on taking part in what the others do.
+"""The protocol of `join`: ranks that have run out of micro-batches go on taking part in the collectives of the others.
 
-Knows: what a rank is about to do, told to all before it is done, and what the next update depends on beside gradients.
-Does not know: how any of it is done.
+Knows: the calls that are broadcast before each rank makes them, and the options, other than gradients, on which the
+next update depends. Does not know: how a call is carried out.
 
-    a rank with batches       tell "clip_grad_norm_" - clip - tell "step" - step - tell "zero_grad" - ... - tell nothing
-    one without               hear it        - clip - hear it    - step - hear it         - ... - leave
+    rank with batches       broadcast "clip_grad_norm_" - clip - broadcast "step" - step - ... - broadcast nothing
+    rank without            receive                     - clip - receive          - step - ... - end
 
-A backward needs no word: who is behind catches up when ranks meet, with nothing to add.
+A backward is not broadcast: a rank that entered fewer rounds catches up in the next barrier, with empty contributions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank is about to do: a method by its name, its arguments, and the options that all ranks must share."""
+    """A call that a rank is about to make: a method's name, its arguments, the divisor, and the param groups' options.
+
+    All ranks must make an equal call.
+    """
 
     name: str
     arguments: dict[str, Any]
@@ -44,17 +47,24 @@ FAILED = b"!"  # before an error's text
 
 
 class JoinProtocol:
-    """The calls of one optimizer inside `join`."""
+    """Broadcasts the calls of one optimizer inside `join`."""
 
     def __init__(self, transport: Transport, meet: Callable[[str], object], groups: Sequence[Options]) -> None:
-        """``meet``: returns when all ranks are here and have entered the same rounds; ``groups``: the live ones."""
+        """Create the protocol.
+
+        ``meet``: a barrier that returns when all ranks have reached it and have entered the same rounds. ``groups``:
+        the param groups themselves, not a copy.
+        """
         self._transport, self._meet, self._groups = transport, meet, groups
-        self._inside = False  # a call, whose own parts are not told
-        self._over = False  # a rank failed, and all know
+        self._inside = False  # inside a call, whose nested calls are not broadcast
+        self._over = False  # a rank failed, and every rank has that error
 
     @contextmanager
     def broadcast(self, name: str, arguments: dict[str, Any], divisor: float) -> Iterator[None]:
-        """Tell a call, then make it inside. Collective."""
+        """Broadcast a call; the caller then makes it inside the block. Collective.
+
+        Raises `RuntimeError` on every rank if the ranks are about to make different calls, or if one has failed.
+        """
         if self._inside:
             yield
             return
@@ -66,7 +76,7 @@ class JoinProtocol:
             self._inside = False
 
     def others(self) -> Iterator[Call]:
-        """What the ranks that have batches do, call by call, until none has any. Collective."""
+        """Yield the calls of the ranks that have batches, until none has any. Collective; for ranks without batches."""
         while True:
             told = self._exchange(LEAVING)
             self._compare(told)
@@ -80,8 +90,10 @@ class JoinProtocol:
                 self._inside = False
 
     def tell_failure(self, error: Exception) -> None:
-        """An error ends the block on this rank: the others, who wait to be told something, get it, too. Collective,
-        unless all know."""
+        """Send the error that ended this rank's `join` block to the other ranks, which wait for its next call.
+
+        Collective; does nothing if the ranks have an error already.
+        """
         if not self._over and not self._transport.broken:
             self._over = True
             self._exchange(FAILED + f"{type(error).__name__}: {error}".encode())
@@ -99,7 +111,7 @@ class JoinProtocol:
 
 
 def _check(told: Sequence[bytes]) -> None:
-    """Raise, on every rank alike, where ranks are about to do different things."""
+    """Raise `RuntimeError`, the same on every rank, if a rank failed or if the ranks' calls differ."""
     for rank, data in enumerate(told):
         if data.startswith(FAILED):
             raise RuntimeError(f"rank {rank} left join() with an error: {data.removeprefix(FAILED).decode()}")
@@ -117,20 +129,20 @@ def _check(told: Sequence[bytes]) -> None:
 
 
 def digests_of(groups: Sequence[Options], keys: Set[str]) -> dict[str, int]:
-    """Of each key, CRC-32 of what the param groups say of it."""
+    """Return for each key the CRC-32 of its values in all param groups."""
     told = {key: json.dumps([_plain(group.get(key)) for group in groups]) for key in sorted(keys)}
     return {key: zlib.crc32(text.encode()) for key, text in told.items()}
 
 
 def options_of(groups: Sequence[Options]) -> list[Options]:
-    """What the param groups say beside their parameters, as JSON knows it."""
+    """Return the options of each param group, without its parameters, as plain data for JSON."""
     return [
         {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")} for group in groups
     ]
 
 
 def adopt_options(groups: Sequence[Options], told: Sequence[Options]) -> None:
-    """Take over what another rank's param groups say."""
+    """Set the options of ``groups`` to ``told``, those of another rank. Values that cannot be sent stay as they are."""
     for group, options in zip(groups, told, strict=True):
         for key, value in options.items():
             known = group.get(key)
@@ -143,11 +155,11 @@ def adopt_options(groups: Sequence[Options], told: Sequence[Options]) -> None:
                 group[key] = found
 
 
-_UNKNOWN = object()  # what cannot be told
+_UNKNOWN = object()  # a value that cannot be sent
 
 
 def _plain(value: Any) -> Any:
-    """A value with its kind, as JSON knows it: an update with a number in another dtype has other bits."""
+    """Return a value as plain data for JSON, with its type: an update with a number of another dtype has other bits."""
     if type(value).__module__ == "numpy" and hasattr(value, "item"):
         return {"numpy": value.dtype.str, "value": value.tolist()}
     if isinstance(value, (bool, int, float, str, type(None))):

@@ -1,4 +1,4 @@
-"""The mean gradients that a rank updates with, as pieces of the parameters that some rank used."""
+"""The mean gradients that a rank steps with, as pieces of those parameters that some rank used."""
 
 from __future__ import annotations
 
@@ -15,25 +15,34 @@ from .accumulator import GradAccumulator
 
 
 class OwnedMeans:
-    """Those of one optimizer on one rank, when ranks have agreed on them."""
+    """The mean gradients of one optimizer on one rank, after the ranks have finalized them."""
 
     def __init__(self, stage: Stage, rank: int, stores: Sequence[GradAccumulator], used: Sequence[bool]) -> None:
-        """``rank``: among those that own slices; ``stores`` and ``used``: of all buckets and parameters, live lists."""
+        """Create a view of the means.
+
+        Args:
+            stage: gives the interval of each bucket that a rank updates.
+            rank: this rank's number among those that own slices.
+            stores: the accumulators of all buckets; the list itself, which may grow.
+            used: whether some rank used each parameter, in the layout's order; the list itself.
+        """
         self._stage, self._rank = stage, rank
         self._stores, self._used = stores, used
 
     def slices(self) -> list[Tensor]:
-        """Of this rank's own slices: those of all ranks are every element once."""
+        """Return the means in the slices that this rank owns: over all owners, every element once."""
         return self._pieces(lambda store: store.pieces)
 
     def any_is_double(self) -> bool:
-        """Whether a gradient that some rank used is added up in fp64."""
+        """Return whether the gradient of a used parameter is accumulated in fp64."""
         doubles = [store.bucket for store in self._stores if store.bucket.dtypes.accumulate_dtype is torch.float64]
         return any(self._used[slot.parameter] for bucket in doubles for slot in bucket.slots)
 
     def unscale(self, found: Tensor, inverse: Tensor) -> bool:
-        """Multiply all that this rank steps with by ``inverse``. Returns whether any of it is not finite; ``found``: a
-        zero of one element, where that is noted down."""
+        """Multiply the means that this rank steps with by ``inverse``; return whether any element was not finite.
+
+        ``found`` is a zero of one element, which is set to 1 in that case. The result is this rank's alone.
+        """
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         stepped = self._pieces(
             lambda store: store.bucket.pieces(*self._stage.update_interval(store.bucket, self._rank))

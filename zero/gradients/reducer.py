@@ -1,10 +1,11 @@
 """From the gradients of a rank's backwards to mean gradients at their owners.
 
-Knows: when a round is due. A backward outside `no_sync` is one, and so is what `no_sync` left pending when somebody
-needs it. Does not know: what stands in p.grad, how the optimizer uses a gradient, how bytes travel.
+Knows: when a round is due. A backward outside `no_sync` is one; contributions that `no_sync` left pending are reduced
+in a further round when they are needed. Does not know: the tensors in p.grad, how the optimizer uses a gradient, how
+bytes are sent.
 
-What no bucket can tell is agreed in `finalize_grads`: how many rounds each rank entered (a rank behind catches up),
-which parameters were used, what is pending, the divisor, and errors that one rank alone found.
+`finalize_grads` agrees on all that no single bucket shows: how many rounds each rank entered (a rank behind catches
+up), which parameters were used, which buckets are pending, the divisor, and errors that one rank alone found.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class Reducer:
         self._agreeing, self._catching_up = Event("agree", rank), Event("catch_up", rank)
         self._unscaling = Event("unscale", rank)
         self._sync = True
-        self._unscaled: Tensor | None = None  # what a `GradScaler` was last told into
+        self._unscaled: Tensor | None = None  # the last `found_inf` tensor of a `GradScaler`
         self._join_protocol: JoinProtocol | None = None  # inside `join`
-        self._assigned: str | None = None  # what is wrong with a gradient that the user made before a backward
+        self._assigned: str | None = None  # the error for a gradient that the user assigned before a backward
         self.hooks = GradientHooks(self, exclusive=stage.parameters is Placement.SHARD, ahead=self.means_are_shown)
 
     @property
@@ -73,26 +74,26 @@ class Reducer:
 
     @property
     def used(self) -> Sequence[bool]:
-        """Of each parameter, whether some rank used it, once that was agreed."""
+        """True for each parameter that some rank used, in the layout's order, once the ranks have agreed."""
         return self._progress.used
 
     @property
     def divisor(self) -> float:
-        """Of the next settling."""
+        """The divisor of the next `finalize_grads`."""
         return self._progress.divisor
 
     @property
     def parameters(self) -> list[Tensor]:
-        """In the layout's order."""
+        """The parameters, in the layout's order."""
         return self._schedule.parameters
 
     @property
     def stores(self) -> list[GradAccumulator]:
-        """Of all buckets."""
+        """The accumulators of all buckets."""
         return self._schedule.stores
 
     def extend(self, parameters: Sequence[Tensor], layout: Layout) -> None:
-        """Take up further parameters, which ``layout`` has in further buckets."""
+        """Register further parameters, which ``layout`` has in further buckets."""
         first = len(self.parameters)
         self._schedule.extend(parameters, layout)
         self._progress.used += [False] * len(parameters)
@@ -155,19 +156,19 @@ class Reducer:
     # -- rounds -------------------------------------------------------------------------------------------------------
 
     def _round_is_over(self) -> None:
-        """The sums are others now, and so are the means."""
+        """Note that the sums have changed; gather the new means at stage 0."""
         self._progress.means_divisor = None
         if self.means_are_shown:
             self._gather_means()
 
     def _gather_means(self) -> None:
-        """Give every rank the means, and agree whose gradient exists at all: the hash of the plain loop sees None."""
+        """Give every rank the means, and agree which gradients exist: p.grad is None as in a plain loop."""
         tag = Tag(Kind.EXCHANGE, "which parameters were used", self._schedule.number)
         with self._agreeing():
             records = [Record.unpack(r) for r in self._transport.exchange(self._record().pack(), tag)]
         self._progress.agree_used([record.used for record in records])
         if any(record.divisor != self.divisor for record in records):
-            # nobody's p.grad would be right; `finalize_grads` agrees on a divisor and comes back
+            # no rank's p.grad would be right; `finalize_grads` agrees on a divisor and calls this again
             self._progress.means_divisor = None
             return
         stores = [store for store in self.stores if store.has_sum]
@@ -175,7 +176,7 @@ class Reducer:
         self._progress.means_divisor = self.divisor
 
     def _empty_round(self, also: Sequence[int] = ()) -> None:
-        """A round of the others', to which this rank has nothing to add but what it still holds."""
+        """Take part in a round of the other ranks: contribute what is pending here, and -0.0 otherwise."""
         with self._catching_up():
             self._schedule.begin(is_round=True, also=also)
             self._schedule.complete(self._round_is_over)
@@ -185,7 +186,7 @@ class Reducer:
         """Complete the round of a backward that an exception left, so that collectives stay matched."""
         if not self.hooks.interrupted:
             return
-        cleared = self._access.cleared()  # since then, and so after what is completed here
+        cleared = self._access.cleared()  # after the exception, and so after the round that is completed here
         self.hooks.forget()
         if self._transport.broken:
             self._schedule.abandon()
@@ -204,10 +205,10 @@ class Reducer:
         scale: float | None = None,
         options: Mapping[str, int] | None = None,
     ) -> None:
-        """Turn the sums into means, once. Collective; ``purpose`` is what errors call it.
+        """Turn the sums into means, once. Collective; ``purpose``: the call that errors name.
 
         ``problem``: an error that this rank alone may have found; every rank raises it, and nothing has changed.
-        ``scale``: the loss scale that made the gradients, where it is about to be taken out; ``options``: of `Record`.
+        ``scale``: the loss scale of the gradients, if they are about to be unscaled; ``options``: of `Record`.
         """
         if self.hooks.inside_backward:
             raise RuntimeError(f"{purpose} inside a backward")
@@ -241,7 +242,8 @@ class Reducer:
         scale: float | None = None,
         options: Mapping[str, int] | None = None,
     ) -> list[Record]:
-        """Meet all ranks and compare what they hold. Collective; raises the same error on every rank."""
+        """Wait for all ranks, with catch-up, and compare their records. Collective; raises the same error on every
+        rank."""
         self._streams.wait_for_previous()
         self.finish_interrupted()
         assigned = self._access.detect_changes()
@@ -285,7 +287,7 @@ class Reducer:
     # -- for the optimizer --------------------------------------------------------------------------------------------
 
     def join(self, groups: Sequence[Options], *, needs_no_gather: bool) -> JoinProtocol:
-        """From now on calls are told, until `end_join`. ``needs_no_gather``: no forward and no backward is told."""
+        """Broadcast calls from now on, until `end_join`. ``needs_no_gather``: gathers are not broadcast."""
         if self._join_protocol is not None:
             raise RuntimeError("join() inside join()")
 
@@ -303,17 +305,18 @@ class Reducer:
         return self._join_protocol
 
     def end_join(self) -> None:
-        """What `join` began is over."""
+        """End `join`: calls are not broadcast any more."""
         self._join_protocol, self._access.inside_join, self._schedule.at_the_end = None, False, False
         self._access.publish()
 
     @property
     def joining(self) -> bool:
-        """Inside `join`."""
+        """True inside `join`."""
         return self._join_protocol is not None
 
     def broadcast_call(self, name: str, **arguments: Any) -> AbstractContextManager[None]:
-        """Around a call that all ranks make: those that have nothing more to do inside `join` make it, too."""
+        """Return the context around a call that all ranks make. Inside `join` it broadcasts the call to ranks without
+        batches."""
         return (
             nullcontext()
             if self._join_protocol is None
@@ -321,9 +324,9 @@ class Reducer:
         )
 
     def unscale(self, found: Tensor, inverse: Tensor) -> None:
-        """Take the loss scale out of the means, and tell every rank whether any of all is not finite. Collective.
+        """Take the loss scale out of the means, and set ``found`` to 1 on every rank if any is not finite. Collective.
 
-        A `GradScaler` asks once for each dtype of gradients; all are answered at once.
+        A `GradScaler` calls this once for each dtype of gradients; the first call does the work of all.
         """
         if found is self._unscaled:
             return
@@ -337,11 +340,11 @@ class Reducer:
         self._unscaled = found
 
     def stepped(self) -> None:
-        """A step has used the gradients."""
+        """Note that a step has used the gradients."""
         self._progress.stepped()
 
     def set_divisor(self, value: float) -> None:
-        """Set the divisor of the next settling."""
+        """Set the divisor of the next `finalize_grads`."""
         if not self.hooks.interrupted:
             self._access.detect_changes()
         if self._progress.phase is Phase.SETTLED:
@@ -362,7 +365,7 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add to this rank's own sum, and are not rounds."""
+        """Make backwards inside the block add to this rank's own contribution; they are not rounds."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -370,7 +373,7 @@ class Reducer:
             self._sync = before
 
     def full_gradient(self, index: int) -> Tensor | None:
-        """The whole mean gradient of a parameter; None where no rank used it. Collective."""
+        """Return the whole mean gradient of a parameter; None if no rank used it. Collective."""
         purpose = f"full_grad of {self._name(index)}"
         records = self.check_consistency(purpose)
         store, slot_number = self._schedule.places[index]
@@ -391,7 +394,7 @@ class Reducer:
         return whole.as_strided(spec.shape, spec.stride)
 
     def close(self) -> None:
-        """Take the hooks away; gradients that this rank holds whole become the user's own."""
+        """Remove the hooks; gradients that this rank holds whole become the user's own."""
         self.hooks.remove()
         self._access.release()
         self._schedule.close()

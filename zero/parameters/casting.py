@@ -1,4 +1,4 @@
-"""What of a module is cast in mixed precision beside its parameters: buffers, and the inputs of its forward."""
+"""Casts of mixed precision other than those of parameters: a module's buffers, and the inputs of its forward."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from ..core.parameter_specs import FLOATS, is_laid_out
 
 
 def cast(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Cast what could be laid out in place: each tensor keeps its identity."""
+    """Cast tensors in place: each keeps its identity. Tensors that no layout can hold stay as they are."""
     for tensor in tensors:
         if is_laid_out(tensor) and tensor.dtype is not dtype:
             tensor.data = tensor.detach().to(dtype)
 
 
 class Owner(Protocol):
-    """For whom inputs are cast."""
+    """The object for which an `InputCast` works."""
 
     @property
     def superseded(self) -> bool: ...
 
     def cast_problem(self) -> str | None:
-        """What is wrong where the model itself was cast since."""
+        """Return an error's text if the model itself was cast since the owner was built, else None."""
 
 
 class InputCast:
-    """Casts the floating-point tensors that a module is called with, before any other hook, as long as its owner lives
-    and was not superseded. A copy of the module has one without an owner: it computes in the same dtype."""
+    """A forward-pre hook that casts the floating-point inputs of a module, before any other hook.
+
+    It does nothing once its owner is gone or superseded. A copy of the module has one without an owner, so that it
+    computes in the same dtype.
+    """
 
     def __init__(self, dtype: torch.dtype, owner: Owner | None = None) -> None:
         self._dtype, self._owner = dtype, None if owner is None else weakref.ref(owner)
@@ -59,7 +62,7 @@ class InputCast:
 
     @staticmethod
     def remove(module: nn.Module, owner: Owner) -> None:
-        """Take away what casts a module's inputs for this owner, or for one that is gone or superseded."""
+        """Remove the module's hooks of this owner, and those whose owner is gone or superseded."""
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, InputCast) and (hook._is_over() or (hook._owner and hook._owner() is owner)):
                 del module._forward_pre_hooks[key]
@@ -72,7 +75,7 @@ class InputCast:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors cast: alone, or in sequences, mappings and dataclasses."""
+    """Return ``value`` with its floating-point tensors cast, also those in sequences, mappings and dataclasses."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.dtype in FLOATS and value.dtype is not dtype else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):

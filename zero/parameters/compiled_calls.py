@@ -1,9 +1,9 @@
-"""Keeps hooks of modules out of the graphs that torch's compiler traces.
+"""Functions that keep the hooks of modules out of the graphs that torch's compiler traces.
 
 Knows: Dynamo, and the compiled call of a module. Does not know: units, memory or ranks.
 
-    module.compile()              the compiled call runs between the hooks: its graph is the same as without them
-    a compiled call around that   no hook is traced: a graph ends before it, and another one begins after it
+    module.compile()                       the compiled call runs between the hooks; its graph is as without them
+    a compiled call around such a module   no hook is traced: a graph break surrounds each hook
 """
 
 from __future__ import annotations
@@ -34,28 +34,34 @@ def _untraced(function: _Function, below: Any) -> _Function:
 
 
 def untraced(function: _Function) -> _Function:
-    """Let Dynamo trace neither ``function`` nor what it calls, as `torch.compiler.disable` does, but at no cost where
-    nothing is compiled. A compiled call inside stays one."""
+    """Make Dynamo trace neither ``function`` nor its callees, as `torch.compiler.disable` does; a decorator.
+
+    Unlike that, it costs nothing if nothing is compiled. Calls inside ``function`` that are compiled stay compiled.
+    """
     return _untraced(function, SKIP_FRAME)
 
 
 def interrupting(function: _Function) -> _Function:
-    """Let Dynamo not trace ``function``, which may ask `inside_compiled_call`. Functions that it calls have to be
-    `untraced`."""
+    """Make Dynamo not trace ``function``, which then may call `inside_compiled_call`; a decorator.
+
+    Other functions that it calls have to be `untraced`.
+    """
     return _untraced(function, DEFAULT_FRAME)
 
 
 @interrupting
 def inside_compiled_call() -> bool:
-    """Return True where the function that asks, an `interrupting` one, has broken a graph."""
+    """Return True if the calling function, which must be an `interrupting` one, has broken a graph."""
     return get_eval_frame_callback() is not None
 
 
 def wrap_compiled_call(
     call: Callable[..., Any], before: Callable[[], bool], after: Callable[[bool, Any], None]
 ) -> Callable[..., Any]:
-    """A compiled call with something before it and after it. ``after`` gets what ``before`` and the call returned, or
-    False and None where they raised."""
+    """Return a function that calls ``before``, the compiled ``call`` and ``after``, outside of any graph.
+
+    ``after`` always runs. Its arguments are the results of ``before`` and ``call``; False and None if these raised.
+    """
 
     @untraced
     def run(*args: Any, **kwargs: Any) -> Any:

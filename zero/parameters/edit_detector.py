@@ -1,7 +1,7 @@
-"""Edits of units that were gathered: a rank cannot keep what the others do not see, and must not lose it in silence.
+"""Detection of edits of gathered parameters. The other ranks do not have such an edit, so it is an error, never lost.
 
-Knows: how an edit is found that left no trace in a version: in common memory by the pages that this rank has written,
-elsewhere by what became of its own slice. Does not know: when units come and go.
+Knows: how to find an edit that no version counter shows. In memory that all ranks share, the written pages show it;
+elsewhere, a comparison of the gathered slice with this rank's shard. Does not know: when units are gathered.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from .unit_buffer import SharedBucketMemory, UnitBuffer
 
 
 class EditDetector:
-    """What was edited on one rank since it was last told."""
+    """Collects the edits of one rank until `take` returns the first of them."""
 
     def __init__(self, rank: int) -> None:
         self.common: list[SharedBucketMemory] = []
         self._rank = rank
-        self._found: str | None = None  # the first that would be lost
-        self.is_checked = True  # at common memory, since a unit was shown
-        self._doubts: dict[UnitBuffer, Tensor] = {}  # which element of a slice is not what it was; -1: all are
+        self._found: str | None = None  # the first edit, as an error's text
+        self.is_checked = True  # shared memory was checked since a unit was last installed
+        self._doubts: dict[UnitBuffer, Tensor] = {}  # index of an edited element of the slice; -1: none
 
     def add(self, buffer: UnitBuffer) -> None:
-        """Take up a shelf."""
+        """Register a buffer."""
         if buffer.common is not None:
             buffer.common.buffers.append(buffer)
             if buffer.common not in self.common:
                 self.common.append(buffer.common)
 
     def remove(self, buffer: UnitBuffer) -> None:
-        """Forget a shelf."""
+        """Unregister a buffer."""
         if buffer.common is not None:
             buffer.common.buffers.remove(buffer)
             self.common = [common for common in self.common if common.buffers]
 
     def take(self) -> str | None:
-        """What would be lost, once; None where all is well."""
+        """Return the first edit since the last call, as an error's text, or None. Waits for devices."""
         doubts, self._doubts = self._doubts, {}
         found = read_scalars(list(doubts.values()))  # host synchronisation: one between two agreements, for all units
         for buffer, element in zip(doubts, found, strict=True):
@@ -48,7 +48,7 @@ class EditDetector:
         return problem
 
     def note_slot(self, buffer: UnitBuffer, slot: int) -> None:
-        """A parameter was edited while it was shown."""
+        """Record that the parameter of a slot was edited or cast while it was installed."""
         now = buffer.parameters[slot].dtype
         if now is not buffer.nans[slot].dtype:
             self._found = self._found or (
@@ -62,31 +62,31 @@ class EditDetector:
         )
 
     def note(self, problem: str) -> None:
-        """Something was edited; the first is told."""
+        """Record an edit. Only the first one is kept."""
         self._found = self._found or f"{problem}: edit it inside gathered(write=True)"
 
-    # -- common memory --------------------------------------------------------------------------------------------
+    # -- shared memory --------------------------------------------------------------------------------------------
 
     def find(self) -> None:
-        """Look at all common memory."""
+        """Check all shared memory."""
         in_use = [common for common in self.common if not self._find_in(common)]
         self.is_checked = not in_use
 
     def find_in(self, common: SharedBucketMemory) -> None:
-        """Look at some of it."""
+        """Check the shared memory of one bucket."""
         self.is_checked = self._find_in(common) and self.is_checked
 
     def _find_in(self, common: SharedBucketMemory) -> bool:
-        """False where some of it is in use, and must be looked at again."""
+        """Check a bucket; return False if a part of it is in use and must be checked again later."""
         found, everywhere = common.edited()
         for buffer, slot in found:
             self.note_slot(buffer, slot)
         return everywhere
 
-    # -- elsewhere ------------------------------------------------------------------------------------------------
+    # -- memory of one rank ---------------------------------------------------------------------------------------
 
     def compare(self, buffer: UnitBuffer) -> None:
-        """Compare this rank's own slice, which was gathered, with what it was."""
+        """Compare the gathered copy of this rank's slice with its shard, which no edit has reached."""
         assert buffer.whole is not None
         low, high = buffer.bucket.owned(self._rank)
         if not host_readable(buffer.shard.device):
@@ -100,7 +100,7 @@ class EditDetector:
                 self.note_slot(buffer, piece.slot)
 
     def _doubt(self, buffer: UnitBuffer, low: int, high: int) -> None:
-        """Compare where the host would have to wait for the device: `take` looks."""
+        """Launch the comparison on a device, where the host would have to wait for the result; `take` reads it."""
         if buffer.whole is not None and high > low:
             doubt = first_unequal(buffer.whole[low:high], buffer.shard)
             before = self._doubts.get(buffer)

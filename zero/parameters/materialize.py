@@ -1,10 +1,12 @@
-"""Models that were built under ``torch.device("meta")``: their tensors get memory and values module by module.
+"""Materialization of models that were built under ``torch.device("meta")``: memory and values, module by module.
 
-Knows: modules in order of registration, and where their values come from. Does not know: ranks, or who keeps what then.
+Knows: modules in order of registration, and the sources of their values. Does not know: ranks, or which slices a rank
+keeps afterwards.
 
-    values of a module     its own `reset_parameters()`, or the user's function of the module
-    on top of them         what a state dict has, read tensor by tensor
-    what has values        (a tie with an earlier module, what was never on the meta device) stays as it is
+    values of a module                its own `reset_parameters()`, or the user's function of the module
+    over them                         the values of a state dict, read tensor by tensor
+    tensors that have values already  (tied to an earlier module, or never on the meta device): unchanged, unless the
+                                      state dict has them
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ StateDict = Mapping[str, Tensor] | str | os.PathLike[str] | Sequence[str | os.Pa
 
 
 def is_meta(tensor: Tensor) -> bool:
-    """True where a tensor has no memory yet."""
+    """Return True if a tensor has no memory yet."""
     return tensor.device.type == "meta"
 
 
 @dataclass(frozen=True)
 class _OwnedTensor:
-    """A tensor that a module holds itself: where, and as what it was made. ``names``: all that it has."""
+    """A tensor that a module itself registers: where it is registered, and with which geometry it was made."""
 
-    registry: dict[str, Any]
+    registry: dict[str, Any]  # the module's `_parameters` or `_buffers`
     key: str
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # all names of the tensor in the model; in this module's first
     tensor: Tensor
     made: Tensor  # on the meta device: shape, strides, dtype
 
@@ -49,25 +51,34 @@ class _OwnedTensor:
 
 @dataclass(frozen=True)
 class _MetaModule:
-    """A module, some of whose own tensors have no memory, with all of these tensors."""
+    """A module with all tensors that it registers itself."""
 
     name: str
     module: nn.Module
     own: tuple[_OwnedTensor, ...]
-    meta: frozenset[int]  # by id, those that had none
+    meta: frozenset[int]  # ids of the tensors that had no memory
 
 
 class Materializer:
-    """Gives a module's meta tensors memory and values, once."""
+    """Gives the meta tensors of a model memory and values, once."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, init: InitFunction | None, state_dict: StateDict | None
     ) -> None:
-        """``device``: where tensors go. Raises `ValueError` naming what has no values to come, or what the state dict
-        has and the module has not."""
+        """Check the model and the sources of its values; change nothing.
+
+        Args:
+            module: the whole model.
+            device: where tensors get memory.
+            init: the user's function that initialises one module; None: `reset_parameters()` of each module.
+            state_dict: values that replace those; None: no such values.
+
+        Raises:
+            ValueError: a meta tensor has no source of values, or the state dict does not fit the model.
+        """
         self.device, self._init = device, init
         self._values: Mapping[str, Tensor] = {} if state_dict is None else _mapping(state_dict)
-        self._given = frozenset(self._values)  # to ask a mapping whether it has a name may read the tensor
+        self._given = frozenset(self._values)  # `in` on a mapping may read the tensor
         if state_dict is not None:
             _check_keys(module, list(self._values), may_miss=init is not None)
         parts = list(_parts(module))
@@ -105,12 +116,14 @@ class Materializer:
                 )
 
     def _given_as(self, own: _OwnedTensor) -> str | None:
-        """By which of its names the state dict has a tensor; None where it has not."""
+        """Return the name under which the state dict has a tensor; None if it has none of its names."""
         return next((name for name in own.names if name in self._given), None)
 
     def steps(self) -> Iterator[None]:
-        """Give one module after the other its values, in order of registration; each time it has them, go on. What had
-        memory gets what the state dict has before this returns."""
+        """Return an iterator that materializes one module per step, in order of registration.
+
+        Tensors that have memory already get the state dict's values before this returns.
+        """
         for own in self._there:
             self._read(own)
         self._there = []
@@ -123,12 +136,12 @@ class Materializer:
         self._values, self._init = {}, None
 
     def finish(self) -> None:
-        """Give all that are left their values."""
+        """Materialize all remaining modules."""
         for _ in self.steps():
             pass
 
     def _materialize(self, part: _MetaModule) -> None:
-        fresh = [own for own in part.own if is_meta(own.tensor)]  # others came with a module that they are tied to
+        fresh = [own for own in part.own if is_meta(own.tensor)]  # tied ones were materialized with an earlier module
         drawn = [own for own in part.own if id(own.tensor) in part.meta and self._given_as(own) is None]
         try:
             for own in fresh:
@@ -156,7 +169,10 @@ class Materializer:
         return "param_init_fn" if self._init is not None else "its module's reset_parameters()"
 
     def _initialize(self, part: _MetaModule, fresh: Set[int]) -> None:
-        """Let a module draw its values. What has some already is out of its reach: others stand there for a while."""
+        """Initialise a module. While it runs, temporary copies replace its tensors that have values already.
+
+        Raises `ValueError` if the initialisation replaces a tensor.
+        """
         expected = []
         for own in part.own:
             if id(own.tensor) not in fresh:
@@ -179,7 +195,10 @@ class Materializer:
                 own.registry[own.key] = own.tensor
 
     def _temporary_copy(self, own: _OwnedTensor) -> Tensor:
-        """Drawn like the tensor itself, so that what is drawn later is as in plain construction."""
+        """Return a copy that the initialisation may overwrite in the tensor's place.
+
+        It consumes as many random numbers as the tensor itself, so that later draws are those of plain construction.
+        """
         if has_own_dispatch(own.tensor):
             values = own.tensor.detach().clone()
         else:
@@ -189,7 +208,7 @@ class Materializer:
         return nn.Parameter(values, own.made.requires_grad) if isinstance(own.made, nn.Parameter) else values
 
     def _read(self, own: _OwnedTensor) -> None:
-        """What the state dict has."""
+        """Copy the state dict's value into a tensor, if it has one."""
         name = self._given_as(own)
         if name is None:
             return
@@ -202,8 +221,11 @@ class Materializer:
 
 
 def landing(backend_of: Callable[[torch.device], str]) -> torch.device:
-    """Where tensors of the meta device get memory: on the default device, where one was set; else on the current
-    accelerator, where the group has NCCL for it. ``backend_of``: what moves a device's tensors in the group."""
+    """Return the device on which meta tensors get memory.
+
+    It is the default device if the user set one; else the current accelerator, if the group has NCCL for it; else the
+    CPU. ``backend_of`` returns the name of the group's backend for a device.
+    """
     default, there = torch.get_default_device(), torch.accelerator.current_accelerator(check_available=True)
     modes = get_function_modes()
     was_set = default.type != "cpu" or any(isinstance(mode, DeviceContext) for mode in modes)
@@ -219,8 +241,11 @@ def materializer_of(
     state_dict: StateDict | None,
     landing: Callable[[], torch.device],
 ) -> Materializer | None:
-    """What gives meta tensors values, where ``landing`` says; None where there are none. Raises `ValueError` where
-    there can be none."""
+    """Return the materializer of a model's meta tensors; None if it has none.
+
+    ``landing`` returns the device on which they get memory. Raises `ValueError` if meta tensors cannot get values, or
+    if there are none although ``init`` or ``state_dict`` is given.
+    """
     without_memory = [parameter for parameter in parameters if is_meta(parameter)]
     if module is not None:
         without_memory += [tensor for tensor in (*module.parameters(), *module.buffers()) if is_meta(tensor)]
@@ -247,14 +272,17 @@ def materializer_of(
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers by each of their names."""
+    """Yield all parameters and buffers, once for each of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
 def _check_keys(module: nn.Module, given: Sequence[str], *, may_miss: bool) -> None:
-    """Raise `ValueError`, as a strict `load_state_dict` does, where names do not fit: what is not found would be
-    initialised, and nobody would notice. ``may_miss``: somebody says what becomes of it."""
+    """Raise `ValueError` if the names of the state dict do not fit the model, as a strict `load_state_dict` does.
+
+    A missing tensor would otherwise be initialised without notice. ``may_miss``: names may be missing, because the user
+    passed a function that initialises them.
+    """
     aliases: dict[int, list[str]] = {}
     for name, tensor in _named(module):
         aliases.setdefault(id(tensor), []).append(name)
@@ -273,7 +301,7 @@ def _check_keys(module: nn.Module, given: Sequence[str], *, may_miss: bool) -> N
 
 
 def _parts(module: nn.Module) -> Iterator[_MetaModule]:
-    """Each module that has tensors of its own, in order of registration."""
+    """Yield each module that registers tensors itself, in order of registration."""
     aliases: dict[int, list[str]] = {}
     for name, tensor in _named(module):
         aliases.setdefault(id(tensor), []).append(name)
@@ -299,7 +327,7 @@ def _as_made(tensor: Tensor) -> Tensor:
 
 
 def _give_memory(own: _OwnedTensor, device: torch.device) -> None:
-    """Undefined values; the tensor stays the object that modules and groups hold."""
+    """Give a tensor memory with undefined values. It stays the object that modules and param groups reference."""
     tensor = own.tensor
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
@@ -312,7 +340,7 @@ def _give_memory(own: _OwnedTensor, device: torch.device) -> None:
 
 
 def _fill_sentinel(tensor: Tensor) -> None:
-    """Values that no initialisation leaves everywhere."""
+    """Fill a tensor with a value that no initialisation leaves everywhere: NaN, or the largest integer."""
     with torch.no_grad():
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(float("nan"))
@@ -336,7 +364,7 @@ def _check_shape(own: _OwnedTensor, name: str, found: tuple[int, ...]) -> None:
 
 
 def _shape(values: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
-    """What a tensor's shape will be, where that can be told without reading it."""
+    """Return the shape of a value, or None if it is unknown without reading the tensor."""
     if isinstance(values, _Files):
         return values.shape(name)
     return tuple(values[name].shape) if isinstance(values, dict) and name in values else None
@@ -350,7 +378,7 @@ def _mapping(state_dict: StateDict) -> Mapping[str, Tensor]:
 
 
 class _Files(Mapping[str, Tensor]):
-    """The tensors of safetensors files, each read when it is asked for."""
+    """The tensors of safetensors files; each is read on access."""
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
         try:
@@ -379,5 +407,5 @@ class _Files(Mapping[str, Tensor]):
         return len(self._files)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of a tensor that is there."""
+        """Return the shape of a tensor without reading its values; None if no file has the name."""
         return tuple(self._files[name].get_slice(name).get_shape()) if name in self._files else None

@@ -1,7 +1,7 @@
-"""The hooks of one module, in the right place among those of others; and methods that gather as a forward does.
+"""The hooks of one module, kept in order among the user's hooks; and methods that gather as a forward does.
 
-Knows: the order of a module's hooks, compiled calls, how a method is put in the place of another, and what copies of
-the module get. Does not know: what is done between two hooks.
+Knows: the order of a module's hooks, compiled calls, how a method is replaced, and what copies of the module get in the
+place of hooks. Does not know: what the owner of the hooks does.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from ..core.units import UnitModule
 from .compiled_calls import inside_compiled_call, interrupting, untraced, wrap_compiled_call
 
 Before = Callable[[nn.Module], None]
-After = Callable[[nn.Module, Any, Any], None]  # is given the module, None, and the output, or None after an exception
+After = Callable[[nn.Module, Any, Any], None]  # called with the module, None, and the output (None: it raised)
 
 
 class ForwardMethod:
-    """Stands in a module's ``__dict__`` in the place of a method, until `remove`. It holds the module weakly; copies of
-    the module, pickled ones too, have the plain method."""
+    """A replacement, in a module's ``__dict__``, of one of its methods, until `remove`.
+
+    It calls the plain method between ``before`` and ``after``. It holds the module weakly. Copies of the module, also
+    pickled ones, have the plain method.
+    """
 
     def __init__(self, module: nn.Module, name: str, before: Before, after: After) -> None:
-        """Raises `ValueError` where the module has no such method."""
+        """Replace the method ``name``. Raises `ValueError` if the module has none of that name."""
         plain = check_method(module, name)
         self._module, self._name, self._before, self._after = weakref.ref(module), name, before, after
         own: Callable[..., Any] | None = module.__dict__.get(name)
-        self._own = own  # a method that was assigned to this module alone
+        self._own = own  # a method that the user assigned to this instance, not to its class
         self.__name__, self.__doc__ = name, plain.__doc__
         self.__signature__ = inspect.signature(plain)
         module.__dict__[name] = self
@@ -56,7 +59,7 @@ class ForwardMethod:
         return found
 
     def remove(self) -> None:
-        """Put the plain method back, unless the user has replaced this one."""
+        """Restore the plain method, unless the user has replaced this one."""
         module = self._module()
         if module is not None and module.__dict__.get(self._name) is self:
             if self._own is None:
@@ -67,7 +70,7 @@ class ForwardMethod:
     def __reduce__(self) -> tuple[Any, ...]:
         if self._own is not None:
             return (_itself, (self._own,))
-        return (getattr, (self._module(), self._name))  # of the copy, which has no such entry yet
+        return (getattr, (self._module(), self._name))  # unpickled with the copy's module, which has no such entry yet
 
 
 def _itself(method: Any) -> Any:
@@ -75,7 +78,7 @@ def _itself(method: Any) -> Any:
 
 
 def check_method(module: nn.Module, name: str) -> Callable[..., Any]:
-    """A module's method. Raises `ValueError` where there is none."""
+    """Return a method of a module. Raises `ValueError` if it has none of that name, `TypeError` for a non-module."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"register_forward_method: a module is needed, not {module!r}")
     found = getattr(module, name, None) if isinstance(name, str) else None
@@ -85,29 +88,29 @@ def check_method(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 class HookListener(Protocol):
-    """Who is told of what happens to a module."""
+    """The receiver of the events of modules. ``place``: the hooks of the module."""
 
     def entered(self, place: ModuleHooks) -> None:
         """A forward begins."""
 
     def left(self, place: ModuleHooks, output: Any) -> None:
-        """It is over."""
+        """The forward has ended; ``output`` is None if it raised."""
 
     def save_on_top(self, place: ModuleHooks) -> None:
-        """Other hooks before the forward are over: they may save tensors from then on."""
+        """The user's pre-forward hooks have run; they may have pushed saved-tensor hooks of their own."""
 
     def save_as_before(self, place: ModuleHooks) -> None:
-        """Other hooks after the forward begin."""
+        """The user's post-forward hooks are about to run."""
 
     def reached(self, place: ModuleHooks) -> None:
-        """A backward comes to what the forward gave out."""
+        """A backward reaches the output of the forward."""
 
     def graph_broken(self, place: ModuleHooks) -> None:
-        """A compiled call was interrupted at the module."""
+        """The module's hook broke the graph of a compiled call."""
 
 
 class ModuleHooks:
-    """The hooks on one module, and on the graphs of what its forward gives out. They hold their owner weakly."""
+    """The hooks on one module, and on the graphs of its outputs. They hold their owner weakly."""
 
     def __init__(self, owner: HookListener, entry: UnitModule) -> None:
         self.name, self.needs, self.is_root = entry.name, entry.needs, not entry.name
@@ -118,9 +121,9 @@ class ModuleHooks:
         self._last = entry.module.register_forward_hook(self._leaving, always_call=True)
         self._back: Any = None
         self._inner: tuple[Any, Any] | None = None  # the last hook before the forward, and the first one after it
-        self.pushed: list[tuple[int, int, bool]] = []  # whenever the first of these ran: thread, forwards, pushed
-        self._compiled: Any = None  # the module's compiled call, and what is called instead
-        self._surrounded: Any = None
+        self.pushed: list[tuple[int, int, bool]] = []  # per run of the first of these: thread, forwards, pushed
+        self._compiled: Any = None  # the module's compiled call
+        self._surrounded: Any = None  # its replacement, with the hooks around it
         self._methods: dict[str, ForwardMethod] = {}
         self.arrange()
 
@@ -134,16 +137,19 @@ class ModuleHooks:
             module._compiled_call_impl = self._compiled
 
     def register(self, module: nn.Module, name: str) -> None:
-        """From now on, a method of the module gathers as its forward does."""
+        """Make a method of the module gather as its forward does."""
         if module.__dict__.get(name) is not self._methods.get(name, self):
             before, after = _Hook(self, self._before), _Hook(self, self._after)
             self._methods[name] = ForwardMethod(module, name, before, after)
 
     def arrange(self) -> None:
-        """Be the first before the forward and the backward, and the last after the forward: the user's hooks see
-        parameters. One that was put first on the outermost module since its last forward still comes before."""
+        """Move these hooks to the front before the forward and the backward, and to the end after the forward.
+
+        The user's hooks then run while parameters are installed. Exception: a hook that the user prepended to the
+        outermost module since its last forward still runs first.
+        """
         module = self._module()
-        if module is None or self._first.id not in module._forward_pre_hooks:  # taken away, by `_enter_compiled`
+        if module is None or self._first.id not in module._forward_pre_hooks:  # removed by `_enter_compiled`
             return
         if module._compiled_call_impl is not self._surrounded:
             self._surround(module)
@@ -152,7 +158,7 @@ class ModuleHooks:
         if len(module._forward_pre_hooks) > 1 and self._surrounded is None:
             self._arrange_inner(module)
         others = len(module._backward_pre_hooks) - (self._back is not None)
-        if others and self._back is None:  # alone, such a hook would put a node of its own into every graph
+        if others and self._back is None:  # without the user's, ours would add a node to every graph
             self._back = module.register_full_backward_pre_hook(_Hook(self, self._reached), prepend=True)
         elif others:
             _ordered(module._backward_pre_hooks).move_to_end(self._back.id, last=False)
@@ -161,12 +167,15 @@ class ModuleHooks:
             self._back = None
 
     def gathers(self, module: nn.Module) -> bool:
-        """True where this is the place of that module, and there is an optimizer."""
+        """Return True if these are the hooks of ``module`` and their optimizer exists."""
         return self._module() is module and self._owner() is not None
 
     def _arrange_inner(self, module: nn.Module) -> None:
-        """Others run before the forward, and may save tensors from then on, as torch's composable checkpoint does. A
-        parameter is ours before it is theirs, as it is where they call the module again."""
+        """Add the innermost hooks: the last before the forward and the first after it.
+
+        The user's pre-forward hooks may push saved-tensor hooks, as torch's composable checkpoint does. Ours must be on
+        top of these, so that they pack a parameter first, as they do when the checkpoint calls the module again.
+        """
         if self._inner is None:
             before = module.register_forward_pre_hook(_Hook(self, self._push))
             self._inner = before, module.register_forward_hook(_Hook(self, self._pop), always_call=True)
@@ -195,7 +204,7 @@ class ModuleHooks:
             owner.left(self, output)
 
     def _surround(self, module: nn.Module) -> None:
-        """Put the hooks around what `module.compile()` made: inside they would break its graph."""
+        """Put the hooks around the call that `module.compile()` made; inside it they would break its graph."""
         self._compiled, self._surrounded = module._compiled_call_impl, None
         if self._compiled is not None:
             for handle in self._inner or ():
@@ -205,7 +214,7 @@ class ModuleHooks:
             module._compiled_call_impl = self._surrounded
 
     def _enter_compiled(self) -> bool:
-        """The module's compiled call begins, and sees no hook of this place. True where this has taken them away."""
+        """Run the pre-forward hook, then remove both hooks for the compiled call. Return True if they were removed."""
         self._before()
         module = self._module()
         if module is None:
@@ -221,20 +230,20 @@ class ModuleHooks:
         self._after(None, output)
 
     def graph_broken(self) -> None:
-        """A compiled call was interrupted at this module."""
+        """Report to the owner that the graph of a compiled call was broken at this module."""
         owner, module = self._owner(), self._module()
         if owner is None or module is None:
             return
-        if module._compiled_call_impl is not self._surrounded:  # its own, which `arrange` will call between the hooks
+        if module._compiled_call_impl is not self._surrounded:  # the module's own call, which `arrange` will surround
             return
         owner.graph_broken(self)
 
     def watch(self, output: Any) -> bool:
-        """Be told when a backward comes to ``output``; False where none can."""
+        """Report to the owner when a backward reaches ``output``. Return False if none can: it needs no gradient."""
         nodes = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
         for node in nodes:
             notes: Any = node.metadata
-            if self._owner not in notes:  # what a module passes on belongs to the one that made it
+            if self._owner not in notes:  # an output that was passed on belongs to the module that made it
                 notes[self._owner] = True
                 node.register_prehook(self._reached)
         return bool(nodes)
@@ -246,8 +255,10 @@ class ModuleHooks:
 
 
 class _Hook:
-    """What a module calls. A compiler leaves it alone; copies of the module, pickled ones too, get one that does
-    nothing."""
+    """A hook as it is registered on a module.
+
+    A compiler does not trace it. Copies of the module, also pickled ones, get a hook that does nothing.
+    """
 
     def __init__(self, place: ModuleHooks, action: Callable[..., None]) -> None:
         self.place, self._action = place, action
@@ -272,7 +283,7 @@ class _Hook:
 
 @interrupting
 def _run(hook: _Hook, arguments: tuple[Any, ...]) -> None:
-    """Run a hook. A function of its own, since Dynamo inlines an object's ``__call__``."""
+    """Run a hook. This is a function of its own, since Dynamo inlines an object's ``__call__``."""
     hook.act(inside_compiled_call(), arguments)
 
 
@@ -282,16 +293,17 @@ class _Inert:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let a method of a module gather the parameters that the module's forward gathers: at stage 3, where only forwards
-    do. To be called on every rank, after the optimizer was built; where no stage-3 optimizer holds the module it does
-    nothing, so that the same line serves every stage.
+    """Make a method of a module gather the same parameters as the module's forward does.
 
-    Inputs are not cast, as those of the outermost forward are with ``mixed_precision``. `ZeroOptimizer.close` takes it
-    away, and a copy of the module has the plain method.
+    At stage 3 only forwards gather by themselves. Call it on every rank, after the optimizer is built. If no stage-3
+    optimizer holds the module, it does nothing, so that the same line serves every stage.
+
+    With ``mixed_precision``, the method's inputs are not cast, as those of the outermost forward are.
+    `ZeroOptimizer.close` undoes it, and a copy of the module has the plain method.
 
     Args:
-        module: a unit, or a module outside of the units: the model itself, say.
-        name: of its method; other than ``forward`` (``"generate"``, ``"encode"``, ...).
+        module: a unit, or a module outside of the units, for example the model itself.
+        name: the method's name, other than ``forward`` (``"generate"``, ``"encode"``, ...).
 
     Raises:
         ValueError: the module has no such method, or lies inside a unit, which is gathered as a whole.
@@ -310,13 +322,13 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def _places(module: nn.Module) -> list[ModuleHooks]:
-    """The places, at most one, of an optimizer that gathers around the module's forward."""
+    """Return the hooks, at most one `ModuleHooks`, of an optimizer that gathers around the module's forward."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Hook)]
     return [hook.place for hook in hooks if hook.place.gathers(module)]
 
 
 def check_not_in_units(module: nn.Module | None) -> None:
-    """Raise `ValueError` where a part of the module is gathered by another optimizer."""
+    """Raise `ValueError` if another optimizer gathers a part of the module."""
     for name, part in () if module is None else module.named_modules():
         if any(isinstance(hook, _Hook) and hook.alive for hook in part._forward_pre_hooks.values()):
             where = f"{name!r}" if name else "the module"
@@ -324,7 +336,7 @@ def check_not_in_units(module: nn.Module | None) -> None:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in what a forward gives out: alone, or in sequences, mappings and dataclasses."""
+    """Yield the tensors of a forward's output, also those in sequences, mappings and dataclasses."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
@@ -339,6 +351,6 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _ordered(hooks: Any) -> OrderedDict[int, Any]:
-    """What it is at run time; torch annotates it as a dict."""
+    """Return a module's hooks with their type at run time; torch annotates them as a dict."""
     assert isinstance(hooks, OrderedDict)
     return hooks

@@ -1,4 +1,4 @@
-"""Which unit will probably be needed next."""
+"""A prediction of the unit that will be needed next."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import torch
 
 
 class PrefetchOrder:
-    """In which order units are used, as far as the last time tells. What it says decides when a gather begins, never
-    what is right; it is equal on all ranks, since they enter the same units."""
+    """The order in which units were used last, as the prediction for the next time. Unit 0 is the root's own.
+
+    The prediction decides only when a gather begins, never a result. It is equal on all ranks, since they enter the
+    same units.
+    """
 
     def __init__(self, units: int) -> None:
-        self._forward = list(range(1, units))  # of the last forward of the root; at first a guess
+        self._forward = list(range(1, units))  # units in the last forward of the root; at first a guess
         self._position = 0
-        self._path: list[int] = []  # forwards since the last backward or step
+        self._path: list[int] = []  # units entered by forwards since the last backward or step
         self._closed = False
-        self._back: list[int] = []
+        self._back: list[int] = []  # units that the backward under way has not reached yet
 
     def begin_forward(self) -> None:
-        """The root's forward begins."""
+        """Begin a forward of the root."""
         self._position = 0
 
     def close(self) -> None:
-        """A backward or a step: the next forward begins another path."""
+        """Note a backward or a step: the next forward begins another path."""
         self._closed = True
 
     def begin_backward(self) -> None:
@@ -29,7 +32,7 @@ class PrefetchOrder:
         self.close()
 
     def forward(self, unit: int) -> int | None:
-        """A forward comes to ``unit``; returns the one that will probably follow."""
+        """Note that a forward enters ``unit``; return the unit that will probably follow, or None."""
         position, self._position = self._position, self._position + 1
         if self._closed:
             self._path, self._closed = [], False
@@ -42,7 +45,7 @@ class PrefetchOrder:
         return None
 
     def backward(self, unit: int) -> int | None:
-        """A backward comes to ``unit``; returns the one that will probably follow."""
+        """Note that a backward reaches ``unit``; return the unit that will probably follow, or None."""
         if unit not in self._back:
             return None
         del self._back[: self._back.index(unit) + 1]

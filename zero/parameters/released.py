@@ -1,14 +1,14 @@
-"""What stands in the place of a parameter whose memory was given back.
+"""The class of released parameters: those whose values this rank does not hold now.
 
-Knows: which questions about a parameter can be answered without its values: what it is (also by `repr`), a conversion
-that would change nothing, and gradients with respect to it. Does not know: where the values are.
+Knows: which operations on a parameter need no values: its attributes and `repr`, a conversion that changes nothing, and
+gradients with respect to it. Does not know: where the values are.
 
-A released parameter is the same object with the same name, shape and dtype; its class is a subclass of its own that
-raises on every other use, and its data is a single NaN, expanded, which belongs to this parameter alone. So no use can
-crash, show an old number, or reach the values of another parameter.
+A released parameter is the same object with the same name, shape and dtype. Its class is a subclass of its own class
+that raises on every other use. Its data is a single NaN, expanded, in memory that no other parameter shares. So no use
+can crash, return an old value, or reach the values of another parameter.
 
-Considered instead: a storage resized to nothing. Two thirds of what people do to a parameter is then a crash of the
-interpreter, and a graph that was recorded before keeps an old version counter.
+Alternative that was considered: a storage resized to zero. About two thirds of the usual operations on a parameter then
+crash the interpreter, and a graph that was recorded before keeps an old version counter.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _METHODS = (
     "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size",
 )
 # fmt: on
-_CASTS = ("to", "type", "double", "float", "half", "bfloat16", "cpu", "cuda", "xpu")  # what nn.Module calls
+_CASTS = ("to", "type", "double", "float", "half", "bfloat16", "cpu", "cuda", "xpu")  # called by methods of nn.Module
 
 
 def _answerable() -> frozenset[Any]:
-    tensor: Any = Tensor  # its attributes are descriptors, which torch leaves without annotations
+    tensor: Any = Tensor  # its attributes are descriptors without annotations
     found = {getattr(tensor, name).__get__ for name in _GETTERS if hasattr(tensor, name)}  # names differ by version
     found |= {getattr(tensor, name).__set__ for name in _SETTERS if hasattr(tensor, name)}
-    found |= {tensor.grad.__delete__, has_compatible_shallow_copy_type}  # types, which `nn.Module.to` compares
+    found |= {tensor.grad.__delete__, has_compatible_shallow_copy_type}  # the latter is called by `nn.Module.to`
     return frozenset(found | {getattr(tensor, name) for name in _METHODS})
 
 
@@ -56,8 +56,11 @@ ANSWERABLE = _answerable()
 
 
 def released_class(base: type[Tensor], spec_of: SpecOf) -> type[Tensor]:
-    """A subclass of a parameter's class for its time without memory. ``spec_of`` says which parameter an error is
-    about; None when the optimizer that had its values is gone."""
+    """Return a subclass of a parameter's class ``base`` for parameters that are released.
+
+    ``spec_of`` returns the spec of the parameter that an error names, or None if the optimizer that held its values is
+    gone.
+    """
 
     def answer(
         cls: type, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -101,8 +104,9 @@ def released_class(base: type[Tensor], spec_of: SpecOf) -> type[Tensor]:
     return made
 
 
-# -- what needs no values -------------------------------------------------------------------------------------------
-# Each is called with the function that was asked for and its arguments; NotImplemented where it does need values.
+# -- operations without values --------------------------------------------------------------------------------------
+# Each is called with the function that the user called and its arguments. It returns NotImplemented if these need
+# values.
 
 
 def _shown(spec_of: SpecOf, func: Any, parameter: Tensor, format_spec: str = "", **_: Any) -> Any:
@@ -110,7 +114,7 @@ def _shown(spec_of: SpecOf, func: Any, parameter: Tensor, format_spec: str = "",
 
 
 def _converted(spec_of: SpecOf, func: Any, parameter: Any, *args: Any, **kwargs: Any) -> Any:
-    """The parameter itself where a conversion would change nothing, as torch gives a tensor itself."""
+    """Return the parameter itself if the conversion changes nothing, as torch does for every tensor."""
     spec = spec_of(parameter)
     if spec is None or not is_released(parameter):
         return NotImplemented
@@ -119,18 +123,18 @@ def _converted(spec_of: SpecOf, func: Any, parameter: Any, *args: Any, **kwargs:
     like = torch.empty_strided(spec.shape, spec.stride, device="meta")
     try:
         same = func(small, *args, **kwargs) is small and like.to(memory_format=memory_format) is like
-    except Exception:  # a device that torch was not built for, say
+    except Exception:  # for example, a device that torch was not built for
         same = False
     return parameter if same else NotImplemented
 
 
 def _replaced(spec_of: SpecOf, func: Any, parameter: Tensor, data: Any) -> Any:
-    """`nn.Module.to` assigns what a conversion gave, also where that is the parameter itself."""
+    """Accept `p.data = p`: `nn.Module.to` assigns the result of a conversion, also if it is the parameter itself."""
     return None if data is parameter else NotImplemented
 
 
 def _differentiated(spec_of: SpecOf, func: Any, outputs: Any, inputs: Any, **options: Any) -> Any:
-    """`torch.autograd.grad` by the places of parameters in the graph."""
+    """Call `torch.autograd.grad` with graph edges in the place of released inputs."""
     materialize, create = options.pop("materialize_grads", False), options.get("create_graph", False)
     if any(is_released(tensor) for tensor in _flat([outputs, options])):
         return NotImplemented
@@ -143,15 +147,17 @@ def _differentiated(spec_of: SpecOf, func: Any, outputs: Any, inputs: Any, **opt
 
 
 def _accumulated(spec_of: SpecOf, func: Any, tensors: Any, *, inputs: Any = None, **options: Any) -> Any:
-    """`torch.autograd.backward` by the places of parameters in the graph."""
+    """Call `torch.autograd.backward` with graph edges in the place of released inputs."""
     if inputs is None or any(is_released(tensor) for tensor in _flat([tensors, options])):
         return NotImplemented
     return func(tensors, inputs=_edges(inputs), **options)
 
 
 def _edges(inputs: Sequence[Any]) -> list[Any]:
-    """Edges of the graph for released parameters: a backward must not run as if these were ordinary tensors, since
-    hooks of the user's run inside it."""
+    """Return ``inputs`` with the gradient edge of each released parameter in its place.
+
+    Running the whole backward under `as_plain` instead would disable the check in the user's hooks, too.
+    """
     with as_plain():
         return [torch.autograd.graph.get_gradient_edge(each) if is_released(each) else each for each in inputs]
 
@@ -173,7 +179,7 @@ _WITHOUT_VALUES = _without_values()
 
 
 def _further_remedy(func: Any) -> str:
-    """What else there is to do, where it is a known habit that met a released parameter."""
+    """Return a further remedy for the error's text, if the call is a known misuse; else an empty text."""
     if getattr(func, "__name__", "") in _CASTS:
         return "; move and cast the model before the optimizer is built, or after its close()"
     frame: FrameType | None = sys._getframe()
@@ -201,7 +207,7 @@ def _flat(value: Any) -> list[Any]:
 
 
 def weakly(spec_of: SpecOf) -> SpecOf:
-    """A method that does not keep its object alive, and returns None when that is gone."""
+    """Return a function that calls a bound method without keeping its object alive, and returns None after its end."""
     reference = weakref.WeakMethod(spec_of)
 
     def call(parameter: Tensor) -> ParameterSpec | None:
@@ -212,8 +218,10 @@ def weakly(spec_of: SpecOf) -> SpecOf:
 
 
 def refuse_transforms(name: str) -> None:
-    """Raise `RuntimeError` inside a transform of `torch.func` that differentiates: what is put into a parameter there
-    would be a wrapper that ends with the transform."""
+    """Raise `RuntimeError` inside a `torch.func` transform that differentiates. ``name``: the unit's.
+
+    A tensor that is assigned to a parameter there is a wrapper, which is invalid after the transform.
+    """
     under_way = get_interpreter_stack()
     if under_way is None:
         return

@@ -1,13 +1,13 @@
-"""What a graph keeps of a unit's parameters: places instead of memory.
+"""Saved-tensor hooks: a graph keeps a `PackedParam` of a unit's parameter instead of its memory.
 
 Knows: autograd's hooks for saved tensors. Does not know: when a unit runs, or where its memory is.
 
-    pack     a tensor in a gathered buffer    -> its place
-             any other                        -> what the hooks that were there before make of it, or itself
-    unpack   a place                          -> ask for the unit, then a view of its buffer
+    pack     a tensor in a gathered buffer    -> a PackedParam
+             any other                        -> the result of the hooks pushed before, or the tensor itself
+    unpack   a PackedParam                    -> gather and install the unit, then a view of its buffer
 
-autograd watches tensors that it saves itself for edits in place; those that a hook keeps it does not, so that is done
-here, too.
+Autograd checks the tensors that it saves itself for edits in place, but not those that a hook keeps. These are checked
+here.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Any]]
 
 
 class SavedTensorHooks:
-    """The hooks of one optimizer. ``needed`` is called with a unit before a tensor of it is restored. Which hooks a
-    thread saves through, torch knows for each thread."""
+    """The hooks of one optimizer. ``needed`` is called with a unit before a tensor of it is restored. torch has one
+    stack of saved-tensor hooks per thread."""
 
     def __init__(self, manager: UnitManager, needed: Callable[[int], None]) -> None:
         self._home = manager.saved_tensors.home
         self._manager, self._needed = weakref.ref(manager), weakref.WeakMethod(needed)
-        self._alone = saved_tensors_hooks(*self._hooks(None))  # as almost always
+        self._alone = saved_tensors_hooks(*self._hooks(None))  # without others below, as almost always
 
     def push(self) -> bool:
-        """From now on this thread's forwards save through these hooks, until `pop`, which is due where this returns
-        True; where it returns False they do already."""
+        """Push these hooks on this thread's stack. Return True if the caller must `pop` them; False if they are on top
+        already."""
         before = top_saved_tensors_hooks(False)
         if before is not None and self._are_ours(before[0]):
             return False
@@ -51,13 +51,13 @@ class SavedTensorHooks:
         return defaults is not None and len(defaults) == 1 and defaults[0] is self._home
 
     def pop(self) -> None:
-        self._alone.__exit__()  # takes away the hooks that were pushed last, whichever they are
+        self._alone.__exit__()  # pops the hooks that were pushed last, whichever they are
 
     def _hooks(self, before: _Pair | None) -> _Pair:
         known, needed, home = self._manager, self._needed, self._home  # weakly: a graph may outlive the optimizer
 
         @untraced
-        def pack(tensor: Tensor, _owner: object = home) -> Any:  # by which `push` knows it
+        def pack(tensor: Tensor, _owner: object = home) -> Any:  # the default identifies the function in `push`
             manager = known()
             if manager is not None and (saved := manager.saved_tensors.find(tensor)) is not None:
                 return saved

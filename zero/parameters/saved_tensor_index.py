@@ -1,6 +1,6 @@
-"""Which tensors lie in the gathered memory of units, and what lies at a place there.
+"""An index of the gathered memory of units: from a tensor to its `ParamView`, and back.
 
-Knows: addresses. Does not know: when a unit comes or goes, or who asks.
+Knows: addresses. Does not know: when a unit is gathered or resharded, or which graph saves a tensor.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from .unit_buffer import UnitBuffer
 
-_MOST_KNOWN = 1 << 16  # places; a program that makes ever new ones would fill the memory
+_MOST_KNOWN = 1 << 16  # views; a program that makes ever new ones would fill the memory otherwise
 
 
 @dataclass(frozen=True, eq=False)
 class ParamView:
-    """Where a tensor lies in a shelf's whole."""
+    """The place of a tensor in a buffer's whole."""
 
-    home: object  # whose it is
+    home: object  # identifies the index
     unit: int
     buffer: UnitBuffer
     slot: int
@@ -32,27 +32,27 @@ class ParamView:
 
 
 class PackedParam(NamedTuple):
-    """What a graph keeps of a tensor: a place instead of memory, and how often its parameter had changed."""
+    """A tensor as a graph keeps it: a place instead of memory, and how often its parameter had changed."""
 
     place: ParamView
     version: int
 
 
 class SavedTensorIndex:
-    """The buffers in which units are, or were where somebody else holds them still."""
+    """The buffers of gathered units, and resharded ones with external references."""
 
     def __init__(self, *, alone: bool) -> None:
-        """``alone``: buffers are the shards themselves, where edits are kept, and so count as changes."""
+        """``alone``: buffers are the shards themselves (one rank); edits are kept there, and so count as changes."""
         self.home = object()
         self._alone = alone
-        self._buffers: dict[int, tuple[int, UnitBuffer]] = {}  # address of a buffer -> unit, and what lies there
-        self._low, self._high = sys.maxsize, 0  # between which addresses buffers have been
+        self._buffers: dict[int, tuple[int, UnitBuffer]] = {}  # address of a buffer -> its unit, and the buffer
+        self._low, self._high = sys.maxsize, 0  # the range of addresses that buffers have had
         self._known: dict[tuple[object, ...], ParamView] = {}  # a tensor's address and geometry -> its place
 
     def remember(self, unit: int, buffer: UnitBuffer, whole: Tensor) -> None:
-        """What lies in a buffer is of this unit."""
+        """Register the memory of a unit's buffer."""
         address = _address(whole)
-        if not address:  # no elements, which lie nowhere
+        if not address:  # a tensor without elements has no memory
             return
         if buffer.address != address or address not in self._buffers:  # share_memory() may have moved a storage
             self.forget(buffer)
@@ -62,16 +62,16 @@ class SavedTensorIndex:
             self._low, self._high = min(self._low, address), max(self._high, end)
 
     def forget(self, buffer: UnitBuffer) -> None:
-        """What lies at a buffer's address from now on is somebody else's."""
+        """Unregister a buffer: its address may be used by other tensors."""
         if self._buffers.pop(buffer.address, None) is not None:
             self._known.clear()
         buffer.address = 0
 
     def find(self, tensor: Tensor) -> PackedParam | None:
-        """Where a tensor lies in a gathered buffer; None for any other."""
+        """The place of a tensor in a gathered buffer; None for any other tensor."""
         try:
-            begin = tensor.data_ptr()  # 0 of what has no elements, which may lie in a buffer
-            if begin and not self._low <= begin < self._high:  # as most: one question less
+            begin = tensor.data_ptr()  # 0 for a tensor without elements, which may lie in a buffer
+            if begin and not self._low <= begin < self._high:  # true of most tensors: a short cut
                 return None
             key = (begin, tensor.dtype, tensor.shape, tensor.stride())
             place = self._known.get(key) or self._find(tensor, key)
@@ -97,17 +97,17 @@ class SavedTensorIndex:
         return place
 
     def _is_there(self, buffer: UnitBuffer) -> bool:
-        """False after share_memory(): what lies at a buffer's address may be anybody's."""
+        """False after share_memory(): a buffer's address may be used by other tensors."""
         whole = buffer.shard if self._alone else buffer.externally_held if buffer.whole is None else buffer.whole
         return whole is not None and whole.data_ptr() == buffer.address
 
     def _version(self, place: ParamView) -> int:
-        """How often a parameter's values were changed; edits count where they are kept."""
+        """How often a parameter's values were changed; edits count if they are kept."""
         buffer, slot = place.buffer, place.slot
         return buffer.versions[slot] + (buffer.parameters[slot]._version if self._alone else 0)
 
     def restore(self, saved: PackedParam) -> Tensor:
-        """The tensor at a place; its unit is here."""
+        """Return the tensor at a place. Its unit must be gathered."""
         place, buffer = saved.place, saved.place.buffer
         if self._version(place) != saved.version:
             raise RuntimeError(

@@ -1,7 +1,7 @@
-"""The memory of the parameters where a rank holds slices: the same face as `storage`, with units that come and go.
+"""The memory of the parameters if a rank holds slices: the same interface as `storage`, with units that are gathered.
 
-Knows: which parameters lie in which unit, and which of them the optimizer updates: every parameter of the module that
-is laid out is sharded, the listed ones in the layout's buckets, the others in buckets of their own.
+Knows: which parameters lie in which unit, and which of them the optimizer updates. Every parameter of the module that
+can lie in buckets is sharded: the listed ones in the layout's buckets, the others in buckets of their own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .unit_manager import UnitManager
 
 @dataclass
 class _ParamSet:
-    """Buckets of a layout, which take their values from these parameters. ``keep``: None of those that the optimizer
+    """Buckets of a layout, which get their values from these parameters. ``keep``: None for those that the optimizer
     does not update."""
 
     buckets: Sequence[Bucket]
@@ -39,20 +39,20 @@ class _ParamSet:
     parameters: Sequence[Tensor]
     keep: Keep | None
     flats: dict[int, Tensor] = field(default_factory=dict)  # this rank's slices, by bucket
-    buffers: list[UnitBuffer] = field(default_factory=list)  # what stands on them
+    buffers: list[UnitBuffer] = field(default_factory=list)  # of these slices
 
 
 class SliceMemory(Protocol):
-    """Where a rank's slices are kept, if not beside the model, as in an offload's file."""
+    """Memory for a rank's slices that is not beside the model, as an offload's file."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor."""
+        """Return a 1-D tensor."""
 
     def evict(self, tensors: Iterable[Tensor]) -> None:
-        """These will not be needed for a while."""
+        """Evict tensors that will not be needed for a while."""
 
     def give_back(self, tensors: Iterable[Tensor]) -> None:
-        """These are needed no more."""
+        """Release tensors."""
 
 
 class ShardedStorage(ParameterStorage):
@@ -75,13 +75,13 @@ class ShardedStorage(ParameterStorage):
         materializer: Materializer | None,
         streams: Streams,
     ) -> None:
-        """``post_forward_group``: the ranks, of those that share a copy, that share what is kept for a backward; None:
-        all; ``keeps_whole``: each keeps all of it. ``offload_backend``: where this rank's slices are kept, if not in
-        memory; ``materializer``: of tensors that have no memory yet."""
+        """``post_forward_group``: the ranks, of those that share a copy, that share the slices kept for a backward;
+        None: all of them; ``keeps_whole``: each keeps the whole. ``offload_backend``: the memory of this rank's slices,
+        if not beside the model; ``materializer``: of tensors on the meta device."""
         super().__init__(transport, shards, direct, module, precision)
         self._root, self._bucket_bytes, self._streams = module, bucket_bytes, streams
         self._materializer = materializer
-        self._meta = None if materializer is None else materializer.device  # where that goes
+        self._meta = None if materializer is None else materializer.device  # where meta tensors get memory
         there = (parameter.device for parameter in module.parameters())
         self._on_host = all((self._meta or device).type == "cpu" for device in there)
         self._units = find_units(module, predicate)
@@ -121,7 +121,7 @@ class ShardedStorage(ParameterStorage):
         rest, described = self._describe_rest(adopted)
         kept = [(bucket, adopted) for bucket in buckets]
         kept += [(bucket, rest) for bucket in self._layout_of(described).buckets]
-        kept.sort(key=lambda entry: self._last_of(*entry))  # as they will come
+        kept.sort(key=lambda entry: self._last_of(*entry))  # in the order in which they are filled
         owned = [(bucket.dtypes.param_dtype, *bucket.owned(self._shards.rank)) for bucket, _ in kept]
         return [(high - low, dtype) for dtype, low, high in owned]
 
@@ -175,7 +175,7 @@ class ShardedStorage(ParameterStorage):
         return _ParamSet(self.rest.buckets, self.rest, parameters, None)
 
     def _fill_all(self, param_sets: Sequence[_ParamSet]) -> None:
-        """Fill lots with rank 0's values, of which this rank keeps its slices. Collective."""
+        """Fill buckets with rank 0's values, of which this rank keeps its slices. Collective."""
         entries = [(params, bucket) for params in param_sets for bucket in params.buckets]
         on_host = all(bucket.device == "cpu" for _, bucket in entries)
         sizes = [bucket.numel * bucket.dtypes.param_dtype.itemsize for _, bucket in entries]
@@ -186,7 +186,7 @@ class ShardedStorage(ParameterStorage):
             self._fill(params, bucket, None if regions is None else regions[number])
 
     def _fill(self, params: _ParamSet, bucket: Bucket, region: Region | None) -> None:
-        """Rank 0's values of a bucket, to lie in ``region`` where all ranks see them. Collective."""
+        """Fill a bucket with rank 0's values, in ``region`` if all ranks share its memory. Collective."""
         whole = self._values(bucket, params.layout, params.parameters, _nothing if params.keep is None else params.keep)
         low, high = bucket.owned(self._shards.rank)
         common = None if region is None else SharedBucketMemory(region, whole.dtype)
@@ -209,15 +209,19 @@ class ShardedStorage(ParameterStorage):
         params.flats[bucket.index] = flat
 
     def _agreed(self, regions: Sequence[Region] | None) -> Sequence[Region] | None:
-        """Memory in common is for all replicas or for none: a rank tells the others what travels. Collective."""
+        """Return None on every rank if a rank has no shared memory: all replicas of a model must send alike.
+        Collective."""
         if self._transport is self._shards:
             return regions
         told = self._transport.exchange(b"" if regions else b"none", Tag(Kind.EXCHANGE, "memory in common"))
         return None if any(told) else regions
 
     def _as_they_come(self, entries: Sequence[tuple[_ParamSet, Bucket]]) -> Iterator[int]:
-        """Places in ``entries`` in an order that all ranks share, also where some have no values yet: as the last
-        parameter of each bucket is registered. No more of what has no memory gets some than a bucket needs."""
+        """Places in ``entries`` in an order that is equal on all ranks, also if some tensors have no values yet.
+
+        It is the order of each bucket's last registered parameter. Only as many meta tensors are materialized at a time
+        as a bucket needs.
+        """
         steps = iter(()) if self._materializer is None else self._materializer.steps()
         order = sorted(
             (self._last_of(bucket, params.parameters), place) for place, (params, bucket) in enumerate(entries)
@@ -229,12 +233,12 @@ class ShardedStorage(ParameterStorage):
             yield place
 
     def _last_of(self, bucket: Bucket, parameters: Sequence[Tensor]) -> int:
-        """Of a bucket's parameters, which are among these, the number of the one that was registered last."""
+        """The number of the bucket's parameter, among these, that was registered last."""
         return max(self._registered[id(parameters[slot.parameter])] for slot in bucket.slots)
 
     def _take_out(self, buffers: Sequence[UnitBuffer]) -> None:
-        """Make the parameters of these shelves plain ones, with memory of their own. Collective."""
-        self.manager.find_edits()  # before what is edited becomes what is kept
+        """Make the parameters of these buffers plain ones, with memory of their own. Collective."""
+        self.manager.find_edits()  # before edited values become the parameters' own
         for number, unit in enumerate(self.manager.units):
             leaving = [buffer for buffer in unit.buffers if buffer in buffers]
             if leaving:
@@ -243,7 +247,7 @@ class ShardedStorage(ParameterStorage):
                     self.manager.part(number, buffer)
                 self.manager.reshard(number)
 
-    # -- what is where --------------------------------------------------------------------------------------------
+    # -- access to parameters -------------------------------------------------------------------------------------
 
     def interval(self, bucket: Bucket, begin: int, end: int) -> Tensor:
         return self.flats[bucket.index]

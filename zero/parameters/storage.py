@@ -1,5 +1,5 @@
-"""The memory of the parameters where every rank holds them whole: flat tensors, one a bucket, with the parameters as
-views. `sharded` is its counterpart where a rank holds slices.
+"""The memory of the parameters if every rank holds them whole: one flat tensor per bucket, with the parameters as
+views. `sharded` is its counterpart for ranks that hold slices.
 
 Knows: the layout and the user's parameters, whose ``data`` it sets. Does not know: gradients, states, steps.
 """
@@ -31,7 +31,7 @@ from ..core.parameter_specs import (
 )
 from .casting import cast
 
-Keep = Callable[[Bucket, Tensor], None]  # is given a bucket's whole values where they are cast: wider than what stays
+Keep = Callable[[Bucket, Tensor], None]  # called with a bucket's whole values in the master's dtype, before the cast
 
 
 class ParameterStorage:
@@ -45,8 +45,8 @@ class ParameterStorage:
         module: nn.Module | None,
         precision: MixedPrecision | None,
     ) -> None:
-        """``shards``: the ranks that own the slices of buckets; ``direct``: a collective among all ranks that moves
-        slices of any size."""
+        """``shards``: the ranks that own the slices of buckets; ``direct``: a collective among all ranks for slices of
+        any size."""
         self._transport, self._shards, self._direct = transport, shards, direct
         self._module, self._precision = module, precision
         self.layout = Layout((), (), shards.world_size)
@@ -61,24 +61,24 @@ class ParameterStorage:
     # -- construction ---------------------------------------------------------------------------------------------
 
     def units(self) -> dict[int, int] | None:
-        """id of a parameter -> its unit, where parameters come in units."""
+        """id of a parameter -> its unit; None at stages without units."""
         return None
 
     @property
     def buckets_cross_units(self) -> bool:
-        """True where to gather a unit moves no bytes, as long as memory in common can be had: its slices may be of
+        """True if gathering a unit moves no bytes, as long as shared memory can be allocated: its slices may then have
         any length."""
         return False
 
     def lines(self) -> list[str]:
-        """What the ranks must have built alike, beside the layout, as text."""
+        """Facts beside the layout that must be equal on all ranks, as text."""
         return [
             f"replicated {name} {list(parameter.shape)} {parameter.dtype} {type(parameter).__name__}"
             for name, parameter in self.replicas()
         ]
 
     def prepare(self, parameters: Sequence[Tensor]) -> None:
-        """Raise `ValueError` or `TypeError` where further parameters, or what they leave, cannot be stored."""
+        """Raise `ValueError` or `TypeError` if further parameters, or the remaining ones, cannot be stored."""
         for binding in self._bindings:
             if is_released(binding.parameter):
                 raise ValueError(HELD_ELSEWHERE.format(name=binding.name))
@@ -86,20 +86,20 @@ class ParameterStorage:
             check_memory(parameter, name, may_be_meta=True)
 
     def slices(self, buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
-        """Elements and dtype of what `adopt` of these, and `end` then, will keep on disk."""
+        """Elements and dtype of each tensor that `adopt` of these, and `end` then, will keep on disk."""
         return []
 
     def begin(self) -> None:
         """Further parameters are about to be adopted. Collective."""
 
     def adopt(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> None:
-        """Take over further parameters, which ``layout`` has in further buckets: rank 0's values move there.
+        """Register further parameters, which ``layout`` has in further buckets, and copy rank 0's values there.
         Collective."""
         new = layout.buckets[len(self.flats) :]
         self.layout = layout
         self.parameters += parameters
         for bucket in new:
-            # Memory of this rank alone: what it writes there, and what a fork of it reads, is nobody else's business.
+            # Memory of this rank alone: no other rank sees its writes, and a forked process reads its own copy.
             flat = self._values(bucket, layout, self.parameters, keep)
             for slot in bucket.slots:
                 spec = layout.parameters[slot.parameter]
@@ -108,8 +108,8 @@ class ParameterStorage:
         self._places += [(parameter.data_ptr(), parameter.dtype) for parameter in parameters]
 
     def _values(self, bucket: Bucket, layout: Layout, parameters: Sequence[Tensor], keep: Keep) -> Tensor:
-        """Rank 0's values of a bucket, in what the model computes with. Collective."""
-        # Zero, because padding travels, and tells nobody what was there before.
+        """Rank 0's values of a bucket, in the dtype with which the model computes. Collective."""
+        # Zero, because padding is sent, too, and must not disclose old contents of the memory.
         whole = torch.zeros(bucket.numel, dtype=bucket.dtypes.master_dtype, device=bucket.device)
         for slot in bucket.slots:
             spec, parameter = layout.parameters[slot.parameter], parameters[slot.parameter]
@@ -120,27 +120,27 @@ class ParameterStorage:
         return whole.to(bucket.dtypes.param_dtype)
 
     def end(self) -> None:
-        """Nothing further is to be adopted for now: take care of the module's other tensors. Collective."""
+        """Complete the registration of parameters: cast and copy the module's other tensors. Collective."""
         self._bindings = bindings(self._module)
         self._cast_rest()
         self._copy([*self._others(), *self._buffers()])
 
     def check_replicas(self, listed: Mapping[Tensor, ParameterSpec]) -> None:
-        """Raise `ValueError`, on every rank, where what cannot be copied from rank 0 differs, of what every rank holds
-        whole. Collective; ``listed``: replicated parameters that are about to be taken over."""
+        """Raise `ValueError`, on every rank, if replicated tensors that cannot be copied from rank 0 differ.
+        Collective; ``listed``: replicated parameters that are about to be registered."""
         known = [*((spec.name, parameter) for parameter, spec in listed.items()), *self.replicas(), *self._buffers()]
         self._compare(list({id(tensor): (name, tensor) for name, tensor in known}.values()))
 
     def _copy(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Give rank 0's values to all, of what every rank holds whole. Collective."""
+        """Copy rank 0's values of replicated tensors to all ranks. Collective."""
         broadcast(self._direct, self._transport, [tensor.detach() for _, tensor in tensors if is_copied(tensor)])
 
     def _compare(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Raise `ValueError`, on every rank, where what is not copied differs. Collective."""
+        """Raise `ValueError`, on every rank, if tensors that are not copied differ. Collective."""
         compare_subclasses(self._transport, [entry for entry in tensors if not is_copied(entry[1])])
 
     def _cast_rest(self) -> None:
-        """Cast what the model computes with, beside the parameters in buckets."""
+        """Cast the parameters that are in no bucket, and the module's buffers."""
         if self._precision is not None:
             cast([parameter for _, parameter in self._others()], self._precision.param_dtype)
             if self._precision.buffer_dtype is not None:
@@ -165,14 +165,14 @@ class ParameterStorage:
     def _buffers(self) -> list[tuple[str, Tensor]]:
         return [] if self._module is None else list(self._module.named_buffers())
 
-    # -- what is where --------------------------------------------------------------------------------------------
+    # -- access to parameters -------------------------------------------------------------------------------------
 
     def interval(self, bucket: Bucket, begin: int, end: int) -> Tensor:
         """The parameters of an interval that this rank steps, 1-D."""
         return self.flats[bucket.index][begin:end]
 
     def index(self, parameter: Tensor) -> int:
-        """The parameter's place in the layout; `ValueError` for a stranger."""
+        """The parameter's place in the layout. Raises `ValueError` if it is not one of the optimizer's."""
         if len(self._indices) < len(self.parameters):
             self._indices = {known: index for index, known in enumerate(self.parameters)}  # by identity, as torch does
         if parameter in self._indices:
@@ -180,7 +180,7 @@ class ParameterStorage:
         raise ValueError(f"a tensor of shape {tuple(parameter.shape)} is not one of this optimizer's parameters")
 
     def listed(self) -> list[ParameterSpec]:
-        """What was listed, in no order: in buckets or replicated."""
+        """The listed parameters, in no order: in buckets or replicated."""
         return [*self.layout.parameters, *self.replicated.values()]
 
     def owners(self, index: int) -> list[int]:
@@ -196,7 +196,7 @@ class ParameterStorage:
         return self.flats[bucket.index][slot.offset : slot.end]
 
     def places(self, parameters: Sequence[Tensor] | None) -> list[int] | None:
-        """Where parameters are among all that are kept here, also those that are not updated: what `at` takes."""
+        """The places of parameters among all that are stored here, also those not updated: the argument of `at`."""
         known = {id(parameter): place for place, parameter in enumerate(self._all())}
         for parameter in parameters or ():
             if id(parameter) not in known:
@@ -218,36 +218,36 @@ class ParameterStorage:
 
     @property
     def needs_no_gather(self) -> bool:
-        """True where a forward needs nothing of the other ranks that they have to send."""
+        """True if a forward needs no values that other ranks must send."""
         return True
 
     def set_join_announcer(self, join_announcer: Callable[..., AbstractContextManager[None]] | None) -> None:
-        """Inside `join`: ranks without a forward of their own must be told of each gather."""
+        """Set the context around each gather inside `join`: it broadcasts the gather to ranks without a forward."""
 
     def reset_order(self) -> None:
-        """Ranks have run different forwards, or will: what these left is no use to all. Waits for what is under way."""
+        """Forget prefetched units and their order: ranks have run different forwards, or will. Waits for gathers."""
 
     def gather(self, unit: int) -> None:
-        """Give the others this rank's slices of a unit. Collective."""
-        raise NotImplementedError("every rank holds whole parameters")  # pragma: no cover - nobody tells of a gather
+        """Take part in the other ranks' gather of a unit. Collective."""
+        raise NotImplementedError("every rank holds whole parameters")  # pragma: no cover - no gather is broadcast here
 
     def broadcast_buffers(self) -> None:
-        """Rank 0's buffers for all. Collective."""
+        """Copy rank 0's buffers to all ranks. Collective."""
         self._copy(self._buffers())
         self._compare(self._buffers())
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return self.flats[0].device
 
     @property
     def units_need_gather(self) -> bool:
-        """False where every rank sees every slice of a unit in memory that all share."""
+        """False if every rank sees every slice of a unit in memory that all share."""
         return True
 
     def common_memory(self) -> str:
-        """Whether units lie in memory that ranks share, and why."""
+        """Return whether units lie in shared memory, and the reason, as a text."""
         return "no (every rank holds whole parameters)"
 
     # -- from outside ---------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class ParameterStorage:
         return nullcontext()
 
     def overwrite(self, parameters: Sequence[Tensor] | None) -> None:
-        """Make rank 0's values everybody's, inside `gathered`. Collective."""
+        """Copy rank 0's values to all ranks, inside `gathered`. Collective."""
         others = self._chosen(self._others(), parameters)
         known = {id(parameter) for _, parameter in others}
         if parameters is None:
@@ -275,26 +275,26 @@ class ParameterStorage:
     def _chosen(
         self, entries: Sequence[tuple[str, Tensor]], parameters: Sequence[Tensor] | None
     ) -> list[tuple[str, Tensor]]:
-        """Of these entries those whose parameters are among ``parameters``; None: all."""
+        """Return the entries whose parameters are among ``parameters``; None: all."""
         chosen = None if parameters is None else {id(parameter) for parameter in parameters}
         return [entry for entry in entries if chosen is None or id(entry[1]) in chosen]
 
     def busy(self) -> bool:
-        """True inside a forward or a backward that uses what comes and goes."""
+        """True inside a forward or a backward that uses gathered units."""
         return False
 
     def end_iteration(self) -> bool:
-        """Let go of what was kept for a backward; False where somebody is using whole parameters now."""
+        """Free the memory that was kept for a backward. Return False if whole parameters are in use."""
         return True
 
     def evict(self, bucket: int) -> None:
-        """This rank has updated its slice of a bucket, and does not need it for a while."""
+        """Note that this rank has updated its slice of a bucket, and does not need it for a while."""
 
     def stepped(self, used: Sequence[bool]) -> None:
-        """A step has changed these parameters."""
+        """Note that a step has changed these parameters."""
 
     def diagnose(self) -> str | None:
-        """What is wrong where a parameter was moved, cast or replaced since; None where all is well."""
+        """Return an error's text if a parameter was moved, cast or replaced since; else None."""
         places = [(parameter.data_ptr(), parameter.dtype) for parameter in self.parameters]
         if places != self._places:
             for bucket, _, slot in self.layout.slots():
@@ -305,7 +305,7 @@ class ParameterStorage:
         return misplaced(self._bindings)
 
     def diagnose_unfrozen(self) -> str | None:
-        """What is wrong where a replicated parameter is trained; None where none is."""
+        """Return an error's text if a replicated parameter is trained; else None."""
         for parameter, spec in self.replicated.items():
             if parameter.requires_grad:
                 return (
@@ -351,11 +351,11 @@ class ParameterStorage:
         return []
 
     def transient(self) -> tuple[frozenset[int], int]:
-        """Buffers of gathered parameters: their addresses, and the most bytes that there ever were."""
+        """Buffers of gathered parameters: their addresses, and the peak of their bytes."""
         return frozenset(), 0
 
     def in_common(self) -> frozenset[int]:
-        """Addresses of memory that all ranks have in common, seen as a whole; what a rank owns of it is in `flats`."""
+        """Addresses of the whole views of memory that all ranks share; a rank's own slices of it are in `flats`."""
         return frozenset()
 
     def release(self) -> None:

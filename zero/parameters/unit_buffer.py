@@ -1,6 +1,7 @@
-"""A bucket of a unit on one rank, what stands in the ``data`` of its parameters, and how it is gathered.
+"""A bucket of a unit on one rank, the ``data`` of its parameters, and its all-gather.
 
-Knows: the slots, this rank's slice, the buffer while there is one. Does not know: when, or why, anything changes.
+Knows: the slots, this rank's slice, the gathered buffer while there is one. Does not know: when, or why, a unit changes
+its state.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..core.bits import same_bits
 from ..core.layout import Bucket, Layout, ParameterSpec, Piece
 from ..events import Event
 
-_MOST_RESTORED = 1 << 10  # views; a program that makes ever new ones would fill the memory
+_MOST_RESTORED = 1 << 10  # views; a program that makes ever new ones would fill the memory otherwise
 
 
 @dataclass(eq=False)
@@ -34,23 +35,21 @@ class UnitBuffer:
     parameters: list[Tensor]
     shard: Tensor
     updated: bool  # by the optimizer
-    common: SharedBucketMemory | None = (
-        None  # where every rank sees every slice, the whole; None where slices must travel
-    )
-    begin: int = 0  # in the common memory, in elements
+    common: SharedBucketMemory | None = None  # memory in which every rank sees every slice; None if slices must be sent
+    begin: int = 0  # in the shared memory, in elements
     whole: Tensor | None = None
     post_forward_shard: Tensor | None = (
-        None  # of the whole, between a forward and its backward: what ranks nearby share
+        None  # slice of the whole, between a forward and its backward, for the post-forward group
     )
-    externally_held: Tensor | None = None  # a buffer that was dropped while somebody else held it
-    maybe_dirty: bool = False  # somebody else has held what is lent, and may have written there
+    externally_held: Tensor | None = None  # a resharded buffer with external references
+    maybe_dirty: bool = False  # an external reference may have written into that buffer
     installed: bool = False  # in the parameters
-    unchecked: bool = False  # it was shown since somebody last looked for edits
-    address: int = 0  # of the whole or lent buffer's memory, when it came
+    unchecked: bool = False  # it was installed since the last check for edits
+    address: int = 0  # of the memory of the whole, or of the externally held buffer, when it was gathered
 
     def __post_init__(self) -> None:
-        self.committed: set[int] = set()  # slots where what was written into the whole is everybody's
-        self._noted_versions = [p._version for p in self.parameters]  # of each slot, of what was put into its data
+        self.committed: set[int] = set()  # slots whose values in the whole were made equal on all ranks
+        self._noted_versions = [p._version for p in self.parameters]  # of each slot, when its data was installed
         self._noted_addresses = [0] * len(self.parameters)
         self.offsets = [slot.offset for slot in self.bucket.slots]
         specs = [self.layout.parameters[slot.parameter] for slot in self.bucket.slots]
@@ -64,7 +63,7 @@ class UnitBuffer:
         self._nan_addresses = [nan.data_ptr() for nan in self.nans]
         self._dtypes = [nan.dtype for nan in self.nans]
         self._common_whole: Tensor | None = None
-        self.common_address = 0  # of the whole in common memory, since it was first needed
+        self.common_address = 0  # of the whole in shared memory, since it was first needed
         self._common_views: list[Tensor] = []
         self._common_addresses: list[int] = []
         self._restored: dict[tuple[object, ...], Tensor] = {}  # further views of it, by geometry
@@ -78,7 +77,7 @@ class UnitBuffer:
 
     @property
     def in_use(self) -> bool:
-        """True while what is in the whole must stay: it is being used, or its owners may still have to write it."""
+        """True while the values of the whole must stay: it is in use, or its owners may still have to write it."""
         return self.installed or (bool(self.committed) and self.whole is not None)
 
     def slot_at(self, element: int) -> int:
@@ -88,7 +87,7 @@ class UnitBuffer:
     # -- a parameter's data ---------------------------------------------------------------------------------------
 
     def owns(self, slot: int) -> bool:
-        """False where a parameter's memory is not what was put there."""
+        """Return False if a parameter's memory is not the one that was installed there."""
         parameter, nan = self.parameters[slot], self.nans[slot]
         same = parameter.dtype is nan.dtype and parameter.device == nan.device
         return same and parameter.data_ptr() == self._noted_addresses[slot]
@@ -99,19 +98,19 @@ class UnitBuffer:
         self._nan_addresses[slot] = self.nans[slot].data_ptr()
 
     def displaced(self) -> Sequence[int]:
-        """The slots whose memory is not what was put there; none in most cases, which costs little to see."""
+        """Return the slots whose memory was replaced since it was installed. If none was, this is cheap."""
         same_memory = [parameter.data_ptr() for parameter in self.parameters] == self._noted_addresses
         if same_memory and [parameter.dtype for parameter in self.parameters] == self._dtypes:
             return ()
         return [slot for slot in range(len(self.parameters)) if not self.owns(slot)]
 
     def note(self, slot: int) -> None:
-        """Remember what is in a parameter's data."""
+        """Note the version and the address of a parameter's data."""
         parameter = self.parameters[slot]
         self._noted_versions[slot], self._noted_addresses[slot] = parameter._version, parameter.data_ptr()
 
     def edited(self) -> list[int]:
-        """Slots where somebody has edited or replaced what was put into a parameter's data, since this was asked."""
+        """Slots whose parameter's data was edited or replaced since the last call."""
         versions = [parameter._version for parameter in self.parameters]
         addresses = [parameter.data_ptr() for parameter in self.parameters]
         known, self._noted_versions = self._noted_versions, versions
@@ -121,7 +120,7 @@ class UnitBuffer:
         return [slot for slot, (now, then, here, there) in enumerate(pairs) if now != then or here != there]
 
     def put_whole(self) -> None:
-        """Give the parameters, which are of their own classes, their values. This counts as no edit."""
+        """Make the parameters, which must have their own classes, views of the whole. This counts as no edit."""
         assert self.whole is not None
         in_common = self.is_in_common(self.whole)
         views = self._common_views if in_common else list(self._views(self.whole))
@@ -130,7 +129,7 @@ class UnitBuffer:
         self._noted_addresses = self._common_addresses.copy() if in_common else [view.data_ptr() for view in views]
 
     def put_nans(self) -> None:
-        """Take the values of the parameters, which are of their own classes, away."""
+        """Put a NaN into the data of each parameter, which must have its own class."""
         for parameter, nan in zip(self.parameters, self.nans, strict=True):
             parameter.data = nan
         self._noted_addresses = self._nan_addresses.copy()
@@ -139,11 +138,11 @@ class UnitBuffer:
 
     @property
     def moved(self) -> bool:
-        """True where the whole lies in common memory no more: `share_memory_` takes a storage elsewhere."""
+        """True if the whole lies in shared memory no more: `share_memory_` moves a storage."""
         return self.common is not None and self.whole is not None and self.whole.data_ptr() != self.common_address
 
     def in_common(self) -> Tensor:
-        """The whole in common memory, the same tensor each time, unless that was moved elsewhere."""
+        """The whole in shared memory, the same tensor each time, unless that was moved elsewhere."""
         assert self.common is not None
         made = self._common_whole
         if made is None or made.data_ptr() != self.common_address:
@@ -159,11 +158,11 @@ class UnitBuffer:
         return whole is not None and whole is self._common_whole and whole.data_ptr() == self.common_address
 
     def external_refs(self, whole: Tensor) -> int:
-        """How many others hold the memory of a buffer that was dropped."""
+        """The number of external references to the memory of a buffer that was resharded."""
         return holders(whole) - (self._own_holders if whole is self._common_whole else 0)
 
     def view(self, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Tensor:
-        """A view of the whole. In common memory it is made of one that is kept, which takes a third of the time."""
+        """A view of the whole. In shared memory it is made from a cached one, which takes a third of the time."""
         assert self.whole is not None
         if self.whole is not self._common_whole:
             return self.whole.as_strided(size, stride, offset)
@@ -175,7 +174,7 @@ class UnitBuffer:
                 self._restored.clear()
             found = self._restored[key] = self.whole.as_strided(size, stride, offset)
             self._own_holders += 1
-        return found.detach()  # a tensor of its own: what is done to it stays there, and who keeps it is counted
+        return found.detach()  # a tensor of its own: its attributes stay apart, and its references are counted
 
     def _views(self, flat: Tensor) -> Iterator[Tensor]:
         begin = flat.storage_offset()
@@ -184,24 +183,24 @@ class UnitBuffer:
 
 
 class SharedBucketMemory:
-    """A bucket in memory that all ranks share, and its shelves."""
+    """A bucket in memory that all ranks share, and its unit buffers."""
 
     def __init__(self, region: Region, dtype: torch.dtype) -> None:
         self._region, self._dtype = region, dtype
         self.buffers: list[UnitBuffer] = []
 
     def whole(self, begin: int, end: int) -> Tensor:
-        """What all ranks wrote into these elements, 1-D."""
+        """Return these elements as all ranks wrote them, 1-D."""
         return self._region.whole(begin * self._dtype.itemsize, end * self._dtype.itemsize).view(self._dtype)
 
     def own(self, begin: int, end: int) -> Tensor:
-        """The elements where this rank writes for all, 1-D."""
+        """Return these elements of the memory in which this rank writes for all, 1-D."""
         return self._region.own(begin * self._dtype.itemsize, end * self._dtype.itemsize).view(self._dtype)
 
     def edited(self) -> tuple[list[tuple[UnitBuffer, int]], bool]:
-        """Slots into which this rank has written what is not everybody's, and whether all pages could be looked at:
-        one with a shelf in use stays as it is. All others are forgotten, but for those that lie in dropped buffers
-        alone, where somebody may have written."""
+        """Find slots whose private pages differ from the shared values. Return them, and whether all pages were
+        checked: a page with a buffer in use is skipped. Private pages are discarded, except those that lie only in
+        resharded buffers with external references."""
         found: list[tuple[UnitBuffer, int]] = []
         skipped: set[UnitBuffer] = set()
         for begin, end in self._written():
@@ -210,7 +209,7 @@ class SharedBucketMemory:
                 skipped.update(there)
                 continue
             for buffer in there:
-                if buffer.unchecked:  # of any other a page may have been copied before all ranks had written there
+                if buffer.unchecked:  # in any other buffer, a page may have been copied before all ranks had written
                     found += [(buffer, piece.slot) for piece in self._differing(buffer, begin, end)]
             if any(buffer.externally_held is None for buffer in there):
                 self._forget(begin, end)
@@ -221,8 +220,8 @@ class SharedBucketMemory:
         return found, not skipped
 
     def restore(self, buffer: UnitBuffer) -> None:
-        """Undo what this rank wrote into a shelf's whole, but for what was accepted, and nothing that lies beside it.
-        Every rank must have written its slices."""
+        """Undo this rank's writes into a buffer's whole, except to committed slots, and none beside it. Every rank must
+        have written its slices."""
         for begin, end in self._written():
             there = self._on(begin, end)
             if there == [buffer] and not buffer.committed:
@@ -233,11 +232,11 @@ class SharedBucketMemory:
                     self.whole(*place).copy_(self.own(*place))
 
     def _on(self, begin: int, end: int) -> list[UnitBuffer]:
-        """The shelves that have a part of these elements."""
+        """The buffers that contain some of these elements."""
         return [buffer for buffer in self.buffers if buffer.begin < end and begin < buffer.begin + buffer.bucket.numel]
 
     def _written(self) -> list[tuple[int, int]]:
-        """Where this rank has written into the whole, in elements, by pages."""
+        """Return the intervals of the whole, in elements, whose pages this rank has written."""
         size = self._dtype.itemsize
         return [(low // size, high // size) for low, high in self._region.written()]
 
@@ -249,7 +248,7 @@ class SharedBucketMemory:
         for piece in buffer.bucket.pieces(low, high):
             place = buffer.begin + piece.begin, buffer.begin + piece.end
             if piece.slot not in buffer.committed and not same_bits(self.whole(*place), self.own(*place)):
-                yield piece  # of those that are accepted, the owners are writing what is here
+                yield piece  # committed slots are left out: their owners are writing the values that are here
 
 
 def nan_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -258,7 +257,7 @@ def nan_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class State(Enum):
-    """Where a unit's whole parameters are."""
+    """The state of a unit's whole parameters."""
 
     SHARDED = "nowhere: each rank has its slices"
     GATHERING = "on their way"
@@ -289,7 +288,7 @@ class Unit:
 
 
 class UnitGathers:
-    """The all-gathers of units: among the ranks that share a copy, or among those nearby of what they keep."""
+    """The all-gathers of units: among the ranks that share a copy, or in the post-forward group."""
 
     def __init__(
         self,
@@ -299,7 +298,7 @@ class UnitGathers:
         pool: Pool,
         on_idle: Callable[[Tensor], None],
     ) -> None:
-        """``rank``: among those that share a copy; ``on_idle``: is told of a slice that was read."""
+        """``rank``: among those that share a copy; ``on_idle``: is called with a shard after it was read."""
         self.post_forward_group = post_forward_group
         self._rank, self._collective, self._pool, self._on_idle = rank, collective, pool, on_idle
 
@@ -322,7 +321,7 @@ class UnitGathers:
         return self._collective.all_gather(target, bucket.bounds, tag=_tag(unit, buffer))
 
     def keep(self, buffer: UnitBuffer) -> Tensor:
-        """A copy of what this rank keeps of a whole bucket for the ranks nearby."""
+        """A copy of the slice of a whole bucket that this rank keeps for the post-forward group."""
         assert buffer.whole is not None
         assert self.post_forward_group is not None
         post_forward_group = self.post_forward_group.shards

@@ -1,17 +1,17 @@
-"""Turns the events of modules and of their graphs into "unit u is needed", "unit u is not".
+"""Translate the events of modules and of their graphs into calls of the unit manager: which unit is needed when.
 
-Knows: forwards, saved tensors, backwards, and in which order units were used. Does not know: memory or ranks; what is
-to come, be shown or go is `UnitManager`'s work.
+Knows: forwards, saved tensors, backwards, and in which order units were used. Does not know: memory or ranks; to
+unshard, install, uninstall and reshard is `UnitManager`'s work.
 
-    forward    enters u      drop the unit before, show u, fetch the unit that the last forward used next
-               leaves u      hide u; it stays until another unit is entered (the last one: until the backward asks)
-               leaves the outermost module with nothing to differentiate: drop everything
+    forward    enters u      reshard the unit before, install u, prefetch the unit that the last forward used next
+               leaves u      uninstall u; it stays whole until another unit is entered (the last: until the backward)
+               leaves the outermost module with nothing to differentiate: reshard everything
     backward   reaches u     by the graph of u's outputs, or by a tensor that u's forward saved: as above, in reverse
-               is over       drop everything
+               ends          reshard everything
 
-So at most the root's rest, the running unit and the fetched one are here, and what is kept of the others for
-the backward. Therefore one thread at a time is inside forwards, or inside a backward, and another that begins one is
-refused; which thread that is may change whenever none is.
+So at most the root's own unit, the running unit and the prefetched one are gathered, and the memory that is kept of the
+others for the backward. Therefore one thread at a time may be inside forwards, or inside a backward; another one that
+begins either gets an error. Which thread that is may change whenever none is inside.
 """
 
 from __future__ import annotations
@@ -52,26 +52,26 @@ class UnitHooks:
     """The hooks of one optimizer on one module's units, until `remove`."""
 
     def __init__(self, units: Units, manager: UnitManager, streams: Streams, *, keeps_whole: bool) -> None:
-        """``keeps_whole``: what a forward gathered stays for its backward."""
+        """``keeps_whole``: units that a forward gathered stay whole for its backward."""
         self._manager, self._streams, self._keeps_whole = manager, streams, keeps_whole
         self._units = len(units.names)
         self._order = PrefetchOrder(self._units)
         self._running: list[
             tuple[ModuleHooks, int, bool]
-        ] = []  # forwards: thread, and whether it pushed the saver's hooks
+        ] = []  # forwards: thread, and whether it pushed the saved-tensor hooks
         # held while an outermost forward or a backward checks whether it may begin, and while an outermost forward ends
         self._beginning = threading.RLock()
         self._current: int | None = None  # the unit that runs, or ran last
-        self._ahead: int | None = None  # the unit that was fetched before it was asked for
+        self._ahead: int | None = None  # the unit that was prefetched
         self._task = _NO_TASK
         self._task_thread = 0
-        self._starting = False  # a backward began, and no unit was asked for yet
+        self._starting = False  # a backward began, and no unit was needed yet
         self._warned = False  # that a graph was broken
         self._saver = SavedTensorHooks(manager, self._needed_again)
         self._places = [ModuleHooks(self, entry) for entry in units.entries]
 
     def remove(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         for place in self._places:
             place.remove()
         self._places = []
@@ -81,7 +81,7 @@ class UnitHooks:
         return self._inside_a_forward() or _in_backward()
 
     def end_iteration(self) -> None:
-        """A step begins: what was kept for a backward is of no use any more. Waits for what is under way."""
+        """Begin a step: free the memory that was kept for a backward. Waits for gathers under way."""
         self._end_interrupted()
         if not self._running:
             self._manager.release_all()
@@ -89,7 +89,7 @@ class UnitHooks:
         self._over()
 
     def reset_order(self) -> None:
-        """As after construction: nothing is here, and no order is known. Where ranks have entered different units."""
+        """Reshard everything and forget the order of units, as after construction. For ranks whose forwards differ."""
         if self._manager.shards.broken:
             self._manager.abandon()
         else:
@@ -99,7 +99,7 @@ class UnitHooks:
     # -- which thread -------------------------------------------------------------------------------------------------
 
     def _inside_a_forward(self) -> bool:
-        """True while a thread is: an interrupt skips the hooks that would end a forward."""
+        """True while a thread is inside a forward. An interrupt skips the hooks that would end one."""
         return any(_runs(thread, *_forward_codes()) for _, thread, _ in self._running[-1:])
 
     def _end_interrupted(self) -> None:
@@ -108,7 +108,7 @@ class UnitHooks:
                 self._end()
 
     def _check_no_other_forward(self) -> None:
-        """Raise `RuntimeError` where another thread is inside a forward."""
+        """Raise `RuntimeError` if another thread is inside a forward."""
         if any(thread != threading.get_ident() for _, thread, _ in self._running[-1:]):
             if _in_a_thread_of_autograd():
                 return
@@ -117,7 +117,7 @@ class UnitHooks:
                 self._refuse(thread, "a forward")
 
     def _check_no_other_backward(self) -> None:
-        """Raise `RuntimeError` where another thread is inside the backward that began last."""
+        """Raise `RuntimeError` if another thread is inside the backward that began last."""
         if self._task_thread != threading.get_ident() and _runs(self._task_thread, engine_run_backward.__code__):
             self._refuse(self._task_thread, "a backward")
 
@@ -139,7 +139,7 @@ class UnitHooks:
         refuse_transforms(place.name or "the root's rest")
         pushed = self._saver.push()  # torch may refuse
         place.refused.discard(thread)
-        last = self._running[-1:]  # one look: another thread may leave its forward at any moment
+        last = self._running[-1:]  # read once: another thread may leave its forward at any moment
         if last and last[0][1] == thread:
             self._running.append((place, thread, pushed))
         else:
@@ -167,7 +167,7 @@ class UnitHooks:
             raise
 
     def left(self, place: ModuleHooks, output: Any) -> None:
-        """A module's forward is over, well or by an exception (then ``output`` is None)."""
+        """A module's forward has ended, perhaps with an exception (then ``output`` is None)."""
         thread = threading.get_ident()
         if thread in place.refused:
             place.refused.discard(thread)
@@ -202,11 +202,11 @@ class UnitHooks:
                     self._has_run(unit)
 
     def save_on_top(self, place: ModuleHooks) -> None:
-        """Save through these hooks again, where others were put on top of them since a module was entered."""
+        """Push the saved-tensor hooks again if others were pushed on top of them since a module was entered."""
         place.pushed.append((threading.get_ident(), len(self._running), self._saver.push()))
 
     def save_as_before(self, place: ModuleHooks) -> None:
-        """Take away what `save_on_top` did in the forward that runs, if it did: a hook before it may have raised."""
+        """Undo `save_on_top` in the forward that runs, if it was called: a hook before it may have raised."""
         thread = threading.get_ident()
         if thread not in place.refused:
             self._save_as_before(place, thread)
@@ -218,7 +218,7 @@ class UnitHooks:
                 self._saver.pop()
 
     def _has_run(self, unit: int) -> None:
-        """A unit is not needed now; perhaps by a backward."""
+        """Free a unit that is not needed now; keep it if a backward may need it and the settings say so."""
         if _in_backward() or not torch.is_grad_enabled():
             self._manager.reshard(unit)
         elif self._keeps_whole:
@@ -241,7 +241,7 @@ class UnitHooks:
     # -- which unit, and which next -----------------------------------------------------------------------------------
 
     def _demand(self, unit: int) -> None:
-        """Show a unit, and fetch the one that will probably follow."""
+        """Install a unit, and prefetch the one that will probably follow."""
         if unit != ROOT and (unit != self._current or self._starting):
             self._starting = False
             before, expected, self._current, self._ahead = self._current, self._ahead, unit, None
@@ -256,7 +256,7 @@ class UnitHooks:
         self._manager.install(unit)
 
     def _goes_on(self) -> bool:
-        """False where nothing says that another unit follows: one is called alone, and for no backward."""
+        """False if no other unit is expected: a unit is called alone, and for no backward."""
         return _in_backward() or len(self._running) > 1 or torch.is_grad_enabled()
 
     def _reshard_all(self) -> None:
@@ -266,13 +266,13 @@ class UnitHooks:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def reached(self, place: ModuleHooks) -> None:
-        """A backward comes to what a module's forward gave out."""
+        """A backward reaches the output of a module's forward."""
         self._begin()
         for unit in place.needs:
             self._demand_in_backward(unit)
 
     def _demand_in_backward(self, unit: int) -> None:
-        """Nothing stays shown when the ranks' communication fails in a backward."""
+        """Install a unit. If the ranks' communication fails, release everything: nothing stays installed."""
         self._manager.shards.check_process()
         try:
             self._demand(unit)
@@ -282,7 +282,7 @@ class UnitHooks:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Save through these hooks outside forwards, too."""
+        """Push the saved-tensor hooks outside forwards, too."""
         pushed = self._saver.push()
         try:
             yield
@@ -291,13 +291,13 @@ class UnitHooks:
                 self._saver.pop()
 
     def _needed_again(self, unit: int) -> None:
-        """Somebody asks for a tensor that a unit's forward saved."""
+        """A graph unpacks a tensor that a unit's forward saved."""
         self._begin()
         if unit != self._current or self._starting or not self._manager.is_installed(unit):
             self._demand_in_backward(unit)
 
     def _begin(self) -> None:
-        """Take note of a backward that began, or that an exception left."""
+        """Note the beginning of a backward, or the end of one that raised."""
         self._streams.wait_for_previous()
         task = current_graph_task_id()
         if task == self._task:
@@ -338,7 +338,7 @@ def _runs(thread: int, *codes: CodeType) -> bool:
     """Return whether a thread is inside one of these functions.
 
     Another thread runs on while its frames are read. When a generator yields, its frame has no caller any more, and the
-    walk ends there instead of at the bottom of the thread: then look again. True after `_MOST_LOOKS` such walks.
+    walk ends there instead of at the bottom of the thread: then walk again. True after `_MOST_LOOKS` such walks.
     """
     own = thread == threading.get_ident()
     for _ in range(_MOST_LOOKS):

@@ -1,15 +1,15 @@
-"""Units' parameters on one rank: the shard that is always here, and the whole that comes and goes.
+"""Units' parameters on one rank: the shard, which is always here, and the whole, which is gathered and resharded.
 
-Knows: shards, gathered buffers, what stands in each parameter's ``data``. Does not know: modules, autograd, how an edit
-is found, or when a unit is needed; it is told to fetch, show, hide and drop.
+Knows: shards, gathered buffers, the tensor in each parameter's ``data``. Does not know: modules, autograd, how an edit
+is found, or when a unit is needed: its callers unshard, install, uninstall and reshard.
 
-    SHARDED --fetch--> COMING --wait--> WHOLE --show--> SHOWN        fetch: the all-gathers are under way
-       ^                                 |  ^             |          show:  parameters are views of the buffers
-       +------------- drop --------------+  +--- hide ----+          hide:  parameters are released, buffers stay
+    SHARDED --unshard--> GATHERING --wait--> WHOLE --install--> INSTALLED    unshard:   launch the all-gathers
+       ^                                      |  ^                 |         install:   parameters are views of buffers
+       +--------------- reshard --------------+  +---- uninstall --+         uninstall: parameters are released
 
-A buffer lives as long as somebody holds its storage. Where that is somebody else (a view that a module cached, an array
-that shares the memory), the next gather writes into the same buffer, so that the view follows the parameter as it
-would in a plain loop; when a step changes the parameter in between, the buffer is filled with NaN.
+A buffer lives as long as its storage is referenced. If something outside of this package references it (a view that a
+module cached, an array that shares the memory), the next gather writes into the same buffer, so that the view follows
+the parameter as it would in a plain loop. If a step changes the parameter in between, the buffer is filled with NaN.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class UnitManager:
         post_forward_group: Choice | None = None,
         on_idle: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """``post_forward_group``: some of the ranks, which share what is kept for a backward; ``on_idle``: is called
-        with a slice that will not be needed for a while."""
+        """``post_forward_group``: the ranks that share the slices kept between a forward and its backward; ``on_idle``:
+        is called with a shard that will not be needed for a while."""
         self._on_idle: Callable[[Tensor], None] = on_idle or _nothing
         self.shards = shards
         self._alone = shards.world_size == 1  # then the shard is the whole
@@ -54,17 +54,17 @@ class UnitManager:
         self.pool = Pool(exact=True)
         self._gathers = UnitGathers(shards.rank, collective, post_forward_group, self.pool, self._on_idle)
         self.saved_tensors = SavedTensorIndex(alone=self._alone)
-        self.lasting: str | None = None  # what cannot be mended; told at every agreement
+        self.lasting: str | None = None  # an error that cannot be undone; reported at every agreement
         self._edits = EditDetector(shards.rank)
         self._externally_held: list[UnitBuffer] = []
         self._classes: dict[type[Tensor], type[Tensor]] = {}
-        self._written: Work | None = None  # that every rank has written its slices of common memory
+        self._written: Work | None = None  # done when every rank has written its slices of shared memory
         self.join_announcer: Callable[..., AbstractContextManager[None]] | None = None  # around a gather, inside `join`
 
-    # -- what is where --------------------------------------------------------------------------------------------
+    # -- units and buffers ----------------------------------------------------------------------------------------
 
     def put(self, unit: int, buffer: UnitBuffer) -> None:
-        """Take up a shelf. Its parameters have memory of their own, which they lose: from now on they are released."""
+        """Add a buffer to a unit. Its parameters lose their own memory: from now on they are released."""
         self.units[unit].buffers.append(buffer)
         for base in buffer.bases:
             if base not in self._classes:
@@ -75,7 +75,7 @@ class UnitManager:
         self._edits.add(buffer)
 
     def part(self, number: int, buffer: UnitBuffer) -> None:
-        """Give the parameters of a shelf, whose unit is shown, memory of their own, and forget the shelf."""
+        """Give the parameters of a buffer, whose unit is installed, memory of their own, and remove the buffer."""
         for parameter in buffer.parameters:
             parameter.data = parameter.detach().clone()
         self.units[number].buffers.remove(buffer)
@@ -88,33 +88,33 @@ class UnitManager:
             yield from unit.buffers
 
     def spec_of(self, parameter: Tensor) -> ParameterSpec | None:
-        """What is known of a parameter; for errors, and for what can be said of it without values."""
+        """Return the spec of a parameter, for errors and for operations without values; None if it is in no unit."""
         for buffer in self.buffers():
             for slot, known in enumerate(buffer.parameters):
                 if known is parameter:
                     return buffer.spec(slot)
         return None
 
-    # -- coming and going -----------------------------------------------------------------------------------------
+    # -- unshard, install, uninstall, reshard ---------------------------------------------------------------------
 
     def acquire(self, number: int) -> None:
-        """A forward needs a unit: it is not dropped until `release`."""
+        """Keep a unit for a forward: it is not resharded until `release`."""
         self.units[number].forward_refs += 1
 
     def release(self, number: int) -> None:
         self.units[number].forward_refs -= 1
 
     def release_all(self) -> None:
-        """No forward is under way, whatever an interrupt left."""
+        """Release all forwards' references, also those that an interrupt left."""
         for unit in self.units:
             unit.forward_refs = 0
 
     def is_installed(self, number: int) -> bool:
-        """True where a unit's parameters have their values."""
+        """Return True if a unit's parameters have their values."""
         return self.units[number].state is State.INSTALLED
 
     def unshard(self, number: int) -> None:
-        """Start to gather a unit, where it is not here. Collective."""
+        """Launch the all-gathers of a unit that is sharded. Collective."""
         unit = self.units[number]
         if unit.state is not State.SHARDED:
             return
@@ -123,7 +123,7 @@ class UnitManager:
         else:
             with self.join_announcer("gather", unit=number):
                 self._unshard(number)
-                self._wait(unit)  # who gathers for others alone waits here, until all have read
+                self._wait(unit)  # a rank that gathers only for others waits until all have read its slices
 
     def _unshard(self, number: int) -> None:
         unit = self.units[number]
@@ -131,7 +131,7 @@ class UnitManager:
             with _usable_later():
                 self._sweep()
                 if self._externally_held:
-                    self._edits.find()  # who holds a dropped buffer may have written beside it
+                    self._edits.find()  # the holder of a resharded buffer may have written into its pages
                 for buffer in unit.buffers:
                     unit.work.append(self._gather(unit, buffer))
                     assert buffer.whole is not None
@@ -164,14 +164,14 @@ class UnitManager:
             for buffer in unit.buffers:
                 buffer.committed.clear()  # its owners, too, have written it
                 if buffer.maybe_dirty and buffer.common is not None:
-                    buffer.common.restore(buffer)  # of a NaN, or what a stranger wrote
+                    buffer.common.restore(buffer)  # undo a fill with NaN, or a write through an external reference
                 buffer.maybe_dirty = False
                 if buffer.moved and buffer.whole is not None and buffer.common is not None:
                     buffer.whole.data.copy_(buffer.common.whole(buffer.begin, buffer.begin + buffer.bucket.numel))
             unit.state = State.WHOLE
 
     def install(self, number: int) -> None:
-        """Give a unit's parameters their values. Collective where the unit was not fetched yet."""
+        """Give a unit's parameters their values. Collective if the unit was not unsharded yet."""
         unit = self.units[number]
         if unit.state is State.INSTALLED:
             return
@@ -203,7 +203,7 @@ class UnitManager:
                 self.lasting = f"{buffer.name(slot)!r} was swapped for another tensor: build a new model and optimizer"
 
     def uninstall(self, number: int) -> None:
-        """Release a unit's parameters, unless somebody holds it; its buffers stay. One rank alone keeps edits."""
+        """Release a unit's parameters, unless the unit is held; its buffers stay. With one rank, edits are kept."""
         unit = self.units[number]
         if unit.state is State.INSTALLED and not unit.held:
             with unit.uninstalling():
@@ -227,8 +227,8 @@ class UnitManager:
             parameter.__class__ = self._classes[base]
 
     def reshard(self, number: int, *, for_now: bool = False) -> None:
-        """Give a unit's memory back, unless somebody holds it. Waits for what is under way. ``for_now``: a backward
-        will ask for it; what ranks nearby share of it stays."""
+        """Free a unit's buffers, unless the unit is held. Waits for gathers under way. ``for_now``: a backward will
+        need it; the slices of the ``post_forward_group`` are kept."""
         unit = self.units[number]
         if unit.held or unit.state is State.SHARDED:
             return
@@ -252,17 +252,17 @@ class UnitManager:
         self._sweep()
 
     def free_post_forward_shards(self) -> None:
-        """No backward will ask any more."""
+        """Free the slices that were kept for a backward."""
         for buffer in self.buffers():
             buffer.post_forward_shard = None
 
     def reshard_all(self) -> None:
-        """Drop every unit that nobody holds."""
+        """Reshard every unit that is not held."""
         for number in range(len(self.units)):
             self.reshard(number)
 
     def abandon(self) -> None:
-        """After a failure that no wait can end well: forget what is under way, and release everything."""
+        """Abandon the gathers under way and release everything, after a failure of the ranks' communication."""
         for number, unit in enumerate(self.units):
             forward_refs, gather_refs = unit.forward_refs, unit.gather_refs
             unit.forward_refs, unit.gather_refs, unit.work = 0, 0, []
@@ -272,8 +272,11 @@ class UnitManager:
             unit.forward_refs, unit.gather_refs = forward_refs, gather_refs
 
     def _sweep(self) -> None:
-        """Take back the buffers that strangers have let go since. What a stranger wrote while the unit was shown is
-        looked for as soon as one is seen, and what he wrote later is forgotten as soon as he is gone."""
+        """Reclaim the resharded buffers that have no external references any more.
+
+        When an external reference is first seen, check for edits that were made while the unit was installed. Edits
+        made later are undone when the reference is gone.
+        """
         changed = []
         for buffer in list(self._externally_held):
             if buffer.externally_held is not None and buffer.external_refs(buffer.externally_held) == 0:
@@ -287,30 +290,30 @@ class UnitManager:
 
     def _reclaim(self, buffer: UnitBuffer) -> None:
         if buffer.common is None or not buffer.is_in_common(buffer.externally_held):
-            self.saved_tensors.forget(buffer)  # common memory stays where it is
+            self.saved_tensors.forget(buffer)  # shared memory keeps its address
         buffer.externally_held = None
         self._externally_held.remove(buffer)
 
     # -- edits ----------------------------------------------------------------------------------------------------
 
     def edits(self) -> str | None:
-        """What was edited since this was last asked, and would be lost; None where all is well."""
+        """Return the first edit since the last call that would be lost, as an error's text; None if there is none."""
         self.find_edits()
         return self._edits.take()
 
     def find_edits(self) -> None:
-        """Look for edits, where there may be some."""
+        """Check for edits, unless there can be none."""
         if not self._edits.is_checked or self._externally_held:
             self._edits.find()
 
     def _keeps_edit(self, buffer: UnitBuffer, slot: int) -> bool:
-        """True where an edit of a released parameter was made through a view of the shard, which is the whole."""
+        """Return True if an edit of a released parameter was made through a view of the shard, which is the whole."""
         if not (self._alone and buffer.owns(slot)):
             return False
         return bool(buffer.nans[slot].isnan().all())  # host synchronisation: only after such an edit
 
     def commit(self, buffer: UnitBuffer, slots: Sequence[int]) -> None:
-        """The values of these slots, which are shown, are equal on all ranks: they are the parameters' own from now."""
+        """Copy the values of these slots, which are installed and equal on all ranks, into this rank's shard."""
         low, high = buffer.bucket.owned(self.shards.rank)
         buffer.committed.update(slots)
         if not self._alone and buffer.whole is not None:
@@ -321,8 +324,8 @@ class UnitManager:
         self.changed(buffer, slots)
 
     def _undo_edits(self, number: int) -> None:
-        """An exception left a block, and tells enough: what was edited in it is not told again. Where another block is
-        around it, what was edited there is that one's."""
+        """Undo edits made in a `gathered()` block that raised, without a second error, unless an enclosing block still
+        holds the unit."""
         unit = self.units[number]
         if unit.state is State.INSTALLED and unit.gather_refs == 1:
             for buffer in unit.buffers:
@@ -338,7 +341,7 @@ class UnitManager:
     # -- changes --------------------------------------------------------------------------------------------------
 
     def changed(self, buffer: UnitBuffer, slots: Sequence[int]) -> None:
-        """The values of these slots are others now: what a graph or a stranger holds of them is out of date."""
+        """Note that the values of these slots have changed: saved tensors and external references are out of date."""
         if not slots:
             return
         buffer.post_forward_shard = None
@@ -355,8 +358,10 @@ class UnitManager:
             buffer.externally_held.fill_(float("nan"))
 
     def announce(self) -> None:
-        """Say that this rank has written its slices of common memory, since it last said so. Collective; the next
-        gather waits for the others' word, and nothing else travels then."""
+        """Announce that this rank has written its slices of shared memory. Collective.
+
+        The next gather waits for the announcements of all ranks; it moves nothing else.
+        """
         if self._edits.common:
             if self._written is not None:
                 self._written.wait()
@@ -364,11 +369,11 @@ class UnitManager:
 
     @contextmanager
     def gathered(self, numbers: Sequence[int]) -> Iterator[None]:
-        """Units, whole, inside the block. Collective."""
+        """Install units inside the block. Collective."""
         for number in numbers:
             self.units[number].gather_refs += 1
         try:
-            self._edits.find()  # what is written from now on is this block's
+            self._edits.find()  # edits from now on belong to this block
             for number in numbers:
                 self.unshard(number)
             for number in numbers:
@@ -393,5 +398,5 @@ def _nothing(_: Tensor) -> None:
 
 
 def _usable_later() -> AbstractContextManager[Any]:
-    """Memory that is made in inference mode cannot serve a backward later."""
+    """Leave inference mode in the block: memory that is allocated in it cannot be used in a backward later."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING

@@ -1,6 +1,6 @@
 """Clipping by the global norm: the factor, and the function for a plain loop.
 
-Knows: `p.grad` of whole parameters. Does not know ranks; `ZeroOptimizer.clip_grad_norm_` merges the partial norms of
+Knows: `p.grad` of whole parameters. Does not know: ranks. `ZeroOptimizer.clip_grad_norm_` merges the partial norms of
 the ranks and uses the same factor.
 """
 
@@ -16,7 +16,7 @@ from ..core.norm import PowerSum, check_norm_type
 
 
 def check_norm_arguments(max_norm: float, norm_type: float) -> tuple[float, float]:
-    """Both as floats, after refusing what no clipping can mean.
+    """Check the arguments of a clip and return both as floats.
 
     Raises:
         ValueError: `norm_type` is not greater than 0 (inf is), or `max_norm` is NaN or negative.
@@ -28,11 +28,7 @@ def check_norm_arguments(max_norm: float, norm_type: float) -> tuple[float, floa
 
 
 def check_finite(norm: Tensor, norm_type: float) -> None:
-    """What `error_if_nonfinite` asks for.
-
-    Raises:
-        RuntimeError: `norm` (0-dim) is inf or NaN.
-    """
+    """Raise `RuntimeError` if `norm` (0-dim) is inf or NaN, with the text of torch's `error_if_nonfinite`."""
     if not math.isfinite(norm.item()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
@@ -42,19 +38,19 @@ def check_finite(norm: Tensor, norm_type: float) -> None:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What the gradients are multiplied by: min(1, max_norm / (norm + 1e-6)), in `norm`'s dtype, 0-dim.
+    """Return the factor of the gradients: min(1, max_norm / (norm + 1e-6)), in `norm`'s dtype, 0-dim.
 
-    The expression is that of `torch.nn.utils.clip_grads_with_norm_`, so the bits are as well (its quotient is a
-    reciprocal and a product). NaN stays NaN, and an infinite norm with an infinite `max_norm` gives NaN, as there.
+    The expression is that of `torch.nn.utils.clip_grads_with_norm_`, and so are its bits (torch computes the quotient
+    as a reciprocal and a product). NaN stays NaN, and an infinite norm with an infinite `max_norm` gives NaN, as there.
     """
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def in_memory_order(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """`gradient`, of `parameter`'s shape, as a 1-D contiguous tensor in the parameter's memory order.
+    """Return `gradient`, of `parameter`'s shape, as a 1-D contiguous tensor in the parameter's memory order.
 
-    That is the order of `torch.empty_like(parameter)`, which keeps the strides of dense memory. It is a view where
-    the gradient lies in that order itself, as autograd makes it, and a copy otherwise.
+    That is the order of `torch.empty_like(parameter)`, which keeps the strides of dense memory. The result is a view if
+    the gradient has that order itself, as those of autograd have, and a copy otherwise.
     """
     if parameter.is_contiguous():
         return gradient.reshape(-1)
@@ -70,15 +66,15 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clips the gradients of a plain loop by their global norm, as `torch.nn.utils.clip_grad_norm_` does.
+    """Clip the gradients of a plain loop by their global norm, as `torch.nn.utils.clip_grad_norm_` does.
 
-    The one difference is the norm, which is `PowerSum`'s: the same bits for any order of `parameters`, and the same as
-    for gradients that lie cut up on several ranks. Every gradient is multiplied in place by `clip_factor`, in its own
-    dtype, also where the factor is 1 or NaN.
+    The one difference is the norm, which is `PowerSum`'s: its bits are the same for any order of `parameters`, and the
+    same as for gradients sharded over ranks. Every gradient is multiplied in place by `clip_factor`, in its own dtype,
+    also if the factor is 1 or NaN.
 
     Args:
-        parameters: one or several; those without a gradient are left out, one that appears twice counts once.
-        max_norm: the largest norm that stays as it is, at least 0; inf measures only.
+        parameters: one or several. Those without a gradient are skipped; one that appears twice counts once.
+        max_norm: the largest norm that is not scaled, at least 0; inf to measure without clipping.
         norm_type: p, greater than 0; inf for the largest magnitude.
         error_if_nonfinite: raise instead of scaling by a norm that is inf or NaN.
 
@@ -110,6 +106,6 @@ def clip_grad_norm_(
         check_finite(norm, norm_type)
     factor = clip_factor(norm, max_norm)
     for _, gradient in held:
-        # With no dimensions it would be promoted to the factor's dtype; as one element it is not.
+        # A gradient without dimensions would be promoted to the factor's dtype; one of one element is not.
         (gradient.unsqueeze(0) if gradient.dim() == 0 else gradient).mul_(factor)
     return norm.to(held[0][1].device) if held else norm

@@ -1,6 +1,7 @@
-"""Whether a class is element-wise, so that its steps over pieces of parameters give the bits of steps over whole ones.
+"""The check that an optimizer class is element-wise: steps over pieces of parameters give the bits of whole steps.
 
-Knows: which options and shapes are tried, and what must be equal. Does not know: how pieces are laid out, ranks.
+Knows: which options and shapes are tried, and which results must be equal. Does not know: how pieces are laid out,
+ranks.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from .inner import InnerOptimizer, not_elementwise
 from .trial import ClassFailedError, Half, Setting, Whole
 
 STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
-FEW_STEPS = 3  # with learning rates as they are, before they are raised
+FEW_STEPS = 3  # with the user's learning rates, before low ones are raised
 DIMENSIONS = frozenset({0, 1, 2, 4})
-RAISED_RATE = 0.25  # under a lower one, which a scheduler may raise later, rounding could hide an update
+RAISED_RATE = 0.25  # with a lower rate, which a scheduler may raise later, rounding could hide an update
 
 
 def check_elementwise(
@@ -29,10 +30,10 @@ def check_elementwise(
 ) -> frozenset[str]:
     """Raise `ValueError` unless the class gives the same bits over whole parameters and over pieces of them.
 
-    The class is tried on throw-away parameters with the options that the ``groups`` of ``parameters`` have; groups with
-    equal options are tried once. There are parameters of every number of dimensions that ``parameters`` have, and of
-    `DIMENSIONS` unless the class itself refuses these. Learning rates under `RAISED_RATE` are tried as they are for
-    `FEW_STEPS`, and raised to it for all `STEPS`, if the class takes that. Random generators stay as they are.
+    The class steps throw-away parameters with the options of the ``groups`` of ``parameters``; equal options are tried
+    once. The throw-away parameters have every number of dimensions that ``parameters`` have, and those in `DIMENSIONS`
+    that the class accepts. Learning rates below `RAISED_RATE` are first tried unchanged for `FEW_STEPS`, then raised to
+    it for all `STEPS`, if the class accepts that. The states of random generators do not change.
 
     Returns the names of the states that are as large as the parameter.
     """
@@ -55,8 +56,10 @@ def _try(
     names: Mapping[int, str],
     steps: int,
 ) -> tuple[frozenset[str], Sequence[int]]:
-    """Compare over all numbers of dimensions that the class takes, and return these, too. ``names``: of the user's
-    parameters, by their number of dimensions."""
+    """Compare over all numbers of dimensions that the class accepts. Return the result of `_compare`, and these.
+
+    ``names``: for each number of dimensions among the user's parameters, the name of one.
+    """
     dimensions = sorted(DIMENSIONS | names.keys())
     try:
         return _compare(inner, options, settings, dimensions, steps), dimensions
@@ -71,8 +74,10 @@ def _try(
 def _compare_raised(
     inner: InnerOptimizer, options: Sequence[Options], settings: Sequence[Setting], dimensions: Sequence[int]
 ) -> frozenset[str] | None:
-    """Compare with low rates raised, those of the arguments with those of groups, for classes that keep both. Return
-    None where the class refuses such a rate."""
+    """Compare with low learning rates raised. Return None if the class refuses such a rate.
+
+    Rates are raised both in the class's arguments and in the groups, since a class may keep both.
+    """
     try:
         raised = inner.another(**_raised_rate(inner.defaults))
     except TypeError:  # the class has no argument for it
@@ -92,7 +97,10 @@ def _accepted(
     dimensions: Sequence[int],
     names: Mapping[int, str],
 ) -> list[int]:
-    """The numbers of dimensions that the class takes. Raise where it refuses one that the user's parameters have."""
+    """Return the numbers of dimensions that the class accepts.
+
+    Raises `ValueError` if it refuses all, or one that the user's parameters have.
+    """
     refused: dict[int, Exception] = {}
     for number in dimensions:
         try:
@@ -118,7 +126,8 @@ def _compare(
     dimensions: Sequence[int],
     steps: int,
 ) -> frozenset[str]:
-    """Step throw-away parameters whole and in halves. Returns the names of states as large as the parameter."""
+    """Step throw-away parameters whole and in halves, and compare. Return the names of states as large as the
+    parameter. Raises `ValueError` on a difference, `ClassFailedError` if the class raised over whole parameters."""
     whole = Whole(inner, options, settings, dimensions)
     with _refusing(inner, "it refuses flat pieces"):
         halves = [Half(inner, options, whole, number) for number in range(2)]
@@ -147,7 +156,7 @@ def _compare(
 
 @contextmanager
 def _refusing(inner: InnerOptimizer, what: str) -> Iterator[None]:
-    """Say of an error that the class is not element-wise."""
+    """Raise any error of the block as "the class is not element-wise"."""
     try:
         yield
     except Exception as error:
@@ -155,7 +164,7 @@ def _refusing(inner: InnerOptimizer, what: str) -> Iterator[None]:
 
 
 def _check_states(inner: InnerOptimizer, whole: Whole) -> None:
-    """A state is as large as the parameter, or a scalar: others cannot be cut as the parameter is."""
+    """Raise `ValueError` if a state is neither as large as its parameter nor a scalar: it cannot be cut into pieces."""
     for number, parameter in enumerate(whole.parameters):
         for name, value in whole.state(number).items():
             if not is_elementwise(value, parameter) and not _is_scalar(value):
@@ -168,7 +177,7 @@ def _check_states(inner: InnerOptimizer, whole: Whole) -> None:
 
 
 def _is_scalar(value: Any) -> bool:
-    """Also of what holds nothing but scalars."""
+    """Return True for a scalar, and for a list or tuple of nothing but scalars."""
     if isinstance(value, Tensor):
         return value.numel() == 1
     if isinstance(value, (list, tuple)):
@@ -177,7 +186,10 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _compare_scalars(inner: InnerOptimizer, whole: Whole, half: Half, large: frozenset[str]) -> None:
-    """What the class counts, for a parameter or a group, may differ long before the parameters do, and is saved."""
+    """Raise `ValueError` if scalar states or options differ between whole parameters and pieces.
+
+    They may differ long before the parameters do, and they are saved in state dicts.
+    """
     for mine, theirs in zip(whole.groups, half.groups, strict=True):
         for name, value in mine.items():
             if _plain(value, type) != _plain(theirs.get(name), type):
@@ -194,7 +206,7 @@ def _compare_scalars(inner: InnerOptimizer, whole: Whole, half: Half, large: fro
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """True of equal bits. Which NaN it is does not count: torch's own kernels give any."""
+    """Return True if the bits are equal. All NaNs count as equal: torch's own kernels give different ones."""
     if torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
         return True
     equal = (one == other) & (one.signbit() == other.signbit())
@@ -204,7 +216,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 def _distinct(
     defaults: Options, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
 ) -> tuple[list[Options], list[Setting]]:
-    """The options that differ, and where parameters have them."""
+    """Return the distinct options of the groups, and the settings in which parameters have them."""
     numbers_of: dict[str, int] = {}
     options: list[Options] = []
     number_of: dict[int, int] = {}  # by group
@@ -231,7 +243,7 @@ def _distinct(
 
 
 def _raised_rate(options: Options) -> Options:
-    """Return a rate in the place of one that is low; nothing where none is."""
+    """Return `RAISED_RATE` as the option ``lr`` if the rate is lower; else no option."""
     rate = options.get("lr")
     if not isinstance(rate, (int, float, Tensor)) or rate >= RAISED_RATE:
         return {}
@@ -239,7 +251,7 @@ def _raised_rate(options: Options) -> Options:
 
 
 def _plain(value: Any, other: Callable[[Any], object]) -> str:
-    """Equal of equal options. What is no plain value counts as what ``other`` gives for it."""
+    """Return a text that is equal for equal options. For other than plain values it is the text of ``other(value)``."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {value.device} {value.tolist()}"
     if isinstance(value, dict):

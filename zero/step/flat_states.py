@@ -1,7 +1,8 @@
-"""What one bucket's interval is stepped as: runs of neighbouring pieces, and the flat tensors of their states.
+"""The runs as which one bucket's interval is stepped, and the flat tensors of the interval's states.
 
-Knows: runs, and that a class keeps two kinds of state for a parameter: tensors as large as the parameter, which are
-views of flat tensors here, and scalars (the step count). Does not know: when a class steps, ranks, gradients' origin.
+Knows: runs, and the two kinds of state that a class keeps for a parameter: tensors as large as the parameter, which are
+views of flat tensors here, and scalars (the step count). Does not know: when a class steps, ranks, the origin of
+gradients.
 
     interval of a bucket   | a a a b b b b . . c c |       . is padding, b ends ragged
     present, equal state     x x x x x x x     x x
@@ -9,8 +10,8 @@ views of flat tensors here, and scalars (the step count). Does not know: when a 
 
 A run merges neighbouring pieces of one group whose scalars are equal, and ends where padding follows, so that the last
 elements of a parameter stay the last ones of a tensor: the class then does the same arithmetic as on the parameters
-themselves. For paths that loop over tensors a run is cut every `CUT` elements, which keeps it in the cache: on the CPU,
-for on an accelerator a launch costs more than a cache saves.
+themselves. If the class loops over tensors, a run on the CPU is cut every `CUT` elements, which keeps it in the cache.
+On an accelerator it is not cut: a launch costs more than a cache saves.
 """
 
 from __future__ import annotations
@@ -36,20 +37,19 @@ Options = dict[str, Any]
 
 @dataclass
 class _FlatParam:
-    """A 1-D view that the class steps as one parameter. ``pieces`` index the interval's pieces, first and last + 1;
-    a cut run shares its piece with its neighbours."""
+    """A run: a view of the weights that the class steps as one parameter. Parts of a cut run share their pieces."""
 
-    parameter: Tensor
-    begin: int
+    parameter: Tensor  # 1-D, or without dimensions as the user's parameter
+    begin: int  # in the interval, as is the end
     end: int
-    first: int
-    last: int
-    views: dict[str, Tensor] = field(default_factory=dict)
+    first: int  # index of its first piece in the interval
+    last: int  # index of its last piece, + 1
+    views: dict[str, Tensor] = field(default_factory=dict)  # of the flat tensors of its states
 
 
 @dataclass(frozen=True)
 class PieceState:
-    """What the class keeps for a piece: the names of its flat tensors, and its scalars."""
+    """The state of a piece: the names of its flat tensors, and its scalars."""
 
     elementwise: tuple[str, ...]
     scalars: Mapping[str, Any]
@@ -59,7 +59,7 @@ class PieceState:
 
 
 def _plain(state: PieceState) -> dict[str, Any]:
-    # host synchronisation: of step counts that lie on a device, only where other parameters were used than before
+    # host synchronisation: of step counts on a device, only if other parameters were used than before
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in state.scalars.items()}
 
 
@@ -78,9 +78,19 @@ class BucketStates:
         master: MasterWeights | None = None,
         store: OffloadedStates | None = None,
     ) -> None:
-        """``instance``: of the class, for this bucket alone; ``parameters``: of the interval, 1-D; ``master``: what is
-        updated instead, where that is something else; of each slot ``groups``, and ``scalars``: no dimensions;
-        ``store``: where states are kept, if not beside the parameters."""
+        """Create the states of an interval; there are none yet.
+
+        Args:
+            instance: of the user's class, for this bucket alone.
+            bucket: the bucket.
+            begin: of the interval, in elements of the bucket.
+            end: of the interval.
+            parameters: of the interval, 1-D.
+            groups: the number of each slot's param group.
+            scalars: of each slot, whether its parameter has no dimensions.
+            master: the master weights, which are updated instead of the parameters; None: there are none.
+            store: the memory of the states, if they are offloaded.
+        """
         self._store = store
         self.instance = instance
         self.scalars = scalars
@@ -91,23 +101,23 @@ class BucketStates:
         self.flat: dict[str, Tensor] = {}
         self._states: list[PieceState | None] = [None] * len(self.pieces)
         self._staging = Staging(parameters.device)
-        self.stepped_groups: set[int] = set()  # of the runs
+        self.stepped_groups: set[int] = set()  # numbers of the groups of the runs
         self.runs: list[_FlatParam] = []
         self._key: tuple[Any, ...] | None = None
 
     @property
     def weights(self) -> Tensor:
-        """What is updated, 1-D."""
+        """The weights that are updated, 1-D: the master weights if there are any, else the parameters."""
         return self._parameters if self.master is None else self.master.master
 
     def synced_weights(self) -> Tensor:
-        """The weights as the next step would begin with, 1-D, in the master's dtype. Changes nothing."""
+        """Return the weights with which the next step would begin, 1-D, in the master's dtype. Changes nothing."""
         if self.master is None:
             return self._parameters
         return self.master.synced()
 
     def cast(self, present: Sequence[bool]) -> None:
-        """Round the master weights of the pieces that were ``present`` in a step, neighbours at once."""
+        """Cast the master weights of the pieces that were ``present`` in a step to the parameters."""
         if self.master is not None:
             for is_present, pieces in itertools.groupby(zip(self.pieces, present, strict=True), lambda pair: pair[1]):
                 members = [piece for piece, _ in pieces]
@@ -115,7 +125,7 @@ class BucketStates:
                     self.master.cast(members[0].begin - self.begin, members[-1].end - self.begin)
 
     def plan(self, present: tuple[bool, ...], cut: tuple[bool, ...]) -> None:
-        """Make the runs over the pieces that are ``present``; ``cut``: of each group, whether long runs are cut."""
+        """Make the runs over the pieces that are ``present``. ``cut``: whether to cut long runs of each group."""
         key = (present, cut)
         if key == self._key:
             return
@@ -133,7 +143,7 @@ class BucketStates:
             index = last
 
     def _joins(self, index: int) -> bool:
-        """True when the piece continues the one before it."""
+        """Return True if the piece continues the run of the one before it."""
         before, state = self._states[index - 1], self._states[index]
         equal = state is None if before is None else before.same(state)
         if self._is_scalar(index) or self._is_scalar(index - 1):
@@ -142,7 +152,7 @@ class BucketStates:
         return touching and self.groups[index - 1] == self.groups[index] and equal
 
     def _is_scalar(self, index: int) -> bool:
-        """True for a parameter without dimensions, which torch promotes as it promotes a number: it stays one."""
+        """Return True for a parameter without dimensions. It keeps that shape: torch promotes dtypes as for numbers."""
         return self.scalars[self.pieces[index].slot]
 
     def _make_runs(self, first: int, last: int, cut: bool) -> None:
@@ -161,7 +171,11 @@ class BucketStates:
             self.runs.append(run)
 
     def adopt_states(self, names: frozenset[str]) -> None:
-        """Take states that the class made or replaced into the flat tensors."""
+        """Copy states that the class has made or replaced into the flat tensors.
+
+        ``names``: the states that are as large as the parameter. For a parameter without dimensions the shape does not
+        distinguish these from scalars.
+        """
         for run in self.runs:
             state: dict[str, Any] = self.instance.state.get(run.parameter, {})
             for name, value in state.items():
@@ -177,7 +191,7 @@ class BucketStates:
                 state[name] = run.views[name] = view
 
     def snapshot(self) -> None:
-        """Note each piece's state and forget the runs."""
+        """Save the state of each piece, and drop the runs."""
         for run in self.runs:
             state = self.instance.state.pop(run.parameter, None)
             if state:
@@ -187,7 +201,7 @@ class BucketStates:
         self.runs, self._key = [], None
 
     def state_of(self, piece: int) -> PieceState | None:
-        """The state of a piece, live."""
+        """Return the current state of a piece; None if it has none."""
         place = bisect.bisect_right(self.runs, piece, key=lambda run: run.first) - 1
         if place < 0 or piece >= self.runs[place].last:
             return self._states[piece]
@@ -203,7 +217,7 @@ class BucketStates:
         self._states[piece] = state
 
     def allocate(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The flat tensor of a state, made where there is none yet or it is of another dtype."""
+        """Return the flat tensor of a state; allocate it if there is none yet, or one of another dtype."""
         if name not in self.flat or self.flat[name].dtype != dtype:
             self.flat[name] = self._room(name, dtype)
         return self.flat[name]
@@ -213,26 +227,26 @@ class BucketStates:
             return self._store.tensor(name, dtype)
         return torch.zeros(self.end - self.begin, dtype=dtype, device=self._parameters.device)
 
-    # -- where states are kept elsewhere ------------------------------------------------------------------------------
+    # -- offloaded states ---------------------------------------------------------------------------------------------
 
     def kept(self) -> list[Tensor]:
-        """The tensors that are kept elsewhere."""
+        """Return the tensors that are offloaded."""
         return [] if self._store is None else self._store.tensors()
 
     def prefetch(self) -> None:
-        """The states will be needed soon."""
+        """Prefetch the states, which will be needed soon."""
         if self._store is not None:
             self._store.prefetch()
             if self._store.is_copied_ahead:
                 self._fetch()
 
     def evict(self) -> None:
-        """The states will not be needed for a while."""
+        """Evict the states, which will not be needed for a while."""
         if self._store is not None:
             self._store.evict()
 
     def stage(self) -> None:
-        """Copy states that are kept on another device to that of the weights, where the class steps them."""
+        """Copy states that are offloaded to the host to the device of the weights, where the class steps them."""
         if self.runs and not self._staging.tensors:
             self._fetch()
         self._staging.wait()
@@ -245,21 +259,21 @@ class BucketStates:
         return flat.device != self._parameters.device
 
     def wait_for_copies(self) -> None:
-        """Wait until what was copied back from a device can be read."""
+        """Wait until states that were copied back from a device can be read."""
         if self._store is not None and self._parameters.device.type != "cpu":
-            torch.accelerator.synchronize(self._parameters.device)  # host synchronisation: who reads is on the host
+            torch.accelerator.synchronize(self._parameters.device)  # host synchronisation: the reader is on the host
 
     def unstage(self) -> None:
-        """Begin to copy what was staged back. Until `let_go` the copies keep their memory."""
+        """Launch the copies of staged states back to the host. They keep their memory until `let_go`."""
         self._staging.put_back(self.flat)
         self._point_to({name: self.flat[name] for name in self._staging.tensors})
 
     def let_go(self) -> None:
-        """Give up the memory of what was staged."""
+        """Release the memory of staged states."""
         self._staging.let_go()
 
     def _point_to(self, flats: Mapping[str, Tensor]) -> None:
-        """Let the class see its states in these tensors."""
+        """Make the class's states views of these tensors."""
         for run in self.runs if flats else ():
             for name in run.views.keys() & flats.keys():
                 view = flats[name][run.begin : run.end].view(run.parameter.shape)
@@ -267,5 +281,5 @@ class BucketStates:
 
 
 def is_elementwise(value: Any, parameter: Tensor) -> bool:
-    """True of a state that is as large as the parameter."""
+    """Return True for a state that is as large as the parameter."""
     return isinstance(value, Tensor) and value.shape == parameter.shape

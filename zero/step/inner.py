@@ -1,7 +1,7 @@
 """The user's optimizer class, run over the flat pieces of parameters that this rank steps, bucket by bucket.
 
-Knows: the class's instances, their options, and what a step changes in these. Does not know: runs and states (`runs`),
-ranks, gradients' origin, communication.
+Knows: the class's instances, their options, and how a step changes these. Does not know: how runs and states are laid
+out (`flat_states`), ranks, the origin of gradients, communication.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .flat_states import BucketStates, Options, PieceState
 
 
 class InnerOptimizer:
-    """The user's class: an instance for each bucket, whose parameters are runs.
+    """The user's class: one instance for each bucket, whose parameters are the bucket's runs.
 
-    So buckets are stepped one after the other, and what a class counts or keeps for itself is as if it had been called
-    once. ``groups`` given to its methods are the user's live param groups: their options count, their parameters do
-    not.
+    So buckets can be stepped one after the other, while counters that the class keeps for itself are as if it had been
+    called once. The ``groups`` given to the methods are the user's own param groups: their options are used, their
+    parameters are not.
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: Options) -> None:
@@ -38,19 +38,19 @@ class InnerOptimizer:
 
     @property
     def name(self) -> str:
-        """The class's."""
+        """The name of the class."""
         return self._class.__name__
 
     def plain(self, groups: Sequence[Options]) -> torch.optim.Optimizer:
-        """The class itself over param groups, as in a plain loop."""
+        """Return an instance of the class over param groups, as in a plain loop."""
         return self._class(groups, **copy.deepcopy(self._arguments))
 
     def another(self, **changed: Any) -> InnerOptimizer:
-        """One of the same class and arguments but for those that are ``changed``, which has taken up nothing."""
+        """Return an empty `InnerOptimizer` of the same class, with the arguments in ``changed`` replaced."""
         return InnerOptimizer(self._class, {**copy.deepcopy(self._arguments), **changed})
 
     def instance(self) -> torch.optim.Optimizer:
-        """One that has no parameters, and counts on from where the others are."""
+        """Return an instance of the class without parameters, whose own counters equal those of the other instances."""
         made = self._class([torch.zeros(1)], **self._arguments)
         made.param_groups.clear()
         made.state.clear()
@@ -62,7 +62,7 @@ class InnerOptimizer:
         return made
 
     def add(self, states: BucketStates, groups: Sequence[Options]) -> None:
-        """Take up a bucket. A class that makes its state when it is built (Adagrad) makes it here."""
+        """Add a bucket. A class that creates its states in the constructor (Adagrad) creates them here."""
         self.states.append(states)
         if not self._begins_with_state:
             return
@@ -73,7 +73,7 @@ class InnerOptimizer:
             states.instance.state.update(built.state)
         states.adopt_states(self.elementwise)
         if late and states.master is not None:
-            states.snapshot()  # the runs are views of weights that may never be updated
+            states.snapshot()  # drop the runs: they are views of master weights that may never be updated
             states.master.forget()
 
     def step(
@@ -84,17 +84,26 @@ class InnerOptimizer:
         stepped: Callable[[int], None],
         stepping: Callable[[int], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[int, Options]:
-        """Step every piece that is ``present``, by bucket, with the gradients of the buckets' intervals, 1-D.
+        """Step all pieces that are present, bucket by bucket.
 
-        Each instance is stepped once, with all groups, also those of which this rank holds nothing: a class may count
-        its steps. ``stepped`` is told the number of each bucket after it, and ``stepping`` is entered around each.
-        Returns what the class changed in each group's options, by group.
+        Each instance is stepped once, with all groups, also those without elements on this rank: a class may count its
+        steps.
+
+        Args:
+            gradients: of each bucket's interval, 1-D; None if the bucket has none.
+            present: of each bucket, whether each of its pieces is stepped.
+            groups: the user's param groups.
+            stepped: called with a bucket's number after its step.
+            stepping: returns a context for the step of a bucket, by its number.
+
+        Returns:
+            The options that the class changed, by the group's number.
         """
         cut = tuple(not group.get("fused") for group in groups)
         found: list[tuple[BucketStates, list[tuple[Options, Options]]]] = []
         ahead = (states for states, pieces in zip(self.states, present, strict=True) if any(pieces))
         _prefetch(next(ahead, None))
-        before: BucketStates | None = None  # whose states may be on their way back while the next one is stepped
+        before: BucketStates | None = None  # its states may be copied back while the next bucket is stepped
         try:
             for number, states in enumerate(self.states):
                 if any(present[number]):
@@ -120,7 +129,7 @@ class InnerOptimizer:
         return self.states[index].state_of(piece)
 
     def tensors_of(self, states: BucketStates) -> list[Tensor]:
-        """The tensors of a bucket's states: the flat ones, and the scalars of its runs."""
+        """Return the tensors of a bucket's states: flat tensors, scalars of its runs, and master weights."""
         scalars = [
             value
             for run in states.runs
@@ -131,17 +140,17 @@ class InnerOptimizer:
         return [*states.flat.values(), *scalars, *wide]
 
     def close(self) -> None:
-        """Let go of all states."""
+        """Release all states."""
         self.states = []
 
     def snapshot(self) -> None:
-        """Forget the runs, before states are replaced."""
+        """Save all states by piece and drop the runs. To be called before states are replaced."""
         for states in self.states:
             states.snapshot()
 
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """The class's own ``step``, without the hooks that torch wraps around it: these belong to the user's object."""
+    """Return the class's own ``step``, without torch's step hooks, which belong to the user's object alone."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -149,7 +158,7 @@ def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 def not_elementwise(optimizer_class: str, why: str) -> ValueError:
-    """What to raise where a class cannot be sharded."""
+    """Return the error for a class that cannot be sharded. ``why``: completes "is not element-wise: ..."."""
     return ValueError(
         f"{optimizer_class} is not element-wise: {why}. A rank steps flat pieces of parameters, so only "
         "classes whose update of an element depends on nothing but that element's gradient and state can be sharded "
@@ -169,7 +178,10 @@ def _step(
     cut: tuple[bool, ...],
     groups: Sequence[Options],
 ) -> list[tuple[Options, Options]]:
-    """Step a bucket; of each group the options after it, and those that its instance was given, which it may edit."""
+    """Step a bucket. Return each group's options after the step, and the copies that the instance was given.
+
+    The class may edit tensors among these copies in place.
+    """
     groups = [_apart(group) for group in groups]
     if states.master is not None:
         states.master.sync_from_param()
@@ -192,8 +204,10 @@ def _step(
 def _changed(
     number: int, live: Options, found: Sequence[tuple[BucketStates, list[tuple[Options, Options]]]]
 ) -> Options:
-    """What the class put into a group; what it edited in place is edited. As told by an instance that stepped a
-    parameter of the group, if one did."""
+    """Return the options that the class replaced in a group; copy tensors that it may have edited into ``live``.
+
+    They are taken from an instance that stepped a parameter of the group, if there is one; else from the first.
+    """
     of_it = [told for states, told in found if number in states.stepped_groups]
     changed: Options = {}
     for after, given in [(of_it or [told for _, told in found])[0][number]] if found else []:
@@ -206,7 +220,7 @@ def _changed(
 
 
 def _param_groups(states: BucketStates, groups: Sequence[Options]) -> list[Options]:
-    """The groups with a bucket's runs as their parameters."""
+    """Return the groups with a bucket's runs as their parameters."""
     result = []
     for number, group in enumerate(groups):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -216,5 +230,5 @@ def _param_groups(states: BucketStates, groups: Sequence[Options]) -> list[Optio
 
 
 def _apart(group: Options) -> Options:
-    """A group whose options may be edited in place, once for each bucket, without the next one's seeing it."""
+    """Return a copy of a group whose tensors a bucket's step may edit without an effect on the next bucket's step."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}

@@ -1,10 +1,10 @@
-"""Mixed precision: narrow numbers to compute with and to send, wide ones to add up in and to update.
+"""Master weights of mixed precision: wide weights for the update, beside the narrow parameters of the model.
 
-Knows: the wide weights beside the narrow ones. Does not know: gradients, ranks, or when a step is.
+Knows: the master weights and the parameters of one interval. Does not know: gradients, ranks, or when a step is.
 
     master weight (its owner) --- cast ---> parameter --- forward, backward ---> gradient         param_dtype
           ^                                                                         | contribution   reduce_dtype
-          +------------ update <--- clip <--- divide <--- sum (its owner) <---------+ fold           accumulate_dtype
+          +------------ update <--- clip <--- divide <--- sum (its owner) <---------+ ordered sum    accumulate_dtype
 """
 
 from __future__ import annotations
@@ -20,34 +20,39 @@ _BLOCK = 1 << 16  # elements that stay in the cache while they are compared
 
 
 class MasterWeights:
-    """The weights of one interval in the master's dtype, on a rank that updates them, 1-D; the model computes with the
-    interval itself.
+    """The weights of one interval in the master's dtype, 1-D, on a rank that updates them.
 
-    They follow the model: an element that is not its master weight, rounded, was written from outside (an edit, a
-    loaded checkpoint), and is the weight from then on.
+    The model computes with the interval's parameters. If a parameter's element is not equal to its master weight,
+    rounded, it was written from outside (an edit, a loaded checkpoint). It is then the weight, and the master follows.
     """
 
     def __init__(
         self, param: Tensor, dtype: torch.dtype, master: Tensor | None, empty: Callable[[], Tensor] | None = None
     ) -> None:
-        """``param``: the interval; ``master``: its values, where they are known better than from it; ``empty``: the
-        memory that they are kept in, each time the same, if that is not to be had anywhere."""
+        """Create the master weights of an interval; they use no memory before they are needed.
+
+        Args:
+            param: the interval's parameters, 1-D, in the dtype of the model.
+            dtype: of the master weights.
+            master: their values, if known more precisely than from ``param``.
+            empty: returns the memory for them, the same each time; None: new memory on the device of ``param``.
+        """
         self._param, self._dtype, self._master, self._empty = param, dtype, master, empty
 
     @property
     def exists(self) -> bool:
-        """False of weights that were never updated: then the narrow ones say it all, and no memory is used."""
+        """False if the weights were never updated: they are equal to the parameters, and use no memory."""
         return self._master is not None
 
     @property
     def master(self) -> Tensor:
-        """The weights, made from the narrow ones where there are none yet."""
+        """The master weights, made from the parameters if they do not exist yet."""
         if self._master is None:
             self._master = self._param.to(self._dtype) if self._empty is None else self._empty().copy_(self._param)
         return self._master
 
     def synced(self) -> Tensor:
-        """What `sync_from_param` would make of them, a copy."""
+        """Return a copy of the master weights as `sync_from_param` would leave them. Changes nothing."""
         if self._master is None:
             return self._param.to(self._dtype)
         copied = MasterWeights(self._param, self._dtype, self._master.clone())
@@ -55,7 +60,7 @@ class MasterWeights:
         return copied.master
 
     def sync_from_param(self) -> None:
-        """Take over what was written into the narrow ones."""
+        """Take over the elements that were written into the parameters since the last cast."""
         if self._master is None:
             return
         at_once = host_readable(self._param.device)
@@ -67,13 +72,13 @@ class MasterWeights:
                 continue
             as_integers = INTEGERS[param.itemsize]
             written = rounded.view(as_integers) != param.view(as_integers)
-            written &= ~(rounded.isnan() & param.isnan())  # which NaN a cast makes depends on the place in a tensor
+            written &= ~(rounded.isnan() & param.isnan())  # a cast makes different NaNs at different places of a tensor
             master.copy_(torch.where(written, param.to(master.dtype), master))
 
     def forget(self) -> None:
-        """From now on the narrow ones say it all."""
+        """Drop the master weights: from now on they are equal to the parameters."""
         self._master = None
 
     def cast(self, begin: int, end: int) -> None:
-        """Round these weights, which were updated, to what the model computes with."""
+        """Round the master weights of elements ``begin`` to ``end`` into the parameters, after an update."""
         self._param[begin:end].copy_(self.master[begin:end])

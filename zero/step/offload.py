@@ -1,14 +1,16 @@
-"""Memory for what a rank needs only while it steps: a file of its own, mapped, of which a bucket or two are here.
+"""Offload of optimizer states, which a rank needs only during a step: to pinned host memory, or to a mapped file.
 
-Knows: files, pages, what the kernel may be told of them. Does not know: what the tensors are, or when they are used.
+Knows: files, pages, and the kernel's calls for them. Does not know: what the tensors hold, or when they are used.
 
-    construction   the file gets its blocks, so a full disk is an error here and not in a step (but for states that a
-                   class has not told of: one that is switched on later); it has no name
-    arrive         a thread begins to read a bucket's pages, all at once, while another bucket is stepped
-    (a step)       pages that are not there yet come as they are touched
-    leave          what was written begins its way to the disk, and the pages leave this process
+The file belongs to one rank. During a step, the pages of one or two buckets are in memory:
 
-What has left a process may stay in the kernel's page cache, which gives it up as soon as memory is short.
+    construction   the file, which has no name, gets its blocks on the disk: a full disk is an error here, not in a step
+                   (except for states that a class does not create at first, as an option may be switched on later)
+    prefetch       a thread reads the pages of a bucket, all at once, while another bucket is stepped
+    (the step)     pages that were not read yet are read when they are touched
+    evict          write-back of changed pages to the disk begins, and the pages are unmapped from this process
+
+Evicted pages may stay in the kernel's page cache, which frees them when memory is short.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ from ..events import Event
 
 _PAGE = mmap.PAGESIZE
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin to write, wait for nothing
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: read pages, and make them ready to be written; of Linux 5.14
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: read pages and map them writable; since Linux 5.14
 
 
 def backend_for(offload: Offload, device: torch.device) -> OffloadBackend | None:
-    """What keeps states so, for parameters on ``device``; None where there is nothing to do."""
+    """Return the backend for states of parameters on ``device``; None if they are on the host already."""
     if not offload.on_host:
         return DiskOffload(offload.states)
     if device.type != "cpu":
@@ -49,32 +51,34 @@ def backend_for(offload: Offload, device: torch.device) -> OffloadBackend | None
 
 
 class OffloadBackend(Protocol):
-    """Where the states of buckets are kept. ``is_copied_ahead``: a device may copy them before they are needed, by
-    itself, so that nobody waits for it."""
+    """The memory in which the states of buckets are kept. Each rank has its own; nothing here is collective.
+
+    ``is_copied_ahead``: a device may copy states before they are needed, asynchronously, without the host waiting.
+    """
 
     is_copied_ahead: bool
 
     def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:
-        """Make room for tensors of so many elements. Raises `ValueError` where there is none."""
+        """Reserve memory for tensors, given as (elements, dtype). Raises `ValueError` if there is not enough."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor, where there is room for it."""
+        """Return a 1-D tensor of zeros, from reserved memory if there is any left."""
 
     def give_back(self, tensors: Iterable[Tensor]) -> None:
-        """These are needed no more: others may lie where they lay."""
+        """Release tensors: `empty` may use their memory again."""
 
     def prefetch(self, tensors: Iterable[Tensor]) -> None:
-        """These will be needed soon."""
+        """Begin to read tensors that will be needed soon."""
 
     def evict(self, tensors: Iterable[Tensor]) -> None:
-        """These will not be needed for a while."""
+        """Begin to write tensors back that will not be needed for a while, and free their memory."""
 
     def close(self) -> None:
-        """No further tensor will be asked for."""
+        """Release all resources. No tensor may be requested afterwards."""
 
 
 class HostOffload:
-    """Memory of the host from which a GPU copies by itself."""
+    """Pinned memory of the host, from which a GPU copies asynchronously."""
 
     is_copied_ahead = True
 
@@ -99,26 +103,26 @@ class HostOffload:
 
 @dataclass(eq=False)
 class _Region:
-    """A part of the file, mapped: where it begins there and in memory, and which bytes of it are not ``taken``."""
+    """A mapped part of the file. Its free bytes are ``taken`` to ``end``, relative to the mapping's beginning."""
 
     mapping: mmap.mmap
-    place: int
-    address: int
+    place: int  # the mapping's offset in the file, in bytes
+    address: int  # the mapping's address in memory
     taken: int
     end: int
 
     def __len__(self) -> int:
-        """Bytes that are left."""
+        """The number of free bytes."""
         return self.end - self.taken
 
 
 class DiskOffload:
-    """A file of this rank alone, in which tensors lie one after the other, each on pages of its own."""
+    """A file of this rank alone, in which tensors lie one after another, each on pages of its own."""
 
     is_copied_ahead = False  # a copy would wait for the disk, and the host for the copy
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Raises `ValueError` where there is no such folder, or nothing can be written there."""
+        """Create the file in ``folder``. Raises `ValueError` if that does not exist or cannot be written."""
         self._folder = Path(folder)
         if not hasattr(os, "posix_fallocate"):
             raise ValueError("offload: on this system no room can be reserved in a file; leave offload away")
@@ -129,11 +133,11 @@ class DiskOffload:
         self._end = 0
         self._regions: list[_Region] = []
         self._reader = ThreadPoolExecutor(1, "zero-offload")
-        self._coming: dict[int, Future[None]] = {}  # by the address of their pages
-        self._spare: list[_Region] = []  # what was given back
+        self._coming: dict[int, Future[None]] = {}  # reads under way, by the address of the pages
+        self._spare: list[_Region] = []  # memory that was given back
 
     def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:
-        """In blocks of the disk that are its own, which hold zeros."""
+        """Reserve blocks on the disk, which hold zeros. Raises `ValueError` if the disk is full."""
         spare = [len(region) for region in self._spare]
         nbytes = 0
         for size in (_pages(numel, dtype) for numel, dtype in wanted):
@@ -164,7 +168,7 @@ class DiskOffload:
         nbytes = _pages(numel, dtype)
         region = next((region for region in (*self._spare, *self._regions[-1:]) if len(region) >= nbytes), None)
         if region is None:
-            self.reserve([(numel, dtype)])  # what nobody could know of
+            self.reserve([(numel, dtype)])  # for a state that was not known at construction
             region = self._regions[-1]
         offset, region.taken = region.taken, region.taken + nbytes
         made = torch.frombuffer(region.mapping, dtype=dtype, count=max(1, numel), offset=offset)[:numel]
@@ -188,7 +192,7 @@ class DiskOffload:
         for region, begin, nbytes in self._spans(tensors):
             coming = self._coming.pop(region.address + begin, None)
             if coming is not None:
-                coming.result()  # what came later would stay
+                coming.result()  # pages that are read after the eviction would stay in memory
             _begin_to_write(self._file.fileno(), region.place + begin, nbytes)
             region.mapping.madvise(mmap.MADV_DONTNEED, begin, nbytes)
 
@@ -198,7 +202,7 @@ class DiskOffload:
         self._file.close()
 
     def _spans(self, tensors: Iterable[Tensor]) -> Iterator[tuple[_Region, int, int]]:
-        """The whole pages on which tensors lie that are here: region, begin and length in bytes."""
+        """Yield the whole pages of the tensors that lie in this file: region, begin and length in bytes."""
         for tensor in tensors:
             for region in self._regions:
                 begin = tensor.data_ptr() - region.address
@@ -209,25 +213,28 @@ class DiskOffload:
 
 
 def _pages(numel: int, dtype: torch.dtype) -> int:
-    """Bytes of the whole pages that a tensor takes."""
+    """Return the size of the whole pages that a tensor takes, in bytes."""
     return max(1, -(-numel * dtype.itemsize // _PAGE)) * _PAGE
 
 
 def _read(region: _Region, begin: int, nbytes: int) -> None:
-    """Map pages for writing: in one call, whose reads are large, and in which other threads run."""
+    """Read pages and map them for writing, in one call: its reads are large, and it does not hold Python's lock."""
     call = getattr(_LIBC, "madvise", None)
     place = ctypes.c_void_p(region.address + begin)
     if call is None or call(place, ctypes.c_size_t(nbytes), _POPULATE_WRITE):
-        with suppress(OSError):  # what is not read ahead comes as it is touched
+        with suppress(OSError):  # pages that are not read ahead are read when they are touched
             region.mapping.madvise(mmap.MADV_WILLNEED, begin, nbytes)
 
 
 def _begin_to_write(file: int, begin: int, nbytes: int) -> None:
-    """So that the disk is busy while other buckets are stepped; the kernel would begin later."""
+    """Begin the write-back of a part of the file, so that the disk works while other buckets are stepped.
+
+    The kernel by itself would begin later. Raises `OSError` if writing failed.
+    """
     call = getattr(_LIBC, "sync_file_range", None)
     if call is not None and call(file, ctypes.c_int64(begin), ctypes.c_int64(nbytes), _WRITE):
         number = ctypes.get_errno()
-        if number not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):  # where the file system has no such thing
+        if number not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):  # these: the file system does not support it
             raise OSError(number, f"offload: writing failed: {os.strerror(number)}")
 
 
@@ -235,7 +242,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class OffloadedStates:
-    """What is kept of one bucket's interval, by name."""
+    """The offloaded states of one bucket's interval, by name."""
 
     def __init__(
         self,
@@ -246,28 +253,32 @@ class OffloadedStates:
         prefetching: Event,
         evicting: Event,
     ) -> None:
-        """``names``: of the tensors that there will be, each of ``numel`` elements of ``dtype``; others may come."""
+        """Allocate the tensors that are known at construction; `tensor` allocates others later.
+
+        ``names``: of these tensors, which have ``numel`` elements of ``dtype`` each. ``prefetching`` and ``evicting``:
+        the profiler's events of the two calls.
+        """
         self._prefetching, self._evicting = prefetching, evicting
         self._offload_backend, self._numel = offload_backend, numel
         self._tensors = {(name, dtype): offload_backend.empty(numel, dtype) for name in sorted(names)}
         self.is_copied_ahead = offload_backend.is_copied_ahead
 
     def tensors(self) -> list[Tensor]:
-        """All that there are."""
+        """Return all tensors."""
         return list(self._tensors.values())
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The tensor of this name, with what was last written there."""
+        """Return the tensor of this name, with the values last written; zeros on the first call."""
         if (name, dtype) not in self._tensors:
             self._tensors[name, dtype] = self._offload_backend.empty(self._numel, dtype)
         return self._tensors[name, dtype]
 
     def prefetch(self) -> None:
-        """They will be needed soon."""
+        """Begin to read the states, which will be needed soon."""
         with self._prefetching():
             self._offload_backend.prefetch(self._tensors.values())
 
     def evict(self) -> None:
-        """They will not be needed for a while."""
+        """Begin to write the states back and free their memory; they will not be needed for a while."""
         with self._evicting():
             self._offload_backend.evict(self._tensors.values())

@@ -1,13 +1,13 @@
-"""Copies, on the device that steps them, of states that are kept in the host's memory.
+"""Copies of states that are offloaded to the host, on the device that steps them.
 
-Knows: streams. Does not know: buckets, what a copy is for, when it is needed.
+Knows: streams. Does not know: buckets, the use of a copy, when it is needed.
 
-    fetch     the device begins to copy them, beside what it does for others
-    wait      what the device is told from now on finds them there
-    put_back  the device begins to copy them back, after what it was told so far, beside what it is told from now on
-    let_go    what the device is told from now on may have their memory
+    fetch     launch the copies to the device, on a stream of their own
+    wait      make the device's current stream wait for these copies
+    put_back  launch the copies back to the host, after all work that the current stream has so far
+    let_go    make the current stream wait for those, and release the memory on the device
 
-The host waits for none of it where its memory is pinned. On the CPU a copy is done when the call returns.
+If the host's memory is pinned, the host waits for none of these. On the CPU a copy is complete when the call returns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class Staging:
-    """Copies of some tensors, by name. Local."""
+    """Copies of tensors on a device, by name. Not collective."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -52,7 +52,7 @@ class Staging:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Inside, the device is told things to do after all that it was told so far, in a line of their own."""
+        """Launch the work of the block on the stream of the copies, after all work of the current stream so far."""
         if self._stream is None or not self.tensors:
             yield
             return
@@ -62,5 +62,5 @@ class Staging:
 
 
 def _line_on(device: torch.device) -> torch.Stream | None:
-    """Work that a device does beside other; None on the CPU, where there is no such thing."""
+    """Return a new stream of the device; None on the CPU, which has no streams."""
     return None if device.type == "cpu" else torch.Stream(device)

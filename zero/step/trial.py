@@ -1,11 +1,11 @@
-"""Throw-away parameters on which a class is tried: stepped whole by the class itself, and in two halves as on ranks.
+"""Throw-away parameters for trials of a class: stepped whole by the class itself, and in two halves as on two ranks.
 
-Knows: shapes and values of such parameters, their gradients, and how halves are laid out. Does not know: the user's
-parameters, what is compared.
+Knows: the shapes and values of these parameters, their gradients, and how halves are laid out. Does not know: the
+user's parameters, and the comparison of results.
 
     whole     [ 1-D ] [ 2-D       ] [ 4-D    ] [ scalar ]      stepped by the class itself, as in a plain loop
     half 0    [ 1-D 2-D... 4-D.. ]                             stepped by `InnerOptimizer`, as on a rank: neighbouring
-    half 1    [ 1-D 2-D.... ] [ 4-D.. ] [ scalar ]             pieces are one run, which ends after a ragged end
+    half 1    [ 1-D 2-D.... ] [ 4-D.. ] [ scalar ]             pieces form a run, up to one with padding after it
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from .inner import InnerOptimizer, unhooked_step
 
 @dataclass(frozen=True)
 class Setting:
-    """Where the user has parameters: the number of their options, their dtypes and their device; whether there are
-    matrices, or tensors of more dimensions, among them, and vectors of one element."""
+    """A kind of the user's parameters that is tried: equal options, dtypes and device."""
 
-    options: int
+    options: int  # index among the distinct options
     dtypes: Dtypes
     device: torch.device
-    matrices: bool
-    single_elements: bool
+    matrices: bool  # some have two dimensions or more
+    single_elements: bool  # some have the shape (1,)
 
 
 class ClassFailedError(Exception):
-    """The class itself raised, over whole parameters."""
+    """The class itself raised an error over whole parameters."""
 
 
 class Whole:
-    """Throw-away parameters, at each of the ``settings`` one of each number of ``dimensions``, stepped by the class."""
+    """Throw-away parameters, stepped by the class: for each of the ``settings``, of each number of ``dimensions``.
+
+    Raises `ClassFailedError` if the class refuses them.
+    """
 
     def __init__(
         self, inner: InnerOptimizer, options: Sequence[Options], settings: Sequence[Setting], dimensions: Sequence[int]
@@ -50,7 +52,7 @@ class Whole:
             (setting, shape) for setting in settings for number in dimensions for shape in _shapes(number, setting)
         ]
         self._shapes = list(dict.fromkeys(shape for _, shape in shapes))
-        self._sizes = [self._noise(shape) for shape in self._shapes]  # of the elements' gradients
+        self._sizes = [self._noise(shape) for shape in self._shapes]  # magnitudes of the elements' gradients
         values = {shape: self._noise(shape) ** 5 for shape in self._shapes}  # of many magnitudes
         self.settings = [setting for setting, _ in shapes]
         self.parameters = [
@@ -70,12 +72,15 @@ class Whole:
 
     @property
     def groups(self) -> list[Options]:
-        """The options, as the class has left them."""
+        """The options of each group, as the class has left them."""
         return [{key: group[key] for key in group if key != "params"} for group in self._optimizer.param_groups]
 
     def gradients(self, step: int) -> list[Tensor]:
-        """Make those of a step. Scales vary, some elements are zero, and in every third step all gradients are
-        orthogonal to their parameters, row by row."""
+        """Return the gradients of a step.
+
+        Their scales vary, some elements are zero, and in every third step all gradients are orthogonal to their
+        parameters, row by row.
+        """
         scale = (1.0, 0.3, 1.0, 3.0, 1.0, 0.1, 1.0, 30.0)[step % 8]
         noise = {
             shape: nn.functional.hardshrink(scale * size * self._noise(shape), 0.01)
@@ -87,7 +92,7 @@ class Whole:
         return [gradient.to(p.dtype) for gradient, p in zip(found, self.parameters, strict=True)]
 
     def step(self, gradients: Sequence[Tensor]) -> None:
-        """Raises `ClassFailedError`."""
+        """Step all parameters once. Raises `ClassFailedError` if the class raises."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
         try:
@@ -96,12 +101,15 @@ class Whole:
             raise ClassFailedError(str(error)) from error
 
     def state(self, parameter: int) -> Mapping[str, Any]:
-        """What the class keeps for a parameter."""
+        """Return the class's state of a parameter."""
         state: dict[str, Any] = self._optimizer.state[self.parameters[parameter]]
         return state
 
     def names(self) -> frozenset[str]:
-        """The names of the states that are as large as the parameter. A scalar's may be as large by accident."""
+        """Return the names of the states that are as large as the parameter.
+
+        Parameters without dimensions do not count: their scalar states have the same shape.
+        """
         return frozenset(
             name
             for number, parameter in enumerate(self.parameters)
@@ -112,22 +120,22 @@ class Whole:
 
 @dataclass(frozen=True)
 class TrialPiece:
-    """A part of a throw-away parameter: its place there, and what is stepped instead, with its gradient."""
+    """A piece of a throw-away parameter, in a bucket that is stepped as on a rank."""
 
     parameter: int
-    place: slice
-    values: Tensor
+    place: slice  # of the parameter's elements
+    values: Tensor  # in the bucket, as is the gradient
     gradient: Tensor
     bucket: int
     slot: int
 
     def of(self, whole: Tensor) -> Tensor:
-        """This part of a tensor that is as large as the parameter, 1-D."""
+        """Return this piece of a tensor that is as large as the parameter, 1-D."""
         return whole.detach().reshape(-1)[self.place]
 
 
 class Half:
-    """One half of each parameter of ``whole``, stepped as a rank steps what it owns of a bucket."""
+    """One half of each parameter of ``whole``, stepped as a rank steps its slices of buckets."""
 
     def __init__(self, inner: InnerOptimizer, options: Sequence[Options], whole: Whole, half: int) -> None:
         self._inner = inner.another()
@@ -139,7 +147,7 @@ class Half:
             self._add(whole, half, dtypes, device)
 
     def _add(self, whole: Whole, half: int, dtypes: Dtypes, device: torch.device) -> None:
-        """Lay out a bucket of what has these dtypes and this device."""
+        """Lay out a bucket of the parameters with these dtypes on this device."""
         slots: list[Slot] = []
         begins, size = [], 0
         for number, setting in enumerate(whole.settings):
@@ -162,7 +170,10 @@ class Half:
         self._gradients.append(gradient)
 
     def step(self, gradients: Sequence[Tensor], names: frozenset[str]) -> None:
-        """``gradients``: of the whole parameters; ``names``: of the states that are as large as the parameter."""
+        """Step all pieces once.
+
+        ``gradients``: those of the whole parameters. ``names``: the states that are as large as the parameter.
+        """
         for piece in self.pieces:
             piece.gradient.copy_(piece.of(gradients[piece.parameter]))
         self._inner.elementwise = names
@@ -172,20 +183,22 @@ class Half:
             self.groups[number].update(options)
 
     def scalars(self, piece: TrialPiece) -> Mapping[str, Any]:
-        """What the class keeps for a piece beside what is as large as it."""
+        """Return the class's state of a piece, without the tensors that are as large as the piece."""
         state = self._inner.state_of(piece.bucket, piece.slot)
         return {} if state is None else state.scalars
 
 
 def _bounds(size: int, align: int, half: int) -> tuple[int, int]:
-    """Cut at an odd multiple of what ranks cut at multiples of."""
+    """Return the interval of a half. The cut is an odd multiple of ``align``; ranks cut at multiples of it."""
     cut = (size // 2 // align | 1) * align if size > align else 0
     return (0, cut) if half == 0 else (cut, size)
 
 
 def _shapes(dimensions: int, setting: Setting) -> list[tuple[int, ...]]:
-    """All but the longer vector end raggedly. Where the user has matrices, one is larger than what some classes take
-    for small."""
+    """Return the shapes of throw-away parameters. All but that of 96 elements need padding after their end.
+
+    If the user has matrices, the matrix is larger than the limit below which some classes treat one as small.
+    """
     match dimensions:
         case 0:
             return [()]
@@ -199,7 +212,7 @@ def _shapes(dimensions: int, setting: Setting) -> list[tuple[int, ...]]:
 
 
 def _orthogonal(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The part of a gradient that is orthogonal to the parameter, in each row of it."""
+    """Return the part of a gradient that is orthogonal to the parameter, row by row."""
     rows = parameter.view(len(parameter) if parameter.dim() > 1 else 1, -1).float()
     along = gradient.view_as(rows)
     share = (along * rows).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True)

@@ -1,10 +1,10 @@
-"""What becomes of settled gradients: they are clipped, this rank updates its intervals, and everybody gets all of them.
+"""The use of finalized gradients: clip them, update this rank's intervals, gather the updated parameters.
 
-Knows: the order of that. Does not know: the user's calls, what ranks agree on before.
+Knows: the order of these. Does not know: the user's calls, and what the ranks agree on before.
 
-    clip:    norm of all slices, one factor                  all ranks
-    update:  the inner optimizer on this rank's intervals    each rank alone
-    gather:  everybody's slices, where parameters are whole  all ranks
+    clip:    norm of all slices, one factor                          all ranks
+    update:  the inner optimizer on this rank's intervals            each rank alone
+    gather:  the slices of all owners, if the stage keeps them whole all ranks
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .clip import check_finite, clip_factor
 from .flat_states import Options
 from .inner import InnerOptimizer
 
-GATHERS_IN_FLIGHT = 2  # after a step: a rank's slice of each may be copied to where its peers can read it
+GATHERS_IN_FLIGHT = 2  # after a step; for each, a copy of the rank's slice may be kept for its peers to read
 
 
 class _Gradient(Protocol):
-    """The gradient of one bucket, when the ranks have agreed."""
+    """The finalized gradient of one bucket, as in a `GradAccumulator`."""
 
     def settled(self) -> Tensor | None:
-        """The mean of what this rank updates, 1-D; None where no rank has a gradient."""
+        """Return the mean over the interval that this rank updates, 1-D; None if no rank has a gradient."""
 
 
 class _Means(Protocol):
-    """The mean gradients of what this rank owns, as of a reducer's `OwnedMeans`."""
+    """The mean gradients of the slices that this rank owns, as in `OwnedMeans`."""
 
     def slices(self) -> list[Tensor]: ...
 
@@ -44,39 +44,39 @@ class _Means(Protocol):
 
 
 class _Gradients(Protocol):
-    """Those of all parameters, as of a `Reducer`."""
+    """The gradients of all parameters, as in a `Reducer`."""
 
     @property
     def means(self) -> _Means: ...
 
     @property
     def stores(self) -> Sequence[_Gradient]:
-        """By bucket."""
+        """The gradients of each bucket."""
 
     @property
     def used(self) -> Sequence[bool]:
-        """Of each parameter, whether some rank used it."""
+        """True for each parameter that some rank used, in the layout's order."""
 
 
 class _Parameters(Protocol):
-    """Those of the model, as of a `ParameterStorage`."""
+    """The parameters of the model, as in a `ParameterStorage`."""
 
     @property
     def layout(self) -> Layout: ...
 
     @property
     def flats(self) -> Sequence[Tensor]:
-        """What this rank holds, by bucket."""
+        """The elements of each bucket that this rank holds, 1-D."""
 
     def evict(self, bucket: int) -> None:
-        """Called when a bucket was updated."""
+        """Note that a bucket was updated."""
 
     def stepped(self, used: Sequence[bool]) -> None:
-        """Called when all buckets were; ``used``: as of the gradients."""
+        """Note that all buckets were updated; ``used``: that of the gradients."""
 
 
 class Update:
-    """The clip and the step of one optimizer on one rank. All ranks call, after `Reducer.finalize_grads`."""
+    """The clip and the step of one optimizer on one rank. All ranks must call each, after `Reducer.finalize_grads`."""
 
     def __init__(
         self,
@@ -90,13 +90,13 @@ class Update:
     ) -> None:
         self._stage, self._transport, self._collective = stage, transport, collective
         self._storage, self._reducer, self._inner = storage, reducer, inner
-        self._updating: list[Event] = []  # by bucket, as the next two
+        self._updating: list[Event] = []  # of each bucket, like the next two
         self._gathering: list[Event] = []
         self._waiting: list[Event] = []
-        self._is_first_copy = transport.rank < shards.world_size  # of slices that several ranks hold
+        self._is_first_copy = transport.rank < shards.world_size  # among the ranks that hold the same slices
 
     def extend(self) -> None:
-        """Take up further buckets of the layout."""
+        """Register the buckets that were added to the layout."""
         rank = self._transport.rank_label
         for bucket in self._storage.layout.buckets[len(self._updating) :]:
             self._updating.append(Event(f"update bucket {bucket.index}", rank))
@@ -104,9 +104,12 @@ class Update:
             self._waiting.append(Event(f"wait_for_all_gather bucket {bucket.index}", rank))
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Scale the means by one factor; the norm before, 0-dim."""
+        """Scale the means by one factor; return the norm before, 0-dim, fp32 (fp64 if any gradient is). Collective.
+
+        Raises `RuntimeError` on every rank, before any scaling, if ``error_if_nonfinite`` and the norm is inf or NaN.
+        """
         pieces = self._reducer.means.slices() if self._is_first_copy else []
-        mine = PowerSum.of(pieces, norm_type)  # host synchronisation: exact integers, which devices have not
+        mine = PowerSum.of(pieces, norm_type)  # host synchronisation: exact integers, which devices do not have
         total = PowerSum.of([], norm_type)
         for data in self._transport.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):
             total = total.merge(PowerSum.from_bytes(data))
@@ -118,11 +121,14 @@ class Update:
             for store in self._reducer.stores:
                 gradient = store.settled()
                 if gradient is not None:
-                    gradient.mul_(factor)  # from the host, as in a plain loop: no copy, and one rounding
+                    gradient.mul_(factor)  # a factor on the host, as in a plain loop: no copy, and one rounding
         return norm
 
     def step(self, groups: Sequence[Options]) -> dict[int, Options]:
-        """Update every parameter that some rank used. The options that the class changed, by number of group."""
+        """Update every parameter that some rank used. Collective.
+
+        Returns the options that the user's class changed, by the param group's number.
+        """
         used = self._reducer.used
         buckets = self._storage.layout.buckets
         gradients = [store.settled() for store in self._reducer.stores]
