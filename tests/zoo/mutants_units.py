@@ -176,6 +176,19 @@ MUTANTS = (
         (f"{MEMORY}::test_the_next_unit_is_gathered_while_one_runs[Backwards-3]",),
     ),
     Mutant(
+        "an-optimizer-keeps-its-arguments",
+        ("L7",),
+        "The function that chooses units is kept: the object that it belongs to waits for the collector.",
+        (
+            Edit(
+                "zero.setup.Builder.__init__",
+                "        self.stage, self.module, self.inner = ",
+                "        self.config = config\n        self.stage, self.module, self.inner = ",
+            ),
+        ),
+        ("test_lifetimes.py::test_an_optimizer_does_not_keep_the_functions_that_it_was_built_with[3]",),
+    ),
+    Mutant(
         "graphs-keep-weights",
         ("L7",),
         "Graphs hold the gathered tensors themselves: after a forward all weights are here.",
