@@ -109,12 +109,12 @@ class Case:
 
 
 def halves(world_size: int) -> list[list[int]]:
-    """Two hosts, which share the ranks evenly, every other one."""
+    """Split the ranks evenly between two hosts, alternating."""
     return [list(range(0, world_size, 2)), list(range(1, world_size, 2))][: min(2, world_size)]
 
 
 def launch(collective: Collective, what: str, number: int, numel: int) -> Callable[[], Any]:
-    """Enter a collective; what is returned completes it."""
+    """Launch a collective; return the function that completes it."""
     t = collective.transport
     bounds = [numel * rank // t.world_size for rank in range(t.world_size + 1)]
     if what == "reduce_scatter":
@@ -141,7 +141,7 @@ def end_self(end: End) -> None:
 
 
 def named_files() -> list[str]:
-    """Files with a name that this process holds, and which it could leave behind."""
+    """Return the named files that this process holds open or mapped, and could leave behind."""
     places = [*Path("/proc/self/fd").iterdir(), *Path("/proc/self/map_files").iterdir()]
     found = []
     for place in places:
@@ -153,7 +153,7 @@ def named_files() -> list[str]:
 
 
 def enter(rank: int, world_size: int, port: int, limit: float) -> dist.Store:
-    """Become a rank of the default group; the store that all ranks see."""
+    """Initialize the default group on this rank, and return a store that all ranks share."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=limit))
@@ -186,11 +186,11 @@ def rank_of(rank: int, port: int, pipe: Connection, case: Case) -> None:
     except CollectiveError as error:
         pipe.send(str(error))
     if case.stays:
-        pipe.poll(PATIENCE)  # the others do not need its end to learn of anything
+        pipe.poll(PATIENCE)  # the other ranks must learn of the failure without the end of this process
 
 
 def stop_when_all_are_here(rank: int, case: Case, store: dist.Store, pipe: Connection) -> None:
-    """See `Case.stops_when_waited_for`."""
+    """Stop the victim when all other ranks have come this far; see `Case.stops_when_waited_for`."""
     names = [f"rank {other} is here" for other in range(case.world_size)]
     if rank != case.victim:
         store.set(names[rank], "")
@@ -224,7 +224,7 @@ class Group:
         return self.pipes[rank].recv()
 
     def end(self) -> None:
-        """Let all go; whoever does not is killed, which is an error."""
+        """Close the pipes, upon which the processes return. Kill one that does not, and raise an error."""
         for pipe in self.pipes:
             pipe.close()
         end = time.monotonic() + PATIENCE
@@ -238,7 +238,7 @@ class Group:
 
 
 def run(case: Case) -> None:
-    """Run a case, and raise `AssertionError` where anything is not as promised."""
+    """Run a case; raise `AssertionError` if anything differs from the promise."""
     group = Group(rank_of, case.world_size, case)
     try:
         named = [group.hear(rank) for rank in range(case.world_size)]
