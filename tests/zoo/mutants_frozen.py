@@ -1,4 +1,5 @@
-"""Parameters that cannot be laid out: frozen ones stay whole on every rank, trained ones are refused."""
+"""Mutants of parameters that have no place in a layout: frozen ones stay whole on every rank, trained ones are
+refused."""
 
 from __future__ import annotations
 
