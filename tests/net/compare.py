@@ -24,8 +24,10 @@ def differences(old: Mapping[str, Record], new: Mapping[str, Record]) -> list[st
 
 
 def difference(old: Record, new: Record) -> str:
-    """Return the first difference between two records of a check, and the number of differences; empty if there is
-    none."""
+    """Return the first difference between two records of a check, and the number of differences.
+
+    The text is empty if the records are equal and no side failed.
+    """
     before, after = dict(_leaves(old)), dict(_leaves(new))
     found = [path for path in dict.fromkeys([*before, *after]) if before.get(path) != after.get(path)]
     if found:

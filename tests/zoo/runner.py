@@ -72,7 +72,7 @@ class Runner:
             self._process.wait()
 
     def unpatched(self, tests: Sequence[str]) -> str:
-        """Run tests on an unpatched copy; return their failures, or an empty string. A table is valid only if they
+        """Run tests on an unpatched copy. Return their failures, or an empty string. A table is valid only if they
         pass."""
         with tempfile.TemporaryDirectory(prefix="zoo-") as name:
             copy_tree(Path(name), None)
