@@ -1,4 +1,4 @@
-"""The model that is trained: its weights are a function of a seed, it is causal, tied, and it learns."""
+"""The model of `zero train`: its weights are a function of a seed; it is causal and tied, and it learns."""
 
 from __future__ import annotations
 
