@@ -80,7 +80,7 @@ def deterministic_products() -> Iterator[None]:
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Return a device for a test that has no other ranks."""
+    """Set up torch for deterministic results on a device."""
     with deterministic_products(), deterministic():
         yield request.param
 
