@@ -59,7 +59,7 @@ def main(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print tables as Markdown.")] = False,
     show_only: Annotated[Path | None, typer.Option("--show", help="Measure nothing: show this JSON.")] = None,
 ) -> None:
-    """What a step costs for itself, for each bucket and for each tensor, beside DDP and the plain loop."""
+    """The cost of a step, of each bucket and of each tensor, beside DDP and the plain loop."""
     console = tables.console(stderr=markdown)
     if show_only is not None:
         report = Report.read(show_only)

@@ -29,7 +29,7 @@ from .carried import plain_sum
 
 T = TypeVar("T")
 POISON = 255
-SLOT = -1  # of collectives; those of transports are not negative
+SLOT = -1  # the slot of collectives; transports use slots that are not negative
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
 

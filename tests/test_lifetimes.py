@@ -182,7 +182,7 @@ def test_groups_of_one_world_train_apart(stage: int) -> None:
         assert_same_model(model, plain_two(batches, 2, clip=50.0))
         unclipped = plain_two(batches, 2, steps=0)
         for batch in batches:
-            (unclipped(*batch) / 2).backward()  # a power of two: the same bits
+            (unclipped(*batch) / 2).backward()  # dividing by a power of two changes no bits of the sum
         assert_same_bits(norm, clip_grad_norm_(unclipped.parameters(), 50.0))
 
 

@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "zero.parameters": SHARED,
     "zero.step": SHARED,
     "zero.state": SHARED | ROOMS,
-    "zero.setup": {*SHARED, *ROOMS, "collectives.backends"},  # a process group of the user's is taken to the seam
+    "zero.setup": {*SHARED, *ROOMS, "collectives.backends"},  # it makes a backend of a user's process group
     "zero.engine": SHARED | ROOMS | {"zero.setup", "zero.state"},
     "zero.optimizer": SHARED | ROOMS | {"zero.engine", "zero.setup", "zero.state"},
     "zero.commands": SHARED | ROOMS | {"zero", "zero.optimizer", "zero.state"},
@@ -199,7 +199,7 @@ def test_geometry_needs_no_ranks() -> None:
 
 
 def test_no_algorithm_imports_another() -> None:
-    parts = {"base", "ordered_sum", "plans"}  # of several algorithms, or of one
+    parts = {"base", "ordered_sum", "plans"}  # modules that algorithms use
     algorithms = {name for name in TREES if name.startswith("collectives.algorithms.")}
     algorithms -= {f"collectives.algorithms.{part}" for part in parts}
     assert len(algorithms) > 4

@@ -134,7 +134,7 @@ def test_buckets_are_launched_while_the_rest_of_the_backward_runs(gloo: GlooPool
         launches = [event for event in events if event.startswith("launch")]
         assert launches == [f"launch {i}" for i in range(6)]
         assert events.index("launch 0") < events.index("backward 0")
-        for i in range(4):  # bucket i holds layer 5 - i; it is under way before the next layer but one begins
+        for i in range(4):  # bucket i holds layer 5 - i; it is launched before the second layer after it begins
             assert events.index(f"launch {i}") < events.index(f"backward {3 - i}")
 
 

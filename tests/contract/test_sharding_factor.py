@@ -273,7 +273,7 @@ def test_between_hosts_only_sums_travel_once_there_and_once_home() -> None:
         assert numel // 2 * 4 <= reduced <= numel // 2 * 4 + 1024  # with headers, and a byte after each part
 
 
-# -- what is kept for the backward -------------------------------------------------------------------------------------
+# -- units kept for the backward ---------------------------------------------------------------------------------------
 
 RESHARDED = [
     (1, None, False),
@@ -366,7 +366,7 @@ def test_after_an_evaluation_or_a_step_nothing_is_kept(reshard: bool | int) -> N
     on_threads(4, program)
 
 
-# -- what stays as it was ----------------------------------------------------------------------------------------------
+# -- results that do not depend on the factor --------------------------------------------------------------------------
 
 
 @STAGES

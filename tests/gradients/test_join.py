@@ -290,7 +290,7 @@ def test_options_that_differ_between_ranks_are_an_error_that_names_them() -> Non
         with pytest.raises(ValueError, match="'lr' of the param groups") as caught:
             optimizer.step()
         optimizer.param_groups[2]["lr"] = 0.2
-        optimizer.step()  # nothing was lost
+        optimizer.step()  # no state was lost
         return str(caught.value)
 
     first, second = on_threads(2, program, timeout=10)

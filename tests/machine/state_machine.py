@@ -266,8 +266,8 @@ class RandomPrograms(RuleBasedStateMachine):
     @rule(numbers=st.lists(st.integers(1, 30), min_size=1, max_size=3, unique=True).map(tuple))
     def freeze(self, numbers: tuple[int, ...]) -> None:
         assert self.run is not None
-        count = len(self.run.oracle.parameters) - 1  # the first one always has a gradient: a backward without any is
-        self.do(p.Freeze(tuple(dict.fromkeys(1 + number % count for number in numbers))))  # seen by nobody
+        count = len(self.run.oracle.parameters) - 1  # never freeze the first: the library would not notice a backward
+        self.do(p.Freeze(tuple(dict.fromkeys(1 + number % count for number in numbers))))  # without any gradient
 
     @rule(
         group=st.integers(0, 2),

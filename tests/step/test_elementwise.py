@@ -458,7 +458,7 @@ def test_neither_the_random_generator_nor_what_the_user_gave_changes() -> None:
 
 def test_groups_of_equal_options_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def parameters(options: Callable[[int], dict[str, Any]]) -> int:
-        """The most that an instance was ever built over."""
+        """Return the most parameters with which an instance was ever built."""
         built: list[int] = []
 
         class Counting(torch.optim.AdamW):
