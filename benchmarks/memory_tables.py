@@ -78,8 +78,10 @@ def targets(runs: Sequence[Held]) -> Table:
 
 
 def _more(kind: str, stage: int, world_size: int) -> float:
-    """Return the expected ratio to the formula. It is above 1 for gradients at stage 0, where a rank keeps the
-    undivided sum of its own slices beside the mean."""
+    """Return the expected ratio to the formula.
+
+    It is above 1 for gradients at stage 0, where a rank keeps the undivided sum of its own slices beside the mean.
+    """
     return 1 + 1 / world_size if (kind, stage) == ("gradients", 0) else 1.0
 
 

@@ -23,8 +23,10 @@ import torch
 
 @dataclass(frozen=True)
 class Report:
-    """The results of a benchmark. ``parts``: plain values of the benchmark. ``command`` names no folder of the
-    machine."""
+    """The results of a benchmark.
+
+    ``parts``: plain values of the benchmark. ``command`` names no folder of the machine.
+    """
 
     command: str
     date: str

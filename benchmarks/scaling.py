@@ -32,8 +32,10 @@ ROUNDS, WARM = 5, 2
 
 
 def measure(axes: Sequence[Axis], systems: list[str], rounds: int, console: Console) -> list[Sample]:
-    """Run every system at every point in rounds. Each round begins with another system; each run has fresh
-    processes."""
+    """Run every system at every point in rounds.
+
+    Each round begins with another system; each run has fresh processes.
+    """
     found = []
     with console.status("starting") as status, forked_ranks() as train:
         for number in range(rounds):

@@ -65,8 +65,10 @@ class ScalingResults:
         return sorted(x for name, found, x in self._found if (name, found) == (axis.name, system))
 
     def runs(self, axis: Axis, system: str, x: float) -> list[Sample]:
-        """Return the runs in order of rounds; none if that was not measured. If the plain loop has one place, it stands
-        for all."""
+        """Return the runs in order of rounds; none if that was not measured.
+
+        If the plain loop has one place, it stands for all.
+        """
         places = self.places(axis, system)
         place = places[0] if system == PLAIN and axis.plain_once and places else x
         return self._found.get((axis.name, system, place), [])
@@ -86,8 +88,10 @@ class ScalingResults:
         return median(ratios) if ratios else None
 
     def over(self, axis: Axis, system: str, than: str, x: float) -> float | None:
-        """Return the median over rounds of the difference in seconds within a round, or None if one of the two was not
-        run."""
+        """Return the median over rounds of the difference in seconds within a round.
+
+        Return None if one of the two systems was not run.
+        """
         more = [mine - theirs for mine, theirs in self.pairs(axis, system, than, x)]
         return median(more) if more else None
 

@@ -64,8 +64,10 @@ class StepJob:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request for ranks. ``job``: as JSON; ``meeting``: the file of their rendezvous. Rank r writes to
-    ``said(r)``."""
+    """A request for ranks.
+
+    ``job``: as JSON; ``meeting``: the file of their rendezvous. Rank r writes to ``said(r)``.
+    """
 
     job: str
     world_size: int

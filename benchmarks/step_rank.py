@@ -51,8 +51,10 @@ def _held(training: Training, before: dict[int, int]) -> tuple[int, int, int]:
 
 
 def _bus(nbytes: int) -> float:
-    """Return the seconds in which all ranks at once copy ``nbytes`` between two warm buffers. All ranks must call
-    this."""
+    """Return the seconds in which all ranks at once copy ``nbytes`` between two warm buffers.
+
+    All ranks must call this.
+    """
     if not nbytes:
         return 0.0
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)

@@ -31,8 +31,10 @@ QUICK = (2, 1, 3)
 def measure(
     models: list[str], systems: list[str], ranks: int, rounds: tuple[int, int, int], narrow: bool, console: Console
 ) -> Iterator[Run]:
-    """Run every system on every model in rounds. Each round begins with another system; each run has fresh
-    processes."""
+    """Run every system on every model in rounds.
+
+    Each round begins with another system; each run has fresh processes.
+    """
     count, warm, steps = rounds
     with console.status("starting") as status, forked_ranks() as train:
         for model in models:

@@ -99,8 +99,10 @@ class Results:
         return self._found.get((operation, world_size, nbytes, algorithm))
 
     def times(self, m: Measured, than: str) -> float | None:
-        """Return how many times faster a record is than the algorithm ``than`` in the same rounds, or None if that was
-        not run."""
+        """Return how many times faster a record is than the algorithm ``than`` in the same rounds.
+
+        Return None if that algorithm was not run.
+        """
         other = self.get(m.operation, m.world_size, m.nbytes, than)
         return None if other is None else other.median / m.median
 

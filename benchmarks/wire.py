@@ -48,8 +48,10 @@ class Wire:
         return nbytes * 8 / self.bits_per_second
 
     def by_host(self, of_ranks: list[int]) -> list[int]:
-        """Return the counter of each host's interface. All ranks of a host report it; the first rank's value is
-        taken."""
+        """Return the counter of each host's interface.
+
+        All ranks of a host report it; the first rank's value is taken.
+        """
         return [of_ranks[ranks[0]] for ranks in self.places.ranks]
 
     def leaving(self, algorithm: str, operation: Operation, nbytes: int) -> list[int] | None:

@@ -65,10 +65,10 @@ split_groups = world_sizes.flatmap(splits)
 
 
 def awkward(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Return numbers that break sums: mixed magnitudes and signs, zeros of both signs, subnormals, the largest number,
-    infinities and NaN.
+    """Return numbers that break sums.
 
-    Every seventh element is -0.0 whatever the seed. There, all ranks add only -0.0, and the sum must be -0.0.
+    These are mixed magnitudes and signs, zeros of both signs, subnormals, the largest number, infinities and NaN. Every
+    seventh element is -0.0 whatever the seed. There, all ranks add only -0.0, and the sum must be -0.0.
     """
     generator = torch.Generator().manual_seed(seed)
     info = torch.finfo(dtype)

@@ -37,8 +37,10 @@ _BUILDING = threading.Lock()
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch, number ``turn`` of its rank in a step. ``gathered`` is the optimizer's; in the plain loop it does
-    nothing."""
+    """A micro-batch, number ``turn`` of its rank in a step.
+
+    ``gathered`` is the optimizer's; in the plain loop it does nothing.
+    """
 
     x: Tensor
     step: int
@@ -166,16 +168,17 @@ def batches_of(step: int, world_size: int) -> list[Batch]:
 
 
 def in_rounds(run: Run, model: nn.Module, batches: Sequence[Batch]) -> None:
-    """Run the micro-batches of all ranks in the order of the contract: the first backward of each, then the second of
-    each, ..."""
+    """Run the micro-batches of all ranks by rounds: the first backward of each, then the second of each, ..."""
     under_way = [found for batch in batches if (found := run(model, batch)) is not None]
     while under_way:
         under_way = [each for each in under_way if next(each, "over") is None]
 
 
 def plain_loop(case: Case, world_size: int) -> tuple[nn.Module, list[dict[str, Tensor]]]:
-    """Train with the plain single-process loop on the same micro-batches. Return the model, and its parameters after
-    each step."""
+    """Train with the plain single-process loop on the same micro-batches.
+
+    Return the model, and its parameters after each step.
+    """
     model = case.make()
     optimizer = torch.optim.AdamW(model.parameters() if case.groups is None else case.groups(model), lr=LEARNING_RATE)
     case.built(model)
@@ -221,8 +224,11 @@ def check(case: Case, world_size: int) -> None:
 
 
 def check_rank(case: Case, transport: Transport, expected: Sequence[dict[str, Tensor]]) -> None:
-    """Train on one rank. After every step, assert that it has the plain loop's bits and that no unit is gathered; after
-    `close`, that the model is a plain one."""
+    """Train on one rank.
+
+    After every step, assert that it has the plain loop's bits and that no unit is gathered; after `close`, that the
+    model is a plain one.
+    """
     model, optimizer = sharded(case, transport)
     for step in range(case.steps):
         train(case, model, optimizer, step)
@@ -244,8 +250,10 @@ def residency_of(optimizer: ZeroOptimizer) -> UnitManager:
 
 
 def assert_nothing_is_here(model: nn.Module, optimizer: ZeroOptimizer, lends: bool = False) -> None:
-    """Assert that no unit is gathered, held or under way, that every parameter is released, and that no other object
-    holds a buffer (unless the case ``lends``)."""
+    """Assert that all units are resharded and all parameters released.
+
+    No unit may be held or under way. Unless the case ``lends``, no other object may hold a buffer.
+    """
     manager = residency_of(optimizer)
     for unit in manager.units:
         assert (unit.state, unit.held, unit.work) == (State.SHARDED, False, []), unit

@@ -50,8 +50,10 @@ class LateTransfer:
         arrived: Callable[[], Tensor],
         held: Tensor | None = None,
     ) -> None:
-        """``sides``: the messages of the transfer. ``arrived``: returns the bytes for ``out``, once all messages are
-        complete."""
+        """``sides``: the messages of the transfer.
+
+        ``arrived``: returns the bytes for ``out``, once all messages are complete.
+        """
         self.what = f"rank {backend.rank}: {name} in {_tag_of_the_caller()}"
         self._backend, self._sides, self._arrived, self._held = backend, sides, arrived, held
         self._source, self._out = backend.bytes_of(source), backend.bytes_of(out)
@@ -125,8 +127,7 @@ class LateBackend(ThreadBackend):
         sizes: Sequence[int],
         combined: Callable[[list[Tensor]], Tensor],
     ) -> Pending:
-        """Launch a collective: send ``parts[rank]`` to each rank, and receive a part of ``sizes[rank]`` elements from
-        each.
+        """Launch a collective: send ``parts[rank]`` to each rank, and receive ``sizes[rank]`` elements from each.
 
         ``combined`` makes the output from the received parts.
         """

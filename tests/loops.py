@@ -33,8 +33,10 @@ SchedulerOf = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRSched
 
 
 def blocks_of(text: str) -> dict[str, str]:
-    """Return the Python block below each heading. A heading has one block at most, and tests refer to a block by its
-    heading."""
+    """Return the Python block below each heading.
+
+    A heading has one block at most, and tests refer to a block by its heading.
+    """
     blocks: dict[str, str] = {}
     heading = ""
     for found in re.finditer(r"^```python\n(.*?)^```$|^#+ ([^\n]*)$", text, flags=re.MULTILINE | re.DOTALL):
@@ -86,8 +88,10 @@ class Block(nn.Module):
 
 
 class Conditioned(nn.Module):
-    """Blocks that share a condition. At stage 3, compiling the whole model is another case than compiling each
-    block."""
+    """Blocks that share a condition.
+
+    At stage 3, compiling the whole model is another case than compiling each block.
+    """
 
     def __init__(self) -> None:
         super().__init__()

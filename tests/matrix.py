@@ -138,8 +138,7 @@ def all_shared(stages: list[int]) -> list[Run]:
 
 
 def all_sharings(stages: list[int]) -> list[Run]:
-    """Return runs of every sharding factor, every value of ``reshard_after_forward``, and every kind of offload to
-    disk."""
+    """Return runs of every sharding factor, every ``reshard_after_forward``, and every kind of offload to disk."""
     folder = f"--offload={tempfile.gettempdir()}"
     runs = []
     for variant, stage, ranks in itertools.product((VARIANTS[0], VARIANTS[3]), stages, (1, 2, 4, 6)):

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 
 class Odd(nn.Module):
-    """A model with tied, frozen, unused, sometimes used, zero-element, scalar, prime-sized, transposed and
-    channels-last parameters.
+    """A model with all kinds of parameters.
 
-    At stage 3 it has three units: one is used twice, and one is never used.
+    They are tied, frozen, unused, sometimes used, zero-element, scalar, prime-sized, transposed and channels-last. At
+    stage 3 the model has three units: one is used twice, and one is never used.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, width: int = 7) -> None:

@@ -53,8 +53,7 @@ class Narrowed:
         self.held = [wide if wide.dtype is dtype else torch.zeros_like(wide, dtype=dtype) for wide in self.updated]
 
     def travelling(self, gradient: Tensor) -> Tensor:
-        """Return a contribution as the owner adds it up: rounded to the reduce dtype, then cast to the accumulate
-        dtype."""
+        """Return a contribution as the owner adds it up: cast to the reduce dtype, and then to the accumulate dtype."""
         if self.precision is None:
             return gradient
         return self.wide(gradient.to(self.precision.reduce_dtype or self.precision.param_dtype))

@@ -109,8 +109,7 @@ def _loss(model: nn.Module) -> Tensor:
 
 
 def _plain(width: int) -> list[int]:
-    """Return the memory that forward and backward of a plain model hold at each event, without parameters and
-    gradients."""
+    """Return the memory that a plain model holds at each event, without parameters and gradients."""
     model, held = Tower(width), []
 
     def event() -> None:
@@ -139,8 +138,10 @@ def measure(
     collective: str = "auto",
     size_of_process: Callable[[], int | None] = lambda: None,
 ) -> Peaks:
-    """Return one rank's peaks over a step of a model of `BLOCKS` blocks. ``size_of_process`` is called at every event,
-    and slow."""
+    """Return one rank's peaks over a step of a model of `BLOCKS` blocks.
+
+    ``size_of_process`` is called at every event, and slow.
+    """
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # this loads much of torch
     gc.collect()
     gc.freeze()  # existing objects need no scan at every event

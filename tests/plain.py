@@ -1,5 +1,7 @@
-"""The plain loop with which every test of exactness compares. It uses `zero.clip_grad_norm_`, and nothing else of the
-library."""
+"""The plain loop with which every test of exactness compares.
+
+It uses `zero.clip_grad_norm_`, and nothing else of the library.
+"""
 
 from __future__ import annotations
 

@@ -70,8 +70,10 @@ class GlooPool:
     def run(
         self, program: Callable[..., Any], *arguments: Any, ranks: Sequence[int] = (0, 1), limit: float = 60
     ) -> Any:
-        """Run ``program`` on ``ranks``. Return the results in group order, or raise `ProgramError` if any rank
-        raised."""
+        """Run ``program`` on ``ranks``.
+
+        Return the results in group order, or raise `ProgramError` if any rank raised.
+        """
         if not self._processes:
             self._start()
         chosen = tuple(ranks)

@@ -47,8 +47,10 @@ Clear = Literal["zero_grad", "zeros", "module", "module zeros", "none"]
 
 @dataclass(frozen=True)
 class Round:
-    """One backward on each of the first ``ranks`` ranks (on all if None); the other ranks run none. ``sync``: outside
-    `no_sync`."""
+    """One backward on each of the first ``ranks`` ranks (on all if None); the other ranks run none.
+
+    ``sync``: outside `no_sync`.
+    """
 
     sync: bool = True
     ranks: int | None = None

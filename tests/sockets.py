@@ -53,8 +53,7 @@ def meet(transport: Transport) -> SharedMemoryBackend:
 
 
 def routed(transport: Transport, hosts: Sequence[Sequence[int]]) -> Transport:
-    """Return a transport that uses shared memory within each of ``hosts``, and the given transport's backend between
-    them."""
+    """Return a transport that uses shared memory within each of ``hosts``, and the given backend between them."""
     mine = next(ranks for ranks in hosts if transport.rank in ranks)
     local = meet(transport.split(mine))
     return transport.over(HybridBackend(transport.backend, local, transport.backend_ranks(mine)))

@@ -1,4 +1,4 @@
-"""The benchmarks run in their smallest form, detect a wrong result, count bytes as sent, and name missing
+"""The benchmarks run in their smallest form, detect wrong results, count bytes as sent, and name missing
 requirements."""
 
 from __future__ import annotations
@@ -450,8 +450,7 @@ def test_what_crosses_between_hosts_is_the_closed_form(wire: Wire, operation: Op
 
 
 def _crossed(wire: Wire, operation: Operation, name: str) -> tuple[list[int], list[int]]:
-    """Return the payload bytes that left and reached each host, as counted by the backend of the ranks, which are
-    threads."""
+    """Return the payload bytes that left and reached each host, as counted by the backend. Ranks are threads."""
     loopback = Loopback[None](wire.world_size, timeout=10)
     of = wire.places.of
     crossed: Counter[tuple[int, int]] = Counter()

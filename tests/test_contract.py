@@ -42,7 +42,7 @@ def absolute(node: ast.ImportFrom, folder: tuple[str, ...]) -> str:
 
 
 def inside_names(source: str, folder: tuple[str, ...] = ("tests",)) -> Iterator[str]:
-    """Return the names of the packages that a module uses and that are not public."""
+    """Return the non-public names of the packages that a module uses."""
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
     imported = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
@@ -76,15 +76,14 @@ def helpers(source: str, folder: tuple[str, ...] = ("tests",)) -> Iterator[Path]
 
 @cache
 def read(path: Path) -> tuple[frozenset[str], frozenset[Path]]:
-    """Return the names that a module of the tests uses and that are not public, and the tests' modules that it
-    imports."""
+    """Return the non-public names that a module of the tests uses, and the tests' modules that it imports."""
     source, folder = path.read_text(), path.relative_to(ROOT).parent.parts
     names = frozenset(f"{path.stem}: {name}" for name in inside_names(source, folder))
     return names, frozenset(helpers(source, folder))
 
 
 def all_inside_names(path: Path) -> set[str]:
-    """Return the names that a module of the tests, or one that it imports, uses and that are not public."""
+    """Return the non-public names that a module of the tests, or one that it imports, uses."""
     seen, todo, found = set[Path](), {path}, set[str]()
     while todo:
         seen |= todo

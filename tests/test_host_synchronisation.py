@@ -1,9 +1,8 @@
-"""On an accelerator the host runs ahead: inside a step it reads device values only at places with a comment that says
-why.
+"""Inside a step the host reads values of an accelerator only at places with a comment that says why.
 
-There is no accelerator here. Every tensor is on the CPU, the library is made to believe that the host cannot read
-values at once, and all calls that would block the host are recorded: operators that need a value, and methods that
-bring one into Python.
+Otherwise the host would not run ahead of the device. There is no accelerator here. Every tensor is on the CPU, the
+library is made to believe that the host cannot read values at once, and all calls that would block the host are
+recorded: operators that need a value, and methods that bring one into Python.
 """
 
 from __future__ import annotations
@@ -38,8 +37,10 @@ NAMED = "host synchronisation"
 
 
 def where() -> list[str]:
-    """Return the source of the innermost function of the library that is running. Return nothing if it reads a message,
-    which is in the host's memory."""
+    """Return the source of the innermost function of the library that is running.
+
+    Return nothing if it reads a message, which is in the host's memory.
+    """
     frame = sys._getframe()
     while (package := frame.f_globals.get("__name__", "").split(".")[0]) not in ("zero", "collectives"):
         assert frame.f_back is not None, "not the library's doing"
@@ -123,8 +124,10 @@ STEPS: dict[str, tuple[Act, ...]] = {
 def looks_of_a_step(
     transport: Transport, stage: int, acts: tuple[Act, ...], steps: int, precision: MixedPrecision | None = None
 ) -> list[list[str]]:
-    """Return for each step the places that read values. The optimizer is fused: torch's other paths read step counts,
-    on the host."""
+    """Return for each step the places that read values.
+
+    The optimizer is fused: torch's other paths read step counts, on the host.
+    """
     model = locked_build(0)
     arguments: dict[str, Any] = {"stage": stage, "process_group": transport, "bucket_cap_mb": 0.0005}
     arguments |= {"lr": 1e-2, "fused": True, "mixed_precision": precision}
@@ -187,8 +190,7 @@ def test_a_step_of_two_ranks_looks_once_for_all_units(stage: int) -> None:
 
 
 def test_what_is_seen_at_once_is_looked_at_at_once_and_noted() -> None:
-    """The control: on the CPU the library searches for an edit when a unit is released, which is recorded as a read for
-    each unit."""
+    """The control: on the CPU the library searches for edits when it releases a unit, which is recorded as a read."""
     for steps in on_threads(2, lambda transport: looks_of_a_step(transport, 3, (backward,), 2)):
         assert all(sum("def same_bits" in look for look in step) > 4 for step in steps)
 
@@ -277,8 +279,11 @@ def test_one_look_says_of_each_tensor_whether_it_is_zero() -> None:
 
 
 def test_a_backward_inside_a_backward_is_told_apart_in_either_kind_of_thread() -> None:
-    """A hook of a parameter on the CPU runs above the frame of the backward that was called. A hook of a parameter on a
-    device runs in a thread of autograd's own, where such a frame is that of an inner backward."""
+    """A hook of a parameter on the CPU runs above the frame of the backward that was called.
+
+    A hook of a parameter on a device runs in a thread of autograd's own, where such a frame is that of an inner
+    backward.
+    """
     cpu, device = torch.device("cpu"), torch.device("cuda:0")
     seen: list[tuple[bool, bool]] = []
     leaf = torch.ones(1, requires_grad=True)

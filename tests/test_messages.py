@@ -1,5 +1,4 @@
-"""Habits from other libraries that cannot work here: one error in this library's words, with the place and the
-remedy."""
+"""Habits from other libraries that cannot work here: one error, in this library's words, with place and remedy."""
 
 from __future__ import annotations
 

@@ -90,8 +90,7 @@ def test_every_line_that_coverage_leaves_out_says_why() -> None:
 
 
 def imported_names(tree: ast.Module) -> set[str]:
-    """Return the globals and classes of the two packages that a module imports: another module's, or a module
-    itself."""
+    """Return the globals and classes of the two packages that a module imports, and imported modules."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").partition(".")[0] in PACKAGES):
@@ -100,8 +99,11 @@ def imported_names(tree: ast.Module) -> set[str]:
 
 
 def shared_writes(tree: ast.Module) -> list[tuple[int, str]]:
-    """Return the places where a function stores into a class or another module's object, has a cache for the life of
-    the process, or has a mutable default."""
+    """Return the places where a function changes shared objects.
+
+    It stores into a class or another module's object, has a cache for the life of the process, or has a mutable
+    default.
+    """
     classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     shared, found = classes | imported_names(tree) | {"cls"}, []
     for node in ast.walk(tree):

@@ -79,8 +79,10 @@ def _is_type_checking(test: ast.expr) -> bool:
 
 
 def _imports(module: str, tree: ast.Module, known: set[str]) -> list[Import]:
-    """Return every import of a module, with relative names resolved, and submodules distinguished from names inside a
-    module."""
+    """Return every import of a module.
+
+    Relative names are resolved, and submodules are distinguished from names inside a module.
+    """
     package = module if module in PACKAGES else module.rpartition(".")[0]
 
     def targets(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
@@ -251,8 +253,10 @@ def test_from_zero_the_seam_is_reached_only_when_it_is_needed() -> None:
 
 
 def test_there_is_no_cycle_of_imports() -> None:
-    """Also counting imports under ``TYPE_CHECKING``. The package of a module is imported with it, and does not
-    count."""
+    """Also counting imports under ``TYPE_CHECKING``.
+
+    The package of a module is imported with it, and does not count.
+    """
     packages = {name for name in TREES if any(other.startswith(f"{name}.") for other in TREES)}
     graph = {
         module: {found.target for found in IMPORTS[module] if found.target in TREES} - {module} - packages
@@ -275,8 +279,10 @@ def _module_names(tree: ast.Module) -> set[str]:
 
 
 def _mutations(tree: ast.Module) -> list[tuple[int, str]]:
-    """Return the places where functions rebind a global, store into one, delete from one, or call a method that changes
-    one."""
+    """Return the places where functions change a global.
+
+    They rebind it, store into it, delete from it, or call a method that changes it.
+    """
     found: list[tuple[int, str]] = []
     outer = _module_names(tree)
 

@@ -24,8 +24,7 @@ def rows(page: str, heading: str) -> list[list[str]]:
 
 @pytest.fixture
 def collected(pytestconfig: pytest.Config) -> dict[str, str]:
-    """Return the tier of each test of the files of this run, by ``file::function``; for several cases, that of the
-    first."""
+    """Return the tier of each test of this run's files, by ``file::function``. Of several cases the first counts."""
     tiers: dict[str, str] = {}
     for name, tier in sorted(pytestconfig.stash[COLLECTED].items(), key=lambda pair: pair[1] != "default"):
         file, _, function = name.removesuffix("]").partition("::")
@@ -34,8 +33,7 @@ def collected(pytestconfig: pytest.Config) -> dict[str, str]:
 
 
 def by_default(collected: dict[str, str], names: list[str]) -> bool:
-    """Return whether the default run takes a test that one of these names matches: a file or ``file::function``, with
-    *.
+    """Return whether the default run takes a test that a name matches: a file or ``file::function``, with *.
 
     Also return True if the files are not in this run.
     """

@@ -1,5 +1,4 @@
-"""Private names of torch are all in one module, which lists their readers; a missing name is an error when it is
-used."""
+"""Private names of torch: one module has all of them, with their readers. A missing name is an error at its use."""
 
 from __future__ import annotations
 

@@ -148,8 +148,10 @@ class Run:
         return plain()[self.steps][INDEX]
 
     def go_on(self) -> str:
-        """Continue training after an action. Return the outcome of the next step, and which plain loop has the same
-        parameters."""
+        """Continue training after an action.
+
+        Return the outcome of the next step, and which plain loop has the same parameters.
+        """
         if not hasattr(self, "optimizer"):
             return "over"
         said = ""
@@ -175,8 +177,10 @@ class Run:
 
 
 def outcome(action: Callable[[Run], Any], run: Run, name: str | None = None) -> str:
-    """Describe the result of an action in one word, or an unexpected one in more. ``name``: the parameter that an error
-    must name."""
+    """Describe the result of an action in one word, or an unexpected one in more.
+
+    ``name``: the parameter that an error must name.
+    """
     try:
         found = action(run)
     except RuntimeError as error:

@@ -35,8 +35,10 @@ pytestmark = pytest.mark.contract
 
 
 class Rounds:
-    """A rank that runs rounds of reductions, as a reducer does. In its own rounds it contributes 1 + rank, in others
-    -0.0."""
+    """A rank that runs rounds of reductions, as a reducer does.
+
+    In its own rounds it contributes 1 + rank, in others -0.0.
+    """
 
     def __init__(self, transport: Transport, algorithm: Algorithm, sizes: Sequence[int], agree: bool) -> None:
         self.transport, self.collective = transport, algorithm(transport)

@@ -70,8 +70,10 @@ class _Launch:
 def test_buckets_are_launched_in_order_as_soon_as_they_may(
     rounds: list[tuple[list[int], list[int], int]], limit: int
 ) -> None:
-    """The order in which they become ready does not matter, and some never do. A round does not depend on the round
-    before."""
+    """The order in which they become ready does not matter, and some never do.
+
+    A round does not depend on the round before.
+    """
     expected: list[int] = []
     log = Launches()
     queue = BucketQueue(log.launch, limit)

@@ -1,7 +1,7 @@
-"""Real processes that die, stop, fail or exit in the middle of a collective: the others name the rank and the place, in
-time.
+"""Real processes that die, stop, fail or exit in the middle of a collective.
 
-`python -m tests.kills` does the same at random, 200 times.
+The other ranks raise in time, and name the rank and the place. `python -m tests.kills` does the same at random, 200
+times.
 """
 
 from __future__ import annotations

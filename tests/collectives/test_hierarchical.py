@@ -1,5 +1,4 @@
-"""Several hosts: where and in which order a sum is formed, how many bytes go between hosts, and which ranks errors
-name."""
+"""Several hosts: where and in which order a sum is formed, the bytes between hosts, and the ranks named in errors."""
 
 from __future__ import annotations
 
@@ -53,8 +52,10 @@ def test_a_plan_adds_every_rank_once_in_order_where_its_memory_is_seen(
 
 
 def crossed(plan: Plan, hosts: Hosts, started: bool, travel: int, accumulate: int) -> int:
-    """Return the bytes of an element between hosts: the way of the sum, and the contributions brought to where they are
-    added."""
+    """Return the bytes of an element between hosts.
+
+    They are those of the running sum, and of the contributions that are sent to where they are added.
+    """
     walk = [*([plan.owner] if started else []), *(stop.at for stop in plan.stops)]
     sums = sum(accumulate for a, b in itertools.pairwise(walk) if hosts.of[a] != hosts.of[b])
     return sums + sum(travel for stop in plan.stops for rank in stop.adds if hosts.of[rank] != hosts.of[stop.at])
@@ -84,8 +85,10 @@ def test_equal_hosts_cross_as_often_as_the_closed_form_says(count: int, ranks: i
 
 @pytest.mark.parametrize(("count", "ranks", "busiest"), [(2, 1, 1), (2, 2, 3), (3, 2, 8), (4, 2, 10), (2, 4, 8)])
 def test_plans_of_equal_bytes_are_spread_over_the_links(count: int, ranks: int, busiest: int) -> None:
-    """Counts the slices on the busiest link in one direction. With random ties it would be 4 for two hosts of two
-    ranks."""
+    """Counts the slices on the busiest link in one direction.
+
+    With random ties it would be 4 for two hosts of two ranks.
+    """
     load: Counter[tuple[int, str]] = Counter()
     for plan in plans(equal_hosts(count, ranks), False, 1, 1):
         for sender, receiver, _ in plan.links:

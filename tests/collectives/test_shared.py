@@ -54,8 +54,10 @@ SMALL = 64  # the most elements of a chunk here, so that few elements make many 
 
 @dataclass(frozen=True)
 class Job:
-    """Several reductions and gathers in flight. ``hosts``: the host of each rank; ``way``: where the sums are, see
-    `WAYS`."""
+    """Several reductions and gathers in flight.
+
+    ``hosts``: the host of each rank; ``way``: where the sums are, see `WAYS`.
+    """
 
     bounds: tuple[int, ...]
     hosts: tuple[int, ...]
@@ -258,8 +260,10 @@ def test_a_thousand_collectives_in_flight_keep_their_order_and_their_memory_is_b
 
 
 def test_an_exception_while_reading_ends_the_waits_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank fails in the middle of its sum. The others have finished theirs, and wait until it has read their
-    memory."""
+    """One rank fails in the middle of its sum.
+
+    The others have finished theirs, and wait until it has read their memory.
+    """
     bounds = [0, 2, 5, 8]
 
     def failing(parts: Sequence[Tensor], out: Tensor) -> None:

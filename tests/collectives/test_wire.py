@@ -99,8 +99,10 @@ class Fan(nn.Module):
 @pytest.mark.parametrize("world_size", [2, 5])
 @pytest.mark.by_default("2-2", "5-3")
 def test_every_rank_launches_every_bucket_in_layout_order(stage: int, world_size: int) -> None:
-    """Gradients come in another order on each rank, and some never do. With five ranks most slices are empty. No more
-    buckets are under way than there are buffers."""
+    """Gradients come in another order on each rank, and some never do.
+
+    With five ranks most slices are empty. No more buckets are under way than there are buffers.
+    """
 
     def program(transport: Transport) -> tuple[Recorded, list[int]]:
         model, readiness = Fan(), list[int]()
@@ -243,8 +245,10 @@ class Message:
 
 
 class Spy(Backend):
-    """A backend that records the messages of this rank on open channels. Opening itself is left out: it draws a random
-    number."""
+    """A backend that records the messages of this rank on open channels.
+
+    Opening itself is left out: it draws a random number.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self.messages = backend, list[Message]()
@@ -297,8 +301,10 @@ print(json.dumps([hash("zero"), digest_of_the_wire()]))
 
 
 def test_the_wire_knows_neither_hashes_of_strings_nor_addresses() -> None:
-    """Another interpreter, in which sets of strings have another order and objects other addresses, sends the same
-    bytes in the same order."""
+    """Another interpreter sends the same bytes in the same order.
+
+    In it sets of strings have another order, and objects other addresses.
+    """
     command = [sys.executable, "-c", PROGRAM]
     environment, root = {**os.environ, "PYTHONHASHSEED": "1234567"}, Path(__file__).resolve().parents[2]
     other = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
@@ -328,8 +334,7 @@ def test_traffic_is_what_the_backend_sent(stage: int) -> None:
 @pytest.mark.parametrize("ranks", [[1, 3], [3, 1]])
 @pytest.mark.by_default("ranks0-2")
 def test_two_halves_of_four_ranks_train_side_by_side(stage: int, ranks: list[int]) -> None:
-    """Ranks are always those of the group: its rank 0's values win, states go to its rank 1, and it has an order of its
-    own."""
+    """All ranks are those of the group: its rank 0's values win, states go to its rank 1, and its order is its own."""
     models = [build(7) for _ in range(4)]
     for first in (ranks[0], 0):
         models[first].load_state_dict(build(0).state_dict())

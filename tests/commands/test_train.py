@@ -122,8 +122,10 @@ def test_one_rank_gives_the_parameters_of_the_plain_loop(
 
 @pytest.fixture(scope="module")
 def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """Return the record of a run on two ranks at each stage: through `zero train`, torchrun, and the function that
-    `python -m zero.train` calls."""
+    """Return the record of a run on two ranks at each stage.
+
+    The runs are started by `zero train`, by torchrun, and by the function that `python -m zero.train` calls.
+    """
     outs = [tmp_path_factory.mktemp(f"stage{stage}") for stage in range(3)]
     ended = command("-m", "zero.commands.cli", "train", "--ranks=2", *flags(text, outs[0], "--stage=0"))
     assert (ended.returncode, ended.stderr) == (0, "")

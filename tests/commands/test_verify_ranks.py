@@ -1,4 +1,4 @@
-"""`zero.verify` on processes of its own: programs that are right, wrong or fail on some rank, and CONTRACT.md's
+"""`zero.verify` on processes of its own: right programs, wrong ones, failures on some rank, and CONTRACT.md's
 example."""
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
 
 
 def first_element_that_differs() -> tuple[int, str, tuple[int, ...], float, float, int]:
-    """Run two plain loops, one of which does what `wrong_on_rank_one_of_two` does. Return the first difference: step,
-    parameter, index, both values, and how many elements differ."""
+    """Run two plain loops, one of which does what `wrong_on_rank_one_of_two` does.
+
+    Return the first difference: step, parameter, index, both values, and how many elements differ.
+    """
     models = verified.build_odd(), verified.build_odd()
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
 
@@ -79,8 +81,10 @@ def first_element_that_differs() -> tuple[int, str, tuple[int, ...], float, floa
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.usefixtures("temporary")
 def test_on_real_ranks_the_right_runs_are_right_and_the_wrong_ones_wrong_where_they_are() -> None:
-    """The model has tied, frozen, unused, scalar, empty and strided parameters. In the wrong run one of two ranks has
-    another loss."""
+    """The model has tied, frozen, unused, scalar, empty and strided parameters.
+
+    In the wrong run one of two ranks has another loss.
+    """
     found = verify(
         verified.build_odd,
         verified.batches,

@@ -59,8 +59,10 @@ class Ranks:
 
 @pytest.fixture(params=DEVICES, scope="module")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Return ranks on a device. For a GPU they are spawned: a fork of a process that may have used CUDA cannot use
-    it."""
+    """Return ranks on a device.
+
+    For a GPU they are spawned: a fork of a process that may have used CUDA cannot use it.
+    """
     if request.param == "cpu":
         yield Ranks("cpu", request.getfixturevalue("gloo"))
         return

@@ -553,8 +553,11 @@ def test_a_recipe_trains_the_bits_of_the_plain_loop_at_every_stage(tmp_path: Pat
 
 
 def train_with_trainer(started: dict[str, Any], folder: Path) -> list[Any]:
-    """Return for each stage: the model's inputs in the order of the micro-batches, its state after training, its state
-    after training on from the checkpoint at half the steps, and the evaluation loss."""
+    """Train at each stage, and train on from the checkpoint at half the steps.
+
+    Return for each stage: the model's inputs in the order of the micro-batches, its state after either training, and
+    the evaluation loss.
+    """
     from transformers import TrainingArguments
 
     dataset = [{"input_ids": row, "labels": row} for row in torch.cat(tokens(8))]

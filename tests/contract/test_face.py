@@ -362,8 +362,7 @@ def test_a_class_counts_steps_also_on_ranks_and_in_groups_that_hold_nothing(
 
 
 class CountingWhatItHas(torch.optim.SGD):
-    """An optimizer that counts the steps of each group with a gradient, and edits a tensor among the group's
-    options."""
+    """An optimizer that counts the steps of each group with a gradient, and edits a tensor among its options."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

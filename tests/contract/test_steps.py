@@ -224,9 +224,11 @@ def poison(_: str, __: Odd, optimizer: ZeroOptimizer) -> None:
 
 @ALL_STAGES
 def test_padding_and_scratch_cannot_be_observed(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All memory is NaN when it is handed out. Between the phases NaN is written to all memory that belongs to no
-    parameter: padding of parameters, gradients and states, and free buffers. Parameters, norms and states must not
-    change."""
+    """All memory is NaN when it is handed out.
+
+    Between the phases NaN is written to all memory that belongs to no parameter: padding of parameters, gradients and
+    states, and free buffers. Parameters, norms and states must not change.
+    """
     fill_memory(monkeypatch, 255)
     assert_plain_loop(trained(stage, poison))
 

@@ -228,8 +228,11 @@ class Parts(nn.Module):
 @pytest.mark.parametrize("name", ["adamw", "adamw fused", "adagrad", "nadam", "asgd", "sgd momentum"])
 @pytest.mark.by_default("adamw-3", "adagrad-0")
 def test_states_are_those_of_the_steps_that_were_taken(stage: int, name: str) -> None:
-    """At every moment the states are those of the class itself: none before the first step (or those that its
-    constructor makes), and each parameter has as many steps as it took part in."""
+    """At every moment the states are those of the class itself.
+
+    There are none before the first step (except those that the constructor makes), and each parameter has as many steps
+    as it took part in.
+    """
     cls, arguments = CLASSES[name]
     inputs = [[torch.full((2, 5), 0.3 * (rank + step + 1)) for rank in range(2)] for step in range(4)]
     plain_model = Parts()

@@ -1,5 +1,7 @@
-"""The geometry: where every parameter lies, which rank owns which part, and the bytes and traffic. No tensor is
-allocated."""
+"""The geometry: where every parameter lies, which rank owns which part, and the bytes and traffic.
+
+No tensor is allocated.
+"""
 
 from __future__ import annotations
 
@@ -557,7 +559,7 @@ def test_there_are_four_stages_and_nothing_else_is_one() -> None:
 
 
 def worked_example(world_size: int = 4) -> Layout:
-    """Return a layout in fp32: 20 + 100 trainable elements in one bucket of 32 + 112; 10 frozen ones in a bucket of
+    """Return a layout in fp32: 20 + 100 trainable elements in a bucket of 32 + 112, 10 frozen ones in a bucket of
     16."""
     return build([spec("a", (100,)), spec("frozen", (10,), trainable=False), spec("b", (4, 5))], world_size, 10**6)
 
@@ -603,6 +605,7 @@ def test_traffic_of_a_step_by_hand(number: int, backwards: int, synchronised: in
 
 def test_traffic_of_stage_3_by_hand() -> None:
     """Every unit is gathered for each forward, and again for each backward except the two that are still gathered.
+
     Gradients are sent as at stage 2.
 
     With padding: unit 0 has 16 elements and 16 frozen ones, unit 1 has 48, unit 2 has 32, of a parameter that is not

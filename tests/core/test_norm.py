@@ -48,8 +48,10 @@ def block_of(dtype: torch.dtype) -> int:
 
 
 def widely_spread(length: int, dtype: torch.dtype, rng: random.Random) -> Tensor:
-    """Return normal values times powers of two over most of the range whose cubes fit fp64; some are zeros of either
-    sign."""
+    """Return normal values times powers of two, over most of the range whose cubes fit fp64.
+
+    Some are zeros of either sign.
+    """
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     reach = {torch.float16: 10, torch.float64: 300}.get(dtype, 110)
     exponents = torch.randint(-reach, reach + 1, (length,), generator=generator).double()

@@ -332,8 +332,10 @@ def test_clearing_one_gradient_of_a_divergent_graph_leaves_the_others(stage: int
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_no_sync_left_and_was_cleared_does_not_come_back(stage: int, world_size: int) -> None:
-    """All gradients of a bucket are stashed. Then one is cleared, and the next backward does not reach its
-    parameter."""
+    """All gradients of a bucket are stashed.
+
+    Then one is cleared, and the next backward does not reach its parameter.
+    """
 
     def program(transport: Transport) -> nn.Module:
         model = Two()
@@ -416,8 +418,10 @@ def test_stage_0_zeroes_means_that_it_does_not_show(world_size: int) -> None:
 
 
 def test_a_gradient_that_a_hook_changes_after_it_was_handed_over_is_loud() -> None:
-    """torch's documentation forbids this to hooks. If autograd gave one tensor to two parameters, the change would
-    show."""
+    """torch's documentation forbids this to hooks.
+
+    If autograd gave one tensor to two parameters, the change would show.
+    """
     a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = ZeroOptimizer([a, b], SGD, lr=0.1)
 
@@ -522,8 +526,10 @@ def test_another_optimizer_may_set_our_gradients_to_zero() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("bucket_cap_mb", [1.0, 0.0001])
 def test_a_missing_gradient_leaves_a_negative_zero(stage: int, bucket_cap_mb: float) -> None:
-    """A rank without a gradient of a parameter adds nothing: not even +0.0, which would turn -0.0 into 0.0. This holds
-    if it has other gradients of the bucket, and if it has none."""
+    """A rank without a gradient of a parameter adds nothing: not even +0.0, which would turn -0.0 into 0.0.
+
+    This holds if it has other gradients of the bucket, and if it has none.
+    """
 
     def program(transport: Transport) -> Tensor | None:
         model = TwoVectors()

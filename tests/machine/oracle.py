@@ -65,8 +65,10 @@ class Oracle:
         return list(self.model.parameters())
 
     def do(self, command: Command) -> Any:
-        """Execute a command. Return the result that every rank must have (after `Consolidate`, only its rank
-        ``to``)."""
+        """Execute a command.
+
+        Return the result that every rank must have (after `Consolidate`, only its rank ``to``).
+        """
         match command:
             case p.Backward():
                 for rank in range(self.setting.world_size):

@@ -65,8 +65,10 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Collectives:
-    """The algorithms of a machine. ``exact`` add in rank order; ``in_any_order`` give the same bits only if sums are
-    exact."""
+    """The algorithms of a machine.
+
+    ``exact`` add in rank order; ``in_any_order`` give the same bits only if sums are exact.
+    """
 
     exact: tuple[str, ...]
     in_any_order: tuple[str, ...]
@@ -115,8 +117,10 @@ def configs(
 
 
 class RandomPrograms(RuleBasedStateMachine):
-    """One random program. Subclasses choose the backend, the number of ranks, the algorithms, and the stages of its
-    beginning."""
+    """One random program.
+
+    Subclasses choose the backend, the number of ranks, the algorithms, and the stages of its beginning.
+    """
 
     make_backend: Callable[[], Backend]
     most_ranks = 8

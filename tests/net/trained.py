@@ -37,8 +37,10 @@ DISK, OUT = Path("disk"), Path("out")
 
 
 def record(run: str) -> dict[str, Any]:
-    """Run a command in the working directory. Return the contents of run.json without values that differ between all
-    runs."""
+    """Run a command in the working directory.
+
+    Return the contents of run.json without values that differ between all runs.
+    """
     DISK.mkdir(exist_ok=True)
     (OUT / "run.json").unlink(missing_ok=True)
     try:

@@ -33,8 +33,10 @@ def in_halves(transport: Transport) -> Collective:
 
 
 class Watched(Rank):
-    """A rank that hashes every parameter, gradient and optimizer state after every command. This gathers them, at every
-    stage."""
+    """A rank that hashes every parameter, gradient and optimizer state after every command.
+
+    This gathers them, at every stage.
+    """
 
     algorithms: ClassVar[Mapping[str, Algorithm]] = {"two hosts": in_halves}
 
@@ -146,6 +148,8 @@ def _add(found: Any, value: Any) -> None:
 
 
 def _with_one_nan(value: Tensor) -> Tensor:
-    """Make all NaNs equal: the bits of a NaN that is cast to 16 bits depend on its place in a tensor, in torch
-    itself."""
+    """Make all NaNs equal.
+
+    The bits of a NaN that is cast to 16 bits depend on its place in a tensor, in torch itself.
+    """
     return torch.where(value.isnan(), float("nan"), value) if value.is_floating_point() else value

@@ -70,8 +70,10 @@ def error_of(call: Callable[..., Any], *arguments: Any, **more: Any) -> str:
 
 
 def qlora_on_a_rank(group: Any, stage: int, precision: MixedPrecision | None, rank: int) -> tuple[QLora, str]:
-    """Return a rank's model after training. Parameters that rank 0 can broadcast begin with other values on each
-    rank."""
+    """Return a rank's model after training.
+
+    Parameters that rank 0 can broadcast begin with other values on each rank.
+    """
     model = qlora(dtype=computing_in(precision))
     if rank:
         with torch.no_grad():

@@ -211,8 +211,10 @@ def test_a_rank_may_have_values_where_others_have_none(stage: int) -> None:
 
 @pytest.mark.parametrize("listed", [slice(None), slice(1, None, 2), slice(7, None)], ids=["all", "every other", "last"])
 def test_at_stage_3_what_came_before_is_sharded_when_a_module_gets_memory(listed: slice) -> None:
-    """Of eight units, each with one bucket, at most two have whole tensors at once, whichever units the optimizer
-    updates."""
+    """Of eight units, each with one bucket, at most two have whole tensors at once.
+
+    This holds whichever units the optimizer updates.
+    """
 
     def program(transport: Transport) -> list[int]:
         with _BUILDING:

@@ -257,8 +257,10 @@ def test_what_happens_inside_a_block_that_writes_undoes_nothing(
 @RANKS
 @WIDTHS
 def test_what_was_written_stays_in_an_outer_block_before_its_owners_have_it(ranks: Ranks, width: int) -> None:
-    """Rank 1 takes over its slices only after rank 0 has read them. So until then the shared memory has the old
-    values."""
+    """Rank 1 takes over its slices only after rank 0 has read them.
+
+    So until then the shared memory has the old values.
+    """
     looked = threading.Event()
 
     def act(model: Blocks, optimizer: ZeroOptimizer) -> Tensor:

@@ -1,5 +1,4 @@
-"""Stage 3 when ranks diverge, a rank fails, or an optimizer ends: every rank gets an error that names the place, in
-time."""
+"""Stage 3 when ranks diverge, a rank fails, or an optimizer ends: every rank names the place in an error, in time."""
 
 from __future__ import annotations
 

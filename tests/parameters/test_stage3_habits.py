@@ -1,5 +1,7 @@
-"""Uses of parameters that a rank does not hold, at every stage: gradients of some, conversions that change nothing, and
-`torch.func`."""
+"""Uses of parameters that a rank does not hold, at every stage.
+
+These are gradients of some parameters, conversions that change nothing, and `torch.func`.
+"""
 
 from __future__ import annotations
 
@@ -139,8 +141,10 @@ RUNS = {
 
 
 def plain_loop(run: Run) -> tuple[Net, list[Gradients]]:
-    """Train by hand: several backwards of one micro-batch reach different parameters, so that their order cannot
-    matter."""
+    """Train by hand.
+
+    Several backwards of one micro-batch reach different parameters, so that their order cannot matter.
+    """
     model, found = build(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(STEPS):

@@ -1,5 +1,4 @@
-"""Uses that stage 3 refuses, on every rank and with the remedy; after that training continues as if nothing had been
-done."""
+"""Uses that stage 3 refuses, on every rank and with the remedy. Afterwards training continues."""
 
 from __future__ import annotations
 

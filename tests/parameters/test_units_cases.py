@@ -1,5 +1,7 @@
-"""Uses of a model at stage 3: forwards and backwards in any order, failures, hooks. Each case has the plain loop's
-bits, and afterwards no unit is gathered."""
+"""Uses of a model at stage 3: forwards and backwards in any order, failures, hooks.
+
+Each case has the plain loop's bits, and afterwards no unit is gathered.
+"""
 
 from __future__ import annotations
 
@@ -89,8 +91,10 @@ def two_graphs(model: nn.Module, batch: Batch) -> Iterator[None]:
 
 
 def failing(where: str, error: type[BaseException], clear: bool = False) -> Any:
-    """Fail in the first micro-batch of each step. Gradients that its backward has computed count, unless they are
-    cleared."""
+    """Fail in the first micro-batch of each step.
+
+    Gradients that its backward has computed count, unless they are cleared.
+    """
 
     def run(model: Any, batch: Batch) -> None:
         model.blocks[1].armed, model.blocks[1].error = where if batch.turn == 0 else "", error

@@ -89,11 +89,11 @@ CASES: dict[str, Case] = {
 
 
 def compiled_training(group: dist.ProcessGroup | None, rank: int, name: str) -> list[int]:
-    """Return the numbers of graphs compiled before the plain loop, at the beginning of each step of this rank, and at
-    the end.
+    """Return the numbers of graphs compiled so far: at first, at the beginning of each step of this rank, and at the
+    end.
 
-    Each rank is a process: if several threads compile at once, torch may put off the compilation of some to a later
-    step.
+    The first number is that before the plain loop. Each rank is a process: if several threads compile at once, torch
+    may put off the compilation of some to a later step.
     """
     counts = [counters["stats"]["unique_graphs"]]
 

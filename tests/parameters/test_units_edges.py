@@ -1,5 +1,5 @@
-"""Combinations at stage 3: graphs made inside `gathered()`, entries that fail, several optimizers, and edits before a
-backward."""
+"""Combinations at stage 3: graphs made inside `gathered()`, failing entries, several optimizers, edits of live
+graphs."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def record_blocks(model: Any, events: Events) -> None:
 @WORLD_SIZES
 @pytest.mark.parametrize("build", [Net, Backwards])
 def test_the_next_unit_is_gathered_while_one_runs(build: type[Net], world_size: int) -> None:
-    """In the order of the last forward, and in a backward in the reverse order; not before the preceding unit has
+    """A forward uses the order of the last one, a backward its reverse. No gather begins before the preceding unit has
     ended."""
 
     def program(transport: Transport) -> Events:
@@ -251,8 +251,10 @@ class Path(nn.Module):
 
 
 def test_a_unit_that_was_fetched_in_vain_is_given_back() -> None:
-    """A unit is gathered ahead in the order of the last forward. If that is wrong, it is resharded when the next unit
-    begins."""
+    """A unit is gathered ahead in the order of the last forward.
+
+    If that is wrong, it is resharded when the next unit begins.
+    """
 
     def program(transport: Transport) -> list[list[bool]]:
         model = Path()

@@ -174,8 +174,10 @@ class Dtypes(Block):
 
 
 class OddShapes(Block):
-    """Parameters with no element, one, a scalar, a prime number of elements, transposed memory; also alone in their
-    dtype."""
+    """Parameters with no element, one, a scalar, a prime number of elements, and transposed memory.
+
+    Some are alone in their dtype.
+    """
 
     def __init__(self) -> None:
         super().__init__()

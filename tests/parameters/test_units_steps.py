@@ -1,5 +1,7 @@
-"""The rest of a step at stage 3: `no_sync`, clipping, gradients and states read and loaded, added groups, copies, and
-several optimizers. All with the plain loop's bits."""
+"""The rest of a step at stage 3, with the plain loop's bits.
+
+This covers `no_sync`, clipping, gradients and states read and loaded, added groups, copies, and several optimizers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A class that updates flat pieces differently from whole parameters is refused at construction; other classes are
+"""A class that updates flat pieces differently from whole parameters is refused at construction. Others are
 accepted."""
 
 from __future__ import annotations

@@ -62,8 +62,11 @@ def plain_step(model: nn.Module, numbers: Narrowed, optimizer: torch.optim.Optim
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @STAGES
 def test_bytes_are_the_papers(stage: int, world_size: int, accumulate: torch.dtype) -> None:
-    """An element has 2 bytes for the parameter, 4 for its gradient (2 in 16 bits), and 12 for states and master weight,
-    sharded as the stage says. Buffers of a reduction have the reduce dtype."""
+    """Checks the bytes of an element, sharded as the stage says.
+
+    It has 2 bytes for the parameter, 4 for its gradient (2 in 16 bits), and 12 for states and master weight. Buffers of
+    a reduction have the reduce dtype.
+    """
     precision, size = MixedPrecision(BF16, accumulate_dtype=accumulate), accumulate.itemsize
 
     def program(transport: Transport) -> None:
@@ -104,8 +107,10 @@ def test_bytes_are_the_papers(stage: int, world_size: int, accumulate: torch.dty
 @STAGES
 @pytest.mark.by_default("2-1-1", "3-3-3")
 def test_traffic_is_the_closed_form(stage: int, backwards: int, synchronised: int) -> None:
-    """Contributions and parameters are sent in 16 bits. At stage 0 the means, which are read only after they are final,
-    are sent once, in 32 bits."""
+    """Contributions and parameters are sent in 16 bits.
+
+    At stage 0 the means, which are read only after they are final, are sent once, in 32 bits.
+    """
 
     def program(transport: Transport) -> tuple[int, int, int]:
         model = build()
@@ -709,7 +714,7 @@ def test_moving_a_weight_to_another_dtype_afterwards_is_an_error_that_names_it()
 
 
 def test_a_wide_fold_loses_no_more_than_rounding_its_inputs_and_a_narrow_one_does() -> None:
-    """Compares the mean gradient at W = 8 with fp64, on contributions of one size, for which the order of a sum matters
+    """Compares the mean gradient at W = 8 with fp64. The contributions have one size, so that the order matters
     most."""
 
     def error(precision: str) -> float:

@@ -1,5 +1,4 @@
-"""States in the host's memory that a device updates: the same bits, copies during its work, and no more memory than
-needed.
+"""States in the host's memory that a device updates: the same bits, overlapped copies, and no more memory than needed.
 
 There is no device here: the CPU takes its place, and a copy on a side stream runs as late as possible, when it is
 awaited. `test_cuda` runs the same on a GPU, if there is one.

@@ -1,5 +1,4 @@
-"""Mutants of parameters that have no place in a layout: frozen ones stay whole on every rank, trained ones are
-refused."""
+"""Mutants of parameters without a place in a layout: frozen ones stay whole on every rank, trained ones are refused."""
 
 from __future__ import annotations
 

@@ -34,8 +34,10 @@ SOURCE_READERS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a mutant. ``test``: the test that caught it; ``error``: its error; ``problem``: why the mutant does
-    not count as caught."""
+    """The result of a mutant.
+
+    ``test``: the test that caught it; ``error``: its error; ``problem``: why the mutant does not count as caught.
+    """
 
     mutant: Mutant
     test: str = ""
@@ -72,8 +74,10 @@ class Runner:
             self._process.wait()
 
     def unpatched(self, tests: Sequence[str]) -> str:
-        """Run tests on an unpatched copy. Return their failures, or an empty string. A table is valid only if they
-        pass."""
+        """Run tests on an unpatched copy.
+
+        Return their failures, or an empty string. A table is valid only if they pass.
+        """
         with tempfile.TemporaryDirectory(prefix="zoo-") as name:
             copy_tree(Path(name), None)
             session = self._pytest(Path(name), [f"tests/{test}" for test in tests], limit=TEST_LIMIT)

@@ -20,8 +20,10 @@ ENTRIES_BEGIN, ENTRIES_END = "<!-- entries: written by python -m tests.zoo --wri
 
 
 def rows(outcomes: Sequence[Outcome], tiers: Mapping[str, str]) -> list[str]:
-    """Return the table of mutants, a line each. The last columns, how and the seconds, depend on the run. ``tiers``:
-    the tier of each test, by name."""
+    """Return the table of mutants, a line each.
+
+    The last columns, how and the seconds, depend on the run. ``tiers``: the tier of each test, by name.
+    """
     lines = ["| entry | mutant | what would be wrong | caught by | tier | how | s |", "|---|---|---|---|---|---|--:|"]
     for outcome in outcomes:
         mutant = outcome.mutant
