@@ -137,8 +137,9 @@ class Case:
     """A model and the training of one micro-batch. The plain loop does everything that the ranks do.
 
     ``run`` trains on one micro-batch; with several backwards it is a generator that yields after each of them.
-    ``groups`` returns the parameters to optimize. ``built`` is called when the optimizer is built, ``begin`` before
-    each step. ``lends``: the case keeps memory of a weight beyond its forward, on purpose.
+    ``groups`` returns the parameters to optimize. ``prepared`` is called with the new model, ``built`` after the
+    optimizer was built, ``begin`` before each step. ``lends``: the case keeps memory of a weight beyond its forward, on
+    purpose.
     """
 
     build: Callable[[], nn.Module] = Net

@@ -74,7 +74,10 @@ def test_a_plan_is_never_worse_than_a_direct_exchange(
 
 @pytest.mark.parametrize(("count", "ranks"), [(2, 1), (2, 2), (2, 4), (3, 1), (3, 3), (4, 1), (4, 2), (5, 8)])
 def test_equal_hosts_cross_as_often_as_the_closed_form_says(count: int, ranks: int) -> None:
-    """It is H - 1 for one rank a host and for the last host's slices, else H. The average is H - 1/H for many ranks."""
+    """A sum crosses H - 1 times for one rank a host and for the last host's slices, else H times.
+
+    The average is H - 1/H for many ranks.
+    """
     hosts, world_size = equal_hosts(count, ranks), count * ranks
     crossings = [plan.bytes_per_element // 4 for plan in plans(hosts, False, 4, 4)]
     elsewhere = count - 1 if ranks == 1 else count
