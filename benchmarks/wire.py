@@ -6,7 +6,7 @@ For n bytes on H hosts of L ranks each, W = H·L, sums and contributions of one 
     pairwise            L · (H - 1)/H · n               each rank's contribution, or slice, to each rank elsewhere
     ring                (W - 1)/W · n                   one rank of each host sends to another host
     hierarchical        all-gather (H - 1)/H · n        each slice once to each other host
-                        reduce-scatter                  by the plan of each slice (`collectives.algorithms.plans`)
+                        reduce-scatter                  what the plan of each slice says (`algorithms.hierarchical`)
 
 Knows: places of ranks. Does not know: processes, counters.
 """
