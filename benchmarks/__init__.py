@@ -1,2 +1,4 @@
-"""What the collectives cost, beside gloo's own, beside the memory bus and beside the wire. README.md says how to read
-it. Not part of the installed packages: run from a clone."""
+"""Benchmarks of the collectives and of training steps, beside gloo, the memory bus, a wire, and other libraries.
+
+README.md says how to read them. Not part of the installed packages: run them from a clone.
+"""

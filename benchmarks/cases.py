@@ -1,16 +1,16 @@
-"""What is timed: a reduce-scatter or an all-gather by each algorithm, by gloo itself, and by nobody (the roofline).
+"""The timed cases: a reduce-scatter or an all-gather by each algorithm, by gloo, and by memory alone (the roofline).
 
     roofline of a reduce-scatter    add up W private slices
     roofline of an all-gather       copy W - 1 private slices
-    in common                       an all-gather where all ranks have the buffer in common, so that nothing is copied;
-    in common, released             the same, and the kernel is asked which pages this rank has written, as when a
+    in common                       an all-gather into a buffer that all ranks share, so that nothing is copied
+    in common, released             the same, and the kernel reports which pages this rank has written, as when a
                                     gathered unit is released
 
-The rooflines are the reads and writes of a collective through memory that all ranks see, without the other ranks. A
-contribution lies where the algorithm's transport puts it; gloo's lies in ordinary memory, in equal slices, so that it
-has nothing to pad. Values are small integers, so that every order of a sum gives the same.
+The rooflines are the reads and writes of a collective through shared memory, without the other ranks. An algorithm's
+transport allocates its contribution; gloo's lies in ordinary memory, in equal slices, so that gloo needs no padding.
+Values are small integers, so that a sum is the same in any order.
 
-Knows: algorithms by name, their buffers, and the right results. Does not know: when they run, or what time is.
+Knows: algorithms by name, their buffers, and the right results. Does not know: when they run, or clocks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collectives.algorithms.ordered_sum import ordered_sum
 GLOO, ROOFLINE = "gloo", "roofline"
 IN_COMMON, RELEASED = "in common", "in common, released"
 CPU, DTYPE = torch.device("cpu"), torch.float32
-_PERIOD = 1021  # a prime: no slice begins where another does
+_PERIOD = 1021  # a prime: all slices begin at different places of the period
 
 
 class Operation(Enum):
@@ -44,21 +44,24 @@ class Operation(Enum):
 
 @dataclass(frozen=True)
 class Case:
-    """One algorithm with its buffers. ``given``: this rank's contribution, or its slice; ``result``: what is to come.
-    Of an all-gather in place, ``given`` is part of ``result``."""
+    """One algorithm with its buffers.
+
+    ``given``: this rank's contribution, or its slice. ``result``: the buffer for the result. In an all-gather in place,
+    ``given`` is part of ``result``.
+    """
 
     name: str
     run: Callable[[], None]
     given: Tensor
     result: Tensor
     transport: Transport | None = None  # whose traffic is counted; None for gloo and the roofline
-    before: Callable[[], object] = lambda: None  # outside the timing
-    stays: bool = False  # no byte of the buffer moves, so its size does not tell how long a run takes
+    before: Callable[[], object] = lambda: None  # called before each timing
+    stays: bool = False  # no byte of the buffer moves, so the time of a run does not follow from its size
 
 
 @dataclass(frozen=True)
 class Shape:
-    """``numel`` elements in equal slices, seen from one rank."""
+    """A buffer of ``numel`` elements in equal slices, seen from one rank."""
 
     rank: int
     world_size: int
@@ -74,7 +77,7 @@ class Shape:
 
 
 def cases(operation: Operation, shape: Shape, algorithms: Sequence[Collective], roofline: bool) -> list[Case]:
-    """One of each algorithm, of gloo and, if asked for, of the roofline, in fresh buffers."""
+    """Return one case of each algorithm, of gloo and, if ``roofline``, of the roofline, in fresh buffers."""
     own = _reduce_scatter if operation is Operation.REDUCE_SCATTER else _all_gather
     theirs = _gloo_reduce_scatter if operation is Operation.REDUCE_SCATTER else _gloo_all_gather
     made = [*(own(algorithm, shape) for algorithm in algorithms), theirs(shape)]
@@ -87,7 +90,7 @@ def cases(operation: Operation, shape: Shape, algorithms: Sequence[Collective], 
 
 
 def check(operation: Operation, shape: Shape, case: Case) -> None:
-    """Run a case once on known values; `AssertionError` where its result is wrong. All ranks."""
+    """Run a case once on known values. Raise `AssertionError` if its result is wrong. All ranks must call this."""
     case.result.fill_(torch.nan)
     case.before()
     begin = 0 if operation is Operation.REDUCE_SCATTER else shape.rank * shape.width
@@ -108,7 +111,7 @@ def check(operation: Operation, shape: Shape, case: Case) -> None:
 
 
 def write_values(out: Tensor, rank: int, begin: int) -> None:
-    """What rank ``rank`` contributes at elements ``begin`` and after: small integers, another row for each rank."""
+    """Write the contribution of ``rank`` from element ``begin`` on: small integers, another row for each rank."""
     row = (torch.arange(_PERIOD) * (2 * rank + 3) % _PERIOD).to(DTYPE).repeat(257)
     shift = begin % _PERIOD
     for low in range(0, out.numel(), 256 * _PERIOD):
@@ -117,7 +120,7 @@ def write_values(out: Tensor, rank: int, begin: int) -> None:
 
 
 def _tags(kind: Kind, label: str) -> Callable[[], Tag]:
-    # One round: what an algorithm says once a backward is not what a bucket costs.
+    # A single round: messages that an algorithm sends once a backward are no cost of a bucket.
     count = itertools.count()
     return lambda: Tag(kind, label, round=1, index=next(count))
 
@@ -145,7 +148,7 @@ def _all_gather(algorithm: Collective, shape: Shape) -> Case:
 
 
 def _in_common(transport: Transport, shape: Shape) -> list[Case]:
-    """The gather of a unit in stage 3 of the optimizer; none where the ranks cannot have memory in common."""
+    """Return the gather of a unit as in stage 3 of the optimizer; no case if the ranks cannot share memory."""
     nbytes, regions = shape.numel * DTYPE.itemsize, transport.common([shape.numel * DTYPE.itemsize] * 2)
     if regions is None:
         return []
@@ -157,7 +160,7 @@ def _in_common(transport: Transport, shape: Shape) -> list[Case]:
 
         def fresh(region: Region = region, whole: Tensor = whole) -> None:
             region.refresh()
-            whole[:: mmap.PAGESIZE // DTYPE.itemsize].sum()  # so that there are pages to be asked about
+            whole[:: mmap.PAGESIZE // DTYPE.itemsize].sum()  # map every page, so that the kernel has to report on it
 
         after: Callable[[], object] = region.written if name == RELEASED else lambda: None
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.collectives`: every algorithm on one host, beside gloo's own and beside the memory bus.
+"""`python -m benchmarks.collectives`: every algorithm on one host, beside gloo and the memory bus.
 
 Knows: the command's flags, and the order of its parts. Does not know: how anything is measured.
 """

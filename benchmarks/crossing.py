@@ -1,8 +1,9 @@
-"""`python -m benchmarks.crossing`: what crosses between two hosts in a step of training, by `sharding_factor`, by the
-counters of the hosts' interfaces. Needs root, `ip` and `tc`.
+"""`python -m benchmarks.crossing`: the bytes between two hosts in a training step, by `sharding_factor`.
 
-With F ranks to a copy and as many on each host, the sum of gradient shards goes from host to host, and its sum comes
-home: of Ψ elements, 4Ψ bytes leave each of two hosts in a step, at every stage, and nothing else.
+The bytes are read from the counters of the hosts' interfaces. Needs root, `ip` and `tc`.
+
+If a copy has F ranks and each host has F ranks, the sums of gradient shards go to the other host, and the total comes
+back. With Ψ elements, 4Ψ bytes leave each of two hosts in a step, at every stage, and nothing else.
 
 Knows: the command's flags, the closed form, the table. Does not know: how hosts are made, or anything is measured.
 """
@@ -32,7 +33,7 @@ MODEL, STEPS = "layers-4x1x1024", 5
 
 
 def table(found: Sequence[Crossed], ranks_per_host: int) -> tables.Table:
-    """A row for each setting."""
+    """Make a table with a row for each setting."""
     rows = []
     for (stage, factor), group in itertools.groupby(found, key=lambda c: (c.stage, c.factor)):
         ranks = sorted(group, key=lambda c: c.rank)

@@ -1,7 +1,7 @@
-"""One rank that trains between hosts, and watches its host's interface: prints a JSON line for each setting.
+"""One rank that trains between hosts: it reads its host's interface counters, and prints a JSON line for each setting.
 
-Knows: steps, counters of a network interface. Does not know: who started it, or what the others saw.
-Started as `python -m benchmarks.crossing_rank JOB MEETING PARENT`, with RANK and WORLD_SIZE set.
+Knows: steps, counters of a network interface. Does not know: its parent process, or the other ranks' results. Started
+as `python -m benchmarks.crossing_rank JOB MEETING PARENT`, with RANK and WORLD_SIZE set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zero import ZeroOptimizer
 from .models import trainable
 from .rank import counters, end_with
 
-SETTLE = 0.02  # seconds, in which the last acknowledgements come
+SETTLE = 0.02  # seconds, enough for the last acknowledgements
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,11 @@ class CrossingJob:
 
 @dataclass(frozen=True)
 class Crossed:
-    """What one rank saw in a step under one setting, medians over steps. Bytes: ``left``, by the interface of its host;
-    ``sent``, payload by the library's count, of which ``crossed`` to another host; ``formula``, payload of all ranks;
-    ``numel``: elements of the model."""
+    """The traffic of one rank in a step under one setting, medians over steps, in bytes.
+
+    ``left``: counted by its host's interface. ``sent``: payload, counted by the library; ``crossed``: the part that
+    went to another host. ``formula``: payload of all ranks. ``numel``: elements of the model.
+    """
 
     stage: int
     factor: int
@@ -65,7 +67,7 @@ def _train(job: CrossingJob, stage: int, factor: int) -> Crossed:
         inputs, targets = model.batch(generator)
         dist.barrier()
         before = (counters(job.interface)[0], optimizer.traffic.payload_sent, getattr(backend, "crossed", 0))
-        dist.barrier()  # nobody's first bytes are there before the counters are read
+        dist.barrier()  # no rank sends before all have read the counters
         model.loss(built(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()

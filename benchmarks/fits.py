@@ -1,9 +1,10 @@
-"""Straight lines through measured times: a fixed cost, a cost for each unit, and where one line is not enough.
+"""Straight lines through measured times: a fixed cost, a cost for each unit, and a bend if one line does not fit.
 
     seconds = fixed + slope · x                              one line
     seconds = fixed + slope · x + more · max(0, x − bend)    two, which meet at a measured x
 
-Least squares of the relative residuals: times span decades, and plain least squares would see the largest alone.
+The fit minimizes the squares of the relative residuals: times span decades, and plain least squares would fit only the
+largest.
 
 Knows: points. Does not know: what was measured.
 """
@@ -17,14 +18,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-MISS = 0.10  # a line that misses no point by more is straight
-GAIN = 0.25  # two lines must leave at most this share of the squares that one leaves
+MISS = 0.10  # one line is enough if its largest relative residual is at most this
+GAIN = 0.25  # two lines must reduce the sum of squares to at most this share
 
 
 @dataclass(frozen=True)
 class Line:
-    """``fixed``: at x = 0. ``slope`` up to ``bend``, and ``beyond`` from there on; ``bend``: None where it is straight.
-    ``miss``: the largest relative residual."""
+    """A line with at most one bend.
+
+    ``fixed``: the value at x = 0. ``slope``: up to ``bend``; ``beyond``: the slope after it. ``bend`` is None if the
+    line is straight. ``miss``: the largest relative residual.
+    """
 
     fixed: float
     slope: float
@@ -41,14 +45,14 @@ Values = npt.NDArray[np.floating[Any]]
 
 
 def _solve(columns: Sequence[Values], seconds: Values) -> tuple[Values, Values]:
-    """Coefficients, and relative residuals."""
+    """Return the coefficients and the relative residuals."""
     matrix = np.stack(columns, axis=1) / seconds[:, None]
     coefficients: Values = np.linalg.lstsq(matrix, np.ones_like(seconds), rcond=None)[0]
     return coefficients, matrix @ coefficients - 1
 
 
 def fit(xs: Sequence[float], seconds: Sequence[float]) -> Line | None:
-    """The line through these points, bent where that says much more; None for fewer than two places."""
+    """Fit a line, with a bend if that fits much better. Return None if there are fewer than two different x."""
     if len(set(xs)) < 2:
         return None
     x, y = np.array(xs, dtype=np.float64), np.array(seconds, dtype=np.float64)

@@ -1,8 +1,8 @@
-"""Forks ranks from one process that has imported what they need: fresh processes, without the seconds of an import.
+"""Forks ranks from one process that has imported all they need: fresh processes, without the seconds of an import.
 
-Knows: forks, and how their ends are told. Does not know: what the ranks measure.
-Started as `python -m benchmarks.fork_server "" FOLDER PARENT`. Each line of its input is an `Asked`; it answers
-"done" when all ranks have ended well, and ends, with their last words, when one has not.
+Knows: forks and their exit statuses. Does not know: what the ranks measure. Started as `python -m
+benchmarks.fork_server "" FOLDER PARENT`. Each line of its input is an `Asked`. It answers "done" when all ranks have
+succeeded. If a rank fails, the server ends; its standard error has the rank's traceback.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def _fork(asked: Asked, rank: int, server: int) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # nothing of the server's is to be ended here
+        os._exit(code)  # without the server's exit handlers
 
 
 def _run(asked: Asked) -> None:
-    """Until all ranks have ended, or one badly."""
+    """Run all ranks. If one fails, kill the others and exit."""
     server = os.getpid()
     children = {_fork(asked, rank, server) for rank in range(asked.world_size)}
     while children:
@@ -56,7 +56,7 @@ def _run(asked: Asked) -> None:
 
 def main(parent: int) -> None:
     end_with(parent)
-    gc.freeze()  # a collection in a rank would copy every page that it looks at
+    gc.freeze()  # a collection in a rank would copy every page that it visits
     for line in sys.stdin:
         _run(Asked(**json.loads(line)))
         print("done", flush=True)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu`: one GPT on one GPU, ours beside the plain loop, DDP and FSDP2, at world size 1.
+"""`python -m benchmarks.gpu`: one GPT on one GPU, under this library, the plain loop, DDP and FSDP2, at world size 1.
 
 Knows: the command's flags, and the order of runs. Does not know: how anything is measured.
 """
@@ -32,7 +32,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Size:
-    """How often, and how much: rounds, warm steps, steps; sequences in a step and their tokens; bytes of a copy."""
+    """How much to run: rounds, warm steps, timed steps; sequences in a step and their tokens; bytes of a copy."""
 
     rounds: int
     warm: int
@@ -49,7 +49,7 @@ QUICK = Size(1, 1, 2, 2, 16, 1 << 20)
 def measure(
     systems: list[str], dtypes: list[str], device: str, shape: Shape, size: Size, console: Console
 ) -> list[OnDevice]:
-    """Run every system in rounds: each begins with the next system, each run in a fresh process."""
+    """Run every system in rounds. Each round begins with another system; each run has a fresh process."""
     found = []
     with console.status("starting") as status:
         for dtype in dtypes:
@@ -67,13 +67,13 @@ def measure(
 def _device_in_words(device: str) -> str:
     if not device.startswith("cuda"):
         return "no GPU: the CPU in its place"
-    cuda: Any = torch.cuda  # which torch leaves in part without annotations
+    cuda: Any = torch.cuda  # torch annotates only a part of it
     properties, nccl = cuda.get_device_properties(device), ".".join(map(str, cuda.nccl.version()))
     return f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}, NCCL {nccl}"
 
 
 def _shape(device: str, size: Size, quick: bool) -> Shape:
-    """The model: the largest that the device holds."""
+    """Return the largest model that the device holds."""
     if quick:
         return TINY
     if not device.startswith("cuda"):

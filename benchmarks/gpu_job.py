@@ -1,4 +1,4 @@
-"""What is trained on a device, how large a model it holds, and what is found: plain values that travel as JSON.
+"""The job of a training on a device, the model sizes, and the results, as plain values for JSON.
 
 Knows: fields, shapes, bytes. Does not know: systems, processes, tables, devices.
 """
@@ -17,32 +17,35 @@ VOCABULARY = 50304
 SHAPES = (Shape(24, 14, 1792, VOCABULARY), Shape(36, 20, 1280, VOCABULARY), Shape(24, 16, 1024, VOCABULARY))
 TINY = Shape(2, 2, 32, 64)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-PASSES = 7  # over memory by a fused AdamW: it reads parameter, gradient and two states, and writes all but the gradient
+PASSES = 7  # of a fused AdamW over memory: it reads parameter, gradient and two states, and writes all but the gradient
 STATE = 6 * 4  # bytes of an fp32 element: parameter, gradient, two states, and a buffer or a sum beside the gradient
-ACTIVATIONS = 40  # tensors of (tokens, width) that a block keeps for its backward, and works with, at most
+ACTIVATIONS = 40  # the most tensors of (tokens, width) that a block keeps for its backward and works with
 
 
 def numel(shape: Shape) -> int:
-    """Elements of a model's parameters."""
+    """Return the number of elements of a model's parameters."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in GPT(shape, 1).parameters())
 
 
 def needed_bytes(shape: Shape, tokens: int) -> int:
-    """What training in fp32 takes, estimated: parameters and states, activations, and logits with their gradients."""
+    """Estimate the bytes of training in fp32: parameters and states, activations, and logits with their gradients."""
     activations = tokens * shape.layers * shape.width * ACTIVATIONS * 4
     return numel(shape) * STATE + activations + tokens * shape.vocabulary * 4 * 4
 
 
 def largest(free: int, tokens: int) -> Shape | None:
-    """The largest model that fits into ``free`` bytes with some to spare; None where none does."""
+    """Return the largest model that fits into ``free`` bytes with a margin, or None."""
     return next((shape for shape in SHAPES if needed_bytes(shape, tokens) <= 0.9 * free), None)
 
 
 @dataclass(frozen=True)
 class GpuJob:
-    """Train a model on ``device`` under ``system``: ``warm`` steps, ``steps`` that are each waited for, and as many in
-    a row. ``dtype``: of parameters, gradients, states and activations. ``copied``: bytes of the copy that is timed."""
+    """A training of a model on ``device`` under ``system``.
+
+    It runs ``warm`` steps, ``steps`` steps with a wait for the device after each, and as many in a row. ``dtype``: of
+    parameters, gradients, states and activations. ``copied``: bytes of the copy that is timed.
+    """
 
     system: str
     dtype: str
@@ -66,10 +69,13 @@ class GpuJob:
 
 @dataclass(frozen=True)
 class OnDevice:
-    """One run. ``in_a_row``: seconds of a step among steps that nobody waits for, but for the last. Of the steps that
-    are waited for, medians: ``waited``, seconds until the device is done; ``host``, until the calls have returned;
-    ``update``, the device's seconds in `step()` alone. ``copy``: bytes a second that the device reads and writes when
-    it copies. ``peak``: the most bytes above the start; ``kept``: bytes between steps. ``loss``: of the last step."""
+    """The results of one run. Times are in seconds.
+
+    ``in_a_row``: of a step, if only the last of several is waited for. The next three are medians over steps that are
+    each waited for. ``waited``: until the device is done; ``host``: until the calls have returned; ``update``: device
+    time of `step()` alone. ``copy``: bytes a second that the device reads and writes in a copy. ``peak``: the most
+    bytes above the start; ``kept``: bytes between steps. ``loss``: of the last step.
+    """
 
     job: GpuJob
     numel: int
@@ -84,7 +90,7 @@ class OnDevice:
 
     @property
     def update_bandwidth(self) -> float:
-        """Bytes a second of the optimizer's step, if it passes over memory as often as it must."""
+        """Bytes a second of the optimizer's step, if it makes the fewest passes over memory."""
         return PASSES * DTYPES[self.job.dtype].itemsize * self.numel / self.update
 
 

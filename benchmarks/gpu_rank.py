@@ -1,11 +1,11 @@
-"""The one rank that trains on a device: makes a group of its own, runs the steps, and prints what it saw as JSON.
+"""The one rank that trains on a device: it makes a group of its own, runs the steps, and prints the results as JSON.
 
     warm steps | wait step wait | wait step wait | ... | wait step step step ... wait
                  each: until the calls return, until       in a row, as a loop runs them
                  the device is done, and `step()` alone
 
-Knows: steps, clocks and memory of a device. Does not know: who started it, or what other runs saw.
-Started as `python -m benchmarks.gpu_rank JOB MEETING PARENT`.
+Knows: steps, clocks and memory of a device. Does not know: its parent process, or the results of other runs. Started as
+`python -m benchmarks.gpu_rank JOB MEETING PARENT`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ COPIES = 10
 
 
 class Host:
-    """The clock and the memory of the CPU, which is done when a call returns."""
+    """The clock and the memory of the CPU, whose work is done when a call returns."""
 
     backend = "gloo"
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak of what was imported
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak, which the imports have raised
 
     def finish(self) -> None:
         """Wait until everything is done."""
@@ -50,15 +50,15 @@ class Host:
         return time.perf_counter()
 
     def between(self, begin: Any, end: Any) -> float:
-        """Seconds between two marks; after `finish`."""
+        """Return the seconds between two marks. Call this after `finish`."""
         return float(end - begin)
 
     def held(self) -> int:
-        """Bytes now."""
+        """Return the bytes in use."""
         return resident("VmRSS")
 
     def most(self) -> int:
-        """Bytes at most."""
+        """Return the peak in bytes."""
         return resident("VmHWM")
 
 
@@ -76,7 +76,7 @@ class Cuda(Host):
         torch.cuda.synchronize()
 
     def mark(self) -> Any:
-        cuda: Any = torch.cuda  # whose events torch leaves without annotations
+        cuda: Any = torch.cuda  # torch does not annotate its events
         event = cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -96,7 +96,7 @@ def _clock(device: torch.device) -> Host:
 
 
 def copy_bandwidth(device: torch.device, nbytes: int) -> float:
-    """Bytes a second that a device reads and writes when it copies ``nbytes``: the median of some copies."""
+    """Return the bytes a second that a device reads and writes when it copies ``nbytes``: the median of some copies."""
     clock = _clock(device)
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -111,7 +111,7 @@ def copy_bandwidth(device: torch.device, nbytes: int) -> float:
 
 
 def _model(job: GpuJob) -> nn.Module:
-    """The same weights under every system."""
+    """Build the model, with the same weights under every system."""
     torch.manual_seed(0)
     with torch.device(job.device):
         model = GPT(job.shape, job.sequence)
@@ -123,7 +123,7 @@ def _model(job: GpuJob) -> nn.Module:
 
 
 def _batches(job: GpuJob) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Tokens are made before, and stay on the device: a step copies nothing there."""
+    """Return a function that gives the next batch. Tokens are already on the device, so that a step copies none."""
     generator = torch.Generator().manual_seed(0)
     shape = (job.batch, job.sequence + 1)
     made = [torch.randint(job.shape.vocabulary, shape, generator=generator).to(job.device) for _ in range(4)]
@@ -137,7 +137,7 @@ def _batches(job: GpuJob) -> Callable[[], tuple[Tensor, Tensor]]:
 
 
 def train(job: GpuJob) -> OnDevice:
-    """Run the steps."""
+    """Run the steps, and return the results."""
     device = torch.device(job.device)
     copied = copy_bandwidth(device, job.copied)
     clock = _clock(device)

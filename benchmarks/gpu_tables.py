@@ -1,4 +1,4 @@
-"""Tables and the picture of training on one device, and the figures that must be seen.
+"""Tables and the picture of training on one device, and the targets.
 
 Knows: runs, columns. Does not know: how anything was measured.
 """
@@ -19,12 +19,12 @@ from .step_tables import COLORS, OTHER_COLOR
 from .systems import FSDP2, PLAIN
 from .tables import Table, milliseconds
 
-MOST = {f"zero {stage}": PLAIN for stage in range(3)} | {"zero 3": FSDP2}  # of a step: whose it is compared with
+MOST = {f"zero {stage}": PLAIN for stage in range(3)} | {"zero 3": FSDP2}  # the baseline of each system
 MOST_TIMES, LEAST_BANDWIDTH = 1.02, 0.85
 
 
 class DeviceResults:
-    """Runs on one device, to be looked up by dtype and system."""
+    """Runs on one device, by dtype and system."""
 
     def __init__(self, runs: Sequence[OnDevice]) -> None:
         self._found: dict[tuple[str, str], list[OnDevice]] = {}
@@ -41,24 +41,26 @@ class DeviceResults:
         return self._found[dtype, system]
 
     def seconds(self, dtype: str, system: str) -> float:
-        """Of a step in a row: the median over rounds."""
+        """Return the seconds of a step in a row: the median over rounds."""
         return median(run.in_a_row for run in self._found[dtype, system])
 
     def ratio(self, dtype: str, system: str, than: str) -> float | None:
-        """Of a step: the median over rounds of the ratio to another system in the same round; None where that was not
-        run."""
+        """Return the ratio of a step's time to another system's, or None if that was not run.
+
+        It is the median over rounds of the ratio within a round.
+        """
         if (dtype, system) not in self._found or (dtype, than) not in self._found:
             return None
         pairs = zip(self._found[dtype, system], self._found[dtype, than], strict=True)
         return median(mine.in_a_row / theirs.in_a_row for mine, theirs in pairs)
 
     def share(self, dtype: str, system: str) -> float:
-        """The optimizer's share of the bandwidth of a copy: the median over rounds."""
+        """Return the optimizer's share of the bandwidth of a copy: the median over rounds."""
         return median(run.update_bandwidth / run.copy for run in self._found[dtype, system])
 
 
 def by_dtype(results: DeviceResults) -> Iterator[Table]:
-    """Every system, a table for each dtype."""
+    """Yield a table of all systems for each dtype."""
     columns = ["system", "ms", "quartiles", "÷ plain", "÷ FSDP2", "waited ms", "host ms", "update ms", "GB/s", "÷ copy"]
     columns += ["peak MB", "kept MB", "loss"]
     for dtype in results.dtypes():
@@ -97,7 +99,7 @@ def _two(value: float | None) -> str:
 
 
 def targets(results: DeviceResults) -> Table:
-    """What must be seen, and what was."""
+    """Make a table of the targets and the measured values."""
     rows = []
     for dtype in results.dtypes():
         for system, than in MOST.items():

@@ -1,4 +1,4 @@
-"""What the ranks are asked to measure, and what they answer: plain values that travel as JSON.
+"""The job of the ranks and their records, as plain values for JSON.
 
 Knows: fields. Does not know: processes, tables.
 """
@@ -14,9 +14,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Job:
-    """``sizes``: bytes of a whole buffer. ``seconds``: how long a size may take, in ``least`` to ``most`` rounds.
-    ``interface``: whose counters are read around every run. ``late``: seconds by which one rank comes late where the
-    CPU time of those that wait is measured; 0: it is not."""
+    """The measurements of a run.
+
+    ``sizes``: bytes of a whole buffer. ``seconds``: the time for a size, in ``least`` to ``most`` rounds.
+    ``interface``: the network interface whose counters are read around every run, or "". ``late``: seconds by which one
+    rank is late while the CPU time of the waiting ranks is measured; 0: not measured.
+    """
 
     algorithms: Sequence[str]
     sizes: Sequence[int]
@@ -46,9 +49,12 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Measured:
-    """One algorithm at one size. Seconds of the slowest rank: ``median`` and quartiles (``low``, ``high``) over
-    ``rounds`` rounds. By rank, medians over rounds, of one run: ``left`` and ``came``, the bytes that left and
-    reached its host by the interface's counters; ``crossed``, what the library counted itself."""
+    """One algorithm at one size.
+
+    Seconds of the slowest rank: ``median`` and quartiles (``low``, ``high``) over ``rounds`` rounds. Bytes of one run
+    by rank, medians over rounds: ``left`` and ``came`` are those that left and reached its host by the interface's
+    counters; ``crossed`` are those that the library counted.
+    """
 
     operation: str
     world_size: int
@@ -69,13 +75,13 @@ class Measured:
 
     @property
     def busbw(self) -> float:
-        """`algbw` times (W - 1) / W, as nccl-tests define it: what a rank must receive a second."""
+        """`algbw` times (W - 1) / W, as nccl-tests define it: the bytes that a rank must receive a second."""
         return self.algbw * (self.world_size - 1) / self.world_size
 
 
 @dataclass(frozen=True)
 class Waited:
-    """CPU seconds of the rank that burnt most while it waited ``late`` seconds for another."""
+    """CPU seconds of the rank that used most while it waited ``late`` seconds for another rank."""
 
     world_size: int
     algorithm: str
@@ -84,5 +90,5 @@ class Waited:
 
 
 def read(record: dict[str, Any]) -> Measured | Waited:
-    """A record from JSON."""
+    """Return a record from its JSON object."""
     return Waited(**record) if "cpu_seconds" in record else Measured(**record)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.memory`: what a rank holds under every system, beside the formulas, by the number of ranks.
+"""`python -m benchmarks.memory`: the memory of a rank under every system, beside the formulas, by the number of ranks.
 
 Knows: the command's flags, and the order of runs. Does not know: how anything is measured.
 """
@@ -23,7 +23,7 @@ from .step_job import MODELS, Held, StepJob
 from .systems import SYSTEMS
 
 WORLDS = (1, 2, 4, 8)
-STEPS = 2  # the first makes the states, the second is as all others
+STEPS = 2  # the first creates the states, the second is like all others
 
 
 def measure(model: str, worlds: list[int], systems: list[str], console: Console) -> list[Held]:

@@ -1,8 +1,8 @@
-"""Tables of what ranks hold, beside the formulas.
+"""Tables of the memory of ranks, beside the formulas.
 
 The formulas are those of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
 (2020), section 5, for fp32 and Adam: 4 bytes a parameter for parameters, 4 for gradients, 8 for states, each divided by
-the number of ranks where the stage shards it.
+the number of ranks if the stage shards it.
 
 Knows: runs, stages by number. Does not know: how anything was measured.
 """
@@ -22,25 +22,25 @@ from .systems import SYSTEMS, smallest_peer
 from .tables import Table
 
 KINDS = {"parameters": 4, "gradients": 4, "states": 8}
-MOST = 1.01  # of the formula
+MOST = 1.01  # times the formula
 SHARDED_FROM = {"parameters": 3, "gradients": 2, "states": 1}  # the first stage that shards a kind
 
 
 @functools.cache
 def numel(model: str) -> int:
-    """Elements of a model's parameters."""
+    """Return the number of elements of a model's parameters."""
     with torch.device("meta"):
         made = GPT(MODELS[model].shape, MODELS[model].sequence)
     return sum(parameter.numel() for parameter in made.parameters())
 
 
 def formula(kind: str, stage: int, elements: int, world_size: int) -> float:
-    """Bytes of a rank."""
+    """Return the bytes of a rank."""
     return KINDS[kind] * elements / (world_size if stage >= SHARDED_FROM[kind] else 1)
 
 
 def by_ranks(runs: Sequence[Held]) -> Iterator[Table]:
-    """A table for each number of ranks. Megabytes; the largest rank."""
+    """Yield a table for each number of ranks: megabytes of the largest rank."""
     columns = ["system", "stage", *(f"{kind} MB (÷ formula)" for kind in KINDS), "peak MB", "job's PSS MB"]
     for world_size, group in itertools.groupby(runs, key=lambda run: run.ranks):
         rows = [_row(run) for run in group]
@@ -55,7 +55,7 @@ def _row(run: Held) -> list[str]:
 
 
 def targets(runs: Sequence[Held]) -> Table:
-    """What must be seen, and what was."""
+    """Make a table of the targets and the measured values."""
     rows = []
     for world_size, group in itertools.groupby(runs, key=lambda run: run.ranks):
         found = {run.system: run for run in group}
@@ -78,8 +78,10 @@ def targets(runs: Sequence[Held]) -> Table:
 
 
 def _more(kind: str, stage: int, world_size: int) -> float:
-    """Of ours to the formula: at stage 0, which shows the mean after each backward, the undivided sum of a rank's own
-    slices is kept beside it."""
+    """Return the expected ratio to the formula.
+
+    It is above 1 for gradients at stage 0, where a rank keeps the undivided sum of its own slices beside the mean.
+    """
     return 1 + 1 / world_size if (kind, stage) == ("gradients", 0) else 1.0
 
 

@@ -1,9 +1,9 @@
-"""The models that are trained, by name: the GPTs of `benchmarks.steps`, and two families that grow along one axis.
+"""The models, by name: the GPTs of `benchmarks.steps`, and two families that grow along one axis.
 
-    tensors-N      N tensors of 64 elements, and next to no arithmetic: what a tensor costs
-    layers-UxLxF   U units of L matrices of F x F elements each, for one row of input: what an element costs
+    tensors-N      N tensors of 64 elements, and next to no arithmetic: the cost of a tensor
+    layers-UxLxF   U units of L matrices of F x F elements each, for one row of input: the cost of an element
 
-Knows: how a model is made, what it is fed, and its loss. Does not know: systems, processes, clocks.
+Knows: how a model is made, its input, and its loss. Does not know: systems, processes, clocks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from zero.commands.train.model import build, loss_fn
 
 from .step_job import MODELS, Model
 
-NUMEL = 64  # of each of many tensors
-UNITS = 8  # that many tensors are spread over, where the model has as many
+NUMEL = 64  # elements of each of the small tensors
+UNITS = 8  # the units over which the tensors are spread, if there are as many
 
 
 class Trainable(Protocol):
-    """A model, what a rank feeds it in a step, and its loss."""
+    """A model, a rank's input in a step, and its loss."""
 
     def build(self) -> nn.Module: ...
 
@@ -51,7 +51,7 @@ class Text:
 
 
 class _Unit(nn.Module):
-    """Tensors that are scaled by the input, and the sum of all squares."""
+    """A unit whose output is the sum of the squares of its tensors, scaled by the input."""
 
     def __init__(self, count: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _Units(nn.Module):
 
 @dataclass(frozen=True)
 class Tensors:
-    """``count`` small tensors."""
+    """A model of ``count`` small tensors."""
 
     count: int
 
@@ -94,7 +94,7 @@ class Tensors:
 
 
 class _Layer(nn.Linear):
-    """A matrix, and its output at the scale of its input, so that any number of them can follow each other."""
+    """A matrix whose output is scaled like its input, so that any number of layers can follow each other."""
 
     def __init__(self, width: int, generator: torch.Generator) -> None:
         super().__init__(width, width, bias=False, device="meta")
@@ -106,7 +106,7 @@ class _Layer(nn.Linear):
 
 @dataclass(frozen=True)
 class Layers:
-    """``units`` times ``each`` matrices of ``width`` x ``width``, one after another."""
+    """A model of ``units`` times ``each`` matrices of ``width`` x ``width``, one after another."""
 
     units: int
     each: int
@@ -133,7 +133,7 @@ class Layers:
 
 
 def trainable(name: str) -> Trainable:
-    """The model of this name."""
+    """Return the model of this name."""
     if name in MODELS:
         return Text(MODELS[name])
     family, _, numbers = name.partition("-")

@@ -1,11 +1,11 @@
-"""Hosts that this machine plays: network namespaces, joined by a switch, each link shaped to a rate both ways.
+"""Hosts simulated on this machine: network namespaces, joined by a switch, each link limited to a rate both ways.
 
     namespace host0             namespace switch              namespace host1
     eth0 10.77.0.1 ---tbf--->  port0 | bridge | port1  <---tbf--- eth0 10.77.0.2
                    <--tbf----        |        |        ----tbf-->
 
-A namespace of its own holds the bridge, so that nothing of the machine's own network is touched, and all links go with
-their namespaces. Names carry this process's id; what a killed process left is removed by the next.
+The bridge has a namespace of its own, so that the machine's own network is not touched, and all links vanish with their
+namespaces. Names carry this process's id; the next run removes what a killed process left behind.
 
 Knows: `ip` and `tc`. Does not know: what runs in a namespace.
 """
@@ -23,19 +23,19 @@ from contextlib import contextmanager
 
 from .processes import endings_as_exceptions
 
-INTERFACE = "eth0"  # of each host
+INTERFACE = "eth0"  # the name on each host
 PREFIX = "zero-bench"
-BURST = "256kb"  # below 128 KB the queue cuts what the sender hands over as one, and counters see 4.5 % of headers more
-LATENCY = "50ms"  # how long a packet may wait in a queue before it is dropped
+BURST = "256kb"  # below 128 KB the queue splits the sender's segments, and the counters include 4.5 % more of headers
+LATENCY = "50ms"  # a packet that would wait longer in a queue is dropped
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class NetworkError(Exception):
-    """The machine would not make the network."""
+    """The network cannot be made on this machine."""
 
 
 def missing() -> list[str]:
-    """What this process needs and has not; empty where it has all."""
+    """Return what this process lacks; empty if it has everything."""
     if sys.platform != "linux":
         return ["Linux"]
     needs = [] if os.geteuid() == 0 else ["root (network namespaces: sudo, or a container with --privileged)"]
@@ -44,8 +44,10 @@ def missing() -> list[str]:
 
 @contextmanager
 def hosts(count: int, megabits: int) -> Iterator[list[str]]:
-    """The names of ``count`` namespaces that reach each other at ``megabits`` a second; gone afterwards, also after an
-    interrupt or a signal to end."""
+    """Make ``count`` namespaces that reach each other at ``megabits`` a second; yield their names.
+
+    They are removed afterwards, also after an interrupt or a signal to end.
+    """
     switch = f"{PREFIX}-{os.getpid()}-switch"
     names = [f"{PREFIX}-{os.getpid()}-host{number}" for number in range(count)]
     with endings_as_exceptions():
@@ -75,7 +77,7 @@ def _make(switch: str, names: list[str], megabits: int) -> None:
 
 
 def _call(command: str) -> str:
-    # A session of its own: a Ctrl-C at the terminal must not end the command that cleans up.
+    # Use a new session: Ctrl-C at the terminal must not end the command that cleans up.
     done = subprocess.run(command.split(), capture_output=True, text=True, start_new_session=True)
     if done.returncode:
         raise NetworkError(f"`{command}` failed: {' '.join(done.stderr.split())}")
@@ -87,13 +89,13 @@ def _names() -> list[str]:
 
 
 def _abandoned() -> list[str]:
-    """Namespaces of processes that are no more."""
+    """Return the namespaces of processes that have ended."""
     found = ((name, re.fullmatch(rf"{PREFIX}-(\d+)-\w+", name)) for name in _names())
     return [name for name, match in found if match is not None and not os.path.exists(f"/proc/{match[1]}")]
 
 
 def _remove(names: list[str]) -> None:
-    """Remove those that exist; signals wait until it is done."""
+    """Remove those that exist; signals are blocked until this is done."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDINGS)
     try:
         for name in set(names) & set(_names()):

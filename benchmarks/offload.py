@@ -1,11 +1,10 @@
-"""`python -m benchmarks.offload`: a step whose states are on disk, with none of them in the page cache, beside what the
-disk alone takes.
+"""`python -m benchmarks.offload`: a step with states on disk and an empty page cache, beside the disk's own time.
 
-    disk     a file of as many bytes is read from its beginning to its end, a bucket at a time, after it was let go from
-             the page cache; then written, and waited for. The floor is the sum: what is read and written are the same
-             bytes, and their arithmetic hides behind them
-    offload  `optimizer.step()`, and waiting until what it wrote is on the disk
-    memory   the same step with states in memory: what the arithmetic takes
+    disk     read a file of as many bytes from its beginning to its end, a bucket at a time, after its pages were
+             dropped from the page cache; then write it, and wait. The floor is the sum of both: the same bytes are
+             read and written, and their arithmetic runs meanwhile
+    offload  `optimizer.step()`, and wait until its writes are on the disk
+    memory   the same step with states in memory: the time of the arithmetic
 
 Each round has one of each; one rank, whose states are 8Ψ bytes.
 
@@ -52,7 +51,7 @@ class Disk:
         self.write()
 
     def read(self) -> float:
-        """Seconds to read all of it from the disk."""
+        """Read the file from the disk; return the seconds."""
         forget(self._file.fileno())
         begin = time.perf_counter()
         for place, part in self._places:
@@ -60,7 +59,7 @@ class Disk:
         return time.perf_counter() - begin
 
     def write(self) -> float:
-        """Seconds to write all of it to the disk."""
+        """Write the file to the disk; return the seconds."""
         begin = time.perf_counter()
         for place, part in self._places:
             os.pwrite(self._file.fileno(), part, place)
@@ -69,13 +68,13 @@ class Disk:
 
 
 def forget(file: int) -> None:
-    """Let go of a file's pages: those that are written, and that no process has mapped."""
+    """Drop a file's pages from the page cache: written pages that no process has mapped."""
     os.fdatasync(file)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Training:
-    """A model of `MODEL`'s shape, whose gradients stay what they are."""
+    """A training of `MODEL`, with states on disk or in memory."""
 
     def __init__(self, offload: Offload | None) -> None:
         self._model = MODEL.build()
@@ -85,7 +84,7 @@ class Training:
         self._generator = torch.Generator().manual_seed(0)
 
     def step(self, file: int | None) -> tuple[float, float]:
-        """Seconds until the step is done, and until what it wrote is on the disk, in ``file``."""
+        """Run a step. Return the seconds until it is done, and until its writes are on the disk, in ``file``."""
         inputs, targets = MODEL.batch(self._generator)
         MODEL.loss(self._model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         if file is not None:
@@ -101,7 +100,7 @@ class Training:
 
 
 def measure(folder: Path) -> dict[str, list[float]]:
-    """Seconds of each round, by what was timed."""
+    """Return the seconds of each round, by what was timed."""
     plain, spooled = Training(None), Training(Offload(folder))
     nbytes = 8 * MODEL.numel
     disk = Disk(folder, nbytes, int(CAP_MB * (1 << 20)))
@@ -117,7 +116,7 @@ def measure(folder: Path) -> dict[str, list[float]]:
 
 
 def table(found: dict[str, list[float]]) -> tables.Table:
-    """Medians, and the ratio to the floor."""
+    """Make a table of the medians, and the ratio to the floor."""
     nbytes = 8 * MODEL.numel
     of = {name: median(values) for name, values in found.items()}
     floor = of["read"] + of["write"]

@@ -1,4 +1,4 @@
-"""What the pictures of all benchmarks have in common: titles, a legend and a footer that fit.
+"""Titles, legends and footers that fit, for the pictures of all benchmarks.
 
 Knows: matplotlib. Does not know: what is drawn.
 """
@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 PANEL, RESOLUTION = (6.0, 4.2), 150
-TITLE, FOOTER = 52, 16  # characters: of a line of a panel's title, and of an inch of the footer
-ENTRY = 1.6  # inches: of an entry of the legend
+TITLE, FOOTER = 52, 16  # characters in a line of a panel's title, and in an inch of the footer
+ENTRY = 1.6  # inches of an entry of the legend
 
 
 def title(axes: Axes, name: str, says: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The picture of what was measured on one host: bus bandwidth over size, a panel for each collective and world size.
+"""The picture of results on one host: bus bandwidth over size, a panel for each collective and world size.
 
 Knows: records, matplotlib. Does not know: how they were measured.
 """
@@ -56,7 +56,7 @@ def _panel(axes: Axes, results: Results, operation: str, world_size: int) -> Non
 
 
 def _line(axes: Axes, name: str, found: list[Measured]) -> None:
-    """Medians, and a shade between the quartiles."""
+    """Draw medians, and a shade between the quartiles."""
     sizes = [m.nbytes for m in found]
     color = COLORS[name]
     style = "--" if name == ROOFLINE else "-"

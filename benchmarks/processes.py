@@ -1,4 +1,4 @@
-"""Starts the ranks of a benchmark as processes, reads what they find, and ends them, whatever happens.
+"""Starts the ranks of a benchmark as processes, reads their results, and ends them, whatever happens.
 
 Knows: processes and their files. Does not know: what the ranks measure.
 """
@@ -25,16 +25,19 @@ from .job import Job, Measured, Waited, read
 from .step_job import Asked, StepJob, Trained
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 30.0  # seconds in which the other ranks end after rank 0 did
+PATIENCE = 30.0  # seconds in which the other ranks must end after rank 0 did
 
 
 class RankError(Exception):
-    """A rank ended badly; the message is the end of what it wrote."""
+    """A rank failed; the message is the end of its output."""
 
 
 def run_ranks(job: Job, commands: Sequence[Sequence[str]], interface: str = "lo") -> Iterator[Measured | Waited]:
-    """Start one rank for each of ``commands``, which are put in front of its own (`ip netns exec ...`, or nothing), and
-    yield records as they come. ``interface``: what gloo talks over."""
+    """Start one rank for each of ``commands``, and yield records as they are measured.
+
+    A command is put in front of the rank's own (`ip netns exec ...`, or nothing). ``interface``: gloo's network
+    interface.
+    """
     with _started("benchmarks.rank", job.to_json(), commands, interface, first_alone=True) as (processes, folder):
         assert processes[0].stdout is not None
         for line in processes[0].stdout:
@@ -43,7 +46,7 @@ def run_ranks(job: Job, commands: Sequence[Sequence[str]], interface: str = "lo"
 
 
 def crossing_ranks(job: CrossingJob, commands: Sequence[Sequence[str]]) -> list[Crossed]:
-    """Start one rank for each of ``commands``, as `run_ranks` does, and return what all of them saw, by setting."""
+    """Start one rank for each of ``commands``, as `run_ranks` does, and return the results of all, by setting."""
     with _started("benchmarks.crossing_rank", json.dumps(asdict(job)), commands, job.interface) as (processes, folder):
         said = [process.communicate()[0].strip().splitlines() for process in processes]
         _complain(processes, folder)
@@ -52,7 +55,7 @@ def crossing_ranks(job: CrossingJob, commands: Sequence[Sequence[str]]) -> list[
 
 
 def train_on_device(job: GpuJob) -> OnDevice:
-    """Start the one rank of a training on a device, and return what it saw."""
+    """Start the one rank of a training on a device, and return its result."""
     with _started("benchmarks.gpu_rank", job.to_json(), [()], "lo") as ((process,), folder):
         lines = process.communicate()[0].strip().splitlines()
         _complain([process], folder)
@@ -61,8 +64,11 @@ def train_on_device(job: GpuJob) -> OnDevice:
 
 @contextmanager
 def forked_ranks() -> Iterator[Callable[[StepJob, int], list[Trained]]]:
-    """What trains a number of ranks and returns what each of them saw. They are fresh processes, forks of one that has
-    imported torch and done nothing with it: an import takes longer than most of these trainings."""
+    """Yield a function that trains on a number of ranks and returns the result of each.
+
+    The ranks are fresh processes, forked from one that has only imported torch: an import takes longer than most of
+    these trainings.
+    """
     with _started("benchmarks.fork_server", "", [()], "lo") as (processes, folder):
         numbers = itertools.count()
 
@@ -71,7 +77,7 @@ def forked_ranks() -> Iterator[Callable[[StepJob, int], list[Trained]]]:
             assert server.stdin is not None
             assert server.stdout is not None
             asked = Asked(job.to_json(), world_size, str(folder / f"meeting{next(numbers)}"))
-            with suppress(BrokenPipeError):  # its last words say why
+            with suppress(BrokenPipeError):  # the error below quotes the server's output
                 print(asked.to_json(), file=server.stdin, flush=True)
             if server.stdout.readline() != "done\n":
                 _complain(processes, folder)
@@ -85,8 +91,10 @@ def forked_ranks() -> Iterator[Callable[[StepJob, int], list[Trained]]]:
 def _started(
     module: str, job: str, commands: Sequence[Sequence[str]], interface: str, *, first_alone: bool = False
 ) -> Iterator[tuple[list[subprocess.Popen[str]], Path]]:
-    """Ranks that are ended, whatever happens; and the folder of their last words. ``first_alone``: only rank 0 says
-    something."""
+    """Start the ranks; yield them and the folder of their standard errors. End them, whatever happens.
+
+    ``first_alone``: only rank 0 has an output.
+    """
     with ExitStack() as stack:
         stack.enter_context(endings_as_exceptions())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-benchmark-")))
@@ -110,7 +118,7 @@ def _started(
 
 
 def _complain(processes: Sequence[subprocess.Popen[str]], folder: Path) -> None:
-    """Raise where a rank failed, with the last words of each that did."""
+    """Raise if a rank failed, with the end of the output of each that did."""
     failed = []
     for rank, process in enumerate(processes):
         try:
@@ -137,7 +145,7 @@ def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
 
 @contextmanager
 def endings_as_exceptions() -> Iterator[None]:
-    """A signal to end raises, so that `finally` is reached."""
+    """Make SIGTERM and SIGHUP raise, so that `finally` blocks run."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

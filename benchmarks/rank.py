@@ -1,9 +1,9 @@
-"""One rank of a benchmark: joins its group, measures what the job says, and rank 0 prints records, one JSON a line.
+"""One rank of a benchmark: it joins its group and measures; rank 0 prints the records, one line of JSON each.
 
     round        barrier, algorithm a, barrier, algorithm b, ...; the next round begins with b
     its time     that of the slowest rank
 
-Knows: rounds, clocks, counters of a network interface. Does not know: who started it, or what becomes of the records.
+Knows: rounds, clocks, counters of a network interface. Does not know: its parent process, or how records are used.
 Started as `python -m benchmarks.rank JOB MEETING PARENT`, with RANK and WORLD_SIZE set.
 """
 
@@ -35,12 +35,12 @@ from .job import Job, Measured, Waited, quartiles
 
 ITEMSIZE = 4
 WAITED_BYTES = 1 << 16
-MOST_IN_A_ROW, ROW_BYTES = 20, 4 << 20  # runs of a small size are timed in a row, or a barrier would be timed
+MOST_IN_A_ROW, ROW_BYTES = 20, 4 << 20  # small sizes are timed in a row: one run takes no longer than a barrier
 
 
 @dataclass(frozen=True)
 class _Run:
-    """One run on this rank: bytes that left and came by the interface, and that the library counted."""
+    """One run on this rank: bytes that left and came by the interface, and bytes that the library counted."""
 
     seconds: float
     left: int
@@ -49,7 +49,7 @@ class _Run:
 
 
 class Ranks:
-    """This rank's side of what all ranks do together."""
+    """This rank's part of the measurements."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -57,7 +57,7 @@ class Ranks:
         self.rank, self.world_size = group.rank, group.world_size
         made = [build(group.fork(), name).collective for name in job.algorithms]
         self.algorithms: list[Collective] = list({algorithm.name: algorithm for algorithm in made}.values())
-        # The shorter the way of the barrier's messages, the less apart the ranks begin.
+        # The faster the messages of the barrier, the closer in time the ranks begin.
         near = [algorithm.transport for algorithm in self.algorithms if algorithm.name == "shared"]
         self._transport: Transport = (near[0] if near else group).fork()
         self._count = itertools.count()
@@ -66,7 +66,7 @@ class Ranks:
         self._transport.announce(self._tag()).wait()
 
     def everybodys(self, values: Sequence[float]) -> list[list[float]]:
-        """The values of every rank, in rank order."""
+        """Return the values of every rank, in rank order."""
         data = self._transport.exchange(array.array("d", values).tobytes(), self._tag())
         return [array.array("d", part).tolist() for part in data]
 
@@ -74,7 +74,7 @@ class Ranks:
         return Tag(Kind.EXCHANGE, "the benchmark", index=next(self._count))
 
     def measure(self, operation: Operation, nbytes: int) -> list[Measured]:
-        """Every algorithm at one size. All ranks."""
+        """Measure every algorithm at one size. All ranks must call this."""
         shape = Shape(self.rank, self.world_size, nbytes // ITEMSIZE)
         made = cases(operation, shape, self.algorithms, self.job.roofline)
         for case in made:
@@ -96,26 +96,26 @@ class Ranks:
         ]
 
     def _row(self, case: Case, nbytes: int) -> int:
-        """How often a case runs in a row in a round."""
+        """Return the number of runs of a case in a row in a round."""
         if self.job.interface:
             return 1
         return MOST_IN_A_ROW if case.stays else max(1, min(MOST_IN_A_ROW, ROW_BYTES // nbytes))
 
     def _once(self, case: Case, row: int) -> _Run:
-        """One round of a case: ``row`` runs in a row, of which all numbers are the mean."""
+        """Run one round of a case: ``row`` runs in a row, whose mean is returned."""
         crossed = _crossed(case)
         case.before()
         self.barrier()
         left, came = counters(self.job.interface)
         if self.job.interface:
-            self.barrier()  # so that nobody's first bytes are there before the counters are read
+            self.barrier()  # no rank sends before all have read the counters
         begin = time.perf_counter()
         for _ in range(row):
             case.run()
         seconds = (time.perf_counter() - begin) / row
         if self.job.interface:
             self.barrier()
-            time.sleep(0.005)  # the last acknowledgements
+            time.sleep(0.005)  # for the last acknowledgements
             after = counters(self.job.interface)
             left, came = after[0] - left, after[1] - came
         return _Run(seconds, left, came, _crossed(case) - crossed)
@@ -132,7 +132,7 @@ class Ranks:
         return Measured(operation.value, self.world_size, nbytes, name, *times, left, came, crossed)
 
     def wait_for_a_late_rank(self) -> list[Waited]:
-        """What the other ranks burn while rank 0 comes late. All ranks."""
+        """Measure the CPU time of the other ranks while rank 0 is late. All ranks must call this."""
         shape = Shape(self.rank, self.world_size, WAITED_BYTES // ITEMSIZE)
         waited = []
         for case in cases(Operation.REDUCE_SCATTER, shape, self.algorithms, roofline=False):
@@ -149,12 +149,12 @@ class Ranks:
 
 
 def _crossed(case: Case) -> int:
-    """What the library says that it sent to other hosts; 0 where it does not say."""
+    """Return the library's count of bytes sent to other hosts; 0 if it does not count them."""
     return getattr(case.transport.backend, "crossed", 0) if case.transport is not None else 0
 
 
 def counters(interface: str) -> tuple[int, int]:
-    """Bytes that left by a network interface, and that came, since it is there; of none, 0."""
+    """Return the bytes that left and came by a network interface since it exists; 0 without an interface."""
     if not interface:
         return 0, 0
     folder = Path("/sys/class/net", interface, "statistics")
@@ -162,16 +162,16 @@ def counters(interface: str) -> tuple[int, int]:
 
 
 def end_with(parent: int) -> None:
-    """Whatever ends the benchmark ends its ranks."""
+    """Ask the kernel to kill this process when its parent ends."""
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # the parent has already ended
         sys.exit(1)
 
 
 def main(job: Job, meeting: str, parent: int) -> None:
     end_with(parent)
-    torch.set_num_threads(1)  # ranks are as many as cores, or more
+    torch.set_num_threads(1)  # there may be as many ranks as cores, or more
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo",

@@ -23,7 +23,10 @@ import torch
 
 @dataclass(frozen=True)
 class Report:
-    """``parts``: plain values, whatever the benchmark's own. ``command`` names no folder of the machine."""
+    """The results of a benchmark.
+
+    ``parts``: plain values of the benchmark. ``command`` names no folder of the machine.
+    """
 
     command: str
     date: str
@@ -33,14 +36,14 @@ class Report:
 
     @classmethod
     def of_this_machine(cls, command: str, parts: Sequence[dict[str, Any]], device: str = "") -> Report:
-        """``device``: an accelerator that was measured, in words."""
+        """Make a report. ``device``: the measured accelerator, in words."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         line = f"python -m {command} {shlex.join(map(_without_folder, sys.argv[1:]))}".strip()
         return cls(line, now, machine() | ({"device": device} if device else {}), versions(), list(parts))
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        """Read what `write` wrote."""
+        """Read a file of `write`."""
         record = json.loads(path.read_text())
         tables = record.pop("tables")
         parts = [dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["rows"]]
@@ -55,7 +58,7 @@ class Report:
         path.write_text("\n".join(["{", *lines, f'"tables": [{", ".join(tables)}]', "}"]) + "\n")
 
     def line(self) -> str:
-        """Where and when, for the head of a table."""
+        """Return the machine, the date and the command, for the head of a table."""
         m = self.machine
         load = " ".join(f"{value:.1f}" for value in m["load_before"])
         device = f"{m['device']}, " if "device" in m else ""

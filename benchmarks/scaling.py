@@ -32,7 +32,10 @@ ROUNDS, WARM = 5, 2
 
 
 def measure(axes: Sequence[Axis], systems: list[str], rounds: int, console: Console) -> list[Sample]:
-    """Run every system at every point in rounds: each begins with the next system, each run in fresh processes."""
+    """Run every system at every point in rounds.
+
+    Each round begins with another system; each run has fresh processes.
+    """
     found = []
     with console.status("starting") as status, forked_ranks() as train:
         for number in range(rounds):
@@ -58,7 +61,7 @@ def main(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print tables as Markdown.")] = False,
     show_only: Annotated[Path | None, typer.Option("--show", help="Measure nothing: show this JSON.")] = None,
 ) -> None:
-    """What a step costs for itself, for each bucket and for each tensor, beside DDP and the plain loop."""
+    """The cost of a step, of each bucket and of each tensor, beside DDP and the plain loop."""
     console = tables.console(stderr=markdown)
     if show_only is not None:
         report = Report.read(show_only)

@@ -1,4 +1,4 @@
-"""What a step is measured against, and where: the axes, their points, and a shorter set to see that it works.
+"""The axes along which a step's time is measured, their points, and a shorter set for a quick run.
 
 Knows: models by name, numbers of ranks, bucket sizes. Does not know: how anything is measured.
 """
@@ -16,7 +16,7 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Point:
-    """``x``: where on the axis; ``steps``: that are timed, after those that warm up."""
+    """A place on an axis. ``x``: its coordinate; ``steps``: the number of timed steps, after the warm ones."""
 
     x: float
     model: str
@@ -27,9 +27,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Axis:
-    """``unit``: what one on the axis is called, and ``each`` the unit of time of a slope, ``scale`` of them a second.
-    ``by_buckets``: lines are fitted against the number of buckets that a system really makes, not against the cap.
-    ``plain_once``: the plain loop does not depend on x, and is measured at the first point."""
+    """One axis.
+
+    ``unit``: the name of one unit of x. A slope is printed in ``each``, a unit of time, of which a second has
+    ``scale``. ``by_buckets``: lines are fitted against the number of buckets that a system makes, not against the cap.
+    ``plain_once``: the plain loop does not depend on x, and is measured only at the first point.
+    """
 
     name: str
     says: str
@@ -45,7 +48,7 @@ class Axis:
         return not self.plain_once or point == self.points[0]
 
     def at(self, *xs: float) -> Axis:
-        """With these points alone."""
+        """Return the axis with only these points."""
         return replace(self, points=[point for point in self.points if point.x in xs])
 
 

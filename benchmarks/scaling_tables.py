@@ -1,4 +1,4 @@
-"""Tables and the picture of how a step's time grows, the lines through it, and the figures that must be seen.
+"""Tables and the picture of how a step's time grows, the lines through it, and the targets.
 
 Knows: samples, axes, columns. Does not know: how anything was measured.
 """
@@ -28,8 +28,10 @@ COLORS = {PLAIN: "#999999", DDP: "#2f6f9f", "zero 1": "#d9a441", "zero 2": "#c45
 
 @dataclass(frozen=True)
 class Sample:
-    """One run of ``ranks`` processes at the point ``x`` of an axis. ``buckets`` and ``loss``: those of rank 0;
-    ``seconds``: of a step (`seconds_of_a_step`)."""
+    """One run of ``ranks`` processes at the point ``x`` of an axis.
+
+    ``buckets`` and ``loss``: those of rank 0. ``seconds``: of a step (`seconds_of_a_step`).
+    """
 
     axis: str
     x: float
@@ -46,7 +48,7 @@ class Sample:
 
 
 class ScalingResults:
-    """Runs of one machine, in rounds, to be looked up by axis, system and place."""
+    """Runs of one machine, in rounds, by axis, system and place."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._found: dict[tuple[str, str, float], list[Sample]] = {}
@@ -63,32 +65,38 @@ class ScalingResults:
         return sorted(x for name, found, x in self._found if (name, found) == (axis.name, system))
 
     def runs(self, axis: Axis, system: str, x: float) -> list[Sample]:
-        """In order of rounds; none where that was not measured. The plain loop of its only place serves for all."""
+        """Return the runs in order of rounds; none if that was not measured.
+
+        If the plain loop has one place, it stands for all.
+        """
         places = self.places(axis, system)
         place = places[0] if system == PLAIN and axis.plain_once and places else x
         return self._found.get((axis.name, system, place), [])
 
     def seconds(self, axis: Axis, system: str, x: float) -> float:
-        """The median over rounds."""
+        """Return the median over rounds."""
         return median(run.seconds for run in self.runs(axis, system, x))
 
     def pairs(self, axis: Axis, system: str, than: str, x: float) -> list[tuple[float, float]]:
-        """Seconds of both systems in each round."""
+        """Return the seconds of both systems in each round."""
         both = zip(self.runs(axis, system, x), self.runs(axis, than, x), strict=False)
         return [(mine.seconds, theirs.seconds) for mine, theirs in both]
 
     def ratio(self, axis: Axis, system: str, than: str, x: float) -> float | None:
-        """The median over rounds of the ratio in the same round; None where one of the two was not run."""
+        """Return the median over rounds of the ratio within a round, or None if one of the two was not run."""
         ratios = [mine / theirs for mine, theirs in self.pairs(axis, system, than, x)]
         return median(ratios) if ratios else None
 
     def over(self, axis: Axis, system: str, than: str, x: float) -> float | None:
-        """The median over rounds of the seconds more than another system takes in the same round."""
+        """Return the median over rounds of the difference in seconds within a round.
+
+        Return None if one of the two systems was not run.
+        """
         more = [mine - theirs for mine, theirs in self.pairs(axis, system, than, x)]
         return median(more) if more else None
 
     def points(self, axis: Axis, system: str) -> tuple[list[float], list[float]]:
-        """What a line is fitted through: places, or buckets, and seconds."""
+        """Return the points of the fit: places, or numbers of buckets, and seconds."""
         places = self.places(axis, system)
         xs = [float(self.runs(axis, system, x)[0].buckets) if axis.by_buckets else x for x in places]
         return xs, [self.seconds(axis, system, x) for x in places]
@@ -106,7 +114,7 @@ def every_table(results: ScalingResults) -> Iterator[Table]:
 
 
 def by_place(results: ScalingResults, axis: Axis) -> Table:
-    """Every number of an axis."""
+    """Make a table of all results of an axis."""
     columns = [axis.label, "system", "ranks", "buckets", "ms", "quartiles", "÷ DDP", "over plain ms", "loss"]
     if not axis.plain_once:
         columns.insert(-1, f"{axis.each} a {axis.unit} over plain")
@@ -141,7 +149,7 @@ def _row(results: ScalingResults, axis: Axis, system: str, x: float) -> list[str
 
 
 def lines(results: ScalingResults) -> Table:
-    """Fixed cost and slope of every system along every axis, and where the line bends."""
+    """Make a table of the fixed cost and slope of every system along every axis, and of the bends."""
     columns = ["axis", "system", "fixed ms", "slope", "bends at", "slope beyond", "largest miss"]
     rows = []
     for axis in results.axes():
@@ -155,7 +163,7 @@ def lines(results: ScalingResults) -> Table:
 
 
 def costs(results: ScalingResults) -> Table:
-    """What each system adds to the plain loop: for a step, a bucket, a tensor, an element."""
+    """Make a table of the cost that each system adds to the plain loop: for a step, a bucket, a tensor, an element."""
     columns = ["system", "ms a step", "µs a bucket", "µs a tensor", "ns an element"]
     systems = dict.fromkeys(system for axis in results.axes() for system in results.systems(axis) if system != PLAIN)
     rows = []
@@ -170,7 +178,7 @@ def costs(results: ScalingResults) -> Table:
 
 
 def _slope(results: ScalingResults, axis: Axis, system: str, scale: float) -> str:
-    """Over the plain loop's, and beyond the bend of either."""
+    """Return the slope less the plain loop's, and that beyond the bend of either."""
     mine = results.line(axis, system)
     plain = Line(0, 0, None, 0, 0) if axis.plain_once else results.line(axis, PLAIN)
     if mine is None or plain is None:
@@ -179,12 +187,12 @@ def _slope(results: ScalingResults, axis: Axis, system: str, scale: float) -> st
     return f"{first:.2f}" if mine.bend is None and plain.bend is None else f"{first:.2f}, then {last:.2f}"
 
 
-MANY = 10000  # tensors
+MANY = 10000  # the number of tensors at which targets are checked
 OVER_DDP, OVER_PLAIN = 0.7, 4.0
 
 
 def targets(results: ScalingResults) -> Table:
-    """What must be seen, and what was."""
+    """Make a table of the targets and the measured values."""
     rows = []
     for system in ("zero 1", "zero 2"):
         ratio = results.ratio(TENSORS, system, DDP, MANY)

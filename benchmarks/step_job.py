@@ -1,4 +1,4 @@
-"""The job of a rank, its answer, and the summary of the answers of all ranks, as plain values for JSON; and the models.
+"""The job of a rank, its result, and the summary of all ranks' results, as plain values for JSON; and the models.
 
 Knows: fields, shapes. Does not know: systems, processes, tables.
 """
@@ -13,12 +13,12 @@ from statistics import median
 
 from zero.commands.train.model import Shape
 
-CAP_MB = 25.0  # MiB of a bucket, as DistributedDataParallel has it
+CAP_MB = 25.0  # MiB of a bucket, the default of DistributedDataParallel
 
 
 @dataclass(frozen=True)
 class Model:
-    """A GPT, and what each rank does with it in a step: ``batch`` sequences of ``sequence`` tokens."""
+    """A GPT, and a rank's batch in a step: ``batch`` sequences of ``sequence`` tokens."""
 
     name: str
     shape: Shape
@@ -41,8 +41,10 @@ MODELS: dict[str, Model] = {
 
 @dataclass(frozen=True)
 class StepJob:
-    """Train ``model`` under ``system``: ``warm`` steps, and ``steps`` that are timed. ``bucket_cap_mb``: MiB, for the
-    systems that take it as DistributedDataParallel does; ``narrow``: in bf16."""
+    """A training of ``model`` under ``system``: ``warm`` steps, and ``steps`` timed steps.
+
+    ``bucket_cap_mb``: MiB, for systems with an option like that of DistributedDataParallel. ``narrow``: train in bf16.
+    """
 
     system: str
     model: str
@@ -62,7 +64,10 @@ class StepJob:
 
 @dataclass(frozen=True)
 class Asked:
-    """Ranks that are wanted: ``job`` as JSON; they meet at the file ``meeting``, and what each says comes to `said`."""
+    """A request for ranks.
+
+    ``job``: as JSON; ``meeting``: the file of their rendezvous. Rank r writes to ``said(r)``.
+    """
 
     job: str
     world_size: int
@@ -77,12 +82,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Trained:
-    """One rank of one run. ``seconds``: of each timed step. Bytes: ``parameters``, ``gradients`` (with what the system
-    keeps for them between a backward and the step) and ``states`` that this rank holds then; ``peak``: the most that
-    the process held above its start, resident; ``proportional``: of the process after the last step, a page that n
-    processes share counting 1/n. ``loss``: of the last step; None where the system learns nothing. ``buckets``: that
-    its gradients travel in; ``bus``: seconds in which all ranks at once copy as many bytes as a step receives; 0 where
-    the system does not tell."""
+    """The result of one rank of one run.
+
+    ``seconds``: of each timed step. Bytes of this rank between a backward and the step: ``parameters``, ``gradients``
+    (with all that the system keeps for them) and ``states``. ``peak``: the most resident bytes of the process above its
+    start. ``proportional``: bytes of the process after the last step, where a page that n processes share counts 1/n.
+    ``loss``: of the last step; None if the system does not train. ``buckets``: the number of buckets of its gradients.
+    ``bus``: seconds in which all ranks at once copy as many bytes as a step receives. The last two are 0 if the system
+    does not report them.
+    """
 
     system: str
     model: str
@@ -99,14 +107,17 @@ class Trained:
 
 
 def seconds_of_a_step(ranks: Sequence[Trained]) -> float:
-    """Return the median over steps of the slowest rank."""
+    """Return the median over steps of the slowest rank's seconds."""
     return float(median(map(max, zip(*(rank.seconds for rank in ranks), strict=True))))
 
 
 @dataclass(frozen=True)
 class Held:
-    """The memory of one run of ``ranks`` processes, in bytes. ``parameters``, ``gradients``, ``states``, ``peak``: the
-    largest value of any rank. ``proportional``: the sum over ranks."""
+    """The memory of one run of ``ranks`` processes, in bytes.
+
+    ``parameters``, ``gradients``, ``states``, ``peak``: the largest value of any rank. ``proportional``: the sum over
+    ranks.
+    """
 
     system: str
     model: str
@@ -133,8 +144,11 @@ class Held:
 
 @dataclass(frozen=True)
 class Run(Held):
-    """The memory and the time of one run. ``seconds``: of a step (`seconds_of_a_step`); ``loss``: that of rank 0;
-    ``bus``: seconds that the slowest rank needs to copy the bytes that it receives in a step."""
+    """The memory and the time of one run.
+
+    ``seconds``: of a step (`seconds_of_a_step`). ``loss``: that of rank 0. ``bus``: seconds in which the slowest rank
+    copies the bytes that it receives in a step.
+    """
 
     seconds: float
     loss: float | None

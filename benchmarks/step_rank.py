@@ -1,7 +1,7 @@
-"""One rank that trains: joins its group, runs the steps, and prints what it saw as one line of JSON.
+"""One rank that trains: it joins its group, runs the steps, and prints its result as one line of JSON.
 
-Knows: steps, clocks, memory of this process. Does not know: who started it, or what the others saw.
-Forked by `fork_server`, with RANK and WORLD_SIZE set.
+Knows: steps, clocks, memory of this process. Does not know: its parent process, or the other ranks' results. Forked by
+`fork_server`, with RANK and WORLD_SIZE set.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def resident(field: str) -> int:
-    """Bytes of this process, as the kernel counts them: VmRSS now, VmHWM the most so far."""
+    """Return the bytes of this process as the kernel counts them: VmRSS is the current value, VmHWM the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def _held(training: Training, before: dict[int, int]) -> tuple[int, int, int]:
-    """Bytes of parameters, of states, and of all else that was not there ``before``."""
+    """Return the bytes of parameters, of states, and of all other storages that did not exist ``before``."""
     gc.collect()
     parameters, states = _bytes(training.parameters()), _bytes(training.states())
     known = training.common() | before.keys()
@@ -51,7 +51,10 @@ def _held(training: Training, before: dict[int, int]) -> tuple[int, int, int]:
 
 
 def _bus(nbytes: int) -> float:
-    """Seconds in which all ranks at once copy so many bytes between two warm places. All ranks."""
+    """Return the seconds in which all ranks at once copy ``nbytes`` between two warm buffers.
+
+    All ranks must call this.
+    """
     if not nbytes:
         return 0.0
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
@@ -65,10 +68,10 @@ def _bus(nbytes: int) -> float:
 
 
 def train(job: StepJob, rank: int) -> Trained:
-    """Run the steps. All ranks."""
+    """Run the steps. All ranks must call this."""
     model = trainable(job.model)
     generator = torch.Generator().manual_seed(rank)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of what was imported
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak, which the imports have raised
     if SYSTEMS[job.system].needs:
         importlib.import_module(SYSTEMS[job.system].needs)
     start, before = resident("VmRSS"), live_storages()

@@ -1,4 +1,4 @@
-"""Tables and the picture of steps, and the figures that must be seen.
+"""Tables and the picture of steps, and the targets.
 
 Knows: runs, columns. Does not know: how anything was measured.
 """
@@ -24,7 +24,7 @@ OTHER_COLOR = "#2f6f9f"
 
 
 class StepResults:
-    """Runs of one machine, to be looked up by model and system."""
+    """Runs of one machine, by model and system."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._found: dict[tuple[str, str], list[Run]] = {}
@@ -41,22 +41,25 @@ class StepResults:
         return self._found[model, system]
 
     def seconds(self, model: str, system: str) -> float:
-        """The median over rounds."""
+        """Return the median over rounds."""
         return median(run.seconds for run in self._found[model, system])
 
     def ratio(self, model: str, system: str, than: str) -> float | None:
-        """The median over rounds of the ratio to another system in the same round; None where that was not run."""
+        """Return the median over rounds of the ratio to another system within a round, or None if that was not run."""
         if (model, system) not in self._found or (model, than) not in self._found:
             return None
-        pairs = zip(self._found[model, system], self._found[model, than], strict=False)  # the last may be incomplete
+        pairs = zip(self._found[model, system], self._found[model, than], strict=False)  # a last round may be partial
         return median(mine.seconds / theirs.seconds for mine, theirs in pairs)
 
     def whole_job(self, model: str, system: str) -> float:
-        """Bytes of all ranks together: the median over rounds."""
+        """Return the bytes of all ranks together: the median over rounds."""
         return median(run.proportional for run in self._found[model, system])
 
     def ratio_to_least(self, model: str, system: str) -> float | None:
-        """As `ratio`, to the floor and the time in which a bus copies the bytes that the system receives."""
+        """Return the ratio to the floor plus the time in which the bus copies the bytes that the system receives.
+
+        It is a median as in `ratio`, or None if that was not run.
+        """
         runs = self._found.get((model, system), [])
         if not runs or (model, FLOOR) not in self._found or not all(run.bus for run in runs):
             return None
@@ -65,7 +68,7 @@ class StepResults:
 
 
 def by_model(results: StepResults) -> Iterator[Table]:
-    """Every system, a table for each model."""
+    """Yield a table of all systems for each model."""
     columns = [
         "system",
         "ms",
@@ -117,7 +120,10 @@ def _megabytes(nbytes: float) -> str:
 
 @dataclass(frozen=True)
 class _Target:
-    """A ratio that must be seen: of ``system`` to the fastest of ``than``, by what bounds a model."""
+    """The most that the time of ``system`` may be, relative to the fastest of ``than``.
+
+    ``most`` has a ratio for each bound of a model, "communication" or "compute".
+    """
 
     system: str
     than: Sequence[str]
@@ -137,11 +143,11 @@ TARGETS = (
 )
 
 
-MOST_OF_LEAST = 1.10  # of the floor and the time of a copy of what is received
+MOST_OF_LEAST = 1.10  # times the floor plus the time of a copy of the received bytes
 
 
 def targets(results: StepResults) -> Table:
-    """What must be seen, and what was."""
+    """Make a table of the targets and the measured values."""
     rows = list(_against_least(results))
     for target in TARGETS:
         for model in results.models():

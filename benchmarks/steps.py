@@ -31,7 +31,10 @@ QUICK = (2, 1, 3)
 def measure(
     models: list[str], systems: list[str], ranks: int, rounds: tuple[int, int, int], narrow: bool, console: Console
 ) -> Iterator[Run]:
-    """Run every system on every model in rounds: each begins with the next system, each run in fresh processes."""
+    """Run every system on every model in rounds.
+
+    Each round begins with another system; each run has fresh processes.
+    """
     count, warm, steps = rounds
     with console.status("starting") as status, forked_ranks() as train:
         for model in models:
@@ -43,7 +46,7 @@ def measure(
 
 
 def checked(names: list[str] | None, known: Collection[str], what: str) -> list[str]:
-    """The names, or all that there are; one that there is not is told with those that there are."""
+    """Return the names, or all known ones by default. An unknown name is an error that lists the known ones."""
     for name in names or ():
         if name not in known:
             raise typer.BadParameter(f"{name!r} is no {what}: there are {', '.join(known)}")
@@ -77,7 +80,7 @@ def main(
         runs: list[Run] = []
         try:
             for run in measure(models, systems, ranks, QUICK if quick else (ROUNDS, WARM, STEPS), narrow, console):
-                runs.append(run)  # what was measured before an error is shown
+                runs.append(run)  # after an error, the runs before it are still shown
         except RankError as error:
             print(f"error: {error}", file=sys.stderr)
             failed = True

@@ -1,10 +1,10 @@
-"""Every system that trains one model side by side: ours, its peers, and the floor below all of them.
+"""Every system that trains one model side by side: this library, its peers, and a floor below all of them.
 
-    plain    the plain loop, of one process alone, with nothing around the model
+    plain    the plain loop, in one process, with nothing around the model
     floor    each rank alone: forward, backward, and fused AdamW on 1/W of one flat buffer; nothing is communicated,
-             and nothing is learnt. What no sharded optimizer can be faster than, as long as each rank computes as much
+             and the model does not train. No sharded optimizer can be faster, if each rank computes as much
 
-In bf16 all keep fp32 weights to update: DDP computes under autocast, the others have 16-bit parameters.
+In bf16 all keep fp32 master weights: DDP computes under autocast, the others have 16-bit parameters.
 
 Knows: how each system is put around a model and an AdamW. Does not know: models, batches, clocks.
 """
@@ -27,10 +27,14 @@ LEARNING_RATE = 1e-3
 
 @dataclass
 class Training:
-    """A model under a system. ``forward`` gives what the model gives; ``backward`` is told the loss. ``states``: what
-    of the optimizer's states this rank holds; ``learns``: False where the loss says nothing; ``buckets``: how many the
-    gradients travel in, ``received``: bytes that this rank has had from the others so far; 0 where that is not told;
-    ``common``: addresses of memory that all ranks share, of which this rank's own part is among its parameters."""
+    """A model under a system.
+
+    ``forward`` returns the model's output; ``backward`` takes the loss. ``states``: the optimizer states that this rank
+    holds. ``learns``: False if the system does not train. ``buckets``: the number of buckets of the gradients.
+    ``received``: the bytes that this rank has received from the others. The last two are 0 if the system does not
+    report them. ``common``: addresses of memory that all ranks share, of which this rank's own part is among its
+    parameters.
+    """
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor], None]
@@ -46,7 +50,10 @@ class Training:
 
 @dataclass(frozen=True)
 class How:
-    """``bucket_cap_mb``: MiB of a bucket, for what has such buckets; ``narrow``: compute and communicate in bf16."""
+    """Options of all systems.
+
+    ``bucket_cap_mb``: MiB of a bucket, for systems with such buckets. ``narrow``: compute and communicate in bf16.
+    """
 
     bucket_cap_mb: float
     narrow: bool = False
@@ -57,8 +64,11 @@ Build = Callable[[nn.Module, How], Training]
 
 @dataclass(frozen=True)
 class System:
-    """``stage``: of ZeRO, which it amounts to; ``needs``: what must be installed beside torch; ``alone``: it trains on
-    one rank; ``in_bf16``: also then."""
+    """A system.
+
+    ``stage``: the ZeRO stage to which it is equivalent. ``needs``: a package that it needs beside torch. ``alone``: it
+    trains on one rank. ``in_bf16``: it can also train in bf16.
+    """
 
     name: str
     build: Build
@@ -77,7 +87,7 @@ def _plain_backward(loss: Tensor) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that FSDP2 shards."""
+    """Return this rank's part of a tensor that FSDP2 shards."""
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
@@ -170,7 +180,7 @@ def _deepspeed(stage: int) -> Build:
         elements = int(how.bucket_cap_mb * 1024 * 1024) // 4
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            # its own default, 500 million elements, would be two gigabytes beside everybody's buckets
+            # its default of 500 million elements is two gigabytes, far more than the buckets of the others
             "zero_optimization": {"stage": stage, "reduce_bucket_size": elements, "allgather_bucket_size": elements},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -194,8 +204,8 @@ def _fairscale(model: nn.Module, how: How) -> Training:
     wrapped = ShardedDataParallel(model, optimizer)
     training = _training(model, wrapped, optimizer.optim)
     training.step = optimizer.step
-    # Not the optimizer's: that one lets go of the gradients, which are views of what is reduced, and then each rank
-    # would learn from its own batch alone.
+    # Not the optimizer's `zero_grad`: it sets gradients to None, which are views of the reduced buffers. Then each rank
+    # would train only on its own batches.
     training.clear = wrapped.zero_grad
     return training
 
@@ -240,6 +250,9 @@ ON_A_DEVICE = {name: SYSTEMS[name] for name in (PLAIN, DDP, FSDP2, *(f"zero {sta
 
 
 def smallest_peer(stage: int, jobs: Mapping[str, float]) -> str | None:
-    """Of the systems of others that shard as much, the one with the fewest bytes. ``jobs``: bytes by system."""
+    """Return the system with the fewest bytes among the other libraries' systems of this stage, or None.
+
+    ``jobs``: bytes by system.
+    """
     peers = [name for name in jobs if SYSTEMS[name].stage == stage and not name.startswith("zero ")]
     return min(peers, key=jobs.__getitem__, default=None)

@@ -1,4 +1,4 @@
-"""Tables of what was measured, for a terminal or for README.md, and the figures that must be seen.
+"""Tables of results, for a terminal or for README.md, and the targets.
 
 Knows: records, columns. Does not know: how anything was measured.
 """
@@ -24,7 +24,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first column is the row's name."""
+    """A table of texts; the first column is the row's name."""
 
     title: str
     columns: Sequence[str]
@@ -48,7 +48,7 @@ class Table:
 
 
 def console(stderr: bool) -> Console:
-    """A console on which a table is whole, also where the output is not a terminal."""
+    """Return a console wide enough for every table, even if the output is no terminal."""
     from rich.console import Console
 
     found = Console(stderr=stderr)
@@ -56,7 +56,7 @@ def console(stderr: bool) -> Console:
 
 
 def show(heading: str, found: Iterable[Table], markdown: bool, console: Console) -> None:
-    """Print tables under what they were made by."""
+    """Print tables below a heading, which names the command and the machine."""
     if markdown:
         print(f"{heading}\n")
     else:
@@ -78,14 +78,14 @@ def milliseconds(seconds: float) -> str:
 
 
 class Results:
-    """Records of one machine, to be looked up."""
+    """Records of one machine, by collective, number of ranks, size and algorithm."""
 
     def __init__(self, measured: Sequence[Measured]) -> None:
         self._found = {(m.operation, m.world_size, m.nbytes, m.algorithm): m for m in measured}
         self.measured = measured
 
     def groups(self) -> Iterator[tuple[str, int]]:
-        """Every (operation, world size)."""
+        """Yield every (operation, world size)."""
         yield from dict.fromkeys((m.operation, m.world_size) for m in self.measured)
 
     def sizes(self, operation: str, world_size: int) -> list[int]:
@@ -99,7 +99,10 @@ class Results:
         return self._found.get((operation, world_size, nbytes, algorithm))
 
     def times(self, m: Measured, than: str) -> float | None:
-        """How many times faster a record is than algorithm ``than`` in the same rounds; None where that has none."""
+        """Return how many times faster a record is than the algorithm ``than`` in the same rounds.
+
+        Return None if that algorithm was not run.
+        """
         other = self.get(m.operation, m.world_size, m.nbytes, than)
         return None if other is None else other.median / m.median
 
@@ -109,7 +112,7 @@ class Results:
 
 
 def every_number(results: Results) -> Iterator[Table]:
-    """All that was measured on one host, a table for each collective and number of ranks."""
+    """Yield all results of one host, a table for each collective and number of ranks."""
     columns = ["size", "algorithm", "ms", "quartiles", "rounds", "algbw GB/s", "busbw GB/s", "× gloo", "× roofline"]
     for operation, world_size in results.groups():
         rows = []
@@ -128,7 +131,7 @@ def _quartiles(m: Measured) -> str:
 
 
 def by_size(results: Results) -> Iterator[Table]:
-    """For README.md: medians of every algorithm beside each other, and the ratios of shared memory."""
+    """Yield the tables of README.md: medians of every algorithm beside each other, and the ratios of shared memory."""
     for operation, world_size in results.groups():
         names = results.algorithms(operation, world_size)
         columns = ["size", *(f"{name} ms" for name in names), "shared busbw GB/s", "× gloo", "× roofline"]
@@ -144,13 +147,13 @@ def by_size(results: Results) -> Iterator[Table]:
 
 
 def waited(records: Sequence[Waited]) -> Table:
-    """What the ranks burn that wait."""
+    """Make a table of the CPU time of ranks that wait."""
     rows = [[str(r.world_size), r.algorithm, f"{r.cpu_seconds * 1e3:.1f}"] for r in records]
     late = records[0].late if records else 0
     return Table(f"CPU of a rank while another is {late:g} s late", ["ranks", "algorithm", "CPU ms"], rows)
 
 
-# -- what must be seen ------------------------------------------------------------------------------------------------
+# -- targets ----------------------------------------------------------------------------------------------------------
 
 TARGETS: Sequence[tuple[Operation, Sequence[int], str, dict[int, float]]] = (
     (Operation.REDUCE_SCATTER, (16 * MIB, 64 * MIB), GLOO, {2: 9, 4: 9}),
@@ -161,11 +164,11 @@ TARGETS: Sequence[tuple[Operation, Sequence[int], str, dict[int, float]]] = (
     (Operation.ALL_GATHER, (64 * KIB,), GLOO, {2: 8, 4: 8}),
 )
 MOST_CPU = 0.05  # of a second of waiting
-SAME_COST = 1.5  # the same cost at every size, but for noise
+SAME_COST = 1.5  # the cost must not depend on the size; the rest is noise
 
 
 def targets(results: Results, waits: Sequence[Waited]) -> Table:
-    """Shared memory beside what it is to reach; of several sizes each."""
+    """Make a table of the targets of shared memory, which must be met at each of several sizes."""
     rows = []
     for operation, sizes, than, least in TARGETS:
         for world_size, target in least.items():
@@ -206,14 +209,14 @@ def _met(yes: bool) -> str:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A record beside what its wire allows."""
+    """A record beside the limits of its wire."""
 
     wire: Wire
     measured: Measured
 
     @property
     def times_wire(self) -> float:
-        """Time, in times of what must leave a host at the wire's rate."""
+        """Time, as a multiple of the wire's time for the bytes that must leave a host."""
         return self.measured.median / self.wire.seconds(self.wire.least(self.measured.nbytes))
 
     @property
@@ -228,7 +231,7 @@ class Crossing:
 
     @property
     def times_own(self) -> float:
-        """Time, in times of the busiest link's bytes at the wire's rate."""
+        """Time, as a multiple of the wire's time for the busiest link's bytes."""
         return self.measured.median / self.wire.seconds(self.busiest)
 
     @property
@@ -238,17 +241,17 @@ class Crossing:
 
     @property
     def times_formula(self) -> float | None:
-        """Bytes that left all hosts, in times of the closed form."""
+        """Bytes that left all hosts, as a multiple of the closed form."""
         return None if self.formula is None else sum(self.left) / sum(self.formula)
 
     @property
     def times_least(self) -> float:
-        """Bytes that left the hosts, on average, in times of the least."""
+        """Bytes that left a host on average, as a multiple of the least possible."""
         return sum(self.left) / self.wire.hosts / self.wire.least(self.measured.nbytes)
 
 
 def crossings(found: Sequence[Crossing]) -> Iterator[Table]:
-    """All that was measured between hosts: a table for each number of hosts and of ranks on each."""
+    """Yield all results between hosts: a table for each number of hosts and of ranks on each."""
     columns = ["collective", "algorithm", "ms", "quartiles", "× gloo", "÷ wire"]
     columns += ["MB left", "÷ least", "÷ form", "counted", "÷ own"]
     for wire, group in itertools.groupby(found, key=lambda c: c.wire):
@@ -284,7 +287,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def crossing_targets(found: Sequence[Crossing]) -> Table:
-    """What `auto` chooses beside what it is to reach."""
+    """Make a table of the targets of the algorithm that `auto` chooses."""
     rows = []
 
     def add(c: Crossing, what: str, value: float, most: float) -> None:

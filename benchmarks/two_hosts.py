@@ -1,5 +1,6 @@
-"""`python -m benchmarks.two_hosts`: every algorithm between hosts that this machine plays, beside gloo's own and beside
-the wire. Needs root, `ip` and `tc`.
+"""`python -m benchmarks.two_hosts`: every algorithm between simulated hosts, beside gloo and the wire.
+
+Needs root, `ip` and `tc`.
 
 Knows: the command's flags, and the order of its parts. Does not know: how hosts are made, or anything is measured.
 """
@@ -30,7 +31,7 @@ QUICK = replace(FULL, sizes=[4 << 20], seconds=1.0, least=3)
 
 
 def measure(wires: list[Wire], job: Job, console: Console) -> Iterator[tables.Crossing]:
-    """Run the job over each wire; all have as many hosts, and the same rate."""
+    """Run the job over each wire; all have the same number of hosts and the same rate."""
     first = wires[0]
     with network.hosts(first.hosts, round(first.bits_per_second / 1e6)) as names, console.status("starting") as status:
         for wire in wires:

@@ -1,8 +1,8 @@
-"""Which bytes an algorithm sends between hosts, in closed form, and how long a wire takes for them.
+"""The bytes that an algorithm sends between hosts, in closed form, and the time that a wire takes for them.
 
 For n bytes on H hosts of L ranks each, W = H·L, sums and contributions of one dtype; bytes that leave a host:
 
-    whatever is done    at least (H - 1)/H · n, on average over the hosts
+    any algorithm       at least (H - 1)/H · n, on average over the hosts
     pairwise            L · (H - 1)/H · n               each rank's contribution, or slice, to each rank elsewhere
     ring                (W - 1)/W · n                   one rank of each host sends to another host
     hierarchical        all-gather (H - 1)/H · n        each slice once to each other host
@@ -41,23 +41,26 @@ class Wire:
         return Hosts(tuple(tuple(ranks[first : first + width]) for first in ranks[::width]))
 
     def least(self, nbytes: int) -> float:
-        """Bytes that leave a host, whatever the algorithm, on average."""
+        """Return the bytes that leave a host on average, whatever the algorithm."""
         return nbytes * (self.hosts - 1) / self.hosts
 
     def seconds(self, nbytes: float) -> float:
         return nbytes * 8 / self.bits_per_second
 
     def by_host(self, of_ranks: list[int]) -> list[int]:
-        """What a counter of each host's interface says, of which all its ranks tell: that of its first rank."""
+        """Return the counter of each host's interface.
+
+        All ranks of a host report it; the first rank's value is taken.
+        """
         return [of_ranks[ranks[0]] for ranks in self.places.ranks]
 
     def leaving(self, algorithm: str, operation: Operation, nbytes: int) -> list[int] | None:
-        """Payload bytes that leave each host; None where no closed form is known."""
+        """Return the payload bytes that leave each host, or None if no closed form is known."""
         crossings = self._crossings(algorithm, operation, nbytes)
         return None if crossings is None else [sum(c for (a, _), c in crossings.items() if a == h) for h in self._all()]
 
     def busiest(self, algorithm: str, operation: Operation, nbytes: int) -> int | None:
-        """The bytes of the link and direction that carry most; None where no closed form is known."""
+        """Return the bytes of the link and direction that carry most, or None if no closed form is known."""
         crossings = self._crossings(algorithm, operation, nbytes)
         if crossings is None:
             return None
@@ -68,7 +71,7 @@ class Wire:
         return range(self.hosts)
 
     def _crossings(self, algorithm: str, operation: Operation, nbytes: int) -> Counter[tuple[int, int]] | None:
-        """Bytes by (host that they leave, host that they reach)."""
+        """Return the bytes by (host that they leave, host that they reach)."""
         ways = {"pairwise": self._pairwise, "ring": self._ring}.get(algorithm)
         if algorithm == "hierarchical":
             ways = self._plans if operation is Operation.REDUCE_SCATTER else self._once_to_each
@@ -81,7 +84,7 @@ class Wire:
                 crossings[of[sender], of[receiver]] += slice_
         return crossings
 
-    # Each yields (sender, receiver) of every slice that travels, also inside a host.
+    # Each of these yields (sender, receiver) of every transfer of a slice, also inside a host.
 
     def _pairwise(self) -> Iterator[tuple[int, int]]:
         yield from itertools.permutations(range(self.world_size), 2)

@@ -1,4 +1,4 @@
-"""What the tests of collectives share: awkward numbers, uneven splits, delays, and errors as results."""
+"""Helpers for the tests of collectives: awkward numbers, uneven splits, delays, and errors returned as results."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ MIXED = [(BF16, FP32), (FP16, FP32), (FP32, FP64)]
 
 
 def between_hosts(transport: Transport) -> Collective:
-    """Every other rank on one host, the rest on another."""
+    """Return the hierarchical algorithm, as if every other rank were on one host and the rest on another."""
     ranks = range(transport.world_size)
     return Hierarchical(transport, [ranks[::2], ranks[1::2]] if len(ranks) > 1 else [ranks])
 
 
 EVERY = pytest.mark.parametrize("algorithm", [Pairwise, Ring, Shared, between_hosts])
 BOTH = pytest.mark.parametrize("algorithm", [Pairwise, Ring])
-SOON = 10.0  # seconds in which an error must have come, under a time limit of 60: it was told, not waited for
+SOON = 10.0  # seconds in which an error must come: far below the time limit of 60, so a message brought it
 PATIENT = 60.0
-FEWER = settings(max_examples=settings().max_examples // 3)  # of the profile: each example starts threads
+FEWER = settings(max_examples=settings().max_examples // 3)  # a third of the profile's: each example starts threads
 
 world_sizes = st.integers(1, 8)
 seeds = st.integers(0, 2**32 - 1)
@@ -56,7 +56,7 @@ def reduction(label: str = "bucket 0", round_: int = 0, index: int = 0, digest: 
 
 
 def splits(world_size: int) -> st.SearchStrategy[list[int]]:
-    """Bounds of a flat tensor, uneven and with empty slices."""
+    """Draw the bounds of a flat tensor: uneven, and with empty slices."""
     sizes = st.lists(st.sampled_from([0, 0, 1, 3, 16, 64, 257]), min_size=world_size, max_size=world_size)
     return sizes.map(lambda drawn: list(itertools.accumulate(drawn, initial=0)))
 
@@ -65,8 +65,11 @@ split_groups = world_sizes.flatmap(splits)
 
 
 def awkward(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Mixed magnitudes and signs, zeros of both signs, subnormals, the largest number, infinities and NaN. Every
-    seventh is -0.0 whatever the seed, so that ranks add nothing but these: their sum is -0.0."""
+    """Return numbers that break sums.
+
+    These are mixed magnitudes and signs, zeros of both signs, subnormals, the largest number, infinities and NaN. Every
+    seventh element is -0.0 whatever the seed. There, all ranks add only -0.0, and the sum must be -0.0.
+    """
     generator = torch.Generator().manual_seed(seed)
     info = torch.finfo(dtype)
     exponents = torch.randint(-12, 12, (numel,), generator=generator, dtype=FP64)
@@ -81,7 +84,7 @@ def awkward(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def whole_numbers(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Small enough that every sum of nine is exact in bfloat16."""
+    """Return integers so small that every sum of nine is exact in bfloat16."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-15, 16, (numel,), generator=generator).to(dtype)
 
@@ -94,7 +97,7 @@ def assert_same_bits(ours: Tensor, theirs: Tensor) -> None:
 
 
 def plain_sum(start: Tensor | None, contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The loop of a single process: the first is taken as it is, the others are added one by one."""
+    """Return the sum as a loop in one process forms it: the first tensor is copied, the others are added one by one."""
     parts = [*([] if start is None else [start]), *contributions]
     total = parts[0].to(dtype, copy=True)
     for part in parts[1:]:
@@ -103,7 +106,7 @@ def plain_sum(start: Tensor | None, contributions: Sequence[Tensor], dtype: torc
 
 
 def each(group: Loopback[Any], program: Callable[[Transport], T]) -> list[T | CollectiveError]:
-    """What each rank returned, or the collective error that it raised."""
+    """Run ``program`` on each rank. Return each rank's result, or the `CollectiveError` that it raised."""
 
     def guarded(transport: Transport) -> T | CollectiveError:
         try:
@@ -115,7 +118,7 @@ def each(group: Loopback[Any], program: Callable[[Transport], T]) -> list[T | Co
 
 
 def jitter(seed: int) -> Callable[[int, str, int], None]:
-    """Random delays, which no result may depend on."""
+    """Return a hook that adds random delays, on which no result may depend."""
     sources = [random.Random(seed + rank) for rank in range(8)]
 
     def interfere(rank: int, event: str, peer: int) -> None:

@@ -1,7 +1,7 @@
-"""Training at stage 3 beside the plain loop: what the tests of units share.
+"""Training at stage 3 beside the plain loop, for all tests of units.
 
-A `Case` is a model and what is done with one micro-batch of it, forward and backward; `check` trains it on W ranks and
-in the plain loop, and compares every parameter's bits after every step. After every step nothing may be gathered.
+A `Case` is a model, and the forward and backward of one micro-batch. `check` trains it on W ranks and in the plain
+loop, and compares the bits of every parameter after every step. Between steps no unit may be gathered.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _BUILDING = threading.Lock()
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch: the ``turn``-th of its rank in a step. ``gathered``: the optimizer's, where there is one."""
+    """A micro-batch, number ``turn`` of its rank in a step.
+
+    ``gathered`` is the optimizer's; in the plain loop it does nothing.
+    """
 
     x: Tensor
     step: int
@@ -62,7 +65,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, and a root's rest around them. Cases override `body`, or what a block does."""
+    """A stack of blocks between layers that belong to the root unit. Cases override `body`, or the class of a block."""
 
     block: Callable[[], nn.Module] = Block
     count = 3
@@ -84,7 +87,7 @@ class Net(nn.Module):
 
 
 class Apart(Net):
-    """Units that come again after others."""
+    """A model that calls each unit again after other units."""
 
     def body(self, x: Tensor) -> Tensor:
         for number in (0, 1, 0, 2, 1, 0):
@@ -93,7 +96,7 @@ class Apart(Net):
 
 
 class Fails(Block):
-    """Raises where it is told to, in the middle of its forward or of its backward."""
+    """A block that raises in the middle of its forward or backward, as ``armed`` says."""
 
     armed = ""
     error: type[BaseException] = ZeroDivisionError
@@ -112,7 +115,7 @@ class Fails(Block):
 
 
 def net_of(block: Callable[[], nn.Module], count: int = 3) -> type[Net]:
-    """A `Net` of other blocks."""
+    """Return a `Net` that consists of other blocks."""
     return type("NetOf", (Net,), {"block": staticmethod(block), "count": count})
 
 
@@ -131,9 +134,13 @@ def _nothing(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """``run`` does one micro-batch; one with several backwards yields after each. ``groups``: what is optimised.
-    ``built`` is called when the optimizer was, ``begin`` before each step. ``lends``: the case means to keep memory of
-    a weight beyond its forward. The plain loop does all of it, too."""
+    """A model and the training of one micro-batch. The plain loop does everything that the ranks do.
+
+    ``run`` trains on one micro-batch; with several backwards it is a generator that yields after each of them.
+    ``groups`` returns the parameters to optimize. ``prepared`` is called with the new model, ``built`` after the
+    optimizer was built, ``begin`` before each step. ``lends``: the case keeps memory of a weight beyond its forward, on
+    purpose.
+    """
 
     build: Callable[[], nn.Module] = Net
     run: Run = one_backward
@@ -146,7 +153,7 @@ class Case:
     steps: int = 2
 
     def make(self) -> nn.Module:
-        """The model, the same every time."""
+        """Build the model, the same every time."""
         with _BUILDING, torch.random.fork_rng():
             torch.manual_seed(0)
             model = self.build()
@@ -155,21 +162,24 @@ class Case:
 
 
 def batches_of(step: int, world_size: int) -> list[Batch]:
-    """The micro-batches of a step; j belongs to rank j mod ``world_size``."""
+    """Return the micro-batches of a step; j belongs to rank j mod ``world_size``."""
     generator = torch.Generator().manual_seed(step)
     turns = product(range(TURNS), range(world_size))
     return [Batch(torch.randn(ROWS, INPUTS, generator=generator), step, turn) for turn, _ in turns]
 
 
 def in_rounds(run: Run, model: nn.Module, batches: Sequence[Batch]) -> None:
-    """Micro-batches that ranks would run at once: the first backward of each, then the second of each, ..."""
+    """Run the micro-batches of all ranks by rounds: the first backward of each, then the second of each, ..."""
     under_way = [found for batch in batches if (found := run(model, batch)) is not None]
     while under_way:
         under_way = [each for each in under_way if next(each, "over") is None]
 
 
 def plain_loop(case: Case, world_size: int) -> tuple[nn.Module, list[dict[str, Tensor]]]:
-    """The plain single-process loop over the same micro-batches; its parameters after every step."""
+    """Train with the plain single-process loop on the same micro-batches.
+
+    Return the model, and its parameters after each step.
+    """
     model = case.make()
     optimizer = torch.optim.AdamW(model.parameters() if case.groups is None else case.groups(model), lr=LEARNING_RATE)
     case.built(model)
@@ -190,7 +200,7 @@ def plain_loop(case: Case, world_size: int) -> tuple[nn.Module, list[dict[str, T
 
 
 def sharded(case: Case, transport: Transport, **arguments: Any) -> tuple[Any, ZeroOptimizer]:
-    """The model of a case and its stage-3 optimizer, on one rank."""
+    """Build the model of a case and its stage-3 optimizer, on one rank."""
     model = case.make()
     given = model if case.groups is None else case.groups(model)
     divisor = TURNS * transport.world_size
@@ -202,20 +212,24 @@ def sharded(case: Case, transport: Transport, **arguments: Any) -> tuple[Any, Ze
 
 
 def train(case: Case, model: nn.Module, optimizer: ZeroOptimizer, step: int) -> None:
-    """This rank's share of a step, up to the step itself."""
+    """Run this rank's forwards and backwards of a step, without the step itself."""
     case.begin(model, step)
     for batch in share(batches_of(step, optimizer.world_size), optimizer.rank, optimizer.world_size):
         in_rounds(case.run, model, [replace(batch, gathered=optimizer.gathered)])
 
 
 def check(case: Case, world_size: int) -> None:
-    """Train on ``world_size`` ranks, which are threads, as `check_rank` does."""
+    """Run `check_rank` on ``world_size`` ranks, which are threads."""
     _, expected = plain_loop(case, world_size)
     on_threads(world_size, lambda transport: check_rank(case, transport, expected), timeout=20)
 
 
 def check_rank(case: Case, transport: Transport, expected: Sequence[dict[str, Tensor]]) -> None:
-    """One rank's training: the plain loop's bits after every step, and nothing gathered; a plain model at the end."""
+    """Train on one rank.
+
+    After every step, assert that it has the plain loop's bits and that no unit is gathered; after `close`, that the
+    model is a plain one.
+    """
     model, optimizer = sharded(case, transport)
     for step in range(case.steps):
         train(case, model, optimizer, step)
@@ -237,7 +251,10 @@ def residency_of(optimizer: ZeroOptimizer) -> UnitManager:
 
 
 def assert_nothing_is_here(model: nn.Module, optimizer: ZeroOptimizer, lends: bool = False) -> None:
-    """No unit is gathered, held or under way, every parameter is released, and nobody else holds a buffer."""
+    """Assert that all units are resharded and all parameters released.
+
+    No unit may be held or under way. Unless the case ``lends``, no other object may hold a buffer.
+    """
     manager = residency_of(optimizer)
     for unit in manager.units:
         assert (unit.state, unit.held, unit.work) == (State.SHARDED, False, []), unit
@@ -250,7 +267,7 @@ def assert_nothing_is_here(model: nn.Module, optimizer: ZeroOptimizer, lends: bo
 
 
 def lent(manager: UnitManager) -> list[str]:
-    """Whose memory somebody else holds."""
+    """Return the names of the parameters whose memory is still held outside the library."""
     buffers = [
         buffer
         for buffer in manager.buffers()
@@ -267,7 +284,7 @@ def assert_parameters(model: nn.Module, expected: dict[str, Tensor]) -> None:
 
 
 def assert_plain(model: nn.Module) -> None:
-    """Nothing of ours is left on a model."""
+    """Assert that the library left no hook and no class of its own on a model."""
     for name, part in model.named_modules():
         hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
         assert not any(type(hook).__module__.startswith("zero") for hook in hooks), name

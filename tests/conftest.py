@@ -1,6 +1,7 @@
-"""Profiles and fixtures of the whole suite.
+"""Hypothesis profiles and fixtures of the whole suite.
 
-What imports torch is imported inside: the process that hands out the files to the workers runs no test.
+Modules that import torch are imported inside functions: the process that hands out files to the workers runs no test,
+and needs no torch.
 """
 
 from __future__ import annotations
@@ -51,20 +52,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files first, so that no worker is left with one while the others have nothing more to do."""
+    """Put the longest files first, so that no worker still runs one when the others are done."""
     assign(config, items)
     if not hasattr(config, "workerinput"):
-        return  # one process alone keeps the order that it was given
+        return  # without workers, keep pytest's order
     place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    """The number of intra-op threads changes bits; the ranks of a test and its plain loop use one.
+    """Use one intra-op thread in ranks and plain loops: the number of threads changes bits.
 
-    The first step of each optimizer also happens here, on one thread: torch and its math library choose their kernels
-    at their first use, and nothing says that several threads may do that at once.
+    The first step of each optimizer class also happens here, on one thread: torch and its math library choose kernels
+    at their first use, and do not promise that several threads may do so at once.
     """
     import torch
 
@@ -80,7 +81,7 @@ def one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_call_of_the_generator_at_a_time() -> Iterator[None]:
-    """Ranks that are threads could stop each other, and the process, for good."""
+    """Prevent a deadlock in torch's generator between ranks that are threads."""
     from .generator import one_call_at_a_time
 
     with pytest.MonkeyPatch.context() as patch:
@@ -90,7 +91,7 @@ def one_call_of_the_generator_at_a_time() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[GlooPool]:
-    """Four gloo processes for the session."""
+    """Return a pool of four gloo processes, shared by the session."""
     from .pool import GlooPool, stop_forkserver
 
     pool = GlooPool()

@@ -1,4 +1,4 @@
-"""What this process has open, so that a test can ask whether something is left."""
+"""The open descriptors of this process, so that a test can ask whether any is left."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import os
 
 
 def opened() -> set[tuple[int, int, int]]:
-    """Descriptors as (number, device, inode), after what earlier tests left in cycles is gone.
+    """Return the open descriptors as (number, device, inode), after garbage of earlier tests has been collected.
 
-    What is left of a test is in the later set and not in the earlier one, a number that was used again too. The other
-    way round says nothing: what an earlier test left may go at any time.
+    Compare two results in one direction only: a descriptor of the later set that the earlier set lacks was left open,
+    even if its number was used before. A descriptor that is missing later means nothing: garbage of an earlier test may
+    go at any time.
     """
     gc.collect()
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
             status = os.fstat(int(name))
             found.add((int(name), status.st_dev, status.st_ino))
     return found

@@ -1,8 +1,8 @@
-"""`python -m tests.event_cost`: what the events of a step cost where no profiler runs and no logger is on.
+"""`python -m tests.event_cost`: the cost of the events of a step if no profiler runs and no logger is enabled.
 
 One rank trains a deep model of small units, each with a bucket of its own: many events for little work. The number of
-events is that of the lines that the logger ``zero`` writes at DEBUG in a step. Times are those of this thread on the
-processor, and the least of several rounds, so that a busy machine changes little.
+events is the number of lines that the logger ``zero`` writes at DEBUG in a step. Times are CPU times of this thread.
+The least of several rounds is reported, so that a busy machine changes little.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEPTH, WIDTHS, BATCH, ROUNDS = 16, (32, 128, 512), 32, 15
 
 
 class _Count(logging.Handler):
-    """Counts lines."""
+    """A log handler that counts lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _Count(logging.Handler):
 
 
 def least(call: Callable[[], object], times: int) -> float:
-    """Return the seconds of one call."""
+    """Return the seconds of one call, the least of `ROUNDS` means over ``times`` calls."""
     found = []
     for _ in range(ROUNDS):
         begin = time.thread_time()

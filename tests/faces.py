@@ -1,4 +1,4 @@
-"""What the tests of the public face share: small trainings, and optimizers that count."""
+"""Helpers for the tests of the public interface: small trainings, and an optimizer that counts its steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARDED = pytest.mark.parametrize("stage", [1, 2])
 
 
 def trained(transport: Transport, stage: int, steps: int = 1, **arguments: Any) -> tuple[nn.Module, ZeroOptimizer]:
-    """A rank that has run a backward of the next step after ``steps`` whole ones."""
+    """Train ``steps`` whole steps on one rank, and then run the backward of the next."""
     model = locked_build(0)
     optimizer = ZeroOptimizer(model, stage=stage, process_group=transport, bucket_cap_mb=0.0005, lr=1e-2, **arguments)
     for step in range(steps + 1):
@@ -37,7 +37,7 @@ def solo_transport() -> Transport:
 
 
 class Counting(torch.optim.SGD):
-    """A class that keeps a number in its group, as schedule-free optimizers do."""
+    """An optimizer that keeps a number in its group, as schedule-free optimizers do."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -49,7 +49,7 @@ class Counting(torch.optim.SGD):
 
 
 class Two(nn.Module):
-    """``a`` is used where the input says so."""
+    """A model that uses ``a`` only if the caller asks for it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""A forked child of a rank, for tests: what it does, what it says, and that it ends.
+"""A forked child of a rank: it runs an action, returns the result and ends.
 
-It ends by `os._exit`: an ordinary exit waits for threads of gloo that a fork has not.
+The child ends with `os._exit`: an ordinary exit would wait for gloo's threads, which do not exist in a fork.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-LIMIT = 15.0  # seconds for a child that should need a tenth of one
+LIMIT = 15.0  # seconds; a child should need a tenth of a second
 
 
 class Child:
@@ -31,7 +31,7 @@ class Child:
         os.close(write)
 
     def said(self) -> Any:
-        """What the action returned, as JSON knows it, or a text with its error."""
+        """Return the result of the action, after a round trip through JSON, or a text with its error."""
         if not select.select([self._read], [], [], LIMIT)[0]:
             os.kill(self._process, signal.SIGKILL)
         with os.fdopen(self._read, "rb") as pipe:
@@ -41,5 +41,5 @@ class Child:
 
 
 def said_by_a_child(action: Callable[[], Any]) -> Any:
-    """What ``action`` returned in a fork of this process, while this one waits."""
+    """Run ``action`` in a fork of this process while this process waits; return its result."""
     return Child(action).said()

@@ -1,9 +1,10 @@
-"""torch's default random generator, where ranks are threads.
+"""A lock around torch's default random generator, for ranks that are threads.
 
-`Generator.get_state` holds the generator's lock while it makes a Python object. A garbage collection in that moment may
-free a tensor, which gives other threads the interpreter; one of them that calls the generator then waits for that lock
-and keeps the interpreter, for which the first waits: the process stands still, and no signal is handled (torch 2.13,
-seen by `python -m tests.generator`). A rank's own process has one such thread, and a plain loop too.
+`Generator.get_state` holds the generator's lock while it creates a Python object. A garbage collection at that moment
+may free a tensor and switch to another thread. If that thread calls the generator, it waits for the generator's lock
+and keeps the interpreter's, for which the first thread waits: the process hangs, and handles no signal (torch 2.13,
+reproduced by `python -m tests.generator`). In a rank's own process, and in a plain loop, only one thread calls the
+generator.
 
 Knows: the functions of torch that call the default generator. Does not know: ranks.
 """
@@ -24,7 +25,7 @@ CALLS = ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed"
 
 
 def one_call_at_a_time(patch: pytest.MonkeyPatch) -> None:
-    """Who waits for another thread's call leaves the interpreter to it."""
+    """Wrap the generator's functions in a Python lock: a thread that waits for it releases the interpreter."""
     lock = threading.RLock()
 
     def alone(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +43,7 @@ def one_call_at_a_time(patch: pytest.MonkeyPatch) -> None:
 
 
 def collide(rounds: int = 500) -> None:
-    """Threads that save and restore the generator's state, with a garbage collection each time."""
+    """Save and restore the generator's state on several threads, with a garbage collection each time."""
 
     class Cycle:
         held: Any

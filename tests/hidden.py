@@ -1,8 +1,8 @@
-"""Processes whose torch lacks private names of `collectives.torch_internals`, for tests.
+"""Processes whose torch lacks private names of `collectives.torch_internals`.
 
 ``python -m tests.hidden all PATH...`` hides every name before the library is imported, and uses each from the module.
-``python -m tests.hidden each PATH...`` hides each in a process of its own, a fork made before the library is imported,
-and trains in a way that needs the name. Both print, as JSON, the error of each name.
+``python -m tests.hidden each PATH...`` forks a process for each name before the library is imported, hides the name
+there, and trains in a way that needs it. Both print the error of each name, as JSON.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .forks import Child
 
 
 class _Gone:
-    """In the place of an attribute of a class: as if the class did not have it, nor inherit it."""
+    """A descriptor that makes a class attribute seem absent, even an inherited one."""
 
     def __get__(self, instance: object, owner: type) -> Any:
         raise AttributeError("hidden")
 
 
 class _Without:
-    """An object, but for one attribute."""
+    """A proxy for an object that lacks one attribute."""
 
     def __init__(self, whole: object, name: str) -> None:
         self._whole, self._name = whole, name
@@ -42,7 +42,7 @@ class _Without:
 
 
 def hide(path: str) -> Callable[[], None]:
-    """Make torch lack what ``path`` names; returns what gives it back."""
+    """Make torch lack the name ``path``. Return a function that restores it."""
     module, _, attributes = path.partition(":")
     *parents, name = attributes.split(".")
     owner = resolve_name(f"{module}:{'.'.join(parents)}")
@@ -69,11 +69,11 @@ def is_hidden(path: str) -> bool:
     return False
 
 
-# -- what needs a name -------------------------------------------------------------------------------------------------
+# -- actions that need a name ------------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
-    """Two layers, of which the second may be left out, and a call inside the forward."""
+    """A model of two layers, of which the second may be skipped, with a callback inside the forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ COMPARED: dict[str, Callable[[], None]] = {
 
 
 def error_of(action: Callable[[], Any]) -> str:
-    """The error's type and text; empty where there was none."""
+    """Return the type and text of an action's error, or an empty string if it succeeds."""
     try:
         action()
     except Exception as error:
@@ -213,7 +213,7 @@ def error_of(action: Callable[[], Any]) -> str:
 
 
 def all_at_once(paths: list[str]) -> dict[str, list[str]]:
-    """Of each name: the errors of a call, of an attribute and of ``isinstance``."""
+    """Hide all names. Return for each name the errors of a call, of an attribute and of ``isinstance``."""
     for path in paths:
         if not is_hidden(path):
             hide(path)
@@ -231,7 +231,7 @@ def all_at_once(paths: list[str]) -> dict[str, list[str]]:
 
 
 def one(path: str) -> str:
-    """The error of what needs a name. Torch itself has it again then, and goes on."""
+    """Hide a name, import the library, restore the name for torch, and return the error of the action that needs it."""
     give_back = hide(path)
     import zero  # noqa: F401
 
@@ -246,5 +246,5 @@ if __name__ == "__main__":
     if mode == "all":
         print(json.dumps(all_at_once(given)))
     else:
-        importlib.import_module("torch._dynamo")  # as the first optimizer of each would
+        importlib.import_module("torch._dynamo")  # once, before the forks: the first optimizer of each would import it
         print(json.dumps({path: Child(lambda path=path: one(path)).said() for path in given}))  # type: ignore[misc]

@@ -1,9 +1,10 @@
-"""Ranks that die, stop, fail or leave in the middle of collectives, as real processes; and what the others say.
+"""Groups of real processes in which a rank dies, stops, fails or exits in the middle of collectives.
 
     python -m tests.kills [number of kills, 200]
 
-kills a rank at random, in the middle of random collectives of every algorithm, again and again, and checks each time
-that every other rank raises one error that names the dead rank and the collective, in time, and that nothing is left.
+kills a random rank in the middle of random collectives of every algorithm, again and again. Each time it checks that
+every other rank raises, in time, one error that names the dead rank and the collective, and that nothing is left
+behind.
 
 Knows: how a group of processes is started and watched. Does not know: optimizers.
 """
@@ -44,7 +45,7 @@ from collectives.backends.gloo import connect
 
 from .sockets import routed
 
-SOON = 5.0  # seconds in which the other ranks have raised
+SOON = 5.0  # seconds in which the other ranks must raise
 PATIENCE = 60.0  # seconds for processes to start and to end
 LABEL = "the sum that never ends"
 ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
@@ -57,7 +58,7 @@ ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
 
 
 class End(Enum):
-    """What becomes of a rank."""
+    """How a rank ends."""
 
     KILLED = "killed"
     STOPPED = "stopped"
@@ -67,9 +68,12 @@ class End(Enum):
 
 @dataclass(frozen=True)
 class Case:
-    """``moment``: the victim ends itself in the collective of this number; None where it is killed from outside, at
-    ``delay`` seconds. ``limit``: the group's time limit. ``stays``: the others do not end when they have said what they
-    know."""
+    """A failure of one rank, the victim.
+
+    ``moment``: the number of the collective in which the victim ends itself; None if it is killed from outside, after
+    ``delay`` seconds. ``limit``: the group's time limit. ``stays``: the other ranks do not exit after they have
+    reported their errors.
+    """
 
     algorithm: str
     collective: str
@@ -84,27 +88,33 @@ class Case:
 
     @property
     def stops_when_waited_for(self) -> bool:
-        """Over gloo a time limit closes what a rank would hear by, so a rank that is a collective ahead names the one
-        that it waits for, though that one waits for the victim: the victim stops when nobody is ahead. Elsewhere it
-        stops when it has begun."""
+        """Whether the victim stops only when all other ranks have reached the collective.
+
+        Over gloo, a passed time limit closes the connections by which a rank would learn of a failure. A rank that is
+        one collective ahead would then name the rank for which it waits, although that one waits for the victim. So the
+        victim stops when no rank is ahead. With the other algorithms it stops when it has begun.
+        """
         return self.end is End.STOPPED and self.algorithm == "pairwise"
 
     @property
     def named(self) -> str:
-        """How the others name the victim, and nobody else; torch's own collectives do not say whom they waited for, and
-        where ranks wait in a chain for one that stopped, gloo may close connections before they have said so."""
+        """The pattern of the other ranks' errors: they name the victim and no other rank.
+
+        Two exceptions may name another rank: torch's own collectives do not say for which rank they waited; and if
+        ranks wait in a chain for one that stopped, gloo may close connections before the failure is passed on.
+        """
         if self.algorithm == "all_to_all" or (self.end is End.STOPPED and self.algorithm in ("hierarchical", "ring")):
             return rf"no answer from rank \d|rank \d failed.*in {LABEL}|in {LABEL}.*rank \d failed"
         return f"^rank \\d, in {LABEL}: (no answer from rank|rank) {self.victim} (after|failed)"
 
 
 def halves(world_size: int) -> list[list[int]]:
-    """Two hosts, which share the ranks evenly, every other one."""
+    """Split the ranks evenly between two hosts, alternating."""
     return [list(range(0, world_size, 2)), list(range(1, world_size, 2))][: min(2, world_size)]
 
 
 def launch(collective: Collective, what: str, number: int, numel: int) -> Callable[[], Any]:
-    """Enter a collective; what is returned completes it."""
+    """Launch a collective; return the function that completes it."""
     t = collective.transport
     bounds = [numel * rank // t.world_size for rank in range(t.world_size + 1)]
     if what == "reduce_scatter":
@@ -131,7 +141,7 @@ def end_self(end: End) -> None:
 
 
 def named_files() -> list[str]:
-    """Files with a name that this process holds, and which it could leave behind."""
+    """Return the named files that this process holds open or mapped, and could leave behind."""
     places = [*Path("/proc/self/fd").iterdir(), *Path("/proc/self/map_files").iterdir()]
     found = []
     for place in places:
@@ -143,7 +153,7 @@ def named_files() -> list[str]:
 
 
 def enter(rank: int, world_size: int, port: int, limit: float) -> dist.Store:
-    """Become a rank of the default group; the store that all ranks see."""
+    """Initialize the default group on this rank, and return a store that all ranks share."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=limit))
@@ -176,11 +186,11 @@ def rank_of(rank: int, port: int, pipe: Connection, case: Case) -> None:
     except CollectiveError as error:
         pipe.send(str(error))
     if case.stays:
-        pipe.poll(PATIENCE)  # the others do not need its end to learn of anything
+        pipe.poll(PATIENCE)  # the other ranks must learn of the failure without the end of this process
 
 
 def stop_when_all_are_here(rank: int, case: Case, store: dist.Store, pipe: Connection) -> None:
-    """See `Case.stops_when_waited_for`."""
+    """Stop the victim when all other ranks have come this far; see `Case.stops_when_waited_for`."""
     names = [f"rank {other} is here" for other in range(case.world_size)]
     if rank != case.victim:
         store.set(names[rank], "")
@@ -214,7 +224,7 @@ class Group:
         return self.pipes[rank].recv()
 
     def end(self) -> None:
-        """Let all go; whoever does not is killed, which is an error."""
+        """Close the pipes, upon which the processes return. Kill one that does not, and raise an error."""
         for pipe in self.pipes:
             pipe.close()
         end = time.monotonic() + PATIENCE
@@ -228,7 +238,7 @@ class Group:
 
 
 def run(case: Case) -> None:
-    """Run a case, and raise `AssertionError` where anything is not as promised."""
+    """Run a case; raise `AssertionError` if anything differs from the promise."""
     group = Group(rank_of, case.world_size, case)
     try:
         named = [group.hear(rank) for rank in range(case.world_size)]

@@ -1,7 +1,7 @@
-"""Ranks as threads whose transfers finish at the wait, and which report every access to their memory before it.
+"""Ranks as threads whose transfers finish at the wait, and which detect every earlier access to their memory.
 
     launch    the bytes of the input are copied; every byte of the output becomes 255, which is NaN in any float dtype
-    wait      the input must have the same bytes, the output must still be 255: then the output gets what was sent
+    wait      the input must have the same bytes, the output must still be 255: then the received data is written to it
 
 If an output is read too early, its NaN reaches the result. If an input or an output is written too early, the wait
 raises an `AssertionError` with the rank, the operation and the tag. NCCL may read and write at any moment between the
@@ -29,13 +29,16 @@ from .carried import plain_sum
 
 T = TypeVar("T")
 POISON = 255
-SLOT = -1  # of collectives; those of transports are not negative
+SLOT = -1  # the slot of collectives; transports use slots that are not negative
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class LateTransfer:
-    """A transfer from its launch to its wait. It keeps no memory alive but ``held``: the caller must, and memory that
-    is used again before the wait counts as written."""
+    """A transfer from its launch to its wait.
+
+    It keeps only ``held`` alive. The caller must keep all other memory: memory that is reused before the wait counts as
+    written.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,10 @@ class LateTransfer:
         arrived: Callable[[], Tensor],
         held: Tensor | None = None,
     ) -> None:
-        """``sides``: the messages of the transfer; ``arrived``: the bytes for ``out``, after all of these messages."""
+        """``sides``: the messages of the transfer.
+
+        ``arrived``: returns the bytes for ``out``, once all messages are complete.
+        """
         self.what = f"rank {backend.rank}: {name} in {_tag_of_the_caller()}"
         self._backend, self._sides, self._arrived, self._held = backend, sides, arrived, held
         self._source, self._out = backend.bytes_of(source), backend.bytes_of(out)
@@ -67,7 +73,7 @@ class LateTransfer:
         self._backend.launched.discard(self)
 
     def check(self) -> None:
-        """Raise `AssertionError` where the memory was written since the launch."""
+        """Raise `AssertionError` if the memory has been written since the launch."""
         if not torch.equal(self._source, self._copy):
             raise AssertionError(f"{self.what}: its input was written before the wait")
         if any(bool((part != POISON).any()) for part in self._poisoned):
@@ -121,7 +127,10 @@ class LateBackend(ThreadBackend):
         sizes: Sequence[int],
         combined: Callable[[list[Tensor]], Tensor],
     ) -> Pending:
-        """``parts``: for each rank, to send; ``sizes``: of the parts to receive; ``combined``: these as the output."""
+        """Launch a collective: send ``parts[rank]`` to each rank, and receive ``sizes[rank]`` elements from each.
+
+        ``combined`` makes the output from the received parts.
+        """
         there = [part.clone() if n == self.rank else part.new_empty(sizes[n]) for n, part in enumerate(parts)]
         peers = [rank for rank in range(self.world_size) if rank != self.rank]
         sides = [ThreadBackend.send(self, parts[to].clone(), to, SLOT) for to in peers]
@@ -137,7 +146,7 @@ class LateLoopback(Loopback[T]):
 
     def __init__(self, world_size: int, *, timeout: float = 30.0) -> None:
         super().__init__(world_size)
-        self._world = _World(None)  # in the other one the transports of `Loopback` expect messages already
+        self._world = _World(None)  # the transports of `Loopback` already listen in the world that it made
         self.backends = [LateBackend(self._world, rank, world_size, timeout) for rank in range(world_size)]
         self.transports = [Transport(backend) for backend in self.backends]
 
@@ -156,7 +165,7 @@ def _sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _apart(out: Tensor, source: Tensor) -> list[Tensor]:
-    """The bytes of ``out`` without those of ``source``, which may lie inside it."""
+    """Return the bytes of ``out`` without those of ``source``, which may lie inside it."""
     begin = source.data_ptr() - out.data_ptr()
     if source.numel() and 0 <= begin < out.numel():
         return [out[:begin], out[begin + source.numel() :]]

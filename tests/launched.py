@@ -1,7 +1,7 @@
-"""A block of zero/LOOPS.md as `torchrun` starts it: after the block that begins all, one process per rank.
+"""Run a block of zero/LOOPS.md as `torchrun` would: after the guide's first block, in one process per rank.
 
-``python -m tests.launched MODULE:FUNCTION FILE``: the function is given what the first block of the guide made; what it
-returns is written to FILE by rank 0.
+``python -m tests.launched MODULE:FUNCTION FILE`` runs the first block, and passes its variables to the function. Rank 0
+writes the function's result to FILE.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORLD_SIZE = 2
 
 
 def launch(function: str, folder: Path, limit: float = 100) -> Any:
-    """What ``function`` returned on rank 0 of two processes."""
+    """Run ``function`` in two processes; return rank 0's result."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -32,7 +32,7 @@ def launch(function: str, folder: Path, limit: float = 100) -> Any:
         "WORLD_SIZE": str(WORLD_SIZE),
         "LOCAL_WORLD_SIZE": str(WORLD_SIZE),
         "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",  # nothing is downloaded
+        "HF_HUB_OFFLINE": "1",  # forbid downloads
     }
     command = [sys.executable, "-m", "tests.launched", function, str(folder / "result.pt")]
     processes = [

@@ -1,4 +1,4 @@
-"""The blocks of zero/LOOPS.md, what they are given, and the plain loops that they are compared with."""
+"""The blocks of zero/LOOPS.md, their inputs, and the plain loops with which they are compared."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ SchedulerOf = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRSched
 
 
 def blocks_of(text: str) -> dict[str, str]:
-    """Heading -> the Python block below it; each block has a heading of its own, by which a test runs it."""
+    """Return the Python block below each heading.
+
+    A heading has one block at most, and tests refer to a block by its heading.
+    """
     blocks: dict[str, str] = {}
     heading = ""
     for found in re.finditer(r"^```python\n(.*?)^```$|^#+ ([^\n]*)$", text, flags=re.MULTILINE | re.DOTALL):
@@ -49,18 +52,18 @@ BLOCKS = blocks_of(GUIDE.read_text())
 
 
 def code_of(heading: str) -> Any:
-    """A block, ready to run; an error in it names the heading."""
+    """Compile a block. An error in it names the heading."""
     return compile(BLOCKS[heading], f"LOOPS.md, {heading!r}", "exec")
 
 
 def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
-    """A model whose weights follow from a seed alone: torch's generator is one for all threads."""
+    """Build a model whose weights follow from a seed alone. A lock is needed, as threads share torch's generator."""
     with _BUILDING, torch.random.fork_rng():
         torch.manual_seed(seed)
         return build()
 
 
-# -- what the blocks are given -----------------------------------------------------------------------------------------
+# -- inputs of the blocks ----------------------------------------------------------------------------------------------
 
 WIDTH, CLASSES, SAMPLES = 6, 3, 4
 
@@ -74,7 +77,7 @@ def with_batch_norm() -> nn.Module:
 
 
 class Block(nn.Module):
-    """It uses the condition that it shares with other blocks twice."""
+    """A block that uses twice the condition that it shares with other blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +88,10 @@ class Block(nn.Module):
 
 
 class Conditioned(nn.Module):
-    """Blocks that share a condition: at stage 3 another model where it is compiled as a whole."""
+    """Blocks that share a condition.
+
+    At stage 3, compiling the whole model is another case than compiling each block.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +107,7 @@ class Conditioned(nn.Module):
 
 
 def even(count: int) -> list[tuple[Tensor, Tensor]]:
-    """Micro-batches of one size."""
+    """Return micro-batches of one size."""
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randn(SAMPLES, WIDTH, generator=generator), torch.randn(SAMPLES, CLASSES, generator=generator))
@@ -110,7 +116,7 @@ def even(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def uneven(count: int) -> list[tuple[Tensor, Tensor]]:
-    """Micro-batches of several sizes."""
+    """Return micro-batches of several sizes."""
     return [(x[: 1 + j % SAMPLES], y[: 1 + j % SAMPLES]) for j, (x, y) in enumerate(even(count))]
 
 
@@ -132,7 +138,7 @@ def sum_of_losses(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def second_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """After a backward of the first."""
+    """Run a backward of the first loss, and return a second one."""
     mean_loss(model, batch).backward()  # type: ignore[no-untyped-call]
     return mean_loss(model, (-batch[0], -batch[1]))
 
@@ -153,9 +159,11 @@ def constant(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
 
 @dataclass(frozen=True)
 class PlainLoop:
-    """One process: ``together`` micro-batches in turn, one division, clip, step.
+    """A training loop in one process: ``together`` micro-batches in turn, one division, clip, step.
 
-    ``divisor``: of these micro-batches. ``scale``: a `GradScaler`'s first."""
+    ``divisor``: the divisor of the gradients, given these micro-batches. ``scale``: the initial scale of a
+    `GradScaler`.
+    """
 
     loss_of: LossOf = mean_loss
     together: int = 2
@@ -166,10 +174,10 @@ class PlainLoop:
     lr: float = 1e-2
     max_norm: float = 1.0
     after_step: Callable[[nn.Module], None] = lambda _: None
-    optimizer: torch.optim.Optimizer | None = None  # one that steps the model already
+    optimizer: torch.optim.Optimizer | None = None  # an existing optimizer of the model; a new AdamW by default
 
     def run(self, model: nn.Module, batches: Sequence[Batch]) -> torch.optim.Optimizer:
-        """Train ``model``; returns what updated it."""
+        """Train ``model``; return its optimizer."""
         numbers = Narrowed(model, self.precision)
         optimizer = self.optimizer or torch.optim.AdamW(numbers.updated, lr=self.lr)
         scheduler = self.scheduler(optimizer)
@@ -193,7 +201,7 @@ class PlainLoop:
     def _sums(
         self, model: nn.Module, numbers: Narrowed, scaler: torch.amp.GradScaler, batches: Sequence[Batch]
     ) -> list[Tensor | None]:
-        """Each parameter's contributions, added up in turn; None where there is none."""
+        """Return each parameter's gradients, added up in the order of the micro-batches; None if there is none."""
         sums: list[Tensor | None] = [None] * len(numbers.parameters)
         for batch in batches:
             scaler.scale(self.loss_of(model, batch)).backward()  # type: ignore[no-untyped-call]

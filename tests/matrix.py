@@ -1,9 +1,11 @@
-"""`python -m tests.matrix [sharing] [STAGE ...]`: one hash from `zero train` for every stage, number of ranks, bucket
-size and launcher; with `sharing`, for every number of ranks to a copy, all that may be kept for a backward, and disk.
+"""`python -m tests.matrix [sharing] [STAGE ...]`: check that `zero train` always produces the same hash.
 
-Each line is a run of the command in processes of its own, beside the SHA-256 of a plain single-process loop that
-imports the model and the data of `zero train`, `zero.clip_grad_norm_` where it clips, and nothing else of ours. The
-plain loops come first. Ends with code 1 where a hash differs, or where bytes leave the formulas.
+The runs cover every stage, number of ranks, bucket size and launcher. With `sharing`, they cover every sharding factor,
+every value of ``reshard_after_forward``, and offload to disk.
+
+Each line is a run of the command in processes of its own. It is compared with the SHA-256 of a plain single-process
+loop that imports the model and the data of `zero train`, `zero.clip_grad_norm_` if it clips, and nothing else of the
+library. The plain loops come first. The exit code is 1 if a hash differs, or if bytes differ from the formulas.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ COMMON = ["--preset=tiny", f"--steps={STEPS}", f"--micro-batches={MICRO_BATCHES}
 
 @dataclass(frozen=True)
 class Variant:
-    """A change to the optimizer's arguments that both loops make."""
+    """Optimizer arguments that both loops change alike."""
 
     name: str
     flags: tuple[str, ...] = ()
@@ -55,7 +57,7 @@ VARIANTS = (
 
 
 def plain_loop(variant: Variant) -> str:
-    """The hash of the plain loop."""
+    """Return the hash of the plain loop."""
     torch.set_num_threads(1)
     corpus, model = load_corpus(None, SEQUENCE), build_model("tiny", SEQUENCE, 0)
     return trained_sha256(corpus, model, STEPS, MICRO_BATCHES, (BATCH, SEQUENCE), variant)
@@ -70,7 +72,7 @@ def trained_sha256(
     variant: Variant,
     **more: Any,
 ) -> str:
-    """The hash of a model after a plain loop; ``more``: arguments of AdamW."""
+    """Train a model with a plain loop and return the hash of its parameters; ``more``: arguments of AdamW."""
     numbers = Narrowed(model, variant.precision)
     arguments = {"lr": 1e-3, **({"fused": True} if variant.fused else {}), **more}
     optimizer = torch.optim.AdamW(numbers.updated, **arguments)
@@ -97,7 +99,7 @@ def trained_sha256(
 
 
 def train(start: list[str], flags: list[str]) -> dict[str, Any]:
-    """The record of one run."""
+    """Run the command once, and return its record."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, *start, *COMMON, *flags, f"--out={out}"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -129,14 +131,14 @@ class Run:
 
 
 def all_shared(stages: list[int]) -> list[Run]:
-    """Every stage, variant, bucket size and number of ranks, with one copy for all ranks."""
+    """Return runs of every stage, variant, bucket size and number of ranks, with one sharded copy for all ranks."""
     runs = [Run(VARIANTS[0], stage, ranks, cap) for stage in stages for ranks in (1, 2, 3, 4, 6) for cap in (0.01, 100)]
     runs += [Run(variant, stage, ranks) for variant in VARIANTS[1:] for stage in stages for ranks in (1, 3)]
     return runs + [Run(VARIANTS[0], stage, 4, torchrun=True) for stage in stages]
 
 
 def all_sharings(stages: list[int]) -> list[Run]:
-    """Every number of ranks to a copy, everything that may be kept for a backward, and all that may be on disk."""
+    """Return runs of every sharding factor, every ``reshard_after_forward``, and every kind of offload to disk."""
     folder = f"--offload={tempfile.gettempdir()}"
     runs = []
     for variant, stage, ranks in itertools.product((VARIANTS[0], VARIANTS[3]), stages, (1, 2, 4, 6)):
@@ -152,7 +154,7 @@ def all_sharings(stages: list[int]) -> list[Run]:
 
 
 def main() -> int:
-    """Run everything and print a line for each run."""
+    """Execute all runs, and print a line for each."""
     spare_matrix_unit()
     sharing = "sharing" in sys.argv[1:]
     stages = [int(text) for text in sys.argv[1:] if text != "sharing"] or [0, 1, 2, 3]

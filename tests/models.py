@@ -1,4 +1,4 @@
-"""Small models that hold every kind of parameter that has ever broken such a library."""
+"""A small model that holds every kind of parameter that has ever broken a library like this one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from torch import Tensor, nn
 
 
 class Odd(nn.Module):
-    """Tied, frozen, unused, sometimes used, zero-element, scalar, prime-sized, transposed and channels-last; at stage 3
-    there are three units, of which one is used twice, and one not at all."""
+    """A model with all kinds of parameters.
+
+    They are tied, frozen, unused, sometimes used, zero-element, scalar, prime-sized, transposed and channels-last. At
+    stage 3 the model has three units: one is used twice, and one is never used.
+    """
 
     def __init__(self, dtype: torch.dtype = torch.float32, width: int = 7) -> None:
         super().__init__()

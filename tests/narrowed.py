@@ -1,4 +1,4 @@
-"""Mixed precision in a plain loop, by hand: a model that computes in 16 bits, wide weights that are updated, casts."""
+"""Mixed precision in a plain loop, by hand: a model that computes in 16 bits, master weights, and casts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ PRECISIONS = {
 
 
 def _is_plain(parameter: Tensor) -> bool:
-    """False of a frozen subclass, whose values no cast reaches."""
+    """Return False for a frozen tensor subclass, whose values no cast reaches."""
     return type(parameter) is nn.Parameter
 
 
 class Narrowed:
-    """``parameters`` are the model's, ``updated`` what an optimizer steps: their masters, or themselves. Gradients are
-    the ``grad`` of ``held``, in the dtype in which they are added up."""
+    """A model in mixed precision, and its master weights.
+
+    ``parameters`` are the model's. ``updated`` are what an optimizer steps: the master weights, or the parameters
+    themselves. Mean gradients are the ``grad`` of ``held``, in the dtype in which they are added up.
+    """
 
     def __init__(self, model: nn.Module, precision: MixedPrecision | None) -> None:
         self.parameters = [p for p in model.parameters() if p.dtype in FLOATS and (p.requires_grad or _is_plain(p))]
@@ -41,7 +44,7 @@ class Narrowed:
         for p in self.parameters:
             wide, narrow = p.detach().clone(), p.detach().to(precision.param_dtype)
             master = torch.float64 if wide.dtype is torch.float64 else torch.float32
-            p.data = narrow  # what is frozen has no master until it is updated
+            p.data = narrow  # a frozen parameter has no master weights until it is trained
             self.updated.append((wide if p.requires_grad else narrow).to(master).requires_grad_())
         if precision.buffer_dtype is not None:
             for buffer in model.buffers():
@@ -50,24 +53,24 @@ class Narrowed:
         self.held = [wide if wide.dtype is dtype else torch.zeros_like(wide, dtype=dtype) for wide in self.updated]
 
     def travelling(self, gradient: Tensor) -> Tensor:
-        """What a contribution is when it has travelled, and is added up."""
+        """Return a contribution as the owner adds it up: cast to the reduce dtype, and then to the accumulate dtype."""
         if self.precision is None:
             return gradient
         return self.wide(gradient.to(self.precision.reduce_dtype or self.precision.param_dtype))
 
     def wide(self, gradient: Tensor) -> Tensor:
-        """A gradient in the dtype in which it is added up."""
+        """Return a gradient in the dtype in which gradients are added up."""
         return gradient if self.precision is None else gradient.to(self.precision.accumulate_dtype)
 
     def contributed(self, before: Tensor | None, gradient: Tensor, *, travels: bool) -> Tensor:
-        """A rank's contribution after a further gradient. What travels at once is rounded once."""
+        """Return a rank's contribution after a further gradient. One that is reduced at once is rounded once."""
         if before is None:
             return gradient if travels else self.wide(gradient)
         return before + self.wide(gradient)
 
     @torch.no_grad()
     def followed(self) -> list[Tensor]:
-        """The weights as the next step begins with: what was written into the model counts."""
+        """Return the weights with which the next step begins: values that the user wrote into the model take effect."""
         found = []
         for p, wide in zip(self.parameters, self.updated, strict=True):
             as_integers = INTEGERS[p.itemsize]
@@ -92,6 +95,6 @@ class Narrowed:
                     p.data.copy_(wide.detach())
 
     def show(self, gradients: Sequence[Tensor | None]) -> None:
-        """Put mean gradients, or None, where a loop clips them."""
+        """Set the mean gradients, or None, as the ``grad`` that a loop clips."""
         for held, gradient in zip(self.held, gradients, strict=True):
             held.grad = gradient

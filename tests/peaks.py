@@ -1,11 +1,12 @@
-"""What a rank holds at every moment of a step, measured from live storages, on a model of equal blocks.
+"""The memory that a rank holds at every moment of a step, measured from live storages, on a model of equal blocks.
 
 At each event (a layer's forward begins or ends, a gradient reaches a layer's output) the distinct live storages of the
-process are added up. The same events of the plain model say what forward and backward hold by themselves; what is left
-above that and above the rank's shards must be gathered units and gradient buckets.
+process are added up. The same events of the plain model give the memory that forward and backward need by themselves.
+All memory beyond that and beyond the rank's shards must be gathered units and gradient buckets.
 
 `python -m tests.peaks` prints a table of stage 3 for a model of 12 blocks of 2.1 million parameters, with the memory of
-the process beside it, and what stages 1 and 2 hold in buckets; `test_gloo` asserts the same on smaller blocks.
+the process beside it, and the transient memory of stages 1 and 2 in buckets; `test_gloo` asserts the same on smaller
+blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BLOCKS, STEPS = 12, 2
 
 
 class Block(nn.Module):
-    """A residual block of two layers, 8 * width squared parameters and a few more."""
+    """A residual block of two layers: 8 * width squared parameters and a few more."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -60,9 +61,13 @@ class Tower(nn.Module):
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes of one rank. ``between``: by kind, between two steps; ``gathered``, ``scratch``: at most, at any event;
-    ``above``: at most above shards, sums and states, and above what the plain model holds at the same event;
-    ``bucket``: of the largest one."""
+    """The memory of one rank, in bytes.
+
+    ``between``: by kind, between two steps. ``gathered``, ``scratch``: the most at any event. ``above``: the most at
+    any event, without shards, sums and states, and without the plain model's memory at the same event. ``unit``,
+    ``root``, ``whole``: the sizes of a block's unit, of the root unit and of the model. ``bucket``: the size of the
+    largest bucket. ``process``: the most by which the process grew, if measured.
+    """
 
     between: dict[str, int]
     gathered: int
@@ -90,7 +95,7 @@ def _watch(model: nn.Module, event: Callable[[], None]) -> None:
 
 @contextmanager
 def _visible() -> Iterator[None]:
-    """Saved tensors as Python objects, which can be found."""
+    """Save tensors for the backward as Python objects, which the garbage collector can list."""
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
         yield
 
@@ -104,7 +109,7 @@ def _loss(model: nn.Module) -> Tensor:
 
 
 def _plain(width: int) -> list[int]:
-    """What forward and backward hold at each event, parameters and gradients aside."""
+    """Return the memory that a plain model holds at each event, without parameters and gradients."""
     model, held = Tower(width), []
 
     def event() -> None:
@@ -133,10 +138,13 @@ def measure(
     collective: str = "auto",
     size_of_process: Callable[[], int | None] = lambda: None,
 ) -> Peaks:
-    """One rank's peaks over a step of a model of `BLOCKS` blocks; to ask for the size of the process takes long."""
-    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # which loads much of torch
+    """Return one rank's peaks over a step of a model of `BLOCKS` blocks.
+
+    ``size_of_process`` is called at every event, and slow.
+    """
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # this loads much of torch
     gc.collect()
-    gc.freeze()  # what is there already need not be looked through at every event
+    gc.freeze()  # existing objects need no scan at every event
     start = size_of_process()
     model = Tower(width)
     optimizer = ZeroOptimizer(model, stage=stage, process_group=group, bucket_cap_mb=cap_mb, collective=collective)

@@ -1,4 +1,4 @@
-"""Whether the words of a picture fit: inside the picture, beside each other and beside the dots, and without a folder.
+"""Checks of the text of a picture: inside the picture, overlapping neither other text nor dots, and naming no folder.
 
 Knows: matplotlib. Does not know: what is drawn.
 """
@@ -12,11 +12,11 @@ from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-FOLDER = re.compile(r"(^|[\s\"'=])[/~]\w")  # a path that begins at the root, or at home
+FOLDER = re.compile(r"(^|[\s\"'=])[/~]\w")  # a path that begins at the root or in the home folder
 
 
 def words(figure: Figure) -> list[Text]:
-    """Titles, labels, names, legends and footers; not the numbers along an axis, which matplotlib places."""
+    """Return titles, labels, names, legends and footers; not the numbers along an axis, which matplotlib places."""
     axes = [axis for panel in figure.axes for axis in (panel.xaxis, panel.yaxis)]
     numbers = {text for axis in axes for text in axis.findobj(Text) if text is not axis.label}
     found = [text for text in figure.findobj(Text) if isinstance(text, Text) and text not in numbers]
@@ -24,7 +24,7 @@ def words(figure: Figure) -> list[Text]:
 
 
 def misfits(figure: Figure) -> list[str]:
-    """What is wrong with the words of a picture, one line each."""
+    """Return the faults of a picture's text, one line each."""
     figure.draw_without_rendering()
     boxes = {text: text.get_window_extent() for text in words(figure)}
     frame = figure.bbox

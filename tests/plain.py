@@ -1,4 +1,7 @@
-"""The plain loop, with nothing of ours but `zero.clip_grad_norm_`: what every test of exactness compares with."""
+"""The plain loop with which every test of exactness compares.
+
+It uses `zero.clip_grad_norm_`, and nothing else of the library.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def plain_step(
     max_norm: float | None = None,
     norm_type: float = 2.0,
 ) -> Tensor | None:
-    """Micro-batches in turn, one division, clip, step. Returns the norm; gradients stay."""
+    """Run micro-batches in turn, one division, clip and step. Return the norm; gradients stay."""
     for batch in batches:
         loss = loss_of(model, batch)
         if loss.requires_grad:
@@ -38,7 +41,7 @@ def plain_step(
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """A tensor as bytes, so that -0.0 and NaN count."""
+    """Return a tensor as bytes, so that a comparison respects -0.0 and NaN."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
@@ -55,7 +58,7 @@ def assert_same_model(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def assert_same_states(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Two torch.optim dicts hold the same states, bit for bit."""
+    """Assert that two torch.optim dicts hold the same states, bit for bit."""
     assert set(ours["state"]) == set(theirs["state"]), (sorted(ours["state"]), sorted(theirs["state"]))
     for index, state in theirs["state"].items():
         mine = {k: v for k, v in ours["state"][index].items() if v is not None}
@@ -69,5 +72,5 @@ def assert_same_states(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 def share(batches: Sequence[Any], rank: int, world_size: int) -> Sequence[Any]:
-    """The micro-batches of a rank: j goes to rank j mod world_size."""
+    """Return the micro-batches of a rank: j goes to rank j mod world_size."""
     return batches[rank::world_size]

@@ -1,9 +1,9 @@
 """A pool of real gloo processes, started once for the whole test session.
 
-They are forks of a process that has imported torch, which costs more than all else; running a program on the pool takes
-a few milliseconds. A program is an importable function ``program(group, rank, *arguments)``; it runs on the ranks of
-``ranks`` (of the pool's four), with a process group of exactly these, and returns something picklable. After a time
-limit or a lost process the pool is thrown away and the next program gets a new one.
+The processes are forks of one that has imported torch, as the import takes most of the time. Running a program on the
+pool then takes a few milliseconds. A program is an importable function ``program(group, rank, *arguments)``. It runs on
+the ranks of ``ranks`` (of the pool's four), with a process group of exactly these, and returns something picklable.
+After a time limit or the loss of a process the pool is discarded, and the next program gets a new one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SIZE = 4
 GROUPS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3))
 GROUP_TIMEOUT = 20.0
 IMPORTS = ["torch.distributed", "torch._dynamo"]  # the second is imported by the first optimizer of a process
-PATIENCE = 10.0  # seconds in which an idle process has returned, what measures it included
+PATIENCE = 10.0  # seconds in which an idle process returns, including the end of a coverage measurement
 
 
 class ProgramError(Exception):
-    """What the ranks raised: ``errors`` by global rank, as (name of the class, message)."""
+    """The errors of a program: ``errors`` maps a global rank to (name of the class, message)."""
 
     def __init__(self, errors: dict[int, tuple[str, str]], text: str) -> None:
         super().__init__(text)
@@ -60,7 +60,7 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
 
 
 class GlooPool:
-    """Runs programs on processes that stay; with the start method "spawn" they share no memory, and start slowly."""
+    """Runs programs on long-lived processes. With the start method "spawn" they share no memory, and start slowly."""
 
     def __init__(self, start_method: Literal["forkserver", "spawn"] = "forkserver") -> None:
         self._context: Any = multiprocessing.get_context(start_method)
@@ -70,7 +70,10 @@ class GlooPool:
     def run(
         self, program: Callable[..., Any], *arguments: Any, ranks: Sequence[int] = (0, 1), limit: float = 60
     ) -> Any:
-        """What ``program`` returned on each of ``ranks``, in group order; `ProgramError` if any raised."""
+        """Run ``program`` on ``ranks``.
+
+        Return the results in group order, or raise `ProgramError` if any rank raised.
+        """
         if not self._processes:
             self._start()
         chosen = tuple(ranks)
@@ -91,13 +94,13 @@ class GlooPool:
             (results if kind == "result" else errors)[rank] = value
         if errors:
             if any("no answer from rank" in message for _, message, _ in errors.values()):
-                self.stop()  # gloo closes a group's connections where a time limit passes
+                self.stop()  # gloo closes a group's connections when a time limit passes
             text = "\n".join(f"rank {rank}:\n{trace}" for rank, (_, _, trace) in errors.items())
             raise ProgramError({rank: (name, message) for rank, (name, message, _) in errors.items()}, text)
         return [results[rank] for rank in chosen]
 
     def stop(self) -> None:
-        """End the processes: at the end of their pipes they return, and one that hangs is killed."""
+        """Close the pipes, upon which the processes return. Kill one that does not."""
         for pipe in self._pipes:
             pipe.close()
         end = time.monotonic() + PATIENCE
@@ -126,6 +129,8 @@ class GlooPool:
 
 
 def stop_forkserver() -> None:
-    """Wait for the end of the process that the pools fork from, which comes by itself only after this process; what
-    measures coverage would miss it."""
+    """Stop the process from which the pools fork, and wait for its end.
+
+    By itself it would end only after this process, too late for a measurement of coverage.
+    """
     forkserver._forkserver._stop()  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""What torch may use of this processor.
+"""The processor features that torch may use.
 
-Some virtual machines list the matrix unit AMX among the processor's features and end a process that uses it. torch's
-math library (oneDNN) believes the list, so a product of 16-bit matrices is an illegal instruction there, in a plain
-loop, too. `spare_matrix_unit` keeps it to what works, in this process and in those that it starts.
+Some virtual machines list the matrix unit AMX among the processor's features, and kill a process that uses it. torch's
+math library (oneDNN) trusts the list, so a product of 16-bit matrices is an illegal instruction there, in a plain loop,
+too. `spare_matrix_unit` limits oneDNN to working features, in this process and in those that it starts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PRODUCT = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn
 
 
 def spare_matrix_unit() -> None:
-    """Let oneDNN leave AMX alone where that is listed and does not work. Before the first product of this process."""
+    """Disable AMX in oneDNN if it is listed but does not work. Call this before the first product of this process."""
     listed = _FEATURES.exists() and "amx_tile" in _FEATURES.read_text()
     if listed and _LIMIT not in os.environ and subprocess.run([sys.executable, "-c", _PRODUCT]).returncode != 0:
         os.environ[_LIMIT] = _BELOW_AMX

@@ -1,8 +1,8 @@
 """Training programs as data, run by the plain loop and by W ranks side by side.
 
-A program is a list of steps; a step is a list of rounds (each rank runs one backward, or none where it has run out of
-micro-batches), then clips, then perhaps a step, then one of the ways to clear gradients. The oracle adds gradients up
-by hand, in the order of the contract: rank after rank, round after round, a rank's own `no_sync` sums first.
+A program is a list of steps. A step is a list of rounds (each rank runs one backward, or none if it has run out of
+micro-batches), then clips, then perhaps a step, then one of the ways to clear gradients. The plain loop adds gradients
+up by hand, in the order of the contract: rank after rank, round after round, a rank's own `no_sync` sums first.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-FOR_LOOP = {"adamw for-loop": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})}  # torch's default on the CPU alone
+FOR_LOOP = {"adamw for-loop": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})}  # torch's default only on the CPU
 Clear = Literal["zero_grad", "zeros", "module", "module zeros", "none"]
 
 
 @dataclass(frozen=True)
 class Round:
-    """``sync``: outside `no_sync`. ``ranks``: how many ranks, from 0 up, run a backward; the others have nothing."""
+    """One backward on each of the first ``ranks`` ranks (on all if None); the other ranks run none.
+
+    ``sync``: outside `no_sync`.
+    """
 
     sync: bool = True
     ranks: int | None = None
@@ -62,8 +65,8 @@ class Step:
     toggle: tuple[str, ...] = ()
     step: bool = True
     clear: Clear = "zero_grad"
-    overflow: tuple[int, int] | None = None  # of a round and a rank, whose gradient has one element that is inf
-    unscale: bool = True  # before the clips, where there is a scaler; otherwise its step does it
+    overflow: tuple[int, int] | None = None  # the round and the rank whose gradient gets one element that is inf
+    unscale: bool = True  # call the scaler's `unscale_` before the clips; otherwise its `step` does so
 
 
 @dataclass(frozen=True)
@@ -88,14 +91,14 @@ class Program:
 
 
 def scaler_of(program: Program) -> torch.amp.GradScaler:
-    """One that grows often; disabled where losses are not scaled."""
+    """Return a scaler that grows often; a disabled one if losses are not scaled."""
     return torch.amp.GradScaler(program.device, init_scale=64.0, growth_interval=2, enabled=program.scaled)
 
 
 def scaled_backward(
     model: nn.Module, program: Program, scaler: torch.amp.GradScaler, step: int, round_: int, rank: int
 ) -> None:
-    """The backward of a micro-batch."""
+    """Run the backward of a micro-batch."""
     handle = None
     if program.steps[step].overflow == (round_, rank):
         handle = model.get_parameter("last.bias").register_hook(lambda g: torch.cat([g[:3], g[3:4] / 0, g[4:]]))
@@ -105,13 +108,13 @@ def scaled_backward(
 
 
 def batch_of(program: Program, step: int, round_: int, rank: int) -> tuple[Tensor, bool]:
-    """Which parameters are used differs between ranks, except where that would be an error."""
+    """Return a micro-batch. Ranks use different parameters, except at stage 3, where that would be an error."""
     tokens = odd_batches(1, program.seed + 1000 * step + 10 * round_ + rank)[0][0]
     return tokens.to(program.device), (step + round_ + (rank if program.stage < 3 else 0)) % 3 == 1
 
 
 class Plain:
-    """One process; its gradients are sums that it forms by hand."""
+    """The plain loop: one process, which adds up gradients by hand."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -189,7 +192,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step) -> N
             group["lr"] = step.lr
 
 
-_BUILDING = threading.Lock()  # torch's generator is one for all threads
+_BUILDING = threading.Lock()  # all threads share torch's generator
 
 
 def locked_build(seed: int, dtype: torch.dtype = torch.float32) -> Odd:
@@ -200,7 +203,10 @@ def locked_build(seed: int, dtype: torch.dtype = torch.float32) -> Odd:
 def run_rank(
     program: Program, transport: Any
 ) -> tuple[nn.Module, list[Tensor], list[list[Tensor]], dict[str, Any] | None]:
-    """One rank of the program: the model, norms, parameters after each step, and on rank 0 the states; on the CPU."""
+    """Run the program on one rank.
+
+    Return the model, the norms, the parameters after each step, and on rank 0 the states; all on the CPU.
+    """
     cls, arguments = program.optimizer_class()
     rank = transport.rank if isinstance(transport, Transport) else torch.distributed.get_rank(transport)
     model = locked_build(program.seed + rank, program.dtype).to(program.device)
@@ -246,7 +252,7 @@ def run_rank(
 
 
 def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: Clear) -> None:
-    """Forget the gradients, in one of the ways that a loop has."""
+    """Clear the gradients in one of the ways that a loop has."""
     match how:
         case "zero_grad":
             optimizer.zero_grad()
@@ -262,7 +268,7 @@ def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: Clear) -> Non
 
 
 def compare(program: Program, results: list[tuple[nn.Module, list[Tensor], list[list[Tensor]], Any]]) -> Plain:
-    """Every rank has the plain loop's bits after every step, in every norm, and rank 0 in the states."""
+    """Assert that every rank has the plain loop's bits after every step and in every norm. Return the plain loop."""
     plain = Plain(program)
     plain.run()
     names = [name for name, _ in plain.model.named_parameters()]

@@ -1,4 +1,4 @@
-"""Models as QLoRA has them: a frozen, quantised base in every form that it comes in, and small trained matrices."""
+"""Models like those of QLoRA: a frozen, quantized base in every common form, and small trained matrices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 8
 
 
 class Quantised(Tensor):
-    """A wrapper subclass: int8 and a scale, seen as the weight that they stand for."""
+    """A wrapper subclass: int8 numbers and a scale, which appear as the weight that they encode."""
 
     whole: Tensor
     scale: Tensor
@@ -52,7 +52,7 @@ class Quantised(Tensor):
 
 
 class Packed(nn.Parameter):
-    """A Python subclass with ordinary memory, whose dtype says nothing of its contents, and a scale of its own."""
+    """A Python subclass with ordinary memory, whose dtype is not that of its contents, and a scale of its own."""
 
     scale: float
 
@@ -62,7 +62,7 @@ class Tagged(nn.Parameter):
 
 
 class Base:
-    """One form of a quantised matrix: how a block keeps int8 numbers, and the weight that they stand for."""
+    """One form of a quantized matrix: how a block stores int8 numbers, and how it computes the weight from them."""
 
     @staticmethod
     def keep(block: Block, whole: Tensor, dtype: torch.dtype) -> Tensor:
@@ -76,7 +76,7 @@ class Base:
 class Int8(Base):
     @staticmethod
     def keep(block: Block, whole: Tensor, dtype: torch.dtype) -> Tensor:
-        block.scale = nn.Parameter(torch.rand(WIDTH, 1), requires_grad=False)  # a plain frozen one: sharded and cast
+        block.scale = nn.Parameter(torch.rand(WIDTH, 1), requires_grad=False)  # plain and frozen: sharded and cast
         return nn.Parameter(whole, requires_grad=False)
 
     @staticmethod
@@ -85,7 +85,7 @@ class Int8(Base):
 
 
 class UInt8(Base):
-    """Two numbers of four bits in a byte."""
+    """A matrix with two 4-bit numbers in each byte."""
 
     @staticmethod
     def keep(block: Block, whole: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,7 +149,7 @@ KINDS: dict[str, type[Base]] = {
 
 
 class Block(nn.Module):
-    """A quantised matrix and a trained one of rank 2 beside it."""
+    """A quantized matrix, and a trained matrix of rank 2 beside it."""
 
     weight: Tensor
     scale: Tensor | None
@@ -169,7 +169,7 @@ class Block(nn.Module):
 
 
 class QLora(nn.Module):
-    """A block of each kind between a frozen plain layer and a trained one; ``dtype``: that it computes in."""
+    """A block of each kind between a frozen plain layer and a trained one. It computes in ``dtype``."""
 
     def __init__(self, kinds: Sequence[str] = tuple(KINDS), dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -185,21 +185,21 @@ class QLora(nn.Module):
         return found
 
     def bases(self) -> dict[str, Tensor]:
-        """What is replicated, by name."""
+        """Return the replicated parameters, by name."""
         return {
             name: p for name, p in self.named_parameters() if name.endswith(".weight") and name.startswith("blocks")
         }
 
 
 def qlora(*kinds: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> QLora:
-    """A model that follows from a seed alone; of all kinds where none is given."""
+    """Build a model that follows from a seed alone; with blocks of all kinds by default."""
     made = seeded(seed, lambda: QLora(kinds or tuple(KINDS), dtype))
     assert isinstance(made, QLora)
     return made
 
 
 def inside(tensor: Tensor) -> list[Tensor]:
-    """The ordinary tensors that a parameter is made of."""
+    """Return the ordinary tensors of which a parameter consists."""
     if isinstance(tensor, Quantised):
         return [tensor.whole, tensor.scale]
     return [tensor.detach().resolve_conj()]

@@ -1,4 +1,4 @@
-"""Small models whose gradients are known, and the plain loops beside them."""
+"""Small models whose gradients are known, and plain loops to compare them with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .plain import plain_step
 
 
 class TwoVectors(nn.Module):
-    """``a`` is used where the input says so."""
+    """A model that uses ``a`` only if the caller asks for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def with_sgd(model: nn.Module, transport: Transport, **arguments: Any) -> ZeroOp
 def plain_two(
     batches: list[tuple[float, bool]], divisor: float, steps: int = 1, clip: float | None = None
 ) -> TwoVectors:
-    """The plain loop over micro-batches (scale, whether ``a`` is used)."""
+    """Run the plain loop over micro-batches (scale, whether ``a`` is used)."""
     model = TwoVectors()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(steps):
@@ -43,7 +43,7 @@ def plain_two(
 
 
 def adam_steps(model: TwoVectors, optimizer: Any, scales: list[float], steps: range, divisor: float = 1) -> None:
-    """Steps of Adam whose learning rate falls; ``a`` is left out of the second."""
+    """Run steps of Adam with a falling learning rate; the second step does not use ``a``."""
     for step in steps:
         optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] = 0.1 / (1 + step // 2)
@@ -56,7 +56,7 @@ def adam_steps(model: TwoVectors, optimizer: Any, scales: list[float], steps: ra
 
 
 def blocks() -> nn.Sequential:
-    """Three units of one size, the same every time."""
+    """Build three units of one size, the same every time."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     for number, parameter in enumerate(model.parameters()):
         nn.init.constant_(parameter, 0.25 + number / 8)

@@ -23,7 +23,7 @@ ARENA = 1 << 26
 
 
 def mesh(world_size: int, timeout: float = 5.0) -> list[SharedMemoryBackend]:
-    """Connected backends, for tests of a single thread: a frame that was sent is there."""
+    """Return connected backends, for tests with a single thread: a frame can be received as soon as it was sent."""
     arenas = [Arena(ARENA) for _ in range(world_size)]
     peers: list[list[PeerProcess | None]] = [[None] * world_size for _ in range(world_size)]
     for a in range(world_size):
@@ -35,7 +35,7 @@ def mesh(world_size: int, timeout: float = 5.0) -> list[SharedMemoryBackend]:
 
 
 def leave(backend: SharedMemoryBackend) -> None:
-    """As the end of a rank's process does."""
+    """Close all sockets of a rank, as the end of its process does."""
     for peer in backend._peers:
         if peer is not None:
             peer.socket.close()
@@ -53,19 +53,19 @@ def meet(transport: Transport) -> SharedMemoryBackend:
 
 
 def routed(transport: Transport, hosts: Sequence[Sequence[int]]) -> Transport:
-    """The ranks of each host connected, and the transport's own backend between them, as if they were apart."""
+    """Return a transport that uses shared memory within each of ``hosts``, and the given backend between them."""
     mine = next(ranks for ranks in hosts if transport.rank in ranks)
     local = meet(transport.split(mine))
     return transport.over(HybridBackend(transport.backend, local, transport.backend_ranks(mine)))
 
 
 def on_sockets(world_size: int, program: Callable[[Transport], T], *, timeout: float = 20.0) -> list[T]:
-    """As `collectives.on_threads`, through sockets and shared memory."""
+    """Run ``program`` as `collectives.on_threads` does, through sockets and shared memory."""
     return Loopback[T](world_size, timeout=timeout).run(lambda transport: program(Transport(meet(transport))))
 
 
 class Wire(Backend):
-    """Threads' mailboxes as a network: a backend whose ranks see none of each other's memory."""
+    """A network made of the mailboxes of threads: a backend whose ranks share no memory."""
 
     name = "wire"
 
@@ -83,6 +83,6 @@ class Wire(Backend):
 
 
 def on_wires(world_size: int, program: Callable[[Transport], T], *, timeout: float = 20.0) -> list[T]:
-    """As `collectives.on_threads`, without memory that others see."""
+    """Run ``program`` as `collectives.on_threads` does, on ranks that share no memory."""
     group = Loopback[T](world_size, timeout=timeout)
     return group.run(lambda transport: program(Transport(Wire(transport.backend))))

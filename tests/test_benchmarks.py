@@ -1,5 +1,5 @@
-"""The benchmarks run in their smallest form, find a wrong result, count bytes as the algorithms send them, and say what
-they need."""
+"""The benchmarks run in their smallest form, detect wrong results, count bytes as sent, and name missing
+requirements."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ALGORITHMS = {
     "ring": lambda transport, wire: Ring(transport),
     "hierarchical": lambda transport, wire: Hierarchical(transport, wire.places.ranks),
 }
-ELEMENTS = 300  # of a slice: a message of its own size, unlike a header
+ELEMENTS = 300  # of a slice, whose message then has another size than a header
 
 
 def _run(module, *arguments):
@@ -68,7 +68,7 @@ def _run(module, *arguments):
 
 @pytest.fixture(autouse=True)
 def words_fit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every picture that a test draws has room for its words."""
+    """Check that the text of every picture that a test draws fits."""
     drawn: list[Figure] = []
     save = Figure.savefig
 
@@ -262,7 +262,7 @@ def test_a_system_or_model_that_there_is_not_is_named_with_those_that_there_are(
 
 
 DECADES = [10, 30, 100, 300, 1000, 3000, 10000]
-ROUNDING = 1e-9  # of the solver, relative
+ROUNDING = 1e-9  # the relative error of the solver
 
 
 @pytest.mark.parametrize(("fixed", "slope"), [(2e-3, 5e-6), (0.5, 1e-7), (1e-6, 3e-4)])
@@ -308,7 +308,7 @@ def _played(axis: str, x: float, system: str, seconds: float, buckets: int = 0, 
 
 
 def _cells(table: scaling_tables.Table, **wanted: str) -> dict[str, str]:
-    """The one row that has these cells."""
+    """Return the one row that has these cells."""
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     (found,) = [row for row in rows if all(row[column] == cell for column, cell in wanted.items())]
     return found
@@ -316,7 +316,7 @@ def _cells(table: scaling_tables.Table, **wanted: str) -> dict[str, str]:
 
 def test_costs_and_targets_of_scaling_are_what_its_runs_say(tmp_path: Path) -> None:
     samples = []
-    for slow in (1.0, 1.5, 1.2):  # of three rounds: the machine, not the systems
+    for slow in (1.0, 1.5, 1.2):  # in three rounds the machine, not a system, is slow
         for count in DECADES:
             for system, fixed, each in ((PLAIN, 1e-4, 20e-6), (DDP, 6e-4, 40e-6), ("zero 2", 11e-4, 23e-6)):
                 samples.append(_played("tensors", count, system, slow * (fixed + each * count), buckets=1))
@@ -450,7 +450,7 @@ def test_what_crosses_between_hosts_is_the_closed_form(wire: Wire, operation: Op
 
 
 def _crossed(wire: Wire, operation: Operation, name: str) -> tuple[list[int], list[int]]:
-    """Payload bytes that left and reached each host, as the backend of the ranks, threads here, saw them."""
+    """Return the payload bytes that left and reached each host, as counted by the backend. Ranks are threads."""
     loopback = Loopback[None](wire.world_size, timeout=10)
     of = wire.places.of
     crossed: Counter[tuple[int, int]] = Counter()
@@ -498,7 +498,7 @@ def test_the_wire_takes_what_readme_says() -> None:
 
 def test_ratios_compare_with_the_wire_the_counters_and_the_closed_form() -> None:
     n = 4000
-    left, came = [3000, 3000, 2000, 2000], [2000, 2000, 3000, 3000]  # by rank: both of a host see one counter
+    left, came = [3000, 3000, 2000, 2000], [2000, 2000, 3000, 3000]  # by rank: both ranks of a host read one counter
     measured = Measured("reduce-scatter", 4, n, "hierarchical", 3, 3.0, 2.5, 3.5, left, came, [1500] * 2 + [1000] * 2)
     crossing = Crossing(Wire(2, 2, 8000.0), measured)  # 1000 bytes a second
     assert crossing.times_wire == 3.0 / 2.0
@@ -543,7 +543,7 @@ def test_without_root_or_tools_it_says_what_it_needs(
 
 
 def test_what_crosses_is_beside_its_closed_form_where_that_is_known() -> None:
-    """Two hosts of two ranks; of 1000 elements 4000 bytes leave each host, and counters see 40 more."""
+    """With two hosts of two ranks and 1000 elements, 4000 bytes leave each host; the counters have 40 more."""
     seen = [
         Crossed(stage, factor, rank, 1000, 4040, 6000, 2000, 24000)
         for stage, factor in ((1, 2), (3, 4))
@@ -555,7 +555,7 @@ def test_what_crosses_is_beside_its_closed_form_where_that_is_known() -> None:
 
 
 class _PlayedIp:
-    """`ip` and `tc` that know the names of namespaces alone, and fail at the call number ``fails``."""
+    """Simulated `ip` and `tc` that keep only the names of namespaces. The call number ``fails`` fails."""
 
     def __init__(self, there: set[str], fails: int) -> None:
         self.there, self._left = there, fails
@@ -575,13 +575,13 @@ class _PlayedIp:
         return ""
 
 
-CALLS = 3 + 2 * 8  # that make two hosts
+CALLS = 3 + 2 * 8  # to make two hosts
 
 
 @pytest.mark.parametrize("fails", range(CALLS + 1))
 def test_namespaces_are_removed_whatever_happens(fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    others = {"zero-bench-1-switch", "another"}  # of a process that lives, and of somebody else
-    played = _PlayedIp(others | {"zero-bench-99999999-host0"}, fails)  # and of a process that was killed
+    others = {"zero-bench-1-switch", "another"}  # of a process that still runs, and of another program
+    played = _PlayedIp(others | {"zero-bench-99999999-host0"}, fails)  # the last is of a killed process
     monkeypatch.setattr(network, "_call", played)
     expected = network.NetworkError if fails < CALLS else KeyboardInterrupt
 

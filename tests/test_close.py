@@ -1,4 +1,4 @@
-"""`close()` after something went wrong, and an optimizer whose parameters a newer one took over."""
+"""`close()` after a failure, and an optimizer whose parameters a newer one has taken over."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build() -> nn.Sequential:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """A step; on two ranks alike it is that of one."""
+    """Run a step. With equal batches, two ranks take the step of one."""
     dtype = next(model.parameters()).dtype
     (model(BATCH.to(dtype)).square().mean()).backward()
     optimizer.step()
@@ -66,7 +66,7 @@ def narrow(model: nn.Module) -> None:
 
 @contextmanager
 def told() -> Iterator[list[str]]:
-    """The warnings of all ranks."""
+    """Return the warnings of all ranks."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -179,7 +179,7 @@ def inside_join(model: nn.Module, optimizer: ZeroOptimizer) -> None:
 @pytest.mark.parametrize("fail", [in_finally, in_with])
 @pytest.mark.by_default("in_finally-1", "in_with-3")
 def test_a_close_that_fails_never_hides_the_error_before_it(stage: int, fail: Callable[..., None]) -> None:
-    """Rank 0 fails and closes while rank 1 goes on: neither can, and each is told why."""
+    """Rank 0 fails and closes while rank 1 continues: neither succeeds, and each gets the reason."""
 
     def program(transport: Transport) -> str:
         model = build()
@@ -303,7 +303,7 @@ def public(cls: type) -> set[str]:
 def test_every_call_of_the_older_names_the_takeover_and_its_close_leaves_the_newer_alone(
     stage: int, newer: int, which: str
 ) -> None:
-    """At stage 3 a newer optimizer takes what its module holds, listed or not."""
+    """At stage 3 a newer optimizer takes over all parameters of its module, listed or not."""
 
     def parts(model: nn.Module) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
         named = list(model.named_parameters())

@@ -1,6 +1,6 @@
-"""Tests that carry the marker `contract` use public names alone, so they hold whatever becomes of the insides.
+"""Tests with the marker `contract` use only public names, so that they stay valid if the internals change.
 
-Read from the syntax trees: nothing is imported.
+The test reads syntax trees: nothing is imported.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("zero", "collectives")
-INSIDES = ("benchmarks",)  # they measure the insides
+INSIDES = ("benchmarks",)  # they measure internals
 MARKED = re.compile(r"^pytestmark = .*\bpytest\.mark\.contract\b", re.MULTILINE)
 
 
 @cache
 def public_names(package: str) -> frozenset[str]:
-    """`__all__` of a package."""
+    """Return `__all__` of a package."""
     for node in ast.parse((ROOT / package / "__init__.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return frozenset(ast.literal_eval(node.value))
@@ -30,19 +30,19 @@ def public_names(package: str) -> frozenset[str]:
 
 @cache
 def private_attributes() -> frozenset[str]:
-    """Those that some object of the packages has."""
+    """Return the private attributes that some object of the packages has."""
     files = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     return frozenset(name for path in files for name in re.findall(r"\bself\.(_[a-z]\w*)", path.read_text()))
 
 
 def absolute(node: ast.ImportFrom, folder: tuple[str, ...]) -> str:
-    """The module that is imported from, in a file of a folder."""
+    """Return the absolute name of the module of an import in a file."""
     parents = folder[: len(folder) - node.level + 1] if node.level else ()
     return ".".join((*parents, *([node.module] if node.module else [])))
 
 
 def inside_names(source: str, folder: tuple[str, ...] = ("tests",)) -> Iterator[str]:
-    """What a module uses of the packages that is not public."""
+    """Return the non-public names of the packages that a module uses."""
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
     imported = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
@@ -62,11 +62,11 @@ def inside_names(source: str, folder: tuple[str, ...] = ("tests",)) -> Iterator[
             if of not in ("self", "cls") and of.partition(".")[0] not in bound and node.attr in private_attributes():
                 yield ast.unparse(node)
         elif isinstance(node, ast.Constant) and re.match(r"(zero|collectives)\.\w", str(node.value)):
-            yield str(node.value)  # the name of a module, to be patched or run
+            yield str(node.value)  # the name of a module that is patched or run
 
 
 def helpers(source: str, folder: tuple[str, ...] = ("tests",)) -> Iterator[Path]:
-    """The tests' modules that a module imports."""
+    """Return the tests' modules that a module imports."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (module := absolute(node, folder)).partition(".")[0] == "tests":
             for name in (module, *(f"{module}.{n.name}" for n in node.names)):
@@ -76,14 +76,14 @@ def helpers(source: str, folder: tuple[str, ...] = ("tests",)) -> Iterator[Path]
 
 @cache
 def read(path: Path) -> tuple[frozenset[str], frozenset[Path]]:
-    """What a module of the tests uses that is not public, and the tests' modules that it imports."""
+    """Return the non-public names that a module of the tests uses, and the tests' modules that it imports."""
     source, folder = path.read_text(), path.relative_to(ROOT).parent.parts
     names = frozenset(f"{path.stem}: {name}" for name in inside_names(source, folder))
     return names, frozenset(helpers(source, folder))
 
 
 def all_inside_names(path: Path) -> set[str]:
-    """What a module of the tests, or one that it imports, uses that is not public."""
+    """Return the non-public names that a module of the tests, or one that it imports, uses."""
     seen, todo, found = set[Path](), {path}, set[str]()
     while todo:
         seen |= todo
@@ -129,6 +129,6 @@ def test_the_reader_follows_the_helpers_of_a_test() -> None:
 
 
 def test_the_net_runs_against_other_insides() -> None:
-    """`python -m tests.net` follows this tree's programs on the packages of another commit."""
+    """`python -m tests.net` runs this tree's programs on the packages of another commit."""
     for file in ("side.py", "__main__.py"):
         assert not all_inside_names(ROOT / "tests/net" / file)

@@ -1,4 +1,4 @@
-"""Bad input: one clear error that names what, where and the remedy, on every rank, and nothing is lost."""
+"""Bad input: one clear error that names what, where and the remedy, on every rank, and no state is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
 def on_ranks(world_size: int, program: Callable[[Transport], Any]) -> list[str]:
-    """What each rank raised, as text."""
+    """Return each rank's error, as text."""
 
     def guarded(transport: Transport) -> str:
         try:
@@ -96,7 +96,7 @@ def test_sparse_gradients(stage: int) -> None:
 
 
 class WholeTensor(torch.optim.Optimizer):
-    """A user's class that looks at the whole tensor."""
+    """A user's class whose update depends on the whole tensor."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -260,7 +260,7 @@ def test_a_backward_after_clip_or_step_without_zero_grad(stage: int, settle: str
         with pytest.raises(RuntimeError) as caught:
             model(torch.ones(1, 3)).sum().backward()
         optimizer.zero_grad()
-        model(torch.ones(1, 3)).sum().backward()  # and the object can go on
+        model(torch.ones(1, 3)).sum().backward()  # the optimizer is still usable
         optimizer.step()
         optimizer.check_replicas()
         return str(caught.value)
@@ -366,7 +366,7 @@ def test_a_gradient_that_was_assigned_by_hand(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("before", [[], ["whole"], ["whole", "half", "whole"]])
 def test_a_gradient_that_was_assigned_is_told_before_a_backward_adds_to_it(stage: int, before: list[str]) -> None:
-    """Whichever parameter has it: also one that a backward reaches first, and once another came first."""
+    """Whichever parameter has it: the first that a backward reaches, or a later one."""
 
     def backward() -> None:
         model(torch.ones(1, 3)).sum().backward()
@@ -513,7 +513,7 @@ def test_an_exception_inside_a_forward_leaves_everything_usable() -> None:
 
 
 class Fails(torch.autograd.Function):
-    """A backward that raises when told to."""
+    """A function whose backward raises on request."""
 
     armed = False
 
@@ -580,7 +580,7 @@ def test_calls_inside_a_backward_are_refused_and_the_step_is_right(stage: int) -
                 found.append(str(caught.value))
 
         hidden = model(torch.ones(1, 3))
-        last = next(iter(model[0].parameters()))  # by then the backward has reached parameters
+        last = next(iter(model[0].parameters()))  # when this is reached, other parameters have gradients
         with last.register_post_accumulate_grad_hook(act):
             hidden.sum().backward()
         optimizer.step()
@@ -619,7 +619,7 @@ def test_ranks_that_clear_or_freeze_alone_are_told_where_no_bucket_can_tell() ->
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_parameters_and_arguments_that_cannot_be() -> None:
     result = nn.Parameter(torch.ones(3)) * 2
-    result.retain_grad()  # then torch itself would take it
+    result.retain_grad()  # torch itself would then accept it
     with pytest.raises(ValueError, match="'p' is the result of a computation"):
         ZeroOptimizer([("p", result)])
     scripted: Any = torch.jit.script(linear())
@@ -632,7 +632,7 @@ def test_parameters_and_arguments_that_cannot_be() -> None:
 
 
 class OddState(torch.optim.SGD):
-    """Keeps a state of another shape than the parameter's."""
+    """A class that keeps a state of another shape than the parameter's."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -659,7 +659,7 @@ def test_ranks_with_the_same_shapes_in_another_order_are_told() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_parameter_that_one_rank_alone_freezes_is_an_error_on_every_rank(stage: int) -> None:
-    """Also where it shares a bucket with others, which travel as if nothing had happened."""
+    """Even if it shares a bucket with other parameters, which are reduced as usual."""
 
     def program(transport: Transport) -> str:
         model = TwoVectors()
@@ -678,7 +678,7 @@ def test_a_parameter_that_one_rank_alone_freezes_is_an_error_on_every_rank(stage
 
 
 class Rate(float):
-    """Equal to the others' number, and of no use to a step."""
+    """A number equal to that of the other ranks, which fails in a step."""
 
     def __neg__(self) -> float:
         raise TypeError("this rate cannot be used")

@@ -1,4 +1,4 @@
-"""What a profiler and the loggers show of a training step."""
+"""The ranges of a training step in a profiler, and its log lines."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def optimizer_on(transport: Transport, model: nn.Module, stage: int, **arguments
 
 
 def ranges(stage: int, step: Step = plain_step, *, pieces: int = 1, world_size: int = 2, **arguments: Any) -> str:
-    """The ranges of group rank 0's second step, indented as they are nested, without "zero::"."""
+    """Return the ranges of group rank 0's second step, indented by their nesting, without "zero::"."""
 
     def program(transport: Transport) -> str:
         model = build(pieces)
@@ -70,7 +70,7 @@ def ranges(stage: int, step: Step = plain_step, *, pieces: int = 1, world_size: 
         if transport.rank:
             step(model, optimizer)
             return ""
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:  # of this thread alone
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:  # only of this thread
             step(model, optimizer)
         return nested(profiled)
 
@@ -79,7 +79,7 @@ def ranges(stage: int, step: Step = plain_step, *, pieces: int = 1, world_size: 
 
 @functools.cache
 def whole(stage: int) -> str:
-    """The ranges where each layer is one parameter."""
+    """Return the ranges if each layer is one parameter."""
     return ranges(stage)
 
 
@@ -231,7 +231,7 @@ def test_states_on_disk_come_and_go_inside_the_step(tmp_path: Path) -> None:
 
 
 def _entered(monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many ranges a step enters, with no profiler."""
+    """Return the number of ranges that a step enters without a profiler."""
     entered = []
 
     def counted(name: str) -> Any:

@@ -1,7 +1,8 @@
-"""On an accelerator the host runs ahead of the device: inside a step it looks at no value but where a comment says why.
+"""Inside a step the host reads values of an accelerator only at places with a comment that says why.
 
-There is no accelerator here. Every tensor is on the CPU, the library is told that values cannot be seen at once, and
-what would hold up the host is noted: operators that must know a value, and methods that bring one into Python.
+Otherwise the host would not run ahead of the device. There is no accelerator here. Every tensor is on the CPU, the
+library is made to believe that the host cannot read values at once, and all calls that would block the host are
+recorded: operators that need a value, and methods that bring one into Python.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ from .plain import assert_same_model, plain_step
 from .programs import locked_build
 
 OPERATORS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2"}
-METHODS = ("tolist", "numpy", "cpu", "__array__", "item")  # that need none of these, or are called below a dispatch
+METHODS = ("tolist", "numpy", "cpu", "__array__", "item")  # methods that use none of these operators, or bypass them
 NAMED = "host synchronisation"
 
 
 def where() -> list[str]:
-    """The innermost function of the library that is running, by its source; none where that reads a message, which
-    lies on the host."""
+    """Return the source of the innermost function of the library that is running.
+
+    Return nothing if it reads a message, which is in the host's memory.
+    """
     frame = sys._getframe()
     while (package := frame.f_globals.get("__name__", "").split(".")[0]) not in ("zero", "collectives"):
         assert frame.f_back is not None, "not the library's doing"
@@ -56,7 +59,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-NOTES = threading.local()  # of each rank
+NOTES = threading.local()  # for each rank
 
 
 @contextmanager
@@ -83,7 +86,7 @@ def methods_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values cannot be seen at once."""
+    """Make the library believe that the host cannot read values at once."""
     for module in ("core.bits", "parameters.edit_detector", "gradients.grad_access", "step.master_weights"):
         monkeypatch.setattr(f"zero.{module}.host_readable", lambda device: False)
 
@@ -121,7 +124,10 @@ STEPS: dict[str, tuple[Act, ...]] = {
 def looks_of_a_step(
     transport: Transport, stage: int, acts: tuple[Act, ...], steps: int, precision: MixedPrecision | None = None
 ) -> list[list[str]]:
-    """Of each step, where it looked at values; fused, as torch's other paths look at step counts, on the host."""
+    """Return for each step the places that read values.
+
+    The optimizer is fused: torch's other paths read step counts, on the host.
+    """
     model = locked_build(0)
     arguments: dict[str, Any] = {"stage": stage, "process_group": transport, "bucket_cap_mb": 0.0005}
     arguments |= {"lr": 1e-2, "fused": True, "mixed_precision": precision}
@@ -157,7 +163,7 @@ def test_a_step_of_one_rank_looks_at_no_value_but_where_it_says_so(acts: str, st
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.by_default("3")
 def test_a_step_in_mixed_precision_looks_at_nothing_and_one_with_a_scaler_at_the_scale(stage: int) -> None:
-    """Masters follow the model without a look; ranks compare the scale, and agree whether anything was not finite."""
+    """Masters are updated without a read. Ranks compare the scale, and agree whether all gradients are finite."""
 
     def looks(act: Act, precision: MixedPrecision | None) -> list[list[str]]:
         return on_threads(1, lambda transport: looks_of_a_step(transport, stage, (act,), 2, precision))[0]
@@ -167,7 +173,7 @@ def test_a_step_in_mixed_precision_looks_at_nothing_and_one_with_a_scaler_at_the
     for chosen in (None, PRECISIONS["fp16"]):
         found = looks(scaled, chosen)
         assert all(NAMED in look.lower() for step in found for look in step), found
-        shown = stage == 0 and chosen is None  # real gradients, which the scaler unscales by itself
+        shown = stage == 0 and chosen is None  # p.grad is real, and the scaler unscales it by itself
         assert [len(step) for step in found] == [0 if shown else 2] * 2
 
 
@@ -184,12 +190,12 @@ def test_a_step_of_two_ranks_looks_once_for_all_units(stage: int) -> None:
 
 
 def test_what_is_seen_at_once_is_looked_at_at_once_and_noted() -> None:
-    """The control: on the CPU an edit is searched for when a unit is released, which would be a look a unit."""
+    """The control: on the CPU the library searches for edits when it releases a unit, which is recorded as a read."""
     for steps in on_threads(2, lambda transport: looks_of_a_step(transport, 3, (backward,), 2)):
         assert all(sum("def same_bits" in look for look in step) > 4 for step in steps)
 
 
-# -- what is seen later is still seen ----------------------------------------------------------------------------------
+# -- late checks still find every edit ---------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("unseen")
@@ -198,7 +204,7 @@ def test_an_edit_that_no_version_shows_is_told_at_the_next_agreement(call: str) 
     def act(model: edits.Net, optimizer: ZeroOptimizer) -> tuple[str, str]:
         with optimizer.gathered():
             model.block(1).weight.data.mul_(2)
-        torch.autograd.backward(edits.loss_of(model, edits.INPUTS))  # the units are hidden again, unedited
+        torch.autograd.backward(edits.loss_of(model, edits.INPUTS))  # the units are uninstalled again, without an edit
         agreement = edits.AGREEMENTS[call]
         return edits.error_of(agreement, optimizer), edits.error_of(agreement, optimizer)
 
@@ -225,7 +231,7 @@ def test_every_promise_about_edits_holds_where_they_are_seen_later() -> None:
 @pytest.mark.usefixtures("unseen")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_that_a_loop_sets_to_zero_in_place_count_as_zero(world_size: int) -> None:
-    """The habit of loops that never call `zero_grad`; `.data` has a version counter of its own."""
+    """For loops that never call `zero_grad`; `.data` has a version counter of its own."""
     batches = odd_batches(2 * world_size)
 
     def program(transport: Transport) -> nn.Module:
@@ -273,8 +279,11 @@ def test_one_look_says_of_each_tensor_whether_it_is_zero() -> None:
 
 
 def test_a_backward_inside_a_backward_is_told_apart_in_either_kind_of_thread() -> None:
-    """A hook of a parameter of the CPU runs above the frame of the backward that was called; one of a device runs in a
-    thread of autograd's own, where such a frame is that of an inner backward."""
+    """A hook of a parameter on the CPU runs above the frame of the backward that was called.
+
+    A hook of a parameter on a device runs in a thread of autograd's own, where such a frame is that of an inner
+    backward.
+    """
     cpu, device = torch.device("cpu"), torch.device("cuda:0")
     seen: list[tuple[bool, bool]] = []
     leaf = torch.ones(1, requires_grad=True)

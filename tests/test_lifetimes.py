@@ -1,4 +1,4 @@
-"""Ends: closing, collecting, building again, failures; the model is free afterwards."""
+"""Ends of an optimizer: closing, collection, building again, failures. Afterwards the model is free."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_an_interrupt_inside_a_wait_loses_nothing() -> None:
 
 @pytest.mark.full
 def test_threads_that_save_and_restore_the_generator_do_not_stop_the_process() -> None:
-    """As the ranks of these tests do, and `tests.generator` makes right, here too."""
+    """The ranks of these tests do so, and `tests.generator` makes it safe, here too."""
     assert all(hasattr(getattr(module, name), "__wrapped__") for module in (torch, torch.random) for name in CALLS)
     command = [sys.executable, "-m", "tests.generator", "alone"]
     assert subprocess.run(command, cwd=Path(__file__).resolve().parent.parent, timeout=100).returncode == 0
@@ -205,7 +205,7 @@ def test_groups_of_one_world_train_apart(stage: int) -> None:
         assert_same_model(model, plain_two(batches, 2, clip=50.0))
         unclipped = plain_two(batches, 2, steps=0)
         for batch in batches:
-            (unclipped(*batch) / 2).backward()  # a power of two: the same bits
+            (unclipped(*batch) / 2).backward()  # dividing by a power of two changes no bits of the sum
         assert_same_bits(norm, clip_grad_norm_(unclipped.parameters(), 50.0))
 
 

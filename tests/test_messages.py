@@ -1,4 +1,4 @@
-"""Habits of other programs that cannot work here: one error in words of this library, with the place and the remedy."""
+"""Habits from other libraries that cannot work here: one error, in this library's words, with place and remedy."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_model_inside_distributed_data_parallel_is_named_at_construction_or_at
                 assert "full_grad" not in message
 
 
-# -- what is given -----------------------------------------------------------------------------------------------------
+# -- arguments ---------------------------------------------------------------------------------------------------------
 
 MODEL = nn.Linear(3, 3)
 WEIGHT, BIAS = MODEL.weight, MODEL.bias
@@ -159,7 +159,7 @@ def test_a_model_that_was_cast_is_told_in_our_words(stage: int, dtype: str, afte
 
     for messages in on_threads(2, program, timeout=5):
         for message in messages:
-            if "_to_copy" in message:  # a placeholder was in the way: nothing but the first parameter was cast
+            if "_to_copy" in message:  # a placeholder raised after the cast of the first parameter
                 assert "does not hold the gradient of '0.weight'" in message
                 assert message.endswith("cast or move the model before the optimizer is built")
                 continue
@@ -241,7 +241,7 @@ def test_gradients_in_a_dtype_of_their_own_are_refused_and_named(stage: int) -> 
 )
 @pytest.mark.by_default("1-2", "3-2")
 def test_states_are_this_ranks_piece_or_say_who_has_them(stage: int, sharding_factor: int | None) -> None:
-    """Flat, in the order of memory; the pieces of all ranks are the whole."""
+    """Flat, in the order of memory; the pieces of all ranks together are the whole state."""
 
     def program(transport: Transport) -> tuple[dict[str, Any], list[str]]:
         model = build()

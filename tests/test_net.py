@@ -1,4 +1,4 @@
-"""`python -m tests.net` names what differs between two sides, and refuses what it cannot try."""
+"""`python -m tests.net` names the differences between two sides, and refuses comparisons that it cannot make."""
 
 from __future__ import annotations
 

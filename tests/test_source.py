@@ -1,4 +1,4 @@
-"""Laws that the source shows: read from the syntax trees of `zero` and `collectives`, nothing is run."""
+"""Laws about the source of `zero` and `collectives`, read from the syntax trees: nothing is run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CACHED = {
 
 
 def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Every name that a module speaks of: variables, attributes, arguments given by name, and what it imports."""
+    """Return every name in a module: variables, attributes, keyword arguments, and imported names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             yield node.id, node.lineno
@@ -37,7 +37,7 @@ def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def loads(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Calls of ``torch.load`` and ``numpy.load`` that may unpickle."""
+    """Return the calls of ``torch.load`` and ``numpy.load`` that may unpickle."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "np.load", "numpy.load"):
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
@@ -86,11 +86,11 @@ def test_every_line_that_coverage_leaves_out_says_why() -> None:
         assert re.fullmatch(r" no (cover|branch) - .{20,}", said), (name, said)
 
 
-# -- nothing that is shared is changed --------------------------------------------------------------------------------
+# -- shared objects are not changed -----------------------------------------------------------------------------------
 
 
 def imported_names(tree: ast.Module) -> set[str]:
-    """Globals and classes of the two packages that a module imports: another module's, or itself."""
+    """Return the globals and classes of the two packages that a module imports, and imported modules."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").partition(".")[0] in PACKAGES):
@@ -99,8 +99,11 @@ def imported_names(tree: ast.Module) -> set[str]:
 
 
 def shared_writes(tree: ast.Module) -> list[tuple[int, str]]:
-    """Where a function stores into a class or into what another module owns, caches for the life of the process, or
-    has a default that it could change."""
+    """Return the places where a function changes shared objects.
+
+    It stores into a class or another module's object, has a cache for the life of the process, or has a mutable
+    default.
+    """
     classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     shared, found = classes | imported_names(tree) | {"cls"}, []
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Which module may know which, read from the syntax trees of `zero` and `collectives`: nothing is imported."""
+"""Which module may import which, read from the syntax trees of `zero` and `collectives`: nothing is imported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "zero.parameters": SHARED,
     "zero.step": SHARED,
     "zero.state": SHARED | ROOMS,
-    "zero.setup": {*SHARED, *ROOMS, "collectives.backends"},  # a process group of the user's is taken to the seam
+    "zero.setup": {*SHARED, *ROOMS, "collectives.backends"},  # it makes a backend of a user's process group
     "zero.engine": SHARED | ROOMS | {"zero.setup", "zero.state"},
     "zero.optimizer": SHARED | ROOMS | {"zero.engine", "zero.setup", "zero.state"},
     "zero.commands": SHARED | ROOMS | {"zero", "zero.optimizer", "zero.state"},
@@ -79,7 +79,10 @@ def _is_type_checking(test: ast.expr) -> bool:
 
 
 def _imports(module: str, tree: ast.Module, known: set[str]) -> list[Import]:
-    """Every import of a module, with relative names resolved and names of submodules told from names inside one."""
+    """Return every import of a module.
+
+    Relative names are resolved, and submodules are distinguished from names inside a module.
+    """
     package = module if module in PACKAGES else module.rpartition(".")[0]
 
     def targets(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
@@ -118,7 +121,7 @@ def _at_run_time(module: str) -> list[Import]:
 
 
 def _own(module: str, *, lazy: bool = True) -> set[str]:
-    """The modules of the two packages that a module imports; ``lazy``: also inside functions."""
+    """Return the modules of the two packages that a module imports; ``lazy``: also inside functions."""
     return {found.target for found in _at_run_time(module) if found.target in TREES and (lazy or not found.lazy)}
 
 
@@ -183,7 +186,7 @@ def test_every_room_imports_from_those_below_it_alone(module: str) -> None:
 
 
 def test_no_room_is_below_itself() -> None:
-    """But `collectives` and `zero`, whose public names come from what imports their modules."""
+    """Except `collectives` and `zero`, whose public names come from packages that import their modules."""
     below = {room: others - {room, "collectives", "zero"} for room, others in MAY_IMPORT.items()}
     below["collectives"] = below["zero"] = set()
     while leaves := {room for room, others in below.items() if not others}:
@@ -198,7 +201,7 @@ def test_geometry_needs_no_ranks() -> None:
 
 
 def test_no_algorithm_imports_another() -> None:
-    parts = {"base", "ordered_sum", "plans"}  # of several algorithms, or of one
+    parts = {"base", "ordered_sum", "plans"}  # modules that algorithms use
     algorithms = {name for name in TREES if name.startswith("collectives.algorithms.")}
     algorithms -= {f"collectives.algorithms.{part}" for part in parts}
     assert len(algorithms) > 4
@@ -207,8 +210,7 @@ def test_no_algorithm_imports_another() -> None:
 
 
 def test_the_library_knows_nothing_of_the_commands() -> None:
-    """But for `zero.verify`, which is a function of the library, and for the launcher, which that imports when it is
-    called."""
+    """Except for `zero.verify`, which is a function of the library, and the launcher, which it imports when called."""
     commands = {name for name in TREES if name.startswith("zero.commands.")}
     verify = {f"zero.commands.verify.{name}" for name in ("verification", "spec", "bit_diff")}
     assert _reachable("zero", lazy=False) & commands <= verify
@@ -251,7 +253,10 @@ def test_from_zero_the_seam_is_reached_only_when_it_is_needed() -> None:
 
 
 def test_there_is_no_cycle_of_imports() -> None:
-    """Neither under ``TYPE_CHECKING``. The package of a module is imported with it, and does not count."""
+    """Also counting imports under ``TYPE_CHECKING``.
+
+    The package of a module is imported with it, and does not count.
+    """
     packages = {name for name in TREES if any(other.startswith(f"{name}.") for other in TREES)}
     graph = {
         module: {found.target for found in IMPORTS[module] if found.target in TREES} - {module} - packages
@@ -274,7 +279,10 @@ def _module_names(tree: ast.Module) -> set[str]:
 
 
 def _mutations(tree: ast.Module) -> list[tuple[int, str]]:
-    """Where functions rebind a global, store into one, delete from one, or call a method that changes one."""
+    """Return the places where functions change a global.
+
+    They rebind it, store into it, delete from it, or call a method that changes it.
+    """
     found: list[tuple[int, str]] = []
     outer = _module_names(tree)
 

@@ -1,4 +1,4 @@
-"""The default run holds every row of the contract and every law, and kills nearly every mutant of the zoo."""
+"""The default run includes every row of the contract and every law, and catches nearly every mutant of the zoo."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from .tiers import COLLECTED
 
 ROOT = Path(__file__).resolve().parent.parent
-ELSEWHERE = {"matrix"}  # commands, in no tier
+ELSEWHERE = {"matrix"}  # commands, which are in no tier
 
 
 def rows(page: str, heading: str) -> list[list[str]]:
-    """The rows of the table that begins with a heading, as lists of cells."""
+    """Return the rows of the table that begins with a heading, as lists of cells."""
     after = (ROOT / page).read_text().partition(f"\n| {heading} |")[2].splitlines()[2:]
     table = itertools.takewhile(lambda line: line.startswith("|"), after)
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
@@ -24,7 +24,7 @@ def rows(page: str, heading: str) -> list[list[str]]:
 
 @pytest.fixture
 def collected(pytestconfig: pytest.Config) -> dict[str, str]:
-    """The tier of each test of the files that this run looks at, by ``file::function``; the first of its cases'."""
+    """Return the tier of each test of this run's files, by ``file::function``. Of several cases the first counts."""
     tiers: dict[str, str] = {}
     for name, tier in sorted(pytestconfig.stash[COLLECTED].items(), key=lambda pair: pair[1] != "default"):
         file, _, function = name.removesuffix("]").partition("::")
@@ -33,8 +33,10 @@ def collected(pytestconfig: pytest.Config) -> dict[str, str]:
 
 
 def by_default(collected: dict[str, str], names: list[str]) -> bool:
-    """Return whether the default run takes a test that one of these names means: a file or ``file::function``, with *.
-    Also true where this run looks at none of the files."""
+    """Return whether the default run takes a test that a name matches: a file or ``file::function``, with *.
+
+    Also return True if the files are not in this run.
+    """
     for name in names:
         assert list((ROOT / "tests").rglob(f"{name.partition('::')[0]}.py")), f"there is no {name}"
     files = {name.partition("::")[0] for name in collected}

@@ -1,4 +1,4 @@
-"""Private names of torch: all in one module, which lists who reads what; one that is missing is named at its use."""
+"""Private names of torch: one module has all of them, with their readers. A missing name is an error at its use."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def is_private(name: str) -> bool:
 
 
 def private_paths(tree: ast.Module) -> Iterator[str]:
-    """Private names that are reached from torch, or imported from it."""
+    """Return the private names that are reached from torch, or imported from it."""
     aliases = {"torch": "torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -118,14 +118,14 @@ def test_private_names_are_in_one_module() -> None:
 
 
 def attributes_of_torch() -> set[str]:
-    """Private attributes of the objects that this library is given, or of their classes."""
+    """Return the private attributes of torch's objects, and of their classes, that this library works with."""
     weight = torch.ones(1)
     objects = (weight, weight.untyped_storage(), nn.Linear(1, 1), torch.optim.SGD([weight]), dist.ProcessGroup)
     return {name for each in objects for name in dir(each) if is_private(name)} | {"_timeout"}
 
 
 def test_private_attributes_are_listed_with_their_readers() -> None:
-    """`getattr` with a text is not seen."""
+    """The check does not see `getattr` with a string."""
     described = ast.get_docstring(TREES[MODULE]) or ""
     rows = re.findall(r"^    (_\w+)[\w, ]*?  .*?((?:(?:zero|collectives)[.\w]+(?:,\s+|))+)", described, re.MULTILINE)
     listed = {name: set(re.findall(r"(?:zero|collectives)[.\w]+", modules)) for name, modules in rows}

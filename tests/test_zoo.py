@@ -1,4 +1,4 @@
-"""The bug zoo's own promises: its patches fit, its entries are complete, and its judge takes no crash for a kill."""
+"""Promises of the bug zoo: its patches fit, its entries are complete, and its judge takes no crash for a kill."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ else:
 
 
 def write_places(root: Path) -> None:
-    """Write a package with a module and a sub-package with a module, all of the same text."""
+    """Write a package with a module and a sub-package with a module, all with the same text."""
     for file in (
         "zero/__init__.py",
         "zero/parameters/saved_tensor_index.py",
@@ -211,7 +211,7 @@ def late(kind):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """A module that lies where a mutant's `zero` would; its folder's parent is the root."""
+    """Return a module in the place of a mutant's `zero`; the parent of its folder is the root."""
     file = tmp_path_factory.mktemp("root") / "zero" / "made_up.py"
     file.parent.mkdir()
     file.write_text(LIBRARY)

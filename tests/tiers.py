@@ -1,12 +1,12 @@
-"""Which tests a run takes: the tiers `default`, `full` and `slow`.
+"""The tiers of the tests, which select what a run takes: `default`, `full` and `slow`.
 
     default   every row of the contract and every law once; `python -m pytest`, under four minutes on two cores
     full      the marker `full`: applications, many processes, compilation, and the cases that default leaves out
     slow      the marker `slow`: repeats a promise at another size
 
-Of a test with several parameters, default takes as few cases as hold each value of each parameter; the others are in
-the full tier. `@pytest.mark.by_default("a", "b")` names the cases of a test instead, and `@pytest.mark.by_default()`
-takes all of them.
+If a test has several parameters, default takes just enough cases to include each value of each parameter; the other
+cases are in the full tier. `@pytest.mark.by_default("a", "b")` names the cases of a test instead, and
+`@pytest.mark.by_default()` takes all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLLECTED = pytest.StashKey[dict[str, str]]()
 
 
 def assign(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Mark the cases that default leaves out, and keep the tier of each test in ``config.stash[COLLECTED]``."""
+    """Mark the cases that default leaves out, and store the tier of each test in ``config.stash[COLLECTED]``."""
     whole = not any("::" in argument for argument in config.args)
     functions: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -61,12 +61,12 @@ class _Keeper:
 
 
 def tier(item: pytest.Item) -> str:
-    """The tier of a test, one of `TIERS`."""
+    """Return the tier of a test, one of `TIERS`."""
     return next((name for name in ("slow", "full") if item.get_closest_marker(name)), "default")
 
 
 def _by_default(cases: Sequence[pytest.Function], whole: bool) -> list[pytest.Function]:
-    """The cases of one test that default takes. ``whole``: they are all of its cases."""
+    """Return the cases of one test that default takes. ``whole``: ``cases`` are all of the test's cases."""
     marker = next((case.get_closest_marker("by_default") for case in cases), None)
     if marker is None:
         return _each_value(cases)
@@ -77,8 +77,10 @@ def _by_default(cases: Sequence[pytest.Function], whole: bool) -> list[pytest.Fu
 
 
 def _each_value(cases: Sequence[pytest.Function]) -> list[pytest.Function]:
-    """Few cases that hold each value of each parameter: the next one always has the most values that none had before,
-    and, among equals, later values."""
+    """Return a few cases that include each value of each parameter.
+
+    The choice is greedy: each next case adds the most new values. Among equals, later values win.
+    """
     if any(not hasattr(case, "callspec") for case in cases):
         return list(cases)
     places: defaultdict[str, dict[int, int]] = defaultdict(

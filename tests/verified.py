@@ -54,11 +54,11 @@ def failing_arguments() -> dict[str, Any]:
     }
 
 
-# -- one process is enough for these -----------------------------------------------------------------------------------
+# -- programs for one process ------------------------------------------------------------------------------------------
 
 
 class Squares(nn.Module):
-    """Returns its loss; with dropout, and with buffers of its own."""
+    """A model that returns its loss, with dropout and buffers."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Squares(nn.Module):
 
 
 class Masked(Squares):
-    """Holds infinities that nobody trains."""
+    """A model with a frozen parameter of infinities."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def sum_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 class Predicts(nn.Module):
-    """Returns no loss."""
+    """A model that returns no loss tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def sum_of_two_losses(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
 
 
 def penalty(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
-    """A gradient with respect to the inputs is no backward of its own."""
+    """A loss with a gradient with respect to the inputs, which is no backward of its own."""
     inputs = batch[0].clone().requires_grad_()
     (slope,) = torch.autograd.grad(model(inputs, batch[1]), inputs, create_graph=True)
     return model(*batch) + slope.square().sum()
@@ -165,7 +165,7 @@ def generator_of_pairs() -> Any:
     return iter(pairs())
 
 
-# -- what `zero verify` may be pointed at ------------------------------------------------------------------------------
+# -- targets of `zero verify` ------------------------------------------------------------------------------------------
 
 
 def raises() -> dict[str, Any]:

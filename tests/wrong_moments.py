@@ -1,7 +1,7 @@
-"""What `test_released` is made of: a small training run that says at each moment where it is, and processes to act in.
+"""Helpers of `test_released`: a small training run that reports each moment to a callback, and processes for actions.
 
 A helper process imports torch once and forks for each action. In the fork two ranks, and then a single one, train as
-threads, act, and go on training; what came of it travels back as JSON. A crash ends the fork alone, and is seen.
+threads, act, and continue training; the outcome is returned as JSON. A crash ends only the fork, and is reported.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ OF_A_UNIT = (
 OUTSIDE = ("between steps", "after an evaluation", "between forward and backward", "between backward and step")
 STEPS, LIMIT = 6, 30.0
 _NAMED = re.compile(r"'(first|blocks\.\d)\.(weight|scalar)'")
-_LOOK = threading.local()  # of the rank that trains: called with the name of each moment
+_LOOK = threading.local()  # holds the callback of the rank that trains, which gets the name of each moment
 
 
 class Block(nn.Module):
-    """A unit that says where it is."""
+    """A unit that reports to `_LOOK` where training is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def _batches(step: int) -> list[Tensor]:
 
 @functools.cache
 def plain(edited: bool = False) -> list[list[Tensor]]:
-    """The parameters before each step of the plain loop; ``edited``: where ``p`` was doubled after the first step."""
+    """Return the parameters before each step of the plain loop. ``edited``: ``p`` was doubled after the first step."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     trace = []
@@ -105,7 +105,7 @@ def plain(edited: bool = False) -> list[list[Tensor]]:
 
 
 class Run:
-    """One rank's training. ``p`` is the parameter that the actions are about, ``scalar`` another one of its unit."""
+    """The training of one rank. ``p`` is the parameter that actions use, ``scalar`` another parameter of its unit."""
 
     def __init__(self, transport: Transport) -> None:
         self.rank, self.world_size, self.steps = transport.rank, transport.world_size, 0
@@ -121,7 +121,7 @@ class Run:
         return _batches(self.steps)[self.rank :: self.world_size]
 
     def look(self, at: Callable[[str], None]) -> None:
-        """One step, which says at each moment where it is."""
+        """Train one step, and call ``at`` with the name of each moment."""
         at("between steps")
         with torch.no_grad():
             self.model(self.batches()[0])
@@ -133,7 +133,7 @@ class Run:
             del _LOOK.at
 
     def train(self, at: Callable[[str], None] = lambda moment: None) -> None:
-        """One step."""
+        """Train one step."""
         for batch in self.batches():
             loss = loss_of(self.model, batch)
             at("between forward and backward")
@@ -144,11 +144,14 @@ class Run:
         self.steps += 1
 
     def now(self) -> Tensor:
-        """What ``p`` is, as the plain loop has it."""
+        """Return the value of ``p`` in the plain loop."""
         return plain()[self.steps][INDEX]
 
     def go_on(self) -> str:
-        """What the next step says to what was done, and whose parameters come out in the end."""
+        """Continue training after an action.
+
+        Return the outcome of the next step, and which plain loop has the same parameters.
+        """
         if not hasattr(self, "optimizer"):
             return "over"
         said = ""
@@ -174,7 +177,10 @@ class Run:
 
 
 def outcome(action: Callable[[Run], Any], run: Run, name: str | None = None) -> str:
-    """In one word what an action came to; what nobody expects is a longer text. ``name``: what an error must name."""
+    """Describe the result of an action in one word, or an unexpected one in more.
+
+    ``name``: the parameter that an error must name.
+    """
     try:
         found = action(run)
     except RuntimeError as error:
@@ -205,7 +211,7 @@ def edit(run: Run, action: OfP) -> Any:
 
 
 def gathered(action: OfP, write: bool = False) -> Action:
-    """In `gathered()`."""
+    """Return an action that runs inside `gathered()`."""
 
     def act(run: Run) -> Any:
         with torch.no_grad(), run.optimizer.gathered(write=write):
@@ -215,7 +221,7 @@ def gathered(action: OfP, write: bool = False) -> Action:
 
 
 def in_forward(action: OfP) -> Action:
-    """In the forward of ``p``'s own unit, within a whole step."""
+    """Return an action that runs in the forward of ``p``'s own unit, within a whole step."""
 
     def act(run: Run) -> Any:
         kept: list[Any] = []
@@ -233,7 +239,7 @@ def in_forward(action: OfP) -> Action:
 
 
 def later(action: Action) -> Action:
-    """What an action gave, read after a step."""
+    """Return an action whose result is read after a further step."""
 
     def act(run: Run) -> Any:
         found = action(run)
@@ -244,7 +250,7 @@ def later(action: Action) -> Action:
 
 
 def between(action: OfP) -> Action:
-    """Between steps, where there is nothing to edit."""
+    """Return an action that runs between steps, when parameters are released."""
 
     def act(run: Run) -> None:
         edit(run, action)
@@ -253,7 +259,7 @@ def between(action: OfP) -> Action:
 
 
 def cast(action: Callable[[nn.Module], Any]) -> Action:
-    """Something that changes the whole model, in `gathered()`."""
+    """Return an action on the whole model inside `gathered()`."""
 
     def act(run: Run) -> None:
         with run.optimizer.gathered():
@@ -263,13 +269,13 @@ def cast(action: Callable[[nn.Module], Any]) -> Action:
 
 
 def serve(module: str) -> None:
-    """In the helper process: for each name that comes, ``module.play(name)`` in a fork."""
+    """Run the helper process: for each name on stdin, call ``module.play(name)`` in a fork."""
     torch.set_num_threads(1)
     play = importlib.import_module(module).play
-    importlib.import_module("torch._dynamo")  # as the first optimizer would
-    gc.freeze()  # a collector that looks at what a fork shares would copy it
+    importlib.import_module("torch._dynamo")  # once, before the forks: the first optimizer of each would import it
+    gc.freeze()  # a collection in a fork would copy the pages that it shares
     answers, requests = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0))
-    os.dup2(2, 1)  # what an action prints is no answer
+    os.dup2(2, 1)  # the output of an action must not mix with the answers
     for line in requests:
         print(json.dumps(_in_a_fork(play, json.loads(line))), file=answers, flush=True)
 
@@ -300,7 +306,7 @@ def _in_a_fork(play: Callable[[str], Any], name: str) -> Any:
 
 
 class Forks:
-    """The helper process, seen from outside."""
+    """A handle to the helper process."""
 
     def __init__(self, module: str) -> None:
         command = [sys.executable, "-c", f"from {__name__} import serve; serve({module!r})"]
@@ -310,14 +316,14 @@ class Forks:
         )
 
     def play(self, name: str) -> Any:
-        """What ``play(name)`` gave, or a text that says what happened instead."""
+        """Return the result of ``play(name)``, or a text that describes the failure."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(name), file=self._process.stdin, flush=True)
         return json.loads(self._process.stdout.readline() or '"the helper process ended"')
 
     def stop(self) -> None:
-        """End the helper: it returns when there are no more names."""
+        """End the helper process, which returns at the end of its input."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.communicate(timeout=LIMIT)
         self._process.kill()

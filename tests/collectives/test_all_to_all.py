@@ -1,6 +1,6 @@
-"""The sum in rank order over collectives of the process group itself, on gloo processes, and when it is chosen.
+"""Sums in rank order over collectives of the process group itself, on gloo processes, and when they are chosen.
 
-NCCL is not to be had here: what chooses is told of it, and what was chosen runs over gloo.
+NCCL is not available here: the selection is made to believe in it, and the chosen algorithm runs over gloo.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # which registers the backend "fake"
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from hypothesis import given, settings
 from torch import Tensor, nn
 
@@ -59,7 +59,7 @@ def check(gloo: GlooPool, job: Job, make: Any, names: Sequence[str], equal: Any)
 @given(job=jobs(SAME, most_ranks=SIZE))
 @FEWER
 def test_all_to_all_is_the_fold_in_rank_order_and_pairwise_bit_for_bit(gloo: GlooPool, job: Job) -> None:
-    """All dtypes, uneven and empty slices, 1 to 4 ranks, several in flight, sums in place and not."""
+    """All dtypes, uneven and empty slices, 1 to 4 ranks, several in flight, sums in place and not in place."""
     check(gloo, job, awkward, ("all_to_all", "pairwise"), assert_same_bits)
 
 
@@ -101,7 +101,7 @@ def counted(group: dist.ProcessGroup, rank: int, bounds: list[int]) -> tuple[tup
 def test_a_rank_sends_all_but_its_own_slice_and_gathers_the_longest(
     gloo: GlooPool, bounds: list[int], gathered: int
 ) -> None:
-    """Bytes; a gather of uneven slices is padded."""
+    """Counts bytes; a gather of uneven slices is padded."""
     for rank, (reduced, whole) in enumerate(gloo.run(counted, bounds, ranks=range(3))):
         own = 4 * (bounds[rank + 1] - bounds[rank])
         assert reduced == (4 * 12 - own, 2 * own)
@@ -131,16 +131,16 @@ def test_training_by_all_to_all_gives_the_bits_of_the_plain_loop(gloo: GlooPool,
     assert_same_states(results[0][3], compare(program, results).optimizer.state_dict())
 
 
-# -- what is chosen ----------------------------------------------------------------------------------------------------
+# -- the selection -----------------------------------------------------------------------------------------------------
 
 
 def told_of_nccl(patch: pytest.MonkeyPatch) -> None:
-    """Let every process group have NCCL for CUDA, which tensors of the CPU then take for gloo."""
+    """Make every process group report NCCL for CUDA; tensors on the CPU still use gloo."""
     patch.setattr(GlooBackend, "device_backend", lambda _, device: {"cuda": "nccl", "cpu": "gloo"}[device.type])
 
 
 def chosen(group: dist.ProcessGroup, rank: int, hosts: list[int], devices: list[str], nccl: bool) -> tuple[str, str]:
-    """The name of what was chosen, and works, and why."""
+    """Return the name of the chosen algorithm, whether it works, and the reason of the choice."""
     with pytest.MonkeyPatch.context() as patch:
         if nccl:
             told_of_nccl(patch)
@@ -205,7 +205,7 @@ def test_what_is_chosen_is_told_where_the_parameters_are() -> None:
 
     model = nn.Linear(2, 2, device="meta")
     for params in (model, model.parameters(), model.named_parameters(), [{"params": model.weight}]):
-        there = mock.patch("torch.get_default_device", return_value=torch.device("cuda"))  # where meta tensors go
+        there = mock.patch("torch.get_default_device", return_value=torch.device("cuda"))  # the target of meta tensors
         told = mock.patch("zero.setup.build_collective", side_effect=ToldError)
         with there, told as build, pytest.raises(ToldError):
             ZeroOptimizer(params, torch.optim.SGD, lr=0.1)
@@ -267,7 +267,7 @@ def different(group: dist.ProcessGroup, rank: int, algorithm: str, other: str) -
 def test_ranks_in_different_collectives_learn_of_both_before_a_byte_moves(
     gloo: GlooPool, algorithm: str, other: str, said: str
 ) -> None:
-    """And so the process group is as good as before."""
+    """The process group remains usable."""
     found = gloo.run(different, algorithm, other, ranks=range(3))
     assert [name for _, name in found] == [algorithm] * 3
     for message, _ in found:

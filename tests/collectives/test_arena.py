@@ -1,4 +1,4 @@
-"""Memory that other processes can read: which pages are free, who frees them, and what happens where there are none."""
+"""Memory that other processes can read: which pages are free, who frees them, and the errors when none are left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def pages_of(path: Any) -> int:
-    """How many pages of a file exist."""
+    """Return the number of allocated pages of a file."""
     return os.stat(path).st_blocks * 512 // PAGE
 
 
@@ -34,7 +34,7 @@ def pages_of(path: Any) -> int:
 
 @given(st.integers(0, 40), st.lists(st.integers(0, 12) | st.integers(-40, -1), max_size=60))
 def test_spans_hand_out_every_page_once_and_first_fit(pages: int, events: list[int]) -> None:
-    """A number takes that many pages, a negative one gives back what was taken that long ago."""
+    """A positive number takes that many pages; -n gives back the span taken n events ago."""
     spans, free = Spans(pages), set(range(pages))
     taken: list[range] = []
     for event in events:
@@ -52,7 +52,7 @@ def test_spans_hand_out_every_page_once_and_first_fit(pages: int, events: list[i
 
 
 def test_pages_may_be_given_back_while_others_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A garbage collection, or another thread, lets go of regions at any moment."""
+    """A garbage collection, or another thread, may release regions at any moment."""
     spans = Spans(8)
     for page in range(8):
         assert spans.take(1) == page

@@ -1,4 +1,4 @@
-"""Collectives over the threads of one process: what they compute and what they send."""
+"""Collectives over the threads of one process: their results and their messages."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def reduce_scattered(
     contributions: list[Tensor],
     starts: list[Tensor],
 ) -> list[Tensor]:
-    """Each rank's sum, by ``algorithm``."""
+    """Return each rank's sum, by ``algorithm``."""
 
     def program(transport: Transport) -> Tensor:
         low, high = bounds[transport.rank], bounds[transport.rank + 1]
@@ -112,7 +112,7 @@ def drawn_inputs(
     dtypes: tuple[torch.dtype, torch.dtype],
     seed: int,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """A contribution and a running sum for each rank."""
+    """Return a contribution and a running sum for each rank."""
     ranks = range(len(bounds) - 1)
     contributions = [make(bounds[-1], dtypes[0], seed + rank) for rank in ranks]
     return contributions, [make(bounds[r + 1] - bounds[r], dtypes[1], seed + 100 + r) for r in ranks]
@@ -179,7 +179,7 @@ def test_ring_equals_pairwise_where_sums_are_exact(
 
 @given(bounds=split_groups, seed=seeds)
 def test_ring_stays_within_the_bound_of_a_sum_in_any_order(bounds: list[int], seed: int) -> None:
-    """(W - 1) 2^-24 sum |x|: the bound of W - 1 roundings to fp32, which holds in every order."""
+    """The bound is (W - 1) 2^-24 sum |x|: W - 1 roundings to fp32, in any order."""
     world_size = len(bounds) - 1
     generator = torch.Generator().manual_seed(seed)
     contributions = [torch.randn(bounds[-1], generator=generator) for _ in range(world_size)]
@@ -191,7 +191,7 @@ def test_ring_stays_within_the_bound_of_a_sum_in_any_order(bounds: list[int], se
 
 
 def test_only_the_algorithm_that_folds_calls_itself_exact() -> None:
-    """A sum whose bits depend on the order: 1 + 2^-24 is 1, but 2^-24 + 2^-24 is not nothing."""
+    """The bits of this sum depend on the order: 1 + 2^-24 rounds to 1, but 2^-24 + 2^-24 is not 0."""
     contributions = [torch.full((3,), value) for value in (1.0, 2.0**-24, 2.0**-24)]
     for algorithm, in_order in ((Pairwise, True), (Ring, False)):
         sums = torch.cat(reduce_scattered(algorithm, [0, 1, 2, 3], (FP32, FP32), WAYS[0], contributions, []))
@@ -234,7 +234,7 @@ def total(traffics: Sequence[Traffic]) -> Traffic:
 @given(bounds=split_groups, dtype=st.sampled_from([FP64, FP32, BF16]))
 @FEWER
 def test_each_collective_sends_one_pass_of_payload(algorithm: Algorithm, bounds: list[int], dtype: torch.dtype) -> None:
-    """(W - 1) n elements summed over ranks, whatever the split; headers are counted apart."""
+    """All ranks together send (W - 1) n elements, whatever the split; headers are counted separately."""
     world_size, numel = len(bounds) - 1, bounds[-1]
 
     def program(transport: Transport) -> tuple[Traffic, Traffic]:
@@ -265,7 +265,7 @@ def test_pairwise_sends_all_but_its_own_slice() -> None:
 
 
 def test_an_exchange_is_control_traffic() -> None:
-    """One header says how many bytes come, and over a network another one that they are here."""
+    """One header has the number of bytes. Over a network, another one acknowledges them."""
 
     def program(transport: Transport) -> Traffic:
         transport.exchange(b"x" * (10 + transport.rank), Tag(Kind.EXCHANGE, "step()"))
@@ -300,7 +300,7 @@ def test_native_says_that_it_needs_a_process_group() -> None:
 
 
 def rounds_of_buckets(algorithm: Algorithm, transport: Transport, seed: int, in_flight: int) -> list[Tensor]:
-    """Three rounds of reductions of four buckets, then their gathers; at most ``in_flight`` under way."""
+    """Run three rounds of reductions of four buckets, then their gathers, with at most ``in_flight`` under way."""
     collective = algorithm(transport)
     edges = torch.arange(transport.world_size + 1)
     results = []
@@ -375,7 +375,7 @@ def test_direct_exchanges_may_be_waited_for_in_any_order(orders: list[list[int]]
 
 
 def test_a_tensor_that_is_overwritten_before_the_wait_is_seen() -> None:
-    """The threads are as late as a network is allowed to be."""
+    """Threads delay transfers as long as a network may."""
     overwritten = threading.Barrier(2)
 
     def program(transport: Transport) -> Tensor:
@@ -423,7 +423,7 @@ def test_only_flat_tensors_travel() -> None:
 
 @given(st.integers(0, 1 << 24))
 def test_chunks_are_a_cut_of_everything_that_leaves_kernels_the_rest_that_there_was(numel: int) -> None:
-    """Vector kernels and the scalar loops for what is left over may differ in the bits of a NaN."""
+    """Vector kernels and the scalar loops for the remainder may differ in the bits of a NaN."""
     cuts = list(chunks(numel))
     assert [begin for begin, _ in cuts] == [0, *(end for _, end in cuts[:-1])]
     assert cuts[-1][1] == numel

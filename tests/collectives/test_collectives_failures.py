@@ -1,4 +1,4 @@
-"""How collectives over the threads of one process fail: ranks that disagree, raise or stay away."""
+"""Failures of collectives over the threads of one process: ranks that disagree, raise or never come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exchanges, channels and parts of groups over the threads of one process, and the tags of their messages."""
+"""Exchanges, channels and subgroups over the threads of one process, and the tags of their messages."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_exchange_and_meet_are_possible_while_a_collective_is_under_way(world_si
 
 
 def gathered_ranks(transport: Transport, label: str) -> list[float]:
-    """An all-gather of everybody's rank in the group, as proof that a group works."""
+    """Gather every rank's number in the group, to show that the group works."""
     buffer = torch.full((transport.world_size,), float(transport.rank))
     tag = Tag(Kind.ALL_GATHER, label)
     Pairwise(transport).all_gather(buffer, range(transport.world_size + 1), tag=tag).wait()
@@ -80,7 +80,7 @@ def gathered_ranks(transport: Transport, label: str) -> list[float]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_messages_of_forked_channels_do_not_mix(world_size: int) -> None:
-    """Ranks use three channels in different orders, which on one channel would be a mismatch."""
+    """Ranks use three channels in different orders. On one channel that would be a mismatch."""
     bounds = list(range(world_size + 1))
 
     def program(transport: Transport) -> list[float]:
@@ -113,7 +113,7 @@ def test_a_failure_of_one_channel_leaves_the_group_whole() -> None:
 
 @pytest.mark.parametrize("ranks", [[1, 3], [3, 1], [3, 0, 2], [2], [0, 1, 2, 3], [3, 2, 1, 0]])
 def test_a_part_of_a_group_has_ranks_of_its_own(ranks: list[int]) -> None:
-    """In the order that was asked for, while the whole group is at work."""
+    """The ranks have the requested order, while the whole group is at work."""
     contributions = [awkward(8 * len(ranks), FP32, rank) for rank in range(4)]
     bounds = [8 * i for i in range(len(ranks) + 1)]
 
@@ -215,7 +215,7 @@ def test_tags_that_differ_in_anything_are_not_the_same(tag: Tag, field: str) -> 
         "label": Tag(tag.kind, "x" + tag.label, tag.round, tag.index, tag.digest),
     }[field]
     if field == "label" and tag.label.startswith("x" * LABEL_BYTES):
-        return  # what differs lies behind the end
+        return  # the difference lies behind the end
     assert not tag.same(Tag.unpack(other.pack(0))[0])
     assert not tag.same(other)
 

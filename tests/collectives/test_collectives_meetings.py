@@ -1,4 +1,4 @@
-"""Ranks that are behind catch up where they meet, and learn of rounds that they missed."""
+"""Ranks that are behind catch up when all ranks synchronize, and receive the rounds that they missed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ pytestmark = pytest.mark.contract
 
 
 class Rounds:
-    """A rank that enters rounds of reductions, as a reducer does; its own contribute 1 + rank, the others' -0.0."""
+    """A rank that runs rounds of reductions, as a reducer does.
+
+    In its own rounds it contributes 1 + rank, in others -0.0.
+    """
 
     def __init__(self, transport: Transport, algorithm: Algorithm, sizes: Sequence[int], agree: bool) -> None:
         self.transport, self.collective = transport, algorithm(transport)
@@ -71,7 +74,7 @@ class Rounds:
 def check_meetings(
     algorithm: Algorithm, sizes: Sequence[int], plan: Sequence[Sequence[int]], agree: bool, seed: int | None
 ) -> None:
-    """``plan``: for each meeting, how many rounds each rank enters by itself before it."""
+    """Run a ``plan``: for each synchronization, the number of rounds that each rank runs by itself before it."""
     world_size = len(sizes)
 
     def program(transport: Transport) -> tuple[list[int], list[list[float]]]:
@@ -102,7 +105,7 @@ def check_meetings(
 def test_a_rank_that_is_behind_catches_up_exactly_what_it_missed(
     algorithm: Algorithm, world_size: int, data: st.DataObject
 ) -> None:
-    """For any number of rounds a rank, any split (empty slices send no bytes), with and without delays."""
+    """For any number of rounds on a rank and any split (empty slices send no bytes), with and without delays."""
     per_rank = st.lists(st.integers(0, 3), min_size=world_size, max_size=world_size)
     plan = data.draw(st.lists(per_rank, min_size=1, max_size=3), "rounds a rank before each meeting")
     sizes = data.draw(st.lists(st.sampled_from([0, 1, 4]), min_size=world_size, max_size=world_size), "slices")
@@ -121,7 +124,7 @@ def test_a_rank_that_is_behind_learns_of_rounds_that_send_it_no_bytes(
 
 
 def test_rounds_in_which_nothing_is_sent_count_too() -> None:
-    """As when every parameter is frozen: the announcement itself says how many there were."""
+    """This happens when every parameter is frozen: the message has the number of rounds."""
 
     def program(transport: Transport) -> int:
         caught_up: list[int] = []

@@ -1,4 +1,4 @@
-"""Buckets in order, and the scratch memory under way."""
+"""The order of buckets, and the scratch memory in use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ..sockets import on_wires
 
 
 class Launches:
-    """What a queue did: buckets in order of launch and of completion, and how many were under way at most."""
+    """Records a queue: buckets in order of launch and of completion, and the most that were under way."""
 
     def __init__(self) -> None:
         self.launched: list[int] = []
@@ -70,7 +70,10 @@ class _Launch:
 def test_buckets_are_launched_in_order_as_soon_as_they_may(
     rounds: list[tuple[list[int], list[int], int]], limit: int
 ) -> None:
-    """Whatever the order in which they become ready, and if some never do; a round knows nothing of the last."""
+    """The order in which they become ready does not matter, and some never do.
+
+    A round does not depend on the round before.
+    """
     expected: list[int] = []
     log = Launches()
     queue = BucketQueue(log.launch, limit)
@@ -126,9 +129,9 @@ def test_at_least_one_bucket_is_in_flight() -> None:
 def test_the_pool_hands_out_no_block_twice_and_holds_a_bounded_surplus(
     events: list[tuple[int, torch.dtype] | int], views_only: bool, exact: bool
 ) -> None:
-    """An event takes a tensor, or lets go of the one of that number. What is held keeps its content."""
+    """An event takes a tensor, or releases the tensor of that number. Tensors in use keep their content."""
     pool = Pool(exact=exact)
-    live: list[tuple[Tensor, int, int]] = []  # what is held, what was written there, bytes asked for
+    live: list[tuple[Tensor, int, int]] = []  # a tensor in use, the value written into it, the requested bytes
     most_asked = most_live = largest = peak = 0
 
     def take(number: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -275,7 +278,7 @@ def test_buffers_start_on_64_byte_boundaries(numel: int) -> None:
 
 
 def test_what_nobody_waits_for_is_bounded_also_where_ranks_never_meet() -> None:
-    """Over a network many bytes are answered, and answers are only waited for when ranks meet."""
+    """Over a network many bytes are acknowledged, and acknowledgements are awaited only when ranks synchronize."""
     rounds, numel = 400, SMALL // 4 + 1
 
     def program(transport: Transport) -> int:

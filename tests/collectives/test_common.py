@@ -1,5 +1,4 @@
-"""Memory that all ranks of a host have in common: what one writes for all, what it writes by mistake, and what happens
-where there is none."""
+"""Memory that all ranks of a host share: writes for all ranks, writes by mistake, and hosts without such memory."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def made(transport: Transport, *sizes: int) -> list[Region]:
 
 
 def filled(region: Region, transport: Transport, size: int) -> None:
-    """Every rank writes its number and one into its part."""
+    """Let every rank write its number plus one into its part."""
     width = size // transport.world_size
     region.own(transport.rank * width, (transport.rank + 1) * width).fill_(transport.rank + 1)
     transport.announce(NOW).wait()
@@ -88,7 +87,7 @@ def test_where_the_kernel_does_not_tell_everything_may_have_been_written(monkeyp
 
 
 def on_one_thread(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Fails for the first thread that calls it."""
+    """Return a function that fails for the first thread that calls it."""
     first = threading.Lock()
 
     def wrapped(*arguments: Any) -> Any:
@@ -105,7 +104,7 @@ def on_one_thread(call: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("step", ["file_of", "regions_of"])
 @pytest.mark.by_default("file_of")
 def test_memory_in_common_is_for_all_or_for_none(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """One rank alone finds none: no rank has any, nothing is left, and the ranks still talk."""
+    """If one rank gets no memory, no rank has any, nothing is left behind, and the ranks can still communicate."""
     before = opened()
     monkeypatch.setattr(host_module, step, on_one_thread(getattr(host_module, step)))
 
@@ -120,7 +119,7 @@ def test_memory_in_common_is_for_all_or_for_none(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_elsewhere_or_failed_is_named_at_once(rank: int) -> None:
-    """Who waits for a descriptor hears nothing else; so the ranks agree before."""
+    """A rank that waits for a descriptor receives nothing else; so the ranks agree before."""
 
     def program(transport: Transport, other: Callable[[], Any]) -> str:
         begin = time.monotonic()
@@ -190,7 +189,7 @@ def test_a_closed_optimizer_holds_no_page_of_shared_memory(stage: int) -> None:
         )
         odd_loss(models[transport.rank], odd_batches(1)[0]).backward()
         optimizer.step()
-        optimizer.zero_grad()  # what p.grad shows is the user's
+        optimizer.zero_grad()  # the tensor in p.grad belongs to the user
         used = pages_of(backend._arena.fd) > 0
         optimizer.close()
         transport.announce(NOW).wait()

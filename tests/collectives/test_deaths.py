@@ -1,6 +1,7 @@
-"""Real processes that die, stop, fail or leave in the middle of a collective: the others say who and where, in time.
+"""Real processes that die, stop, fail or exit in the middle of a collective.
 
-`python -m tests.kills` does the same at random, 200 times.
+The other ranks raise in time, and name the rank and the place. `python -m tests.kills` does the same at random, 200
+times.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def test_ranks_in_different_calls_learn_of_both_through_shared_memory(stage: int
 
 
 def different_sizes(rank: int, port: int, pipe: Connection) -> None:
-    """Two ranks enter collectives of different sizes, and forget the transport; then they use the group again."""
+    """Let two ranks enter collectives of different sizes and drop the transport. Then use the group again."""
     enter(rank, 2, port, 60.0)
     numel, transport = 40 + 8 * rank, connect().fork()
     out, tag = torch.empty(numel // 2), Tag(Kind.REDUCE_SCATTER, f"bucket {rank}")

@@ -1,4 +1,4 @@
-"""A rank that fails at any step of any collective: every other rank says which one, and why, without the time limit.
+"""A rank that fails at any step of any collective: every other rank names it and its reason, before the time limit.
 
 Each send, receive and wait of a rank is a step at which it may fail. Ranks are threads; `test_deaths` has processes.
 """
@@ -37,7 +37,7 @@ from ..carried import FEWER, SOON, reduction
 from ..kills import LABEL, halves, launch
 
 NUMELS = [0, 12, 1 << 17]
-PART = 1 << 13  # elements of a part at least, here: so the last of these is sent in several, and answered
+PART = 1 << 13  # the least elements of a part here, so that the last of these is sent in several, and acknowledged
 LIMIT = 5.0
 TAG = Tag(Kind.EXCHANGE, "many bytes")
 ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
@@ -57,7 +57,7 @@ def _small_parts() -> Iterator[None]:
 
 
 class Failing:
-    """Raises in one rank at one of its steps."""
+    """A backend that raises in one rank at one of its steps."""
 
     def __init__(self, victim: int, step: int) -> None:
         self.victim, self.steps, self.armed = victim, step, False
@@ -70,7 +70,7 @@ class Failing:
 
 
 def until_one_fails(collective: Collective, what: str, numel: int) -> str:
-    """Enter the same kind of collective again and again; the error that ends it."""
+    """Enter the same kind of collective again and again; return the error that ends this."""
     number = 0
     while True:
         number += 1
@@ -123,7 +123,7 @@ def test_a_rank_that_fails_at_any_step_is_named_by_all_at_once(
 
 
 class Interrupting:
-    """Raises `KeyboardInterrupt` at one of the lines that a thread runs in what asks for parts and reads them."""
+    """Raises `KeyboardInterrupt` at one of the lines that a thread runs in the code that requests and reads parts."""
 
     functions = ("post_remaining", "_post", "recv", "wait")
 
@@ -175,7 +175,7 @@ def test_an_interrupt_while_parts_are_asked_for_ends_the_group_or_loses_nothing(
 
 
 def test_after_a_failure_nothing_more_is_asked_for() -> None:
-    """What nobody will send would keep its memory for as long as the group is there."""
+    """A request that no rank answers would keep its memory as long as the group exists."""
 
     def program(transport: Transport) -> list[bool]:
         if transport.rank == 1:
@@ -192,7 +192,7 @@ def test_after_a_failure_nothing_more_is_asked_for() -> None:
 @given(order=st.permutations(range(6)), length=st.integers(3, 6))
 @FEWER
 def test_whoever_waits_for_a_rank_that_waits_for_another_names_the_last(order: Sequence[int], length: int) -> None:
-    """A row of ranks, each of which waits for the one before; the first leaves."""
+    """In a row of ranks each waits for the one before; the first one exits."""
     row = order[:length]
     errors: dict[int, str] = {}
 

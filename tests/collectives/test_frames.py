@@ -23,8 +23,8 @@ from collectives.backends.shared_memory import INLINE, PeerProcess, SharedMemory
 
 from ..sockets import ARENA, leave, mesh, on_sockets
 
-SOON = 5.0  # seconds in which an error must have come that is told, not waited for
-MANY = 300  # messages, which no socket holds
+SOON = 5.0  # seconds in which an error must come that a message brings, rather than a time limit
+MANY = 300  # messages, more than a socket buffers
 TAG = Tag(Kind.REDUCE_SCATTER, "bucket 3", 7, 3)
 
 
@@ -33,7 +33,7 @@ def numbered(number: int, size: int) -> bytes:
 
 
 def send_much(backend: SharedMemoryBackend) -> None:
-    """More to rank 1 than its socket holds."""
+    """Send more to rank 1 than its socket buffers."""
     for _ in range(MANY):
         backend.send_bytes(b"x" * INLINE, 1, 0)
 
@@ -50,7 +50,7 @@ def as_tensor(data: bytes) -> Tensor:
     st.randoms(use_true_random=False),
 )
 def test_messages_of_a_slot_are_in_order_whatever_is_read_first(messages: list[Any], order: Any) -> None:
-    """Small ones in frames, large ones in the sender's memory; as tensors or bytes on either side."""
+    """Small messages are in frames, large ones in the sender's memory; either side uses tensors or bytes."""
     first, second = mesh(2)
     expected: dict[int, list[bytes]] = {0: [], 1: [], 2: []}
     sends = []
@@ -109,7 +109,7 @@ def test_a_failure_is_told_to_all_though_one_of_them_reads_nothing_and_its_socke
 
 
 def test_full_sockets_in_both_directions_do_not_deadlock() -> None:
-    """Each rank sends a thousand messages, far more than a socket holds, before it reads one."""
+    """Each rank sends a thousand messages, far more than a socket buffers, before it reads one."""
     count, size = 1000, INLINE
 
     def program(transport: Transport) -> bool:
@@ -134,7 +134,7 @@ def test_a_full_socket_has_a_time_limit() -> None:
 
 
 def test_a_third_rank_that_has_left_does_not_disturb_a_full_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was done; the two others were not."""
+    """That rank had finished; the two others had not."""
     first, second, third = mesh(3)
     full = threading.Event()
     make_room = SharedMemoryBackend._make_room
@@ -234,7 +234,7 @@ def send(transport: Transport) -> Any:
 @pytest.mark.parametrize("give", [expose, send])
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
 def test_who_waits_for_a_reader_learns_why_it_gave_up(give: Callable[[Transport], Any], leaves: bool) -> None:
-    """It has sent all that it owed, and fails while it reads."""
+    """The reader has sent all its messages, and fails while it reads."""
     backends = mesh(2, timeout=60.0)
     first, second = map(Transport, backends)
     work = give(first)

@@ -1,4 +1,4 @@
-"""Several hosts: in which order a sum is formed and where, how many bytes cross between hosts, and who names whom."""
+"""Several hosts: where and in which order a sum is formed, the bytes between hosts, and the ranks named in errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..carried import splits
 from ..sockets import Wire, routed
 
 FEWER = settings(max_examples=settings().max_examples // 3)
-PAYLOAD = 1  # the lane of bytes
+PAYLOAD = 1  # the slot of payload bytes
 
 
 def hosts_of(assignment: Sequence[int]) -> Hosts:
@@ -52,7 +52,10 @@ def test_a_plan_adds_every_rank_once_in_order_where_its_memory_is_seen(
 
 
 def crossed(plan: Plan, hosts: Hosts, started: bool, travel: int, accumulate: int) -> int:
-    """Bytes of an element between hosts: the walk of the sum, and what is brought to where it is added."""
+    """Return the bytes of an element between hosts.
+
+    They are those of the running sum, and of the contributions that are sent to where they are added.
+    """
     walk = [*([plan.owner] if started else []), *(stop.at for stop in plan.stops)]
     sums = sum(accumulate for a, b in itertools.pairwise(walk) if hosts.of[a] != hosts.of[b])
     return sums + sum(travel for stop in plan.stops for rank in stop.adds if hosts.of[rank] != hosts.of[stop.at])
@@ -71,7 +74,10 @@ def test_a_plan_is_never_worse_than_a_direct_exchange(
 
 @pytest.mark.parametrize(("count", "ranks"), [(2, 1), (2, 2), (2, 4), (3, 1), (3, 3), (4, 1), (4, 2), (5, 8)])
 def test_equal_hosts_cross_as_often_as_the_closed_form_says(count: int, ranks: int) -> None:
-    """H - 1 times for one rank a host and for the last host's slices, else H: H - 1/H on average for many ranks."""
+    """A sum crosses H - 1 times for one rank a host and for the last host's slices, else H times.
+
+    The average is H - 1/H for many ranks.
+    """
     hosts, world_size = equal_hosts(count, ranks), count * ranks
     crossings = [plan.bytes_per_element // 4 for plan in plans(hosts, False, 4, 4)]
     elsewhere = count - 1 if ranks == 1 else count
@@ -82,7 +88,10 @@ def test_equal_hosts_cross_as_often_as_the_closed_form_says(count: int, ranks: i
 
 @pytest.mark.parametrize(("count", "ranks", "busiest"), [(2, 1, 1), (2, 2, 3), (3, 2, 8), (4, 2, 10), (2, 4, 8)])
 def test_plans_of_equal_bytes_are_spread_over_the_links(count: int, ranks: int, busiest: int) -> None:
-    """How many slices pass the busiest link one way; with ties left to chance two hosts of two ranks had 4."""
+    """Counts the slices on the busiest link in one direction.
+
+    With random ties it would be 4 for two hosts of two ranks.
+    """
     load: Counter[tuple[int, str]] = Counter()
     for plan in plans(equal_hosts(count, ranks), False, 1, 1):
         for sender, receiver, _ in plan.links:
@@ -92,7 +101,7 @@ def test_plans_of_equal_bytes_are_spread_over_the_links(count: int, ranks: int, 
 
 
 def run_counted(assignment: Sequence[int], bounds: Sequence[int], started: bool) -> tuple[list[int], list[int], int]:
-    """Bytes that cross between hosts in a reduce-scatter and in an all-gather, by sender; and all that left."""
+    """Return the bytes between hosts in a reduce-scatter and in an all-gather, by sender; and all bytes sent."""
     hosts = hosts_of(assignment)
     payload = [[0] * len(assignment), [0] * len(assignment)]
 
@@ -144,7 +153,7 @@ def test_what_crosses_between_hosts_is_what_the_plans_say(drawn: tuple[list[int]
 
 
 def test_the_ranks_of_a_host_share_the_work_for_another_host() -> None:
-    """Each slice of one host goes to another rank of the other one, as far as there are."""
+    """Slices of one host go to different ranks of the other host, as far as it has enough."""
     hosts = equal_hosts(2, 4)
     for here, there in ((0, 1), (1, 0)):
         assert [hosts.delegate(owner, there) for owner in hosts.ranks[here]] == list(hosts.ranks[there])

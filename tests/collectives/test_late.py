@@ -1,8 +1,10 @@
-"""Training programs whose transfers finish at the wait (`late.py`): they have the plain loop's bits, and do not touch
-the memory of a transfer between its launch and its wait. On one stream such a program is safe over NCCL, too.
+"""Training programs whose transfers finish at the wait (`late.py`).
+
+They have the plain loop's bits, and do not touch the memory of a transfer between its launch and its wait. On one
+stream such a program is safe over NCCL, too.
 
 `sharding_factor` is left out. There a rank posts a receive into memory that it sends next: the peer answers only after
-it has the message, which this checker cannot know.
+it has received the message, which this checker cannot know.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ..plain import assert_same_states
 from ..programs import Program, Round, Step, compare, run_rank
 
 EVERY_STAGE = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-CAP = 0.001  # MB: several buckets, and several under way at once
+CAP = 0.001  # MiB: several buckets, and several under way at once
 STEPS = (
     Step(clips=((0.1, 2.0),)),
     Step((Round(sync=False), Round(), Round(sync=False))),
@@ -33,7 +35,7 @@ FEWER = (Step((Round(), Round(ranks=1))), Step((Round(ranks=1),)))  # not at sta
 
 
 def check(program: Program) -> int:
-    """Compare a program with the plain loop. Return how many collectives of the backend were under way at most."""
+    """Compare a program with the plain loop. Return the most collectives of the backend that were under way."""
 
     def run(transport: Transport) -> tuple[Any, int]:
         assert isinstance(transport.backend, LateBackend)
@@ -50,7 +52,7 @@ def check(program: Program) -> int:
 @EVERY_STAGE
 @pytest.mark.by_default("2-all_to_all", "3-pairwise")
 def test_training_has_the_plain_loops_bits_when_every_transfer_finishes_late(stage: int, collective: str) -> None:
-    """Steps with clips, `no_sync`, missing gradients, an unfrozen parameter, and ranks without micro-batches."""
+    """With clips, `no_sync`, missing gradients, an unfrozen parameter, and ranks without micro-batches."""
     steps = STEPS + (FEWER if stage < 3 else ())
     exact = Program(3, stage, bucket_cap_mb=CAP, collective=collective, steps=steps)
     mixed = Program(2, stage, bucket_cap_mb=CAP, collective=collective, precision=PRECISIONS["bf16"], steps=steps)
@@ -61,7 +63,7 @@ def test_training_has_the_plain_loops_bits_when_every_transfer_finishes_late(sta
 @EVERY_STAGE
 @pytest.mark.by_default("2")
 def test_training_by_the_groups_own_reduce_scatter_touches_nothing_under_way(stage: int) -> None:
-    """With one round a step the sums of `late.py` have the order of the plain loop's."""
+    """With one round a step, the sums of `late.py` have the order of the plain loop's."""
     assert check(Program(3, stage, collective="native", steps=(Step((Round(),), clips=((0.1, 2.0),)),) * 2)) >= 2
 
 

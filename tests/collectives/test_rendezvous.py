@@ -1,4 +1,4 @@
-"""How ranks of one host find each other and share memory, and what they do where they cannot."""
+"""How ranks of one host connect and share memory, and what they use if they cannot."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORBIDDEN = OSError(errno.EPERM, "forbidden")
 
 
 def works(collective: Collective) -> str:
-    """The name of an algorithm that gives what it should."""
+    """Return the name of an algorithm, after a check of its results."""
     t = collective.transport
     bounds = [3 * rank for rank in range(t.world_size + 1)]
     whole = torch.zeros(bounds[-1])
@@ -50,7 +50,7 @@ def automatic(transport: Transport) -> Collective:
 
 
 def outcome(make: Callable[[Transport], Collective]) -> Callable[[Transport], str]:
-    """What became of an algorithm: its name, or the error."""
+    """Return the name of the chosen algorithm, or the error."""
 
     def program(transport: Transport) -> str:
         try:
@@ -62,7 +62,7 @@ def outcome(make: Callable[[Transport], Collective]) -> Callable[[Transport], st
 
 
 def on_hosts(monkeypatch: pytest.MonkeyPatch, hosts: Sequence[int]) -> None:
-    """Let rank r be on host ``hosts[r]``."""
+    """Pretend that rank r is on host ``hosts[r]``."""
 
     def infos(transport: Transport, listener: HostListener) -> list[RankInfo]:
         found = exchange_infos(transport, listener)
@@ -72,7 +72,7 @@ def on_hosts(monkeypatch: pytest.MonkeyPatch, hosts: Sequence[int]) -> None:
 
 
 def once(call: Callable[..., Any], error: Exception) -> Callable[..., Any]:
-    """Fails the first time that any thread calls it."""
+    """Return a function that fails the first time that any thread calls it."""
     first = threading.Lock()
 
     def wrapped(*arguments: Any, **named: Any) -> Any:
@@ -135,7 +135,7 @@ def test_ranks_that_cannot_share_memory_talk_and_rank_0_says_why(
     problem(monkeypatch)
     with pytest.warns(UserWarning, match=f"the ranks talk over wire, not through shared memory: {words}") as warned:
         assert on_wires(3, outcome(automatic), timeout=60.0) == ["pairwise"] * 3
-    # What a garbage collection finds in this moment, of other tests too, is not said by who chooses.
+    # A garbage collection may warn here of objects of other tests; such warnings are not those of the selection.
     unseen = (ResourceWarning, pytest.PytestUnraisableExceptionWarning)
     said = [str(warning.message) for warning in warned if not issubclass(warning.category, unseen)]
     assert len(said) == 1, said
@@ -167,11 +167,11 @@ def test_one_host_whose_ranks_cannot_share_memory_is_enough(monkeypatch: pytest.
         assert on_wires(4, outcome(automatic)) == ["pairwise"] * 4
 
 
-# -- strangers ---------------------------------------------------------------------------------------------------------
+# -- foreign processes -------------------------------------------------------------------------------------------------
 
 
 def knock(info: RankInfo, data: bytes | None, files: list[int]) -> socket.socket:
-    """A process that found the address, but does not know the token."""
+    """Connect as a process that found the address, but does not know the token."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(SOON)
     connection.connect(b"\0zero-" + info.address.encode())
@@ -183,7 +183,7 @@ def knock(info: RankInfo, data: bytes | None, files: list[int]) -> socket.socket
 
 
 def test_a_stranger_is_turned_away_and_the_ranks_connect() -> None:
-    """With a wrong token or message, no memory, memory that cannot be read, a token for a higher rank, nothing."""
+    """It has a wrong token or message, no memory, unreadable memory, a token of a higher rank, or sends nothing."""
     before = opened()
 
     def program(transport: Transport) -> tuple[str, list[tuple[bytes, list[int]]]]:
@@ -225,7 +225,7 @@ def test_a_stranger_is_turned_away_and_the_ranks_connect() -> None:
 
 
 def test_a_rank_that_cannot_tell_its_host_is_not_taken_for_one_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a process has no descriptor left."""
+    """This happens when a process has no descriptor left."""
     stat, fail = os.stat, once(lambda: None, OSError(errno.EMFILE, "too many open files"))
 
     def of_the_namespace(path: Any, **named: Any) -> os.stat_result:
@@ -240,7 +240,7 @@ def test_a_rank_that_cannot_tell_its_host_is_not_taken_for_one_of_another(monkey
 
 @pytest.mark.full
 def test_a_process_of_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel says whose process it is; nobody has to be believed, nor is given anything."""
+    """The kernel names the user of a process: no rank has to trust it, or to give it anything."""
     user, given = os.geteuid(), list[Any]()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     monkeypatch.setattr(socket, "send_fds", lambda *what: given.append(what))
@@ -249,7 +249,7 @@ def test_a_process_of_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatc
     assert given == []
 
 
-# -- what is left ------------------------------------------------------------------------------------------------------
+# -- nothing is left behind --------------------------------------------------------------------------------------------
 
 
 def mapped() -> int:

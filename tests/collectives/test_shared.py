@@ -49,12 +49,15 @@ CPU = torch.device("cpu")
 FEWER = settings(max_examples=settings().max_examples // 2)
 transport_module = sys.modules["collectives.transport"]
 shared_module = sys.modules["collectives.algorithms.shared"]  # `collectives.shared` is a function
-SMALL = 64  # elements of a chunk here at most, so that few elements are many chunks
+SMALL = 64  # the most elements of a chunk here, so that few elements make many chunks
 
 
 @dataclass(frozen=True)
 class Job:
-    """Several reductions and gathers in flight. ``hosts``: of each rank; ``way``: where the sums are, see `WAYS`."""
+    """Several reductions and gathers in flight.
+
+    ``hosts``: the host of each rank; ``way``: where the sums are, see `WAYS`.
+    """
 
     bounds: tuple[int, ...]
     hosts: tuple[int, ...]
@@ -107,7 +110,7 @@ def jobs(
 
 
 def program(job: Job, make: Any, algorithm: Callable[[Transport], Any], transport: Transport) -> list[Tensor]:
-    """This rank's sums and gathered buffers. What was sent is overwritten as soon as the wait allows."""
+    """Return this rank's sums and gathered buffers. Inputs are overwritten as soon as the wait allows it."""
     collective = algorithm(transport)
     t, results, works = collective.transport, [], []
     low, high = job.bounds[t.rank], job.bounds[t.rank + 1]
@@ -187,7 +190,7 @@ def test_narrow_contributions_are_added_in_the_wide_accumulator(job: Job) -> Non
 @FEWER
 @pytest.mark.full
 def test_the_same_through_sockets_and_memory_that_cannot_be_written(job: Job) -> None:
-    """Peers' memory is mapped to be read; and hosts whose ranks share memory, with a network between them."""
+    """Peers' memory is mapped read-only; some hosts share memory, with a network between them."""
     check(job, awkward, lambda transport: Shared(Transport(meet(transport))), assert_same_bits)
     hosts = job.ranks_of_hosts
     check(job, awkward, lambda transport: Hierarchical(routed(transport, hosts), hosts), assert_same_bits)
@@ -257,7 +260,10 @@ def test_a_thousand_collectives_in_flight_keep_their_order_and_their_memory_is_b
 
 
 def test_an_exception_while_reading_ends_the_waits_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank fails in the middle of its sum; the others are done with theirs, and wait for it to have read."""
+    """One rank fails in the middle of its sum.
+
+    The others have finished theirs, and wait until it has read their memory.
+    """
     bounds = [0, 2, 5, 8]
 
     def failing(parts: Sequence[Tensor], out: Tensor) -> None:

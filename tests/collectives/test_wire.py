@@ -1,6 +1,6 @@
-"""Laws about what travels: in which order, how much of it at once, and what must not be seen in it.
+"""Laws of messages: their order, how many are under way, and what they must not depend on.
 
-`Spy` stands between a transport and its backend and sees every message as it leaves a rank.
+`Spy` stands between a transport and its backend and records every message that leaves a rank.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HEADERS, PORTS = 0, 6
 
 
 class Recorded:
-    """`Pairwise` that notes what each rank launches, and how many reductions are under way."""
+    """`Pairwise` that records each rank's launches, and the number of reductions under way."""
 
     name, exact = "recorded", True
 
@@ -80,7 +80,7 @@ class _Flight:
 
 
 class Fan(nn.Module):
-    """Layers side by side, which a backward reaches in the order that the caller chooses."""
+    """Layers side by side, which a backward reaches in an order that the caller chooses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,8 +99,10 @@ class Fan(nn.Module):
 @pytest.mark.parametrize("world_size", [2, 5])
 @pytest.mark.by_default("2-2", "5-3")
 def test_every_rank_launches_every_bucket_in_layout_order(stage: int, world_size: int) -> None:
-    """Though gradients come in another order on each rank, some not at all, and though with five ranks most slices
-    are empty. At most as many are under way as there are buffers for."""
+    """Gradients come in another order on each rank, and some never do.
+
+    With five ranks most slices are empty. No more buckets are under way than there are buffers.
+    """
 
     def program(transport: Transport) -> tuple[Recorded, list[int]]:
         model, readiness = Fan(), list[int]()
@@ -140,7 +142,7 @@ def test_every_rank_launches_every_bucket_in_layout_order(stage: int, world_size
 
 
 class Eager(Pairwise):
-    """No overlap: each collective is waited for at once."""
+    """No overlap: each collective is awaited at once."""
 
     def reduce_scatter(self, *arguments: Any, **named: Any) -> Work:
         work = super().reduce_scatter(*arguments, **named)
@@ -183,7 +185,7 @@ class _Late:
 
 
 def sleepy_hooks(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
-    """Random delays in every hook that autograd and modules know."""
+    """Add random delays to every hook of autograd and of modules."""
     if moment != "built":
         return
     source = random.Random(optimizer.rank)
@@ -202,7 +204,7 @@ def sleepy_hooks(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
 
 
 def slow(rank: int, event: str) -> Interference:
-    """One rank is behind in one kind of event."""
+    """Delay one rank in one kind of event."""
 
     def interfere(which: int, what: str, peer: int) -> None:
         if (which, what) == (rank, event):
@@ -231,7 +233,7 @@ def test_delays_in_collectives_and_hooks_change_no_bit(stage: int) -> None:
     assert_plain_loop(trained(stage, sleepy_hooks, collective=Sleepy))
 
 
-# -- what really travels ----------------------------------------------------------------------------------------------
+# -- the messages themselves ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -243,8 +245,10 @@ class Message:
 
 
 class Spy(Backend):
-    """A backend that writes down what leaves this rank through channels that were opened (not the opening itself,
-    which draws a number by chance)."""
+    """A backend that records the messages of this rank on open channels.
+
+    Opening itself is left out: it draws a random number.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self.messages = backend, list[Message]()
@@ -262,7 +266,7 @@ class Spy(Backend):
 
 
 def wire(stage: int) -> tuple[list[list[Message]], list[Any]]:
-    """All that each of two ranks sends in a training with every kind of call in between; and their traffic."""
+    """Train on two ranks with every kind of call in between; return all that each rank sends, and its traffic."""
     models = [build(rank) for rank in range(2)]
 
     def program(transport: Transport) -> tuple[list[Message], Any]:
@@ -281,7 +285,7 @@ def wire(stage: int) -> tuple[list[list[Message]], list[Any]]:
 
 def digest_of_the_wire() -> list[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
-        fill_memory(patch, 0)  # padding travels, too
+        fill_memory(patch, 0)  # padding is sent, too
         return [
             [hashlib.sha256(repr(messages).encode()).hexdigest() for messages in wire(stage)[0]] for stage in STAGES
         ]
@@ -297,8 +301,10 @@ print(json.dumps([hash("zero"), digest_of_the_wire()]))
 
 
 def test_the_wire_knows_neither_hashes_of_strings_nor_addresses() -> None:
-    """Another interpreter, in which sets of strings have another order and objects lie elsewhere, sends the same bytes
-    in the same order."""
+    """Another interpreter sends the same bytes in the same order.
+
+    In it sets of strings have another order, and objects other addresses.
+    """
     command = [sys.executable, "-c", PROGRAM]
     environment, root = {**os.environ, "PYTHONHASHSEED": "1234567"}, Path(__file__).resolve().parents[2]
     other = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
@@ -310,7 +316,7 @@ def test_the_wire_knows_neither_hashes_of_strings_nor_addresses() -> None:
 
 @ALL_STAGES
 def test_traffic_is_what_the_backend_sent(stage: int) -> None:
-    """Headers and control bytes included, and what one sends another receives."""
+    """Headers and control bytes are included, and the bytes that one rank sends are those that another receives."""
     sent, traffic = wire(stage)
     for messages, counted in zip(sent, traffic, strict=True):
         headers = [message for message in messages if message.port == HEADERS]
@@ -328,7 +334,7 @@ def test_traffic_is_what_the_backend_sent(stage: int) -> None:
 @pytest.mark.parametrize("ranks", [[1, 3], [3, 1]])
 @pytest.mark.by_default("ranks0-2")
 def test_two_halves_of_four_ranks_train_side_by_side(stage: int, ranks: list[int]) -> None:
-    """Ranks are the group's everywhere: rank 0's values win, states go to rank 1, and a group's order is its own."""
+    """All ranks are those of the group: its rank 0's values win, states go to its rank 1, and its order is its own."""
     models = [build(7) for _ in range(4)]
     for first in (ranks[0], 0):
         models[first].load_state_dict(build(0).state_dict())

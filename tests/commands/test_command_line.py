@@ -1,4 +1,4 @@
-"""Turns of the `zero train` command that people take seldom."""
+"""Rarely used options of `zero train`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..test_errors import linear, on_ranks
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher around us."""
+    """Remove the variables of a launcher."""
     for name in ("WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
 

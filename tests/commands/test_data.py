@@ -1,4 +1,4 @@
-"""The text: what is read, how it is cut, and that a micro-batch depends on nothing but its coordinates."""
+"""The text: how it is read and cut, and that a micro-batch depends only on its coordinates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEQUENCE = 16
 
 
 def write(path: Path, size: int) -> Path:
-    """A file of bytes in which any 4 in a row occur once (for size up to 256 * 256)."""
+    """Write a file of bytes in which any 4 in a row occur once (for size up to 256 * 256)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(bytes([i // 256 + 1, i % 256]) for i in range(size))[:size])
     return path

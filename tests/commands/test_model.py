@@ -1,4 +1,4 @@
-"""The model that is trained: its weights are a function of a seed, it is causal, tied, and it learns."""
+"""The model of `zero train`: its weights are a function of a seed; it is causal and tied, and it learns."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_logit_does_not_depend_on_later_bytes() -> None:
 def test_a_forward_is_repeatable_and_takes_shorter_sequences() -> None:
     model, text = build_model("tiny", 16, 0), tokens(2, 16)
     assert torch.equal(model(text), model(text))
-    torch.testing.assert_close(model(text[:, :5]), model(text)[:, :5])  # other kernels for another length
+    torch.testing.assert_close(model(text[:, :5]), model(text)[:, :5])  # another length uses other kernels
 
 
 def test_rotation_makes_products_depend_on_distance_alone() -> None:
@@ -82,7 +82,7 @@ def test_an_untrained_model_knows_nothing_and_a_trained_one_learns() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(math.log(256), abs=0.1)  # small initial logits: nearly uniform
-    assert losses[-1] < 0.5  # 64 bytes learnt by heart
+    assert losses[-1] < 0.5  # it has memorized 64 bytes
 
 
 def test_generated_text_is_a_function_of_its_arguments() -> None:

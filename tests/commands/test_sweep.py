@@ -1,4 +1,4 @@
-"""`zero sweep`: which settings run, which of them are on the line, and what is left where something goes wrong."""
+"""`zero sweep`: which settings run, which of them are on the line, and what remains after an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ JOB = RunSpec("tiny", 1, 16, 1, 0, 1, 25.0)
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher around us."""
+    """Remove the variables of a launcher."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
@@ -100,7 +100,10 @@ def test_a_setting_is_on_the_line_unless_another_of_ours_is_smaller_and_faster(
 def played(
     monkeypatch: pytest.MonkeyPatch, sha256: str | None = None, fails: Mapping[int, BaseException] | None = None
 ) -> list[RunSpec]:
-    """Ranks leave what they would; ``fails``: number of a run -> how it ends instead. Returns the jobs that ran."""
+    """Replace the launch of ranks: only their results are written. Return the jobs that ran.
+
+    ``fails``: the error that a run raises instead, by the number of the run.
+    """
     told: list[RunSpec] = []
 
     def launch(module: str, settings: dict[str, Any], ranks: int) -> None:

@@ -46,7 +46,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launcher around us, and the number of threads as it was."""
+    """Remove the variables of a launcher, and restore the number of threads."""
     for name in ("WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
     threads = torch.get_num_threads()
@@ -56,7 +56,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pictures and hardly a sample: they take longer than the training."""
+    """Write no pictures and hardly a sample, which take longer than the training."""
     monkeypatch.setattr(plots, "can_draw", lambda: False)
     monkeypatch.setattr(rank, "SAMPLE_LENGTH", 8)
 
@@ -73,7 +73,7 @@ def flags(text: Path, out: Path, *more: str) -> list[str]:
 
 
 def plain_sha256(text: Path, clip: float | None = None, precision: str = "", **arguments: Any) -> str:
-    """The loop that a person has without us: model and data of `zero train`, the optimizer of torch."""
+    """Train with a loop without this library: model and data of `zero train`, torch's optimizer."""
     torch.set_num_threads(1)
     corpus, model = load_corpus(text, SEQUENCE), build_model("tiny", SEQUENCE, seed=0)
     mixed = MixedPrecision({"bf16": torch.bfloat16, "fp16": torch.float16}[precision]) if precision else None
@@ -122,12 +122,14 @@ def test_one_rank_gives_the_parameters_of_the_plain_loop(
 
 @pytest.fixture(scope="module")
 def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """The record of a run on two ranks at each stage: through `zero train`, torchrun and what `python -m zero.train`
-    calls."""
+    """Return the record of a run on two ranks at each stage.
+
+    The runs are started by `zero train`, by torchrun, and by the function that `python -m zero.train` calls.
+    """
     outs = [tmp_path_factory.mktemp(f"stage{stage}") for stage in range(3)]
     ended = command("-m", "zero.commands.cli", "train", "--ranks=2", *flags(text, outs[0], "--stage=0"))
     assert (ended.returncode, ended.stderr) == (0, "")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")  # talks about OMP_NUM_THREADS
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")  # prints a line on OMP_NUM_THREADS
     ended = command(*torchrun, "-m", "zero.train", *flags(text, outs[1], "--stage=1"))
     assert ended.returncode == 0, ended.stderr
     with pytest.MonkeyPatch.context() as patch:
@@ -172,7 +174,7 @@ def test_two_ranks_have_the_hash_of_the_plain_loop_in_sixteen_bits_too(
             assert formula[kind] <= held[kind] <= formula[kind] + slack, kind
 
 
-# ------------------------------------------------------------------------------------------------ what a run tells
+# ------------------------------------------------------------------------------------------------ output of a run
 
 
 @pytest.mark.full

@@ -1,7 +1,6 @@
-"""`zero.verify`: the same bits are said to be the same, a difference is found where it is, and whatever else is wrong
-is one clear error.
+"""`zero.verify`: equal bits pass, a difference is reported where it is, and any other problem is one clear error.
 
-The loops run in this process, where one rank is enough.
+The loops run in this process if one rank is enough.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from ..narrowed import PRECISIONS
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher around us."""
+    """Remove the variables of a launcher."""
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -49,7 +48,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What a single launched process does, done here; its error comes back as from a launcher."""
+    """Run the program of a single launched process here; its error is returned as a launcher would."""
 
     def run(module: str, settings: dict[str, str], ranks: int) -> None:
         assert (module, ranks) == ("zero.commands.verify.ranks", 1)
@@ -70,7 +69,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def alone(**changes: Any) -> Verification:
-    """A proof that one process can make."""
+    """Run a proof that needs only one process."""
     arguments: dict[str, Any] = {
         "build_model": verified.Squares,
         "batches": verified.pairs(),
@@ -138,7 +137,7 @@ def test_a_function_or_class_is_found_again_by_its_name() -> None:
 
 
 def as_main(monkeypatch: pytest.MonkeyPatch, path: Path | None, spec: Any = None) -> Any:
-    """`sys.modules["__main__"]` is what lies at ``path``; returns its function `build`."""
+    """Make the file at ``path`` the module `__main__`; return its function `build`."""
     main = ModuleType("__main__")
     main.__spec__ = spec
     if path is not None:
@@ -157,7 +156,7 @@ def test_a_script_is_found_by_its_path_and_runs_once(monkeypatch: pytest.MonkeyP
     )
     text = reference(as_main(monkeypatch, script), "build_model")
     assert text == f"{script}:build"
-    monkeypatch.setitem(sys.modules, "__zero_verify_script__", None)  # so that it is forgotten in the end
+    monkeypatch.setitem(sys.modules, "__zero_verify_script__", None)  # so that it is removed at the end
     monkeypatch.delitem(sys.modules, "__zero_verify_script__")
     assert resolve(text)() == resolve(text)() == (False, 1)
 
@@ -206,7 +205,7 @@ def test_a_function_inside_a_function_and_one_that_was_typed_in(monkeypatch: pyt
 
 
 class WholeTensor(torch.optim.SGD):
-    """Looks at the whole tensor."""
+    """An optimizer whose update depends on the whole tensor."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -397,7 +396,7 @@ def test_processes_that_end_without_a_result_are_an_error(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], str | None]:
-    """Waits so long for what a `Watchdog` would leave behind before it ends this process."""
+    """Return a function that waits some seconds for the error that a `Watchdog` records before it ends the process."""
     ended, lines = threading.Event(), list[str]()
     monkeypatch.setattr(verify_ranks, "record_error", lambda error: lines.append(str(error)))
     monkeypatch.setattr(os, "_exit", lambda code: ended.set())

@@ -1,4 +1,5 @@
-"""`zero.verify` on processes of its own: what is right, wrong or an error on some rank, and CONTRACT.md's example."""
+"""`zero.verify` on processes of its own: right programs, wrong ones, failures on some rank, and CONTRACT.md's
+example."""
 
 from __future__ import annotations
 
@@ -28,12 +29,12 @@ from .test_verify import plain_environment  # noqa: F401  a fixture
 pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 300  # seconds for real processes; they take about ten where the machine has nothing else to do
+LIMIT = 300  # seconds for real processes; they take about ten on an idle machine
 
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Where temporary files go; in the end there is none."""
+    """Return the folder of temporary files, which must be empty in the end."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -44,8 +45,10 @@ def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
 
 
 def first_element_that_differs() -> tuple[int, str, tuple[int, ...], float, float, int]:
-    """Two plain loops side by side, of which one does what `wrong_on_rank_one_of_two` does: step, parameter, index,
-    both values, and how many elements differ."""
+    """Run two plain loops, one of which does what `wrong_on_rank_one_of_two` does.
+
+    Return the first difference: step, parameter, index, both values, and how many elements differ.
+    """
     models = verified.build_odd(), verified.build_odd()
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
 
@@ -78,7 +81,10 @@ def first_element_that_differs() -> tuple[int, str, tuple[int, ...], float, floa
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.usefixtures("temporary")
 def test_on_real_ranks_the_right_runs_are_right_and_the_wrong_ones_wrong_where_they_are() -> None:
-    """A model with tied, frozen, unused, scalar, empty and strided parameters; on two ranks, one has another loss."""
+    """The model has tied, frozen, unused, scalar, empty and strided parameters.
+
+    In the wrong run one of two ranks has another loss.
+    """
     found = verify(
         verified.build_odd,
         verified.batches,

@@ -1,9 +1,9 @@
-"""The plain loop on a GPU, bit for bit: one rank beside NCCL, and several ranks on one GPU over gloo.
+"""The plain loop on a GPU, bit for bit: one rank with NCCL, and several ranks on one GPU over gloo.
 
-Each test also runs on the CPU, where what is for a GPU alone does nothing: so its code is known to work where there is
-no GPU, and that is all that the runs on the CPU show. The plain loop runs on the same device, with torch's
-deterministic algorithms. Ranks are processes: autograd runs the backwards of all threads of a process on one GPU in one
-thread, where a rank would wait for the others for ever.
+Each test also runs on the CPU, where everything specific to a GPU does nothing. That only shows that the test's code
+works on machines without a GPU. The plain loop runs on the same device, with torch's deterministic algorithms. Ranks
+are processes: autograd runs the backwards of all threads of a process on one GPU in one thread, where a rank would wait
+for the others forever.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ GPU = "cuda:0"
 HAS_GPU = torch.cuda.is_available()
 DEVICES = ("cpu", pytest.param(GPU, marks=pytest.mark.skipif(not HAS_GPU, reason="there is no GPU")))
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # without which torch refuses matrix products there
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # torch requires it for deterministic matrix products
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """In which also memory that nobody has written is NaN."""
+    """Use deterministic algorithms, which also fill uninitialized memory with NaN."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -59,7 +59,10 @@ class Ranks:
 
 @pytest.fixture(params=DEVICES, scope="module")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Processes that were forked from one that may have asked for GPUs cannot use them: those are spawned."""
+    """Return ranks on a device.
+
+    For a GPU they are spawned: a fork of a process that may have used CUDA cannot use it.
+    """
     if request.param == "cpu":
         yield Ranks("cpu", request.getfixturevalue("gloo"))
         return
@@ -79,7 +82,7 @@ def deterministic_products() -> Iterator[None]:
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A device for this process alone."""
+    """Set up torch for deterministic results on a device."""
     with deterministic_products(), deterministic():
         yield request.param
 
@@ -89,7 +92,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 CLIPPED = Step(clips=((0.1, 2.0), (0.05, 3.0)))
 PENDING = Step((Round(sync=False), Round()), divisor=3.0)
 THAWED = Step((Round(), Round()), toggle=("frozen",), clips=((0.1, float("inf")),))
-ALONE = Step((Round(), Round(ranks=1)), clear="zeros")  # where a rank may run a backward that others do not
+ALONE = Step((Round(), Round(ranks=1)), clear="zeros")  # for stages where one rank alone may run a backward
 EVERYWHERE = (CLIPPED, PENDING, Step(clear="none"), THAWED)
 PROGRAMS = [
     Program(world_size, stage, ("adamw fused", "adamw for-loop")[(world_size + stage) % 2], cap, steps=steps)
@@ -116,7 +119,7 @@ def whole_program(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
 
 
 def beside_nccl(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
-    """In a group of this rank alone, whose tensors NCCL moves where they are on a GPU."""
+    """Run in a group of this rank alone, whose tensors NCCL transfers if they are on a GPU."""
     backend = "nccl" if program.device.startswith("cuda") else "gloo"
     alone = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
     try:
@@ -138,12 +141,12 @@ def test_programs_give_the_bits_of_the_plain_loop_on_the_same_device(ranks: Rank
     assert_same_states(results[0][3], plain.optimizer.state_dict())
 
 
-# -- what a GPU does in its own time -----------------------------------------------------------------------------------
+# -- asynchronous work of a GPU ----------------------------------------------------------------------------------------
 
 
 @contextmanager
 def nobody_waits(device: str) -> Iterator[None]:
-    """torch raises where the host waits for a GPU."""
+    """Make torch raise if the host waits for a GPU."""
     if not device.startswith("cuda"):
         yield
         return
@@ -155,7 +158,7 @@ def nobody_waits(device: str) -> Iterator[None]:
 
 
 def in_a_stream(device: str) -> AbstractContextManager[Any]:
-    """A stream of its own, behind all that was enqueued before."""
+    """Use a new stream, behind all work enqueued before."""
     if not device.startswith("cuda"):
         return nullcontext()
     stream = torch.cuda.Stream(device)
@@ -178,7 +181,7 @@ def on(device: str, batches: Sequence[Any]) -> list[Any]:
 @pytest.mark.parametrize("offload", [None, Offload("cpu")], ids=["", "offload"])
 @pytest.mark.filterwarnings("ignore:offload")
 def test_a_step_lets_the_host_run_ahead(device: str, stage: int, offload: Offload | None) -> None:
-    """After the first two, which make states and runs; another stream than that in which the optimizer was built."""
+    """This holds after the first two steps, which create states, on another stream than that of the construction."""
     model, plain, batches = build().to(device), build().to(device), on(device, odd_batches(5, extra=False))
     options: dict[str, Any] = {"stage": stage, "bucket_cap_mb": 0.0005, "offload": offload}
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2, fused=True, **options)
@@ -209,7 +212,7 @@ def test_a_backward_inside_a_backward_is_refused_with_the_reason(device: str, st
 
 
 def edited(group: dist.ProcessGroup, rank: int, device: str) -> tuple[str, nn.Module]:
-    """Past the version counter, on every rank, in a block that only reads."""
+    """Edit past the version counter, on every rank, in a block that only reads."""
     with deterministic():
         model, batches = build().to(device), share(on(device, odd_batches(4, extra=False)), rank, 2)
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=3, process_group=group, lr=1e-2)

@@ -1,7 +1,7 @@
-"""Models and optimizers of other libraries train the bits of the plain loop, or are refused; so do the recipes for
-accelerate, Fabric and Trainer.
+"""Models and optimizers of other libraries: they train to the bits of the plain loop, or are refused.
 
-Outside the default run. What is not installed is skipped: `pip install -e '.[test,ecosystem]'`.
+The recipes for accelerate, Fabric and Trainer are tested, too. These tests are outside the default run, and skip
+libraries that are not installed: `pip install -e '.[test,ecosystem]'`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..loops import (
 from ..plain import assert_same_bits, bits, plain_step
 from ..pool import GlooPool
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # also in the processes that import this file: nothing is downloaded
+os.environ["HF_HUB_OFFLINE"] = "1"  # forbid downloads, also in the processes that import this file
 
 pytestmark = [pytest.mark.contract, pytest.mark.slow, pytest.mark.timeout(300)]  # such libraries are slow
 STAGES = (0, 1, 2, 3)
@@ -50,7 +50,7 @@ State = dict[str, Tensor]
 
 
 def state_of(model: nn.Module) -> State:
-    """By name, in memory of its own."""
+    """Return a copy of a model's state, by name."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
@@ -85,7 +85,7 @@ def llama() -> nn.Module:
 
 
 class Convolutions(nn.Module):
-    """With batch norm, in training mode: the statistics are a micro-batch's own."""
+    """A model with batch norm in training mode: the statistics are those of a micro-batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def adapted() -> nn.Module:
 
 
 class Experts(nn.Module):
-    """Each token goes to one expert; an expert without a token does not run."""
+    """A layer that sends each token to one expert; an expert without a token does not run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,8 +213,11 @@ def is_experts(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its training. ``needs``: a library. ``units``: what stage 3 gathers as a whole. ``buffer_dtype``: in
-    bf16; torch's batch norm has its statistics in the dtype of its weights."""
+    """A model and its training.
+
+    ``needs``: a library. ``units``: the modules that stage 3 gathers as a whole. ``buffer_dtype``: in bf16; torch's
+    batch norm has its statistics in the dtype of its weights.
+    """
 
     build: Callable[[], nn.Module]
     batches: Callable[[int], list[Any]]
@@ -242,7 +245,7 @@ CASES = {
 
 
 def train_case(group: dist.ProcessGroup, rank: int, name: str, precision: str) -> list[State]:
-    """The model's state after training, at each stage."""
+    """Return the model's state after training, at each stage."""
     case = CASES[name]
     states = []
     for stage in STAGES:
@@ -272,7 +275,7 @@ def train_case(group: dist.ProcessGroup, rank: int, name: str, precision: str) -
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_trains_the_bits_of_the_plain_loop_at_every_stage(gloo: GlooPool, name: str, precision: str) -> None:
-    """Parameters; buffers, which here are batch norm's statistics, are rank 0's on all ranks."""
+    """Compares parameters and buffers. Buffers, here the statistics of batch norm, are those of rank 0 on all ranks."""
     case = CASES[name]
     pytest.importorskip(case.needs)
     plain = case.model()
@@ -287,7 +290,7 @@ def test_a_model_trains_the_bits_of_the_plain_loop_at_every_stage(gloo: GlooPool
 
 
 def test_experts_go_unused_on_one_rank_and_on_both() -> None:
-    """What the case is there for does happen."""
+    """Shows that the case covers this."""
     case = CASES["mixture of experts"]
     model: Any = case.model()
     used: set[int] = set()
@@ -304,7 +307,7 @@ def test_experts_go_unused_on_one_rank_and_on_both() -> None:
 
 
 def held_by_adapters(group: dist.ProcessGroup, rank: int) -> list[tuple[int, int]]:
-    """Bytes of gradients after a backward and of states after a step, at each stage."""
+    """Return the bytes of gradients after a backward and of states after a step, at each stage."""
     found = []
     for stage in STAGES:
         model = CASES["low-rank adapters"].model()
@@ -325,7 +328,7 @@ def test_what_is_frozen_costs_neither_gradients_nor_states(gloo: GlooPool) -> No
     assert trained < 0.01 * sum(p.numel() for p in model.parameters())
     shard = trained // WORLD_SIZE
     expected = {0: (4 * trained + 4 * shard, 8 * trained), 1: (4 * trained, 8 * shard)}
-    slack = 64 * 12  # where slices are cut, and a step count for each run
+    slack = 64 * 12  # for the alignment of cuts, and a step count for each run
     for by_stage in gloo.run(held_by_adapters):
         for stage, held in enumerate(by_stage):
             for nbytes, formula in zip(held, expected.get(stage, (4 * shard, 8 * shard)), strict=True):
@@ -394,7 +397,7 @@ def test_a_scheduler_takes_the_optimizer_as_it_is(gloo: GlooPool, name: str) -> 
 
 
 class Shapes(nn.Module):
-    """Parameters of no, one, two and four dimensions."""
+    """A model with parameters of no, one, two and four dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +411,7 @@ class Shapes(nn.Module):
 
 
 NOT_ELEMENTWISE = ("LARS", "Ranger", "SM3", "SOAP", "MARS", "AdaNorm", "AdamP")
-TAKES_A_MINUTE = ("Kron", "SpectralSphere")  # to compile, and is refused then
+TAKES_A_MINUTE = ("Kron", "SpectralSphere")  # they compile for a minute, and are then refused
 RATE = {"lr": 1e-2}
 
 
@@ -433,7 +436,7 @@ def test_every_class_of_a_collection_is_refused_or_trains_the_bits_of_the_plain_
 
 
 def verdict_on(cls: type[torch.optim.Optimizer]) -> str:
-    """What becomes of a class that can be built with a rate alone, on two ranks at stages 2 and 3."""
+    """Train with a class that needs only a rate, on two ranks at stages 2 and 3; return the outcome."""
     count = 15 * WORLD_SIZE
     generator = torch.Generator().manual_seed(1)
     images = [torch.randn(4, 1, 6, 6, generator=generator) for _ in range(count)]
@@ -479,7 +482,7 @@ def verdict_on(cls: type[torch.optim.Optimizer]) -> str:
 
 
 def run_recipe(started: dict[str, Any], heading: str) -> list[State]:
-    """The trained parameters after a block that ends in an optimizer, at each stage."""
+    """Return the trained parameters after a block that creates an optimizer, at each stage."""
     states = []
     inputs, targets = (torch.cat(parts) for parts in zip(*even(COUNT), strict=True))
     for stage in STAGES:
@@ -499,7 +502,7 @@ def run_recipe(started: dict[str, Any], heading: str) -> list[State]:
 
 
 def halved(model: nn.Module, batch: Any) -> Tensor:
-    """As accelerate divides the loss of each of two accumulated micro-batches."""
+    """Return the loss as accelerate divides it for each of two accumulated micro-batches."""
     return autocast_loss(model, batch) / 2
 
 
@@ -533,7 +536,7 @@ RECIPES = {
 
 def test_every_recipe_is_run() -> None:
     assert {*RECIPES, "Trainer"} == set(ECOSYSTEM)
-    assert all(len(inputs) == SAMPLES for inputs, _ in even(COUNT))  # which the blocks have as batch_size
+    assert all(len(inputs) == SAMPLES for inputs, _ in even(COUNT))  # the blocks' batch_size
     assert all("batch_size=4" in BLOCKS[heading] for heading in RECIPES)
 
 
@@ -550,8 +553,11 @@ def test_a_recipe_trains_the_bits_of_the_plain_loop_at_every_stage(tmp_path: Pat
 
 
 def train_with_trainer(started: dict[str, Any], folder: Path) -> list[Any]:
-    """At each stage: what the model was called with, in the order of the micro-batches, its state after training, after
-    training on from the checkpoint of half the steps, and the loss on data that is evaluated."""
+    """Train at each stage, and train on from the checkpoint at half the steps.
+
+    Return for each stage: the model's inputs in the order of the micro-batches, its state after either training, and
+    the evaluation loss.
+    """
     from transformers import TrainingArguments
 
     dataset = [{"input_ids": row, "labels": row} for row in torch.cat(tokens(8))]
@@ -590,7 +596,7 @@ def test_trainer_trains_the_bits_of_the_plain_loop_saves_and_goes_on(tmp_path: P
     pytest.importorskip("accelerate")
 
     def loss_of(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = model(**call).loss * WORLD_SIZE  # as Trainer has it
+        loss: Tensor = model(**call).loss * WORLD_SIZE  # as Trainer scales it
         return loss
 
     def schedule(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
@@ -603,7 +609,7 @@ def test_trainer_trains_the_bits_of_the_plain_loop_saves_and_goes_on(tmp_path: P
     for stage, (calls, state, resumed, loss) in enumerate(results):
         assert len(calls) == 16
         plain: Any = seeded(5, gpt2)
-        plain.config.use_cache = False  # as Trainer sets it; with a cache the attention computes other last bits
+        plain.config.use_cache = False  # as Trainer sets it; with a cache, attention differs in the last bits
         loop.run(plain, calls)
         assert_same_state(state, state_of(plain), f"stage {stage}")
         assert_same_state(resumed, state_of(plain), f"stage {stage}, from a checkpoint")
@@ -611,7 +617,7 @@ def test_trainer_trains_the_bits_of_the_plain_loop_saves_and_goes_on(tmp_path: P
     assert len(losses) == 1
 
 
-# -- what the guide says does not work ---------------------------------------------------------------------------------
+# -- limits that the guide names ---------------------------------------------------------------------------------------
 
 
 def error_of(action: Callable[[], object]) -> str:
@@ -623,7 +629,7 @@ def error_of(action: Callable[[], object]) -> str:
 
 
 def refused(stage: int, wrap: Callable[[nn.Module], nn.Module], clip: Callable[[nn.Module, Any], object]) -> list[str]:
-    """What a wrapped model's first backward says, and a clip."""
+    """Return the error of a wrapped model's first backward, and that of a clip."""
     inputs, targets = even(1)[0]
 
     def train() -> None:
@@ -679,7 +685,7 @@ def test_what_the_guide_says_does_not_work_is_an_error(tmp_path: Path, library: 
 
 
 def test_accelerate_leaves_parameters_out_of_what_it_saves(tmp_path: Path) -> None:
-    """Which the guide warns of; once it does not, the warning can go."""
+    """The guide warns of this. When this test fails, the warning can go."""
     pytest.importorskip("accelerate")
     from safetensors.torch import load_file
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.contract
 CAPS = (1e-6, 0.0005, 25.0)
 STAGES = (0, 1, 2, 3)
 SIZES = tuple(product((1, 2, 3, 4, 5, 6, 8), CAPS))
-OFTEN = ((1, 25.0), (2, 1e-6), *product((3,), CAPS), (5, 0.0005), (8, 1e-6))  # the other sizes are slow
+OFTEN = ((1, 25.0), (2, 1e-6), *product((3,), CAPS), (5, 0.0005), (8, 1e-6))  # others are in the slow tier
 
 
 def check(program: Program) -> None:
@@ -57,7 +57,7 @@ def test_every_class_and_path_gives_the_bits_of_the_plain_loop_on_two_ranks(stag
 @EVERY_STAGE
 @pytest.mark.by_default("0-2-1e-06", "1-3-25.0", "2-3-0.0005", "3-5-0.0005")
 def test_the_number_of_ranks_and_the_bucket_size_do_not_matter(stage: int, world_size: int, cap: float) -> None:
-    """Also against a loop that lets autograd add up 24 micro-batches itself."""
+    """Also against a loop in which autograd adds up 24 micro-batches itself."""
     count = 24 if 24 % world_size == 0 else 2 * world_size
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -125,7 +125,7 @@ def test_no_sync_changes_when_bytes_travel_never_what_they_sum_to(stage: int) ->
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.by_default("2")
 def test_ranks_that_have_fewer_micro_batches_contribute_nothing(stage: int) -> None:
-    """Down to a rank that runs no backward at all, in the middle of the others' waits."""
+    """Down to a rank that runs no backward at all, while the others wait."""
     steps = (
         Step((Round(), Round(ranks=1))),
         Step((Round(ranks=2), Round(ranks=1))),

@@ -1,4 +1,4 @@
-"""The public face: it is a torch.optim.Optimizer."""
+"""The public interface: the optimizer is a torch.optim.Optimizer."""
 
 from __future__ import annotations
 
@@ -309,11 +309,11 @@ def test_edits_from_outside_between_steps_are_honoured(stage: int) -> None:
         assert_same_model(model, plain)
 
 
-# -- found by reading and by random programs; each was wrong once ------------------------------------------------------
+# -- earlier bugs, found by reading and by random programs -------------------------------------------------------------
 
 
 class CountingItself(torch.optim.SGD):
-    """A class that counts its steps in itself."""
+    """An optimizer that counts its steps in an attribute."""
 
     count = 0
 
@@ -362,7 +362,7 @@ def test_a_class_counts_steps_also_on_ranks_and_in_groups_that_hold_nothing(
 
 
 class CountingWhatItHas(torch.optim.SGD):
-    """A class that counts the steps of a group that has something to step, and edits a tensor among its options."""
+    """An optimizer that counts the steps of each group with a gradient, and edits a tensor among its options."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -1,7 +1,7 @@
-"""A second oracle, that others wrote: PyTorch's own FSDP2.
+"""An independent oracle: PyTorch's FSDP2.
 
-On two ranks with one micro-batch each a sum has two terms, whose order cannot matter, and a mean divides by two, which
-is exact: so FSDP2, stage 3 of this library and the plain loop must all have the same bits.
+On two ranks with one micro-batch each, a sum has two terms, whose order cannot matter, and a mean divides by two, which
+is exact. So FSDP2, stage 3 of this library and the plain loop must all have the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def batch_of(step: int, rank: int) -> Tensor:
 
 
 def fsdp2_and_zero(group: Any, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Both train on the same micro-batches; their parameters."""
+    """Train both on the same micro-batches; return their parameters."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 

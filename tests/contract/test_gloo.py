@@ -1,4 +1,4 @@
-"""What threads could hide: the same promises on real processes over gloo."""
+"""The same promises on real processes over gloo, for defects that threads could hide."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_ranks_with_fewer_backwards_catch_up_with_every_algorithm(gloo: GlooPool
 
 
 class Recording:
-    """`Pairwise` that notes when a bucket's reduction or gather was launched."""
+    """`Pairwise` that records when a bucket's reduction or gather was launched."""
 
     name = "recording"
     exact = True
@@ -134,7 +134,7 @@ def test_buckets_are_launched_while_the_rest_of_the_backward_runs(gloo: GlooPool
         launches = [event for event in events if event.startswith("launch")]
         assert launches == [f"launch {i}" for i in range(6)]
         assert events.index("launch 0") < events.index("backward 0")
-        for i in range(4):  # bucket i holds layer 5 - i; it is under way before the next layer but one begins
+        for i in range(4):  # bucket i holds layer 5 - i; it is launched before the second layer after it begins
             assert events.index(f"launch {i}") < events.index(f"backward {3 - i}")
 
 
@@ -157,7 +157,7 @@ def units_under_way(group: dist.ProcessGroup, rank: int) -> list[str]:
 def test_units_are_gathered_one_ahead_and_buckets_launched_while_earlier_units_run(gloo: GlooPool) -> None:
     for events in gloo.run(units_under_way):
         gathers = [event for event in events if event.startswith("gather")]
-        forward, backward = range(6), range(4, -1, -1)  # the last unit is still there when the backward begins
+        forward, backward = range(6), range(4, -1, -1)  # the last unit is still gathered when the backward begins
         assert gathers == [f"gather {5 - n}" for n in (*forward, *backward)], "of bucket 5 - n, which holds unit n"
         for n in range(5):
             assert events.index(f"gather {5 - n - 1}") < events.index(f"forward {n} ends")
@@ -173,7 +173,7 @@ def test_units_are_gathered_one_ahead_and_buckets_launched_while_earlier_units_r
 def test_a_rank_holds_its_shards_the_root_two_units_and_three_buckets_at_most(
     gloo: GlooPool, ranks: tuple[int, ...], collective: str
 ) -> None:
-    """Ranks that share memory gather nothing: every slice is where all see it."""
+    """Ranks that share memory gather nothing: all of them can read every slice."""
     for found in gloo.run(peaks.measure, 64, 3, 100, collective, ranks=ranks, limit=120):
         share, padding = found.whole / len(ranks), 64 * (BLOCKS + 2) * 6
         for kind, factor in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
@@ -182,8 +182,8 @@ def test_a_rank_holds_its_shards_the_root_two_units_and_three_buckets_at_most(
         assert found.gathered == (0 if collective == "auto" else gathered)
         assert found.bucket <= (found.unit + JOINED_BYTES if collective == "auto" else found.unit)
         assert found.scratch <= 3 * found.bucket
-        own = found.unit / len(ranks) if collective == "all_to_all" else 0  # which it sends itself, too
-        words = REPORT_BYTES * (len(ranks) - 1)  # for why another rank fails
+        own = found.unit / len(ranks) if collective == "all_to_all" else 0  # a rank also sends its own slice to itself
+        words = REPORT_BYTES * (len(ranks) - 1)  # buffers for the failure reports of other ranks
         assert found.above <= gathered + 3 * found.bucket + own + padding + words
 
 
@@ -220,7 +220,7 @@ def test_without_a_group_the_world_is_used(gloo: GlooPool) -> None:
 
 
 def integer_gradients(group: dist.ProcessGroup, rank: int, algorithm: str, stage: int) -> nn.Module:
-    """Weights and inputs are small integers, so that every order of a sum gives the same bits."""
+    """Train with weights and inputs that are small integers, so that a sum has the same bits in any order."""
     model = nn.Linear(37, 11)
     nn.init.constant_(model.weight, 2)
     nn.init.constant_(model.bias, 1)
@@ -281,7 +281,7 @@ def native_slice(group: dist.ProcessGroup, rank: int) -> Tensor:
 
 
 def test_the_native_baseline_stays_within_the_bound_of_a_sum_in_any_order(gloo: GlooPool) -> None:
-    """(W - 1) 2^-24 sum |x|: W - 1 roundings to fp32, against the exact sum."""
+    """The bound is (W - 1) 2^-24 sum |x|: W - 1 roundings to fp32, compared with the exact sum."""
     sums = torch.cat(gloo.run(native_slice, ranks=range(4))).tolist()
     columns = list(zip(*(contribution(rank).tolist() for rank in range(4)), strict=True))
     assert sums != [math.fsum(column) for column in columns], "else nothing was rounded, and nothing is shown"
@@ -392,5 +392,5 @@ def fork_sees(group: dist.ProcessGroup, rank: int, stage: int) -> tuple[bool, bo
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_fork_keeps_the_parameters_as_they_were(gloo: GlooPool, stage: int) -> None:
-    """A process that evaluates or saves while training goes on."""
+    """A forked process evaluates or saves while training continues."""
     assert gloo.run(fork_sees, stage, ranks=range(2)) == [(True, True)] * 2

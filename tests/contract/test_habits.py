@@ -1,4 +1,4 @@
-"""What loops do beside a step, at every stage and precision: compile, autocast, checkpoints, double backwards."""
+"""Other habits of training loops, at every stage and precision: compile, autocast, checkpoints, double backwards."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def plain_loop(model: nn.Module, run: Run, precision: MixedPrecision | None) -> 
 
 
 def train(model: nn.Module, run: Run, transport: Transport, stage: int, precision: MixedPrecision | None) -> list[int]:
-    """This rank's part; the graphs that were compiled after each step."""
+    """Train on this rank; return the graphs that were compiled after each step."""
     optimizer = ZeroOptimizer(
         model,
         torch.optim.AdamW,
@@ -111,7 +111,7 @@ class Checkpointed(Net):
 
 
 def penalised(model: Any, x: Tensor) -> None:
-    """A gradient's own gradient, as in a WGAN's penalty."""
+    """Return a loss that contains the norm of a gradient, as in a WGAN's gradient penalty."""
     x = x.detach().requires_grad_()
     out = model(x).float()
     (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
@@ -119,7 +119,7 @@ def penalised(model: Any, x: Tensor) -> None:
 
 
 def twice(model: Any, x: Tensor) -> None:
-    """Two losses over one graph."""
+    """Run the backwards of two losses over one graph."""
     out = model(x).float()
     out.square().mean().backward(retain_graph=True)
     out.abs().mean().backward()
@@ -152,7 +152,7 @@ def test_a_double_backward_is_right(stage: int, precision: str) -> None:
 @STAGES
 @pytest.mark.by_default("1-fp32")
 def test_averages_and_hooks_of_a_step_see_what_they_see_in_a_plain_loop(stage: int, precision: str) -> None:
-    """An exponential moving average of the weights, kept beside them, and the optimizer's own hooks."""
+    """With an exponential moving average of the weights, and the optimizer's own hooks."""
     mixed = PRECISIONS[precision]
 
     def average_of(model: nn.Module) -> Any:
@@ -188,7 +188,7 @@ def test_averages_and_hooks_of_a_step_see_what_they_see_in_a_plain_loop(stage: i
         for step in range(STEPS):
             if transport.rank == 0:
                 simple(model, batch(step, 0, mixed))
-            elif stage == 3:  # where units travel, every rank runs as many forwards and backwards
+            elif stage == 3:  # units are gathered, so all ranks run the same number of forwards and backwards
                 (model(batch(step, 0, mixed)).float().square().mean() * -0.0).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -214,7 +214,7 @@ def compiled_training(group: dist.ProcessGroup | None, rank: int, stage: int, pr
             for part in each.blocks if stage == 3 else (each,):
                 part.compile(backend="aot_eager")
         plain_loop(expected, simple, PRECISIONS[precision])
-        torch._dynamo.reset()  # or what was compiled for the plain model would serve for this one
+        torch._dynamo.reset()  # or graphs compiled for the plain model would be used for this one
         graphs = [counters["stats"]["unique_graphs"]]
         graphs += train(model, simple, transport, stage, PRECISIONS[precision])
         assert_same_model(model, expected)

@@ -1,14 +1,14 @@
-"""Every block of zero/LOOPS.md runs as it stands, and trains the bits of the plain loop.
+"""Every block of zero/LOOPS.md runs as it stands, and trains to the bits of the plain loop.
 
-A block is run on two processes, with what the guide's first block makes (`Start` itself, on two that are launched), and
-with the names of the guide's table:
+A block is run on two processes, with the variables of the guide's first block (or with that block `Start` itself, on
+two launched processes), and with the names of the guide's table:
 
     model, loader     of the `Example` below, from a seed
     loss_fn           torch's mean squared error
     stage             each of 0 to 3
     device, backend   "cpu", "aot_eager"
     path              a file in a temporary folder
-    optimizer         for `Saving` alone: what `fp32` built and trained with
+    optimizer         for `Saving` alone: the one that `fp32` built and trained with
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
 
 @dataclass(frozen=True)
 class Example:
-    """What a block is given, and the plain loop over it."""
+    """The inputs of a block, and the plain loop over them."""
 
     plain: PlainLoop
     build: Callable[[], nn.Module] = network
@@ -104,7 +104,7 @@ OTHERS = ("Start", "Saving", "Loading")
 
 
 def names_of(example: Example, stage: int, group: dist.ProcessGroup | None, rank: int) -> dict[str, Any]:
-    """What the first block of the guide makes, for the ranks of a group, and what the guide's table lists."""
+    """Return the variables of the guide's first block, for the ranks of a group, and those of the guide's table."""
     return {
         "islice": islice,
         "torch": torch,
@@ -124,20 +124,20 @@ def names_of(example: Example, stage: int, group: dist.ProcessGroup | None, rank
 
 
 def trained(names: dict[str, Any]) -> nn.Module:
-    """The model that a block left, plain and by itself."""
+    """Return the plain model that a block trained, unwrapped."""
     names["optimizer"].check_replicas()
     names["optimizer"].close()
     model: nn.Module = names["model"]
     for parameter in model.parameters():
-        parameter.data = parameter.detach().clone()  # out of memory that ends with this process
+        parameter.data = parameter.detach().clone()  # the memory of a shared parameter would end with this process
     return model
 
 
 def run_block(group: dist.ProcessGroup, rank: int, heading: str) -> list[Any]:
-    """The state of the model, and of what else was trained, after the block, at each stage."""
+    """Run the block at each stage; return the states of the model and of other trained objects."""
     results = []
     for stage in STAGES:
-        torch._dynamo.reset()  # what was compiled for a stage before is not counted as a graph of this one
+        torch._dynamo.reset()  # do not count graphs of earlier stages
         names = names_of(EXAMPLES[heading], stage, group, rank)
         exec(code_of(heading), names)
         average = names.get("average")
@@ -185,7 +185,7 @@ def test_batch_norm_has_the_plain_loops_parameters_and_rank_0s_statistics_everyw
     alone, statistics = example.model(), example.model()
 
     def keep_rank_0s(model: nn.Module, batch: Any) -> Tensor:
-        """A plain loop whose running statistics see each second micro-batch."""
+        """Make the running statistics of a plain loop use only every second micro-batch."""
         kept = [buffer.clone() for buffer in model.buffers()]
         loss = nn.functional.mse_loss(model(batch[0]), batch[1])
         if next(number for number, known in enumerate(batches) if known is batch) % WORLD_SIZE:
@@ -206,7 +206,7 @@ def already(built: ZeroOptimizer, *_: Any, **__: Any) -> ZeroOptimizer:
 
 
 def save_and_load(group: dist.ProcessGroup, rank: int, path: str) -> list[Any]:
-    """At each stage the saved file, and the model after training on from it at another stage."""
+    """Return for each stage the saved file, and the model after training on from it at another stage."""
     results = []
     for stage in STAGES:
         names = {**names_of(EXAMPLES["fp32"], stage, group, rank), "path": f"{path}-{stage}"}
@@ -219,14 +219,14 @@ def save_and_load(group: dist.ProcessGroup, rank: int, path: str) -> list[Any]:
         later = {**names_of(EXAMPLES["fp32"], 3 - stage, group, rank), "path": f"{path}-{stage}"}
         later["model"] = seeded(8, network)
         exec(code_of("Loading"), later)
-        later["ZeroOptimizer"] = partial(already, later["optimizer"])  # the loop goes on with what was loaded
+        later["ZeroOptimizer"] = partial(already, later["optimizer"])  # the loop continues with the loaded optimizer
         exec(code_of("fp32"), later)
         results.append((torch.load(f"{path}-{stage}", weights_only=True), trained(later).state_dict()))
     return results
 
 
 class Barrier:
-    """`torch.distributed`, of which the blocks use the barrier, for the ranks of a group."""
+    """`torch.distributed` for the ranks of a group; the blocks use only its barrier."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.barrier = partial(dist.barrier, group)
@@ -247,7 +247,7 @@ def test_what_was_saved_is_plain_and_training_goes_on_from_it(gloo: GlooPool, tm
 
 
 def begin(names: dict[str, Any], _: Path) -> list[dict[str, Tensor]]:
-    """After the guide's first block: the world is the group."""
+    """Run after the guide's first block: the world is the group."""
     results = []
     for stage in STAGES:
         given = names_of(EXAMPLES["fp32"], stage, None, names["rank"])

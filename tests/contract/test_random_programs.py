@@ -1,5 +1,4 @@
-"""Random programs on threads, with memory in common or without: whatever a training loop does, every rank sees what the
-plain loop sees, bit for bit."""
+"""Random programs on threads, with and without shared memory: every rank has the plain loop's results, bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from ..machine.trees import Part
 from ..narrowed import PRECISIONS
 
 THOROUGH = settings.default.max_examples > 100
-FEW = 8 if settings.default.max_examples > 10 else 4  # examples where it is not thorough
+FEW = 8 if settings.default.max_examples > 10 else 4  # examples of a run that is not thorough
 
 
 @pytest.mark.hypothesis
@@ -37,7 +36,7 @@ FEW = 8 if settings.default.max_examples > 10 else 4  # examples where it is not
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.by_default("2")
 def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(stage: int) -> None:
-    """``stage``: the first; a load may change it."""
+    """``stage``: the first stage of a program; a load may change it."""
 
     class OnThreads(RandomPrograms):
         make_backend = ThreadsOnHosts
@@ -71,7 +70,7 @@ def test_random_programs_in_mixed_precision_give_the_bits_of_the_plain_loop(prec
 @pytest.mark.hypothesis
 @pytest.mark.timeout(1500)
 def test_random_programs_in_common_memory_give_the_bits_of_the_plain_loop() -> None:
-    """From stage 3 on, where gathering moves no bytes there."""
+    """Programs begin at stage 3, where gathers in shared memory move no bytes."""
 
     class OnSockets(RandomPrograms):
         make_backend = Sockets
@@ -88,7 +87,7 @@ def test_random_programs_in_common_memory_give_the_bits_of_the_plain_loop() -> N
 
 
 def test_ranks_that_are_threads_compute_with_as_many_intra_op_threads_as_the_plain_loop() -> None:
-    """With another number some math libraries round some of these elements otherwise."""
+    """With another number of threads some math libraries round some of these elements differently."""
     linear = (Part("linear", size=1), Part("linear", size=1), Part("linear", size=31, dtype="float64"))
     for stage in (0, 3):
         config = Config(Setting(stage, 1), linear, width=9)

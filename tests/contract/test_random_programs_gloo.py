@@ -1,4 +1,4 @@
-"""Random programs on gloo processes, which wait for each other in truth."""
+"""Random programs on gloo processes, whose waits are real."""
 
 from __future__ import annotations
 

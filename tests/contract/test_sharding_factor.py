@@ -1,5 +1,7 @@
-"""Fewer ranks than all share a copy: the bits of the plain loop, the bytes and traffic of the formulas, and what a
-replica alone must not decide."""
+"""A copy shared by fewer than all ranks: the bits of the plain loop, the formulas' bytes and traffic, and agreement.
+
+Some decisions must be made by all ranks, not by one replica alone.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,7 @@ def test_on_one_host_ranks_read_each_others_memory(stage: int) -> None:
 @pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 0, 1], [0, 1, 2, 3]])
 @pytest.mark.by_default("hosts2-2")
 def test_replicas_may_lie_across_hosts(monkeypatch: pytest.MonkeyPatch, stage: int, hosts: list[int]) -> None:
-    """Where one does, no replica has memory in common: all cut their buckets alike."""
+    """If one replica lies on two hosts, no replica shares memory: all must cut their buckets alike."""
     on_hosts(monkeypatch, hosts)
     check(Program(4, stage, sharding_factor=2, steps=STEPS[:2]), on_wires)
 
@@ -248,7 +250,7 @@ def test_bytes_and_traffic_are_those_of_the_formulas(stage: int, world_size: int
 
 
 def test_between_hosts_only_sums_travel_once_there_and_once_home() -> None:
-    """Two hosts, a replica on each: of a slice its running sum crosses, and the sum of all comes back."""
+    """With two hosts and a replica on each, a slice's running sum goes to the other host, and the total comes back."""
     hosts, numel = [range(2), range(2, 4)], 1 << 16
 
     def program(transport: Transport) -> tuple[int, int]:
@@ -268,10 +270,10 @@ def test_between_hosts_only_sums_travel_once_there_and_once_home() -> None:
     found = on_threads(4, program)
     for reduced, gathered in found:
         assert gathered == 0
-        assert numel // 2 * 4 <= reduced <= numel // 2 * 4 + 1024  # headers, and a byte behind each part
+        assert numel // 2 * 4 <= reduced <= numel // 2 * 4 + 1024  # with headers, and a byte after each part
 
 
-# -- what is kept for the backward -------------------------------------------------------------------------------------
+# -- units kept for the backward ---------------------------------------------------------------------------------------
 
 RESHARDED = [
     (1, None, False),
@@ -364,7 +366,7 @@ def test_after_an_evaluation_or_a_step_nothing_is_kept(reshard: bool | int) -> N
     on_threads(4, program)
 
 
-# -- what stays as it was ----------------------------------------------------------------------------------------------
+# -- results that do not depend on the factor --------------------------------------------------------------------------
 
 
 @STAGES
@@ -486,7 +488,7 @@ def test_ranks_that_ask_for_different_factors_are_told() -> None:
 @pytest.mark.parametrize("name", ["pairwise", "shared", "hierarchical"])
 @pytest.mark.by_default("shared-2")
 def test_who_fails_in_one_replica_is_named_at_once_in_all(stage: int, name: str) -> None:
-    """By the number that the group knows it by, whoever waits for whom."""
+    """By its number in the group, whichever rank waits for it."""
 
     def program(transport: Transport) -> str:
         begin = time.monotonic()

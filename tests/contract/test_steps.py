@@ -1,8 +1,8 @@
-"""Laws that hold at every moment of a training step, at every stage: what may change an update, and what is left.
+"""Laws that hold at every moment of a training step, at every stage: which calls may change an update, and what
+remains.
 
-`trained` runs one loop and calls ``at`` between its phases. What a test does there must leave the bits of the plain
-loop: parameters, norms and states. What is left behind is in
-`test_traces`, what travels in `test_wire`.
+`trained` runs one loop and calls ``at`` between its phases. The calls of a test there must leave the bits of the plain
+loop: parameters, norms and states. `test_traces` checks what is left behind, `test_wire` the messages.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def nothing(*_: Any) -> None:
 
 
 def trained(stage: int, at: At = nothing, group: Loopback[Result] | None = None, **arguments: Any) -> list[Result]:
-    """The result of each rank. ``group``: other threads than those of `on_threads`."""
+    """Train on all ranks; return the result of each. ``group``: threads to use instead of those of `on_threads`."""
     models = [build(rank) for rank in range(WORLD_SIZE)]
 
     def program(transport: Transport) -> Result:
@@ -116,11 +116,11 @@ def assert_plain_loop(results: list[Result]) -> None:
         assert_same_states(result.states, plain().states)
 
 
-# -- what may change an update ----------------------------------------------------------------------------------------
+# -- calls that must not change an update -----------------------------------------------------------------------------
 
 
 def everything_but_step(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
-    """Every call that is legal at the moment."""
+    """Make every call that is legal at the moment."""
     str(optimizer.describe()), repr(optimizer), optimizer.traffic, {p: dict(s) for p, s in optimizer.state.items()}
     optimizer.check_replicas()
     optimizer.exchange(b"hello")
@@ -135,7 +135,7 @@ def everything_but_step(moment: str, model: Odd, optimizer: ZeroOptimizer) -> No
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.zero_()
-    if moment != "forward":  # then it would be an edit of what the backward needs
+    if moment != "forward":  # after a forward, this would edit tensors that the backward needs
         with optimizer.gathered([model.one, model.last.weight], write=True):
             pass
         with optimizer.no_sync(), torch.no_grad():
@@ -157,7 +157,7 @@ def everything_but_step(moment: str, model: Odd, optimizer: ZeroOptimizer) -> No
 @ALL_STAGES
 @pytest.mark.by_default("3")
 def test_nothing_but_a_step_changes_what_the_next_step_does(stage: int) -> None:
-    """Nor is anything left in the process: random generators, and how torch behaves."""
+    """Also checks that the process is unchanged: random generators, and torch's global settings."""
 
     def ambient() -> list[Any]:
         generators = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
@@ -175,7 +175,7 @@ def test_nothing_but_a_step_changes_what_the_next_step_does(stage: int) -> None:
 
 
 def fill_memory(monkeypatch: pytest.MonkeyPatch, byte: int) -> None:
-    """All memory that a transport hands out has this byte everywhere."""
+    """Fill all memory that a transport hands out with this byte."""
 
     def filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocated(*arguments: Any) -> Tensor:
@@ -190,7 +190,7 @@ def fill_memory(monkeypatch: pytest.MonkeyPatch, byte: int) -> None:
 
 
 def poison_padding(flat: Tensor, bucket: Bucket, begin: int, end: int) -> None:
-    """NaN wherever no slot lies in ``flat``, the part [begin, end) of a bucket."""
+    """Write NaN to all padding of ``flat``, the part [begin, end) of a bucket."""
     padding = torch.ones(end - begin, dtype=torch.bool)
     for piece in bucket.pieces(begin, end):
         padding[piece.begin - begin : piece.end - begin] = False
@@ -224,8 +224,11 @@ def poison(_: str, __: Odd, optimizer: ZeroOptimizer) -> None:
 
 @ALL_STAGES
 def test_padding_and_scratch_cannot_be_observed(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All memory is NaN when it is handed out; between the phases NaN stands in everything that no parameter owns:
-    padding of parameters, gradients and states, and free buffers. Parameters, norms and states know nothing of it."""
+    """All memory is NaN when it is handed out.
+
+    Between the phases NaN is written to all memory that belongs to no parameter: padding of parameters, gradients and
+    states, and free buffers. Parameters, norms and states must not change.
+    """
     fill_memory(monkeypatch, 255)
     assert_plain_loop(trained(stage, poison))
 
@@ -234,7 +237,7 @@ def test_padding_and_scratch_cannot_be_observed(stage: int, monkeypatch: pytest.
 
 
 class Stop(BaseException):
-    """Raised in the middle of something, by the user's code or the keyboard."""
+    """Raised in the middle of an operation, as by the user's code or the keyboard."""
 
 
 def stop(*_: Any) -> None:
@@ -301,7 +304,7 @@ PLACES += [in_gathered, in_gathered_write, in_closure, in_step_pre_hook]
 def test_an_exception_anywhere_leaves_an_object_that_goes_on(
     stage: int, place: Callable[[Odd, ZeroOptimizer, int], None]
 ) -> None:
-    """What was begun is cleared, and the step begins again."""
+    """Gradients are cleared, and the step begins again."""
 
     def at(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
         if moment in ("built", "clear"):

@@ -1,4 +1,4 @@
-"""What an optimizer keeps, and what it leaves behind: on parameters, in the user's own things, in the process."""
+"""What an optimizer keeps and leaves behind: on parameters, in the user's objects, and in the process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .test_steps import ALL_STAGES, PLACES, Stop, assert_plain_loop, batch_of, t
 
 
 def traces(model: nn.Module) -> dict[str, Any]:
-    """What can be seen on a model and its parameters, beside values and gradients, as plain data."""
+    """Return as plain data what can be seen on a model and its parameters, besides values and gradients."""
     found: dict[str, Any] = {}
     for name, p in model.named_parameters():
         found[name] = (sorted(vars(p)), p.requires_grad, p.is_leaf, p.shape, p.dtype, p.retains_grad)
@@ -48,7 +48,7 @@ def hooks_of(model: nn.Module) -> list[Any]:
 
 @ALL_STAGES
 def test_nothing_is_written_on_parameters_and_modules(stage: int) -> None:
-    """But data, gradient, class and hooks. After close() hooks and class are gone, and memory is as it was."""
+    """Except data, gradient, class and hooks. After close() hooks and class are restored, and memory is as before."""
     pristine = build(0)
     expected, models = traces(pristine), list[Odd]()
 
@@ -104,7 +104,7 @@ def test_what_the_user_gave_is_never_edited(stage: int) -> None:
 
 
 def frozen(value: Any, depth: int = 3) -> Any:
-    """What a global holds, so that a change shows: containers by their content, the rest by identity."""
+    """Return a snapshot of a global, so that a change shows: containers by content, other objects by identity."""
     if depth and isinstance(value, dict):
         return ("dict", [(repr(key), frozen(item, depth - 1)) for key, item in value.items()])
     if depth and isinstance(value, (list, tuple, deque)):
@@ -118,7 +118,7 @@ def frozen(value: Any, depth: int = 3) -> Any:
 
 
 def globals_of_the_library() -> Iterator[tuple[str, Any]]:
-    """Globals and class attributes of every module of both packages."""
+    """Return the globals and class attributes of every module of both packages."""
     for name, module in sorted(sys.modules.items()):
         if not isinstance(module, ModuleType) or name.partition(".")[0] not in ("zero", "collectives"):
             continue
@@ -133,7 +133,7 @@ def globals_of_the_library() -> Iterator[tuple[str, Any]]:
 
 
 def test_training_changes_no_global_of_the_library() -> None:
-    trained(0)  # imports what is imported late
+    trained(0)  # make all late imports
     before = dict(globals_of_the_library())
     for stage in STAGES:
         trained(stage)
@@ -142,7 +142,7 @@ def test_training_changes_no_global_of_the_library() -> None:
 
 
 def test_a_closed_optimizer_leaves_no_object_behind() -> None:
-    """Neither tensors nor anything of ours: what is alive after some trainings was alive after the first."""
+    """Neither tensors nor objects of the library: after some trainings, only objects of the first one are alive."""
 
     def alive() -> Counter[str]:
         gc.collect()
@@ -153,11 +153,11 @@ def test_a_closed_optimizer_leaves_no_object_behind() -> None:
             if issubclass(kind, Tensor) or str(kind.__module__).partition(".")[0] in ("zero", "collectives")
         )
 
-    trained(3)  # and with it what is imported late
+    trained(3)  # make all late imports
     before = alive()
     for stage in STAGES:
         trained(stage)
-    assert alive() - before == Counter()  # what earlier tests left may go meanwhile
+    assert alive() - before == Counter()  # garbage of earlier tests may go meanwhile
 
 
 # -- several in one process -------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ OURS = ("stage", "optimizer_class", "divisor", "bucket_cap_mb", "collective", "u
 
 
 def test_optimizers_with_different_settings_share_a_process_a_group_and_a_backward() -> None:
-    """All stages at once, each over a model of its own, in an order of its own on each step; one loss for all."""
+    """All stages at once, each with a model of its own, in another order in each step; with one loss for all."""
     batches = [[odd_batches(1, 10 * step + rank)[0] for rank in range(2)] for step in range(3)]
 
     def program(transport: Transport) -> list[nn.Module]:
@@ -210,7 +210,7 @@ def test_optimizers_with_different_settings_share_a_process_a_group_and_a_backwa
 
 
 class Parts(nn.Module):
-    """Of three layers the second takes part in every other step."""
+    """Three layers, of which the second is used in every other step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,8 +228,11 @@ class Parts(nn.Module):
 @pytest.mark.parametrize("name", ["adamw", "adamw fused", "adagrad", "nadam", "asgd", "sgd momentum"])
 @pytest.mark.by_default("adamw-3", "adagrad-0")
 def test_states_are_those_of_the_steps_that_were_taken(stage: int, name: str) -> None:
-    """At every moment what the class itself would have: none before the first step (or what it makes when it is
-    built), and of each parameter as many steps as it took part in."""
+    """At every moment the states are those of the class itself.
+
+    There are none before the first step (except those that the constructor makes), and each parameter has as many steps
+    as it took part in.
+    """
     cls, arguments = CLASSES[name]
     inputs = [[torch.full((2, 5), 0.3 * (rank + step + 1)) for rank in range(2)] for step in range(4)]
     plain_model = Parts()
@@ -274,7 +277,7 @@ def record_transitions(monkeypatch: pytest.MonkeyPatch, cls: type, attribute: st
 
 
 def a_rank_leaves(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
-    """In the middle of a backward, while units are on their way."""
+    """Let rank 1 fail in the middle of a backward, while units are gathered."""
     if optimizer.rank == 1:
         raise OSError("unplugged")
     with pytest.raises(CollectiveError):
@@ -283,13 +286,13 @@ def a_rank_leaves(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
 
 
 def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the drawings at the heads of `manager` and `progress`, whatever is called or goes wrong."""
+    """The arrows are those of the diagrams in `unit_manager` and `grad_phase`, whatever is called or fails."""
     units = record_transitions(monkeypatch, Unit, "state")
     phases = record_transitions(monkeypatch, GradPhase, "phase")
 
     def at(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
         if moment == "clear":
-            optimizer.step()  # nothing is there to step
+            optimizer.step()  # without gradients
             for place in PLACES:
                 with pytest.raises(Stop):
                     place(model, optimizer, 5)

@@ -1,4 +1,4 @@
-"""Laws about numbers: nothing ends at 2^31 elements, and zero is not nothing.
+"""Laws about numbers: sizes may exceed 2^31 elements, and a missing gradient is not a zero.
 
 Large tensors are on torch's meta device: sizes, strides and offsets without memory.
 """
@@ -89,7 +89,7 @@ def test_bytes_and_traffic_beyond_two_to_the_31_are_exact(stage: int) -> None:
     assert abs(found["parameters"] - owned[0]) <= 1
     assert abs(found["gradients"] - owned[1] - (psi if stage == 0 else 0)) <= 1
     assert abs(found["optimizer"] - 2 * owned[2]) <= 2
-    gathers = 1 if stage == 3 else 0  # of the root's rest, for the forward alone
+    gathers = 1 if stage == 3 else 0  # of the root unit, for the forward only
     passes = {0: 2, 1: 2, 2: 2, 3: 1}[stage] + gathers
     padded = layout.buckets[0].numel
     assert formula_traffic(layout, STAGES[stage], 1, 1) == 3 * passes * 4 * padded
@@ -100,7 +100,7 @@ def test_bytes_and_traffic_beyond_two_to_the_31_are_exact(stage: int) -> None:
 def test_gradients_beyond_two_to_the_31_are_taken_reduced_and_gathered(
     stage: int, algorithm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shapes that travel, and the bytes that are counted."""
+    """Checks the shapes that are sent, and the bytes that are counted."""
     monkeypatch.setattr("collectives.algorithms.ordered_sum.BLOCK", LIMIT)
     monkeypatch.setattr("collectives.transport.CHUNK", LIMIT)
     layout = large_layout(3)
@@ -131,7 +131,7 @@ def test_gradients_beyond_two_to_the_31_are_taken_reduced_and_gathered(
 def test_states_beyond_two_to_the_31_have_a_run_for_every_piece(
     arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the last of three ranks, whose pieces all lie beyond; the class steps them."""
+    """On the last of three ranks, whose pieces all lie beyond 2^31; the class steps them."""
     monkeypatch.setattr("zero.step.flat_states.CUT", LIMIT)
     layout = large_layout(3)
     (bucket,) = layout.buckets
@@ -164,11 +164,11 @@ def test_headers_tell_sizes_and_rounds_beyond_two_to_the_31(size: int) -> None:
         replace(tag, round=2**63).pack(size)
 
 
-# -- zero is not nothing ----------------------------------------------------------------------------------------------
+# -- a missing gradient is not a zero ---------------------------------------------------------------------------------
 
 
 class Signs(nn.Module):
-    """A parameter whose gradient is ``sign`` * 0.0 where it is used."""
+    """A model whose gradient is ``sign`` * 0.0 if it is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,8 +194,10 @@ class Signs(nn.Module):
 def test_a_missing_gradient_adds_nothing_not_even_a_sign(
     stage: int, signs: tuple[float | None, float | None], expected: float | None
 ) -> None:
-    """-0.0 + 0.0 is 0.0, and -0.0 + -0.0 is -0.0: only the second leaves a negative zero what it is. What no rank has
-    is None."""
+    """-0.0 + 0.0 is 0.0, and -0.0 + -0.0 is -0.0: only adding -0.0 preserves a negative zero.
+
+    A gradient that no rank has is None.
+    """
 
     def program(transport: Transport) -> Tensor | None:
         model = Signs()

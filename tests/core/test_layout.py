@@ -1,4 +1,7 @@
-"""The geometry: where every parameter lies, who owns which part of it, and what that costs. No tensor is allocated."""
+"""The geometry: where every parameter lies, which rank owns which part, and the bytes and traffic.
+
+No tensor is allocated.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def spec(
     trainable: bool = True,
     **fields: Any,
 ) -> ParameterSpec:
-    """A parameter in contiguous memory."""
+    """Return the spec of a parameter in contiguous memory."""
     stride = tuple(math.prod([max(1, size) for size in shape[i + 1 :]]) for i in range(len(shape)))
     given_ = {"names": (name,), "stride": stride, "device": "cpu", "group": 0, "index": 0, **fields}
     return ParameterSpec(shape=shape, dtypes=dtypes, trainable=trainable, **given_)
@@ -81,7 +84,7 @@ bucket_sizes = st.sampled_from([1, 63, 64, 65, 1000, 4096, 2**20, 2**33, UNLIMIT
 
 
 def padded(parameter: ParameterSpec) -> int:
-    """Elements of a parameter's slot and the padding behind it, from the definition."""
+    """Return the elements of a parameter's slot with its padding, from the definition."""
     count = parameter.numel
     while count < parameter.numel + ALIGNMENT_BYTES:
         if all(count * d.itemsize % ALIGNMENT_BYTES == 0 for d in dataclasses.astuple(parameter.dtypes)):
@@ -141,7 +144,7 @@ def test_a_bucket_keeps_to_its_cap_unless_one_parameter_alone_exceeds_it(
 
 @given(parameter_lists, world_sizes, bucket_sizes)
 def test_a_bucket_is_as_full_as_the_cap_allows(parameters: list[ParameterSpec], world_size: int, nbytes: int) -> None:
-    """The first parameter of the next bucket of its kind would not have fitted into the one before."""
+    """The first parameter of the next bucket of its kind would not have fit into the bucket before."""
     kinds: dict[Any, Bucket] = {}
     for bucket in build(parameters, world_size, nbytes).buckets:
         first = parameters[bucket.slots[0].parameter]
@@ -186,7 +189,7 @@ def test_the_drawing_of_the_module_is_what_is_built() -> None:
     assert layout.buckets[1].bounds == (0, 16, 32, 64)
 
 
-# -- who owns what -----------------------------------------------------------------------------------------------------
+# -- ownership ---------------------------------------------------------------------------------------------------------
 
 
 @given(parameter_lists, world_sizes, bucket_sizes)
@@ -389,7 +392,7 @@ def test_extending_moves_no_slot(
     assert [bucket.index for bucket in longer.buckets] == list(range(len(longer.buckets)))
 
 
-# -- what the ranks compare --------------------------------------------------------------------------------------------
+# -- the digest that ranks compare -------------------------------------------------------------------------------------
 
 CHANGES: dict[str, Callable[[ParameterSpec], ParameterSpec]] = {
     "name": lambda s: dataclasses.replace(s, names=(s.names[0] + "x",)),
@@ -459,7 +462,7 @@ def test_the_digest_changes_with_the_number_of_ranks_the_order_and_what_else_was
     assert len({*digests, layout.digest("1", "2")}) == len(digests), "every one differs; agreed values count as text"
 
 
-# -- what cannot be built ----------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -531,7 +534,7 @@ def test_the_stage_table_is_that_of_the_paper(number: int, parameters: str, grad
 
 @pytest.mark.parametrize(
     ("number", "passes", "gathers"),
-    [  # of 1, 2, 3 synchronised backwards; of 1, 3 backwards
+    [  # for 1, 2, 3 synchronized backwards; for 1, 3 backwards
         (0, [2, 4, 6], [0, 0]),
         (1, [2, 3, 4], [0, 0]),
         (2, [2, 3, 4], [0, 0]),
@@ -556,7 +559,8 @@ def test_there_are_four_stages_and_nothing_else_is_one() -> None:
 
 
 def worked_example(world_size: int = 4) -> Layout:
-    """fp32: 20 + 100 trainable elements in one bucket of 32 + 112; 10 frozen ones in a bucket of 16."""
+    """Return a layout in fp32: 20 + 100 trainable elements in a bucket of 32 + 112, 10 frozen ones in a bucket of
+    16."""
     return build([spec("a", (100,)), spec("frozen", (10,), trainable=False), spec("b", (4, 5))], world_size, 10**6)
 
 
@@ -585,7 +589,7 @@ def test_bytes_count_each_thing_in_its_own_dtype() -> None:
     assert found == {
         "parameters": 100 * 2,
         "gradients": 100 * 4 // 2,
-        "optimizer": (3 + 1) * 100 * 8 // 2,  # and the master weights
+        "optimizer": (3 + 1) * 100 * 8 // 2,  # with the master weights
         "gathered_peak": 0,
         "scratch_peak": 3 * 128 * 4,
     }
@@ -594,13 +598,15 @@ def test_bytes_count_each_thing_in_its_own_dtype() -> None:
 
 @pytest.mark.parametrize(("number", "backwards", "synchronised", "passes"), [(0, 1, 1, 2), (1, 3, 3, 4), (2, 3, 1, 2)])
 def test_traffic_of_a_step_by_hand(number: int, backwards: int, synchronised: int, passes: int) -> None:
-    """Frozen parameters do not travel; padding does."""
+    """Frozen parameters are not sent; padding is."""
     found = formula_traffic(worked_example(), stage_of(number), backwards, synchronised)
     assert found == passes * 3 * (32 + 112) * 4
 
 
 def test_traffic_of_stage_3_by_hand() -> None:
-    """Every unit travels to each forward and back to each backward but the two that are still there; gradients as ever.
+    """Every unit is gathered for each forward, and again for each backward except the two that are still gathered.
+
+    Gradients are sent as at stage 2.
 
     With padding: unit 0 has 16 elements and 16 frozen ones, unit 1 has 48, unit 2 has 32, of a parameter that is not
     updated, and unit 3 has 112.

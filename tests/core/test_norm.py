@@ -1,4 +1,4 @@
-"""The norm: the same bits for every cut, order and grouping, and those of an oracle of integers; the clip: torch's."""
+"""The norm has the same bits for every cut, order and grouping, and those of an exact oracle. The clip is torch's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BITS_OF = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.int16,
 }
-# Around every length that means something: a block, a tile, a piece that is read without being gathered, a chunk.
+# Around every length at which the code changes: a block, a tile, a piece that is read in place, a chunk.
 LENGTHS = (0, 1, 15, 16, 17, 64, 1000, 4095, 4096, 4097, 32767, 32768, 40000, 65536, 65537, 140003)
 UNIT = Fraction(1, 1 << 1074)
 
@@ -43,12 +43,15 @@ quick = settings(deadline=None, max_examples=50)
 
 
 def block_of(dtype: torch.dtype) -> int:
-    """How many elements a block has."""
+    """Return the number of elements of a block."""
     return 8 if dtype == torch.float64 else 16
 
 
 def widely_spread(length: int, dtype: torch.dtype, rng: random.Random) -> Tensor:
-    """Normal values times powers of two over most of the range whose cubes fit fp64; some are zeros of either sign."""
+    """Return normal values times powers of two, over most of the range whose cubes fit fp64.
+
+    Some are zeros of either sign.
+    """
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     reach = {torch.float16: 10, torch.float64: 300}.get(dtype, 110)
     exponents = torch.randint(-reach, reach + 1, (length,), generator=generator).double()
@@ -58,19 +61,19 @@ def widely_spread(length: int, dtype: torch.dtype, rng: random.Random) -> Tensor
 
 
 def cut(parameter: Tensor, rng: random.Random) -> list[Tensor]:
-    """1-D `parameter` in up to five pieces, cut between blocks; some may be empty."""
+    """Return 1-D `parameter` in up to five pieces, cut between blocks; some may be empty."""
     block = block_of(parameter.dtype)
     bounds = sorted(rng.randrange(0, parameter.numel() + 1, block) for _ in range(rng.randrange(5)))
     return [parameter[a:b] for a, b in zip([0, *bounds], [*bounds, parameter.numel()], strict=True)]
 
 
 def bits(tensor: Tensor) -> list[int]:
-    """The elements as integers, so that -0.0 and NaN count."""
+    """Return the elements as integers, so that a comparison respects -0.0 and NaN."""
     return tensor.contiguous().view(BITS_OF[tensor.dtype]).flatten().tolist()
 
 
 def with_gradient(gradient: Tensor) -> Parameter:
-    """A parameter laid out as `gradient` is, which becomes its gradient."""
+    """Return a parameter with the layout of `gradient`, which becomes its gradient."""
     parameter = Parameter(torch.zeros_like(gradient))
     parameter.grad = gradient
     return parameter
@@ -86,7 +89,7 @@ POWERS: dict[float, Callable[[float], float]] = {
 
 
 def block_sum(powers: list[float]) -> float:
-    """The fixed tree: lane j + lane j + half, until one is left."""
+    """Add up in the fixed tree: lane j + lane j + half, until one is left."""
     while len(powers) > 1:
         half = len(powers) // 2
         powers = [powers[lane] + powers[lane + half] for lane in range(half)]
@@ -94,7 +97,7 @@ def block_sum(powers: list[float]) -> float:
 
 
 def oracle(parameters: list[Tensor], norm_type: float) -> PowerSum:
-    """The partial over whole 1-D `parameters`, block by block."""
+    """Return the partial over whole 1-D `parameters`, block by block."""
     sums: list[float] = []
     for parameter in parameters:
         powers = [POWERS[norm_type](value) for value in parameter.tolist()]
@@ -155,7 +158,7 @@ def test_it_is_exact_over_many_tiles_and_a_wide_spread(dtype: torch.dtype, norm_
 
 @pytest.mark.parametrize("seed", range(8))
 def test_it_is_exact_where_all_blocks_are_as_large_as_the_largest(seed: int) -> None:
-    # Here the sum of all leading bits needs the most bits itself; fp64 elements, because theirs are all in use.
+    # Here the sum of all leading bits needs the most bits; with fp64 elements, because they use all their bits.
     noise = torch.rand(15 * 4096, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     parameter = 1 - noise / 16
     assert PowerSum.of([parameter], 1.0) == oracle([parameter], 1.0)
@@ -257,7 +260,7 @@ def test_neither_threads_nor_ambient_modes_change_the_partial(norm_type: float) 
     with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
         assert PowerSum.of(parameters, norm_type) == expected
     mode = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("error")  # which also fills fresh memory with NaN
+    torch.set_deterministic_debug_mode("error")  # this also fills uninitialized memory with NaN
     try:
         assert PowerSum.of(parameters, norm_type) == expected
     finally:
@@ -265,7 +268,7 @@ def test_neither_threads_nor_ambient_modes_change_the_partial(norm_type: float) 
 
 
 class Memory(bytearray):
-    """Memory for a tensor, to which weak references can be made."""
+    """Memory for a tensor that supports weak references."""
 
 
 def test_pieces_that_only_the_iterator_holds_are_let_go_of_as_they_are_read() -> None:
@@ -309,7 +312,7 @@ def test_partials_of_different_norms_do_not_merge() -> None:
         PowerSum(2.0).merge(PowerSum(3.0))
 
 
-# -- The number that is made of it ------------------------------------------------------------------------------------
+# -- Rounding the norm ------------------------------------------------------------------------------------------------
 
 
 @given(units=st.integers(0, 1 << 2170), norm_type=st.sampled_from(NORM_TYPES), dtype=st.sampled_from(DTYPES[:2]))
@@ -547,7 +550,7 @@ def test_arguments_that_mean_nothing_are_refused(max_norm: float, norm_type: flo
 
 
 def test_arguments_come_back_as_floats() -> None:
-    arguments: tuple[Any, Any] = (torch.tensor(3), "inf")  # both of which torch's own function takes
+    arguments: tuple[Any, Any] = (torch.tensor(3), "inf")  # torch's own function accepts both
     assert check_norm_arguments(*arguments) == (3.0, math.inf)
 
 
@@ -561,7 +564,7 @@ def test_a_sparse_gradient_is_an_error_before_anything_is_scaled() -> None:
 
 
 class Unreadable(torch.Tensor):
-    """A gradient that stands for one that is elsewhere."""
+    """A gradient without memory of its own."""
 
     @staticmethod
     def __new__(cls, size: int) -> Unreadable:
@@ -602,7 +605,7 @@ def test_a_norm_is_asked_to_be_finite_and_clips_where_it_is(bad: bool) -> None:
     else:
         optimizer.clip_grad_norm_(0.5, error_if_nonfinite=True)
         found = [optimizer.full_grad(p) for p in model.parameters()]
-        assert abs(torch.cat([g.view(-1) for g in found if g is not None]).norm().item() - 0.5) < 1e-5  # of rounding
+        assert abs(torch.cat([g.view(-1) for g in found if g is not None]).norm().item() - 0.5) < 1e-5  # rounding
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

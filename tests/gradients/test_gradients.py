@@ -1,4 +1,4 @@
-"""`p.grad` after a backward: right, or loud."""
+"""`p.grad` after a backward is right, or raises."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_gradient_is_never_none_after_a_backward_unless_no_rank_used_the_param
     def program(transport: Transport) -> list[bool]:
         model = locked_build(0)
         optimizer = ZeroOptimizer(model, stage=stage, process_group=transport)
-        odd_loss(model, (odd_batches(1)[0][0], transport.rank == 1)).backward()  # rank 1 alone uses `sometimes`
+        odd_loss(model, (odd_batches(1)[0][0], transport.rank == 1)).backward()  # only rank 1 uses `sometimes`
         assert optimizer.world_size == 3
         return [model.sometimes.weight.grad is None, model.last.weight.grad is None]
 
@@ -183,7 +183,7 @@ def test_stage_0_refuses_to_lose_an_edit_of_the_mean(world_size: int, then: str)
 @pytest.mark.parametrize("when", ["before the first backward", "between backwards", "after clip"])
 def test_a_gradient_of_the_users_is_loud_where_it_cannot_count(stage: int, when: str) -> None:
     if stage == 0 and when != "before the first backward":
-        return  # the mean is there, and may be replaced
+        return  # p.grad is the mean, and may be replaced
 
     def program(transport: Transport) -> str:
         model, optimizer = trained(transport, stage, 0)
@@ -332,7 +332,10 @@ def test_clearing_one_gradient_of_a_divergent_graph_leaves_the_others(stage: int
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_no_sync_left_and_was_cleared_does_not_come_back(stage: int, world_size: int) -> None:
-    """Every gradient of its bucket had arrived; then one is cleared, and the next backward does not reach it."""
+    """All gradients of a bucket are stashed.
+
+    Then one is cleared, and the next backward does not reach its parameter.
+    """
 
     def program(transport: Transport) -> nn.Module:
         model = Two()
@@ -364,7 +367,7 @@ def test_what_no_sync_left_and_was_cleared_does_not_come_back(stage: int, world_
 def test_means_that_an_interrupt_left_ungathered_are_gathered_before_they_are_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the second backward, when those of the first lie where they will: these must not count as its own."""
+    """The next backward finds the means of the first where its own will be; it must not count them as its own."""
     model, plain = Two(), Two()
     optimizer = ZeroOptimizer(model, SGD, stage=0, lr=0.1, divisor=2)
     gather, interrupted = GradAccumulator.gather_means, list[bool]()
@@ -415,7 +418,10 @@ def test_stage_0_zeroes_means_that_it_does_not_show(world_size: int) -> None:
 
 
 def test_a_gradient_that_a_hook_changes_after_it_was_handed_over_is_loud() -> None:
-    """torch's documentation asks hooks not to do so; where autograd gave one tensor to two parameters it would show."""
+    """torch's documentation forbids this to hooks.
+
+    If autograd gave one tensor to two parameters, the change would show.
+    """
     a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = ZeroOptimizer([a, b], SGD, lr=0.1)
 
@@ -457,7 +463,7 @@ def test_full_grad_is_the_plain_mean_before_and_after_clipping(stage: int) -> No
 
 
 def test_a_backward_that_a_broken_connection_ended_is_forgotten_without_a_wait() -> None:
-    """Gradients can be cleared; what needs the other ranks names the failure."""
+    """Gradients can be cleared; calls that need the other ranks name the failure."""
     armed = [False]
 
     def interfere(rank: int, event: str, peer: int) -> None:
@@ -494,7 +500,7 @@ def test_a_gradient_of_which_a_part_waits_is_not_shown(stage: int) -> None:
 
 
 def test_another_optimizer_may_set_our_gradients_to_zero() -> None:
-    """As `torch.optim` does for all of its parameters at once: they exist, and are zero."""
+    """As `torch.optim` does for all of its parameters at once: the gradients exist, and are zero."""
 
     def program(transport: Transport) -> nn.Module:
         model = chain()
@@ -520,8 +526,10 @@ def test_another_optimizer_may_set_our_gradients_to_zero() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("bucket_cap_mb", [1.0, 0.0001])
 def test_a_missing_gradient_leaves_a_negative_zero(stage: int, bucket_cap_mb: float) -> None:
-    """A rank that has no gradient of a parameter adds nothing: not even +0.0, which would turn -0.0 into 0.0. Both
-    beside a gradient that it has and where it has none of the whole bucket."""
+    """A rank without a gradient of a parameter adds nothing: not even +0.0, which would turn -0.0 into 0.0.
+
+    This holds if it has other gradients of the bucket, and if it has none.
+    """
 
     def program(transport: Transport) -> Tensor | None:
         model = TwoVectors()

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches, inside `join`, train as the plain loop over all that there are."""
+"""Ranks with different numbers of batches, inside `join`, train like the plain loop over all batches."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    """A sum over tokens."""
+    """Return a sum over tokens."""
     loss: Tensor = model(x).float().square().sum()
     return loss
 
 
 def among(stage: int | str, transport: Transport) -> dict[str, Any]:
-    """The arguments that say where the ranks are."""
+    """Return the optimizer's arguments that say how ranks are connected."""
     if stage == "3, in common memory":
         return {"stage": 3, "process_group": Transport(meet(transport))}
     return {"stage": stage, "process_group": transport}
@@ -100,7 +100,7 @@ def train(counts: tuple[int, ...], scheduled: bool) -> Callable[[nn.Module, Zero
 def test_training_is_that_of_the_plain_loop_over_the_union(
     stage: int | str, counts: tuple[int, ...], precision: MixedPrecision | None
 ) -> None:
-    """Tokens that all ranks count together, a clip, a schedule that the ranks with batches follow."""
+    """With tokens counted over all ranks, a clip, and a schedule that the ranks with batches follow."""
     expected, norms = plain(counts, precision, scheduled=True)
 
     def program(transport: Transport) -> tuple[nn.Module, list[Tensor]]:
@@ -188,7 +188,7 @@ def test_a_scaler_works_where_a_rank_left(stage: int | str, overflow: bool) -> N
 
 
 def test_at_stage_0_means_are_shown_before_and_after_join_and_not_inside() -> None:
-    """What a loop did to them would not be done where a rank left."""
+    """A loop's change of them would be missing on ranks that have run out of batches."""
 
     def program(transport: Transport) -> None:
         model = small()
@@ -290,7 +290,7 @@ def test_options_that_differ_between_ranks_are_an_error_that_names_them() -> Non
         with pytest.raises(ValueError, match="'lr' of the param groups") as caught:
             optimizer.step()
         optimizer.param_groups[2]["lr"] = 0.2
-        optimizer.step()  # nothing was lost
+        optimizer.step()  # no state was lost
         return str(caught.value)
 
     first, second = on_threads(2, program, timeout=10)
@@ -299,7 +299,7 @@ def test_options_that_differ_between_ranks_are_an_error_that_names_them() -> Non
 
 
 class Deep(nn.Module):
-    """Several units, of which the next is gathered ahead."""
+    """A model of several units, of which the next one is gathered ahead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def trained_alone(make: Callable[[], nn.Module], counts: tuple[int, ...], by_all: tuple[int, ...]) -> nn.Module:
-    """The plain loop over the batches of ranks that have so many each, and then of steps that all ranks take."""
+    """Train with the plain loop on the batches of ranks that have these numbers, and then in steps of all ranks."""
     model = seeded(make)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in (*range(max(counts)), *by_all):
@@ -333,7 +333,7 @@ def trained_alone(make: Callable[[], nn.Module], counts: tuple[int, ...], by_all
 @pytest.mark.parametrize("collective", ["pairwise", "ring", "two hosts"])
 @pytest.mark.by_default("pairwise")
 def test_units_that_travel_are_gathered_for_the_others_whatever_the_algorithm(collective: str) -> None:
-    """Some end a gather only when every rank has read."""
+    """Some algorithms complete a gather only when every rank has read."""
     counts = (2, 0, 1, 0, 3)
 
     def program(transport: Transport) -> nn.Module:
@@ -358,12 +358,12 @@ def test_units_that_travel_are_gathered_for_the_others_whatever_the_algorithm(co
 
     expected = trained_alone(Deep, counts, ())
     models = on_threads(len(counts), program, timeout=10)
-    for model in models:  # a ring adds in an order of its own, which all ranks share
+    for model in models:  # a ring adds in another order, the same on all ranks
         assert_same_model(model, models[0] if collective == "ring" else expected)
 
 
 class Crossed(Deep):
-    """Its units are used in another order than they are registered in, which is learnt from a forward."""
+    """A model that uses its units in another order than that of registration; the library learns it from a forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         for number in (0, 2, 1, 3):
@@ -378,7 +378,7 @@ class Crossed(Deep):
 def test_units_may_be_there_when_a_block_begins_and_when_a_rank_leaves_it(
     before: bool, counts: tuple[int, ...], reshard: bool | int
 ) -> None:
-    """Forwards that no backward follows, before the block and at the end of a rank's turn; then all train on."""
+    """With forwards without a backward, before the block and when a rank has run out of batches; then all train on."""
 
     def program(transport: Transport) -> nn.Module:
         model = seeded(Crossed)
@@ -413,7 +413,7 @@ def test_units_may_be_there_when_a_block_begins_and_when_a_rank_leaves_it(
 
 @pytest.mark.parametrize("kind", ["a number", "numpy's", "a tensor", "a new key"])
 def test_an_option_keeps_its_kind_on_the_way_to_a_rank_that_left(kind: str) -> None:
-    """A step with a rate in fp32 has other bits than one with Python's number."""
+    """A step with a rate in fp32 has other bits than one with a Python float."""
 
     def set_rate(group: dict[str, Any], step: int) -> None:
         rate = 0.1 / (step + 3)
@@ -496,7 +496,7 @@ def test_an_error_of_one_rank_inside_join_reaches_those_that_left_and_those_that
         assert time.monotonic() - begin < 5
         optimizer.zero_grad()
         loss_of(model, batch(0, transport.rank)).backward()
-        optimizer.step()  # all can go on
+        optimizer.step()  # all ranks can continue
         optimizer.check_replicas()
         return str(caught.value)
 
@@ -516,7 +516,7 @@ def test_what_changes_the_layout_is_refused_inside_join() -> None:
 
 
 class CountsWhereItSteps(torch.optim.SGD):
-    """Counts in its groups, but only where there is something to step."""
+    """An optimizer that counts in its groups, but only in steps with a gradient."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:

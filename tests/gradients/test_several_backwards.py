@@ -20,7 +20,7 @@ pytestmark = pytest.mark.contract
 
 Batch = tuple[Tensor, Tensor]
 STAGES = (0, 1, 2, 3)
-MICRO_BATCHES = 12  # a step
+MICRO_BATCHES = 12  # in a step
 
 
 def real(model: nn.Module, batch: Batch) -> Tensor:
@@ -47,7 +47,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def by_rounds(model: nn.Module, batches: Sequence[Batch], world_size: int) -> None:
-    """The first backward of ``world_size`` micro-batches, then the second of each."""
+    """Run the first backward of ``world_size`` micro-batches, then the second of each."""
     for begin in range(0, len(batches), world_size):
         for loss_of in LOSSES:
             for batch in batches[begin : begin + world_size]:
@@ -55,14 +55,14 @@ def by_rounds(model: nn.Module, batches: Sequence[Batch], world_size: int) -> No
 
 
 def by_micro_batches(model: nn.Module, batches: Sequence[Batch], world_size: int) -> None:
-    """As people write it."""
+    """Run all backwards of a micro-batch before the next micro-batch, as most loops do."""
     for batch in batches:
         for loss_of in LOSSES:
             loss_of(model, batch).backward()
 
 
 def with_a_sum_for_each(model: nn.Module, batches: Sequence[Batch], world_size: int) -> None:
-    """The gradients of each micro-batch are added up by themselves first."""
+    """Add up the gradients of each micro-batch first, and then these sums."""
     sums: list[Tensor] = []
     for batch in batches:
         for loss_of in LOSSES:
@@ -87,7 +87,7 @@ def plain(backwards: Backwards, world_size: int) -> nn.Module:
 
 
 def ours(group: Transport | dist.ProcessGroup, rank: int, world_size: int, stage: int, apart: bool) -> nn.Module:
-    """``apart``: all backwards of a micro-batch but its last are inside `no_sync`."""
+    """Train with the library. ``apart``: all backwards of a micro-batch except its last are inside `no_sync`."""
     model, batches = model_and_batches()
     optimizer = ZeroOptimizer(
         model,
@@ -129,7 +129,7 @@ def test_under_no_sync_those_of_a_micro_batch_are_added_up_by_themselves_first(w
 
 
 def test_these_are_three_orders_but_by_rounds_one_rank_is_the_plain_loop() -> None:
-    """So the promise above is no other promise in disguise."""
+    """Shows that the three orders differ, so that the tests above can fail."""
     orders = [plain(by_rounds, 2), plain(by_micro_batches, 2), plain(with_a_sum_for_each, 2), plain(by_rounds, 3)]
     flat = [torch.cat([p.detach().reshape(-1) for p in model.parameters()]) for model in orders]
     for number, one in enumerate(flat):

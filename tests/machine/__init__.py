@@ -1,1 +1,1 @@
-"""Random training programs: a description, the plain loop that follows it, and ranks that follow it."""
+"""Random training programs: a description, the plain loop and the ranks that execute it."""

@@ -1,4 +1,4 @@
-"""Where the ranks of a program run: as threads over Loopback, or as gloo processes. `hosts` has more."""
+"""The ranks of a program: threads over Loopback, or gloo processes. `hosts` has further kinds."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from ..pool import GlooPool
 from .program import Command, Config, Setting
 from .ranks import Rank, Saved
 
-LIMIT = 30.0  # of a machine that does much else
-_PROCESS: dict[str, Rank] = {}  # of a process of the pool: the rank of the program under way
+LIMIT = 30.0  # seconds; the machine may be busy
+_PROCESS: dict[str, Rank] = {}  # in a process of the pool: the rank of the current program
 
 
 class Backend(Protocol):
-    """Ranks side by side. Every call reaches all of them and returns what each of them returned, in rank order."""
+    """Ranks side by side. Every call is executed on all ranks, and returns their results in rank order."""
 
     def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
-        """New ranks."""
+        """Build new ranks."""
 
     def do(self, command: Command) -> list[Any]:
-        """Follow a command."""
+        """Execute a command."""
 
     def save(self) -> Saved:
-        """What rank 0 saved."""
+        """Save on all ranks; return rank 0's result."""
 
     def close(self) -> list[Any]:
-        """Make the models plain again; their parameters."""
+        """Make the models plain again; return their parameters."""
 
 
 def delays(seed: int) -> Callable[[int, str, int], None]:
-    """Sends, receives and waits that come late, other ones on each rank."""
+    """Return a hook that delays sends, receives and waits, differently on each rank."""
     count = seed
 
     def interfere(rank: int, event: str, peer: int) -> None:
@@ -45,7 +45,7 @@ def delays(seed: int) -> Callable[[int, str, int], None]:
 
 
 class Threads:
-    """Ranks as threads. Their messages may be delayed."""
+    """Ranks as threads, whose messages may be delayed."""
 
     rank: ClassVar[type[Rank]] = Rank
 
@@ -92,7 +92,7 @@ class Processes:
         try:
             found: list[Any] = self._pool.run(action, *arguments, ranks=self._members)
         except Exception:
-            self._pool.stop()  # the ranks of a program that failed are in the middle of it
+            self._pool.stop()  # after a failure the other ranks may still be in the middle of the program
             raise
         return found
 

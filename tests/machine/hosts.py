@@ -1,6 +1,6 @@
-"""Ranks of a program that are threads and share a host's memory, as processes of one host do.
+"""Ranks of a program that are threads and share memory, as processes of one host do.
 
-Knows: the insides of `collectives`, through `tests.sockets`; nothing else of this package does.
+Knows: the internals of `collectives`, through `tests.sockets`; no other module of this package does.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .ranks import Rank, Saved
 
 
 def one_host(transport: Transport) -> Collective:
-    """As among processes of one host: real sockets, and memory in common."""
+    """Return the algorithm of processes on one host: real sockets, and shared memory."""
     return Shared(Transport(meet(transport)))
 
 
 def two_hosts(transport: Transport) -> Collective:
-    """The same on each of two hosts, and the transport's own messages between them."""
+    """Return the algorithm of two hosts: shared memory on each, and the transport's own messages between them."""
     middle = (transport.world_size + 1) // 2
     hosts = [ranks for ranks in (range(middle), range(middle, transport.world_size)) if ranks]
     return Hierarchical(routed(transport, hosts), hosts)
@@ -38,13 +38,13 @@ class RankOnHosts(Rank):
 
 
 class ThreadsOnHosts(Threads):
-    """Ranks as threads. Their setting may name one of `HOSTS`."""
+    """Ranks as threads, whose setting may name one of `HOSTS`."""
 
     rank: ClassVar[type[Rank]] = RankOnHosts
 
 
 class Sockets(Threads):
-    """Ranks as threads that meet as processes of one host do, and so have memory in common. Nothing is delayed."""
+    """Ranks as threads that connect as processes of one host do, and so share memory. Nothing is delayed."""
 
     def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
         self._group = Loopback(setting.world_size, timeout=LIMIT)

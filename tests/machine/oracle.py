@@ -1,12 +1,13 @@
-"""The plain loop of a program: one process, torch's own optimizer, nothing of this library but `clip_grad_norm_`.
+"""The plain loop of a program: one process, torch's own optimizer, and of this library only `clip_grad_norm_`.
 
-The contract's order of a sum: a rank's i-th contribution is that of its i-th backward outside `no_sync`, with what the
-blocks before it left; the sum takes every rank's first one, rank by rank, then every rank's second one, and so on. What
-blocks left at the end comes last. Where all ranks meet, a rank that ran fewer backwards counts as having run as many as
-the others, with nothing to add but what blocks left, once.
+The contract's order of a sum: a rank's i-th contribution is the gradient of its i-th backward outside `no_sync`, added
+to the gradients of the `no_sync` blocks before it. The sum takes every rank's first contribution, rank by rank, then
+every rank's second one, and so on. Gradients of blocks after the last such backward come last. Some commands
+synchronize the ranks: there, a rank that ran fewer backwards catches up with empty contributions, the first of which
+takes along its `no_sync` gradients.
 
-Loading: torch casts what a class keeps beside the element-wise states (ASGD's `eta`, NAdam's `mu_product`) to the
-parameter's dtype, so that its own loop goes on otherwise than it would have without saving. Here they keep their dtype.
+Loading: torch casts the states beside the element-wise ones (ASGD's `eta`, NAdam's `mu_product`) to the parameter's
+dtype, so that its own loop continues differently than without saving. Here they keep their dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Gradients = dict[int, Tensor]
 
 
 class Oracle:
-    """Follows the commands for all ranks; `do` returns what each of them must see."""
+    """Executes the commands for all ranks; `do` returns the result that each rank must have."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.setting = config, config.setting
@@ -53,9 +54,9 @@ class Oracle:
 
     def _clear(self) -> None:
         size = self.setting.world_size
-        self.rounds: list[list[Gradients]] = [[] for _ in range(size)]  # of each rank
+        self.rounds: list[list[Gradients]] = [[] for _ in range(size)]  # for each rank
         self.local: list[Gradients] = [{} for _ in range(size)]
-        self.before: Gradients = {}  # zeros that a clearing left
+        self.before: Gradients = {}  # the zeros of `zero_grad(set_to_none=False)`
         self.settled = False
         self.kept: list[list[Any]] = []
 
@@ -64,7 +65,10 @@ class Oracle:
         return list(self.model.parameters())
 
     def do(self, command: Command) -> Any:
-        """What a rank sees; after `Consolidate` only that rank sees it."""
+        """Execute a command.
+
+        Return the result that every rank must have (after `Consolidate`, only its rank ``to``).
+        """
         match command:
             case p.Backward():
                 for rank in range(self.setting.world_size):
@@ -139,7 +143,7 @@ class Oracle:
             self._backward(rank, backward, command.sync)
 
     def _backward(self, rank: int, backward: Any, sync: bool) -> None:
-        """One backward of a rank, on top of what its `no_sync` blocks left."""
+        """Run one backward of a rank, on top of the gradients of its `no_sync` blocks."""
         shown = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -221,7 +225,7 @@ class Oracle:
         return p.values(self.parameters)
 
     def _masters(self) -> dict[str, Any]:
-        """Master weights as the next step would begin with, by the optimizer's index."""
+        """Return the master weights with which the next step would begin, by the optimizer's index."""
         if self.config.mixed is None:
             return {}
         followed = dict(zip(map(id, self.numbers.updated), self.numbers.followed(), strict=True))
@@ -237,7 +241,7 @@ class Oracle:
         self.kept = kept
         self.before = zeros if "zeros" in command.how else {}
 
-    # -- the rest ------------------------------------------------------------------------------------------------------
+    # -- loading -------------------------------------------------------------------------------------------------------
 
     def _load(self, setting: Setting) -> None:
         saved = copy.deepcopy(self.optimizer.state_dict())

@@ -1,7 +1,7 @@
-"""Training programs as data: what is trained, on how many ranks, and what is done to it, command by command.
+"""Training programs as data: a model, a number of ranks, and a list of commands.
 
-Knows: the commands and their arguments; every object prints as the source text that makes it. Does not know: who
-follows a program. `Numbers` are places in `list(model.parameters())`.
+Knows: the commands and their arguments; every object prints as the source text that makes it. Does not know: how a
+program is executed. `Numbers` are indices into `list(model.parameters())`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Form = Literal["one", "two forwards", "two losses", "retained", "autograd.grad b
 
 @dataclass(frozen=True, repr=False)
 class Setting(Source):
-    """What may change when a program is loaded again."""
+    """The arguments that may change when a program is saved and loaded."""
 
     stage: int
     world_size: int
@@ -37,7 +37,11 @@ class Setting(Source):
 
 @dataclass(frozen=True, repr=False)
 class Config(Source):
-    """``shares``: the group of parameter i is ``shares[i % len]``, -1 for none; ``options``: of each group."""
+    """A program without its commands.
+
+    ``shares``: the param group of parameter i is ``shares[i % len]``, -1 for none. ``options``: the options of each
+    group.
+    """
 
     setting: Setting
     parts: tuple[Part, ...] = ()
@@ -48,7 +52,7 @@ class Config(Source):
     options: tuple[tuple[tuple[str, Any], ...], ...] = ((),)
     seed: int = 0
     delays: bool = False
-    precision: str = ""  # of `PRECISIONS`
+    precision: str = ""  # a key of `PRECISIONS`
 
     @property
     def mixed(self) -> MixedPrecision | None:
@@ -58,7 +62,7 @@ class Config(Source):
         return build(self.parts, self.width, self.integer, seed)
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Param groups, in order; the first parameter is always in the first."""
+        """Return the param groups, in order; the first parameter is always in the first."""
         groups: list[list[tuple[str, nn.Parameter]]] = [[] for _ in self.options]
         for index, named in enumerate(model.named_parameters()):
             share = self.shares[index % len(self.shares)] if index else 0
@@ -74,7 +78,7 @@ class Config(Source):
 
 @dataclass(frozen=True, repr=False)
 class Backward(Source):
-    """A micro-batch of each rank."""
+    """Train each rank on one micro-batch."""
 
     seed: int
     form: Form = "one"
@@ -84,7 +88,7 @@ class Backward(Source):
 
 @dataclass(frozen=True, repr=False)
 class Uneven(Source):
-    """As many micro-batches of rank r as ``counts[r % len]`` says; then all ranks meet, where some catch up."""
+    """Train rank r on ``counts[r % len]`` micro-batches. Then synchronize all ranks, so that those behind catch up."""
 
     seed: int
     counts: tuple[int, ...]
@@ -96,7 +100,7 @@ class Uneven(Source):
 
 @dataclass(frozen=True, repr=False)
 class Keep(Source):
-    """A forward whose backward comes later."""
+    """Run a forward and keep its graph for a later backward."""
 
     seed: int
     mask: int = -1
@@ -104,14 +108,14 @@ class Keep(Source):
 
 @dataclass(frozen=True, repr=False)
 class BackwardOfKept(Source):
-    """The backward of what `Keep` kept."""
+    """Run the backward of the graph that `Keep` kept."""
 
     sync: bool = True
 
 
 @dataclass(frozen=True, repr=False)
 class Fail(Source):
-    """A forward that raises in its middle; inside `no_sync`, after a whole micro-batch, where ``in_block``."""
+    """Run a forward that raises in its middle. ``in_block``: inside `no_sync`, after a whole micro-batch."""
 
     seed: int
     in_block: bool = False
@@ -132,15 +136,17 @@ class Divide(Source):
 
 @dataclass(frozen=True, repr=False)
 class Step(Source):
-    """``look``: read all parameters after it, which at stage 3 gathers them, and all states."""
+    """Call `step`. ``look``: read all parameters after it, which at stage 3 gathers them, and all states."""
 
     look: bool = True
 
 
 @dataclass(frozen=True, repr=False)
 class Scaled(Source):
-    """A whole step with a `GradScaler`: a micro-batch of each rank, unscaling, a clip, a step that may be skipped.
-    ``overflow``: a rank (modulo their number) whose loss is infinite."""
+    """Run a whole step with a `GradScaler`: a micro-batch of each rank, unscaling, a clip, a step that may be skipped.
+
+    ``overflow``: a rank (modulo their number) whose loss is infinite.
+    """
 
     seed: int
     scale: float = 64.0
@@ -149,7 +155,7 @@ class Scaled(Source):
 
 @dataclass(frozen=True, repr=False)
 class Joined(Source):
-    """Whole steps inside `join`: as many of rank r as ``counts[r % len]`` says."""
+    """Run whole steps inside `join`: ``counts[r % len]`` of them on rank r."""
 
     seed: int
     counts: tuple[int, ...]
@@ -172,7 +178,7 @@ class Freeze(Source):
 
 @dataclass(frozen=True, repr=False)
 class Change(Source):
-    """Set an option of a param group where the class has it."""
+    """Set an option of a param group, if the class has it."""
 
     group: int
     key: str
@@ -181,7 +187,7 @@ class Change(Source):
 
 @dataclass(frozen=True, repr=False)
 class Schedule(Source):
-    """A step of the learning rate scheduler."""
+    """Call `step` of the learning rate scheduler."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -193,14 +199,14 @@ class Evaluate(Source):
 
 @dataclass(frozen=True, repr=False)
 class Read(Source):
-    """Parameters inside `gathered()`."""
+    """Read parameters inside `gathered()`."""
 
     numbers: Numbers = None
 
 
 @dataclass(frozen=True, repr=False)
 class Write(Source):
-    """Edits inside `gathered(write=True)`, other ones on each rank: group rank 0's win."""
+    """Edit parameters inside `gathered(write=True)`, differently on each rank: the values of group rank 0 win."""
 
     numbers: Numbers
     seed: int
@@ -208,7 +214,7 @@ class Write(Source):
 
 @dataclass(frozen=True, repr=False)
 class Edit(Source):
-    """An edit from outside, on every rank alike; at stage 3 it raises."""
+    """Edit a parameter outside `gathered()`, alike on every rank. At stage 3 this raises."""
 
     number: int
     factor: float
@@ -221,7 +227,7 @@ class FullGrad(Source):
 
 @dataclass(frozen=True, repr=False)
 class Describe(Source):
-    """What may be looked at changes nothing."""
+    """Call all methods that only inspect; they must change nothing."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -231,7 +237,7 @@ class Consolidate(Source):
 
 @dataclass(frozen=True, repr=False)
 class Load(Source):
-    """Save, build everything anew with another setting, load."""
+    """Save, build new ranks with another setting, and load."""
 
     setting: Setting
 
@@ -262,11 +268,11 @@ Command: TypeAlias = (
 )
 
 
-# -- what both sides do ------------------------------------------------------------------------------------------------
+# -- shared by both sides ----------------------------------------------------------------------------------------------
 
 
 def mask_on(setting: Setting, mask: int, rank: int) -> int:
-    """Which parts a rank uses: at stage 3 all ranks the same."""
+    """Return the parts that a rank uses, as a mask; at stage 3 all ranks use the same."""
     return mask if setting.stage == 3 or mask == -1 else mask ^ (rank * 5)
 
 
@@ -280,7 +286,7 @@ def loss_of(model: Tree, batch: Batch) -> Tensor:
 
 
 def backwards(model: Tree, setting: Setting, command: Backward, rank: int) -> list[Any]:
-    """The backwards of a micro-batch, to be called one after another."""
+    """Return the backwards of a micro-batch, to be called one after another."""
     batch = micro_batch(setting, command.seed, command.mask, rank)
     if command.form == "two forwards":
         more = micro_batch(setting, command.seed + 500, command.mask, rank)
@@ -317,7 +323,7 @@ def evaluate(model: Tree, setting: Setting, command: Evaluate) -> Tensor:
 
 
 def edit(parameter: Tensor, seed: int, rank: int) -> None:
-    """A write that depends on the rank."""
+    """Change a parameter in a way that depends on the rank."""
     generator = torch.Generator().manual_seed(seed + 77 * rank)
     with torch.no_grad():
         parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype) / 8)

@@ -1,4 +1,4 @@
-"""One rank of a program: the same commands, with `ZeroOptimizer` in the place of torch's."""
+"""One rank of a program: it executes the commands with `ZeroOptimizer` instead of torch's optimizer."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from . import program as p
 from .program import Command, Config, Setting
 from .trees import Batch, PlannedError
 
-Saved = tuple[dict[str, Any], dict[str, Any]]  # of the model and of the optimizer
+Saved = tuple[dict[str, Any], dict[str, Any]]  # the state dicts of the model and of the optimizer
 
 
 class Rank:
-    """Follows the commands on one rank, over a transport or a process group. ``algorithms``: what a setting may name
-    beside those of `collectives`."""
+    """Executes the commands on one rank, over a transport or a process group.
+
+    ``algorithms``: names for a setting's ``collective`` beside those of `collectives`.
+    """
 
     algorithms: ClassVar[Mapping[str, Algorithm]] = {}
 
     def __init__(self, config: Config, setting: Setting, group: Any, rank: int, saved: Saved | None = None) -> None:
         self.setting, self.rank = setting, rank
-        self.model = config.model(config.seed + rank)  # rank 0's values are everybody's
+        self.model = config.model(config.seed + rank)  # construction must give all ranks the values of rank 0
         if saved is not None:
             if config.mixed is None:
                 self.model.load_state_dict(saved[0])
@@ -52,7 +54,7 @@ class Rank:
         )
         self.scheduler = p.scheduler_of(self.optimizer)
         if saved is not None:
-            if config.mixed is not None:  # what was saved has another dtype than a new model: that one would round it
+            if config.mixed is not None:  # the saved weights have another dtype; the new model alone would round them
                 with self.optimizer.gathered(write=True):
                     self.model.load_state_dict(saved[0])
             self.optimizer.load_state_dict(saved[1])
@@ -60,7 +62,7 @@ class Rank:
         self.kept: list[Any] = []
 
     def do(self, command: Command) -> Any:
-        """Follow a command; what this rank sees."""
+        """Execute a command; return this rank's result."""
         match command:
             case p.Backward():
                 self._run(p.backwards(self.model, self.setting, command, self.rank), command.sync)
@@ -142,7 +144,7 @@ class Rank:
         return self._read(None)
 
     def save(self) -> Saved:
-        """What rank 0 saves; all ranks call."""
+        """Save the program's state. All ranks call this; rank 0's result is complete."""
         self.optimizer.consolidate_state_dict(0)
         with self.optimizer.gathered():
             model = {name: value.clone() for name, value in self.model.state_dict().items()}
@@ -151,7 +153,7 @@ class Rank:
         return model, {**states, "trainable": trainable}
 
     def close(self) -> list[Any]:
-        """The end of the program: a plain model."""
+        """End the program, and return the parameters of the plain model."""
         self.kept = []
         self.optimizer.close()
         return p.values(list(self.model.parameters()))

@@ -1,4 +1,4 @@
-"""A program followed by both sides, command by command: every rank sees what the plain loop sees, bit for bit."""
+"""Executes a program on both sides, command by command: every rank must have the plain loop's results, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .program import Command, Config
 
 
 class Run:
-    """The oracle and the ranks of one program, and what they were told so far."""
+    """The oracle and the ranks of one program, and the commands executed so far."""
 
     def __init__(self, config: Config, backend: Backend) -> None:
         self.config, self.backend = config, backend
@@ -29,7 +29,7 @@ class Run:
         return self.oracle.setting
 
     def do(self, command: Command) -> None:
-        """Follow a command on both sides and compare; where a step is looked at, all states, too."""
+        """Execute a command on both sides and compare. After a step with ``look``, compare all states, too."""
         self.commands.append(command)
         self._follow(command)
         if isinstance(command, p.Step) and command.look:
@@ -47,7 +47,7 @@ class Run:
                 assert_same(seen, expected, f"rank {rank} after {command}", any_nan=bool(self.config.precision))
 
     def _leave_out_masters_that_are_not_kept(self, expected: dict[str, Any], seen: dict[str, Any]) -> None:
-        """What was never updated needs none: the model's own values say it all."""
+        """Remove the master weights that a rank need not keep: those never updated equal the model's own values."""
         for index in set(expected.get("masters", {})) - set(seen.get("masters", {})):
             master = expected["masters"].pop(index)
             narrow = self.oracle.listed[index].detach()
@@ -56,20 +56,20 @@ class Run:
             expected.pop("masters", None)
 
     def close(self) -> None:
-        """The end: all parameters, all states, plain models."""
+        """End the program: compare all states, and the parameters of the plain models."""
         self.do(p.Consolidate(0))
         expected = p.values(self.oracle.parameters)
         for rank, seen in enumerate(self.backend.close()):
             assert_same(seen, expected, f"rank {rank} at the end", any_nan=bool(self.config.precision))
 
     def __str__(self) -> str:
-        """Source text that runs this program again."""
+        """Return source text that runs this program again."""
         commands = "".join(f"\n    {command}," for command in self.commands)
         return f"run(\n    {self.config},{commands}\n)"
 
 
 def run(config: Config, *commands: Command, backend: Backend | None = None) -> None:
-    """Follow a program from its beginning to its end."""
+    """Execute a program from its beginning to its end."""
     both = Run(config, Threads() if backend is None else backend)
     for command in commands:
         both.do(command)
@@ -77,8 +77,11 @@ def run(config: Config, *commands: Command, backend: Backend | None = None) -> N
 
 
 def assert_same(ours: Any, theirs: Any, what: str, *, any_nan: bool = False) -> None:
-    """Equal as bits, all the way down. A state that is None is one that is not there. ``any_nan``: a NaN is one, where
-    weights are cast: which one a cast to 16 bits makes depends on its place in a tensor, in torch itself."""
+    """Assert that two nested values are equal as bits. A state that is None counts as absent.
+
+    ``any_nan``: all NaNs are equal, for weights that are cast. The bits of a NaN that is cast to 16 bits depend on its
+    place in a tensor, in torch itself.
+    """
     if isinstance(theirs, Tensor):
         assert isinstance(ours, Tensor), f"{what}: {ours!r} where a tensor is expected"
         if any_nan and theirs.is_floating_point():

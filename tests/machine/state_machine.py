@@ -1,6 +1,6 @@
 """Hypothesis drives the plain loop and the ranks side by side: every rule is a command of a random program.
 
-Knows: which programs make sense, so which command may follow which. Does not know: what a command does. A failure
+Knows: which programs make sense, so which command may follow which. Does not know: how a command is executed. A failure
 prints the program as source text: paste it into a test that imports from `tests.machine`.
 """
 
@@ -21,7 +21,7 @@ from .run import Run
 from .trees import LEAVES, WRAPPERS, Part
 
 INFINITY = float("inf")
-OPTIMIZERS = sorted(set(CLASSES) - {"sgd fused"})  # with momentum it fails where a parameter is used later than another
+OPTIMIZERS = sorted(set(CLASSES) - {"sgd fused"})  # with momentum it fails if a parameter's first use is a later step
 CAPS = st.sampled_from([1e-6, 0.0001, 0.0005, 25.0])
 SEEDS = st.integers(0, 99)
 MASKS = st.sampled_from([-1, 0, 1, 2, 5])
@@ -65,7 +65,10 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Collectives:
-    """``exact``: algorithms that fold in rank order; ``in_any_order``: that give the same bits where sums are exact."""
+    """The algorithms of a machine.
+
+    ``exact`` add in rank order; ``in_any_order`` give the same bits only if sums are exact.
+    """
 
     exact: tuple[str, ...]
     in_any_order: tuple[str, ...]
@@ -114,24 +117,27 @@ def configs(
 
 
 class RandomPrograms(RuleBasedStateMachine):
-    """One program. Subclasses say where its ranks run, up to how many, how they talk, and at which stages it begins."""
+    """One random program.
+
+    Subclasses choose the backend, the number of ranks, the algorithms, and the stages of its beginning.
+    """
 
     make_backend: Callable[[], Backend]
     most_ranks = 8
     collectives: Collectives
     precisions: Sequence[str] = ("",)
     begins: Sequence[int] = STAGES
-    followed = 0  # commands of all programs of the class
-    trained = 0  # those that were steps with a gradient to take
+    followed = 0  # the number of commands in all programs of the class
+    trained = 0  # the number of steps that had a gradient
 
     def __init__(self) -> None:
         super().__init__()
         self.run: Run | None = None
-        self.open = True  # a backward may come
-        self.pending = False  # a block of `no_sync` left something
+        self.open = True  # a backward is allowed
+        self.pending = False  # a `no_sync` block has gradients that are not reduced yet
         self.kept = False
-        self.stepped = False  # a scheduler wants a step before its own
-        self.uneven_pending = False  # what blocks left differs between ranks: nothing may be frozen before it travels
+        self.stepped = False  # a scheduler's step must follow an optimizer's
+        self.uneven_pending = False  # `no_sync` gradients differ between ranks: freeze nothing before they are reduced
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
@@ -167,7 +173,7 @@ class RandomPrograms(RuleBasedStateMachine):
                 raise
 
     def finish(self) -> None:
-        """Two steps: whatever was done before, what it did to the next update and to the states is seen."""
+        """Run two whole steps, which show any effect on the next update and on the states."""
         if self.kept:
             if not self.open:
                 self.zero_grad("zero_grad")
@@ -184,7 +190,7 @@ class RandomPrograms(RuleBasedStateMachine):
         self.do(turn)
         self.pending = not turn.sync
 
-    @precondition(lambda self: self.open and self.stage < 3)  # at stage 3 every rank runs as many
+    @precondition(lambda self: self.open and self.stage < 3)  # at stage 3 all ranks run the same number
     @rule(seed=SEEDS, counts=st.lists(st.integers(0, 3), min_size=2, max_size=4).map(tuple), sync=SYNC)
     def uneven(self, seed: int, counts: tuple[int, ...], sync: bool) -> None:
         self.do(p.Uneven(seed, counts, sync))
@@ -230,7 +236,7 @@ class RandomPrograms(RuleBasedStateMachine):
 
     @rule(turns=st.lists(TURNS, min_size=1, max_size=3), look=st.booleans())
     def whole_step(self, turns: list[p.Backward], look: bool) -> None:
-        """What most of a training loop is."""
+        """Run a usual step of a training loop."""
         for turn in turns:
             self.backward(turn)
         self.clip(1.0, 2.0)
@@ -258,14 +264,14 @@ class RandomPrograms(RuleBasedStateMachine):
         self.do(p.ZeroGrad(how))
         self.open, self.pending = True, self.pending and "zeros" in how
 
-    # -- what a loop changes between steps ----------------------------------------------------------------------------
+    # -- changes between steps ----------------------------------------------------------------------------------------
 
     @precondition(lambda self: not self.kept and not (self.pending and self.uneven_pending))
     @rule(numbers=st.lists(st.integers(1, 30), min_size=1, max_size=3, unique=True).map(tuple))
     def freeze(self, numbers: tuple[int, ...]) -> None:
         assert self.run is not None
-        count = len(self.run.oracle.parameters) - 1  # the first one always has a gradient: a backward without any is
-        self.do(p.Freeze(tuple(dict.fromkeys(1 + number % count for number in numbers))))  # seen by nobody
+        count = len(self.run.oracle.parameters) - 1  # never freeze the first: the library would not notice a backward
+        self.do(p.Freeze(tuple(dict.fromkeys(1 + number % count for number in numbers))))  # without any gradient
 
     @rule(
         group=st.integers(0, 2),
@@ -295,19 +301,19 @@ class RandomPrograms(RuleBasedStateMachine):
     def load(self, data: st.DataObject) -> None:
         assert self.run is not None
         self.drop_kept()
-        if not self.stepped:  # there is nothing to save
+        if not self.stepped:  # there is no state to save yet
             self.whole_step([p.Backward(100)], False)
         names = self.collectives.names(self.run.config.integer)
         self.do(p.Load(data.draw(settings(STAGES, self.most_ranks, names))))
         self.open, self.pending, self.stepped = True, False, False
 
     def drop_kept(self) -> None:
-        """The backward of what is kept would come too late."""
+        """Replace a kept graph, whose backward would now come too late."""
         if self.kept:
             self.do(p.Keep(0))
         self.kept = False
 
-    # -- what changes nothing -----------------------------------------------------------------------------------------
+    # -- reads, which change nothing ----------------------------------------------------------------------------------
 
     @rule(looks=st.lists(LOOKS, min_size=1, max_size=3))
     def look(self, looks: list[p.Evaluate | p.Read | p.FullGrad | p.Consolidate | p.Describe]) -> None:

@@ -1,8 +1,9 @@
 """Random models: a tree of parts as data, and the module that is built from it.
 
-Knows: every kind of parameter and of use that a model may have. Does not know: training, or that ranks exist.
+Knows: every kind of parameter and of use that a model may have. Does not know: training, or ranks.
+
 A part maps (rows, width) to (rows, width). In an *integer* model each parameter only adds a sum of its elements, each
-times a small integer of the batch: gradients are integers whatever the weights are, so every order of a sum is exact.
+times a small integer of the batch: gradients are integers whatever the weights are, so a sum is exact in any order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Kind = Literal[
 ]  # fmt: skip
 LEAVES: tuple[Kind, ...] = ("linear", "matrix", "tied", "turned", "scalar", "one", "empty", "norm", "unused")
 WRAPPERS: tuple[Kind, ...] = ("sequence", "twice", "sometimes", "checkpoint")
-_BUILDING = threading.Lock()  # torch's generator is one for all threads
+_BUILDING = threading.Lock()  # all threads share torch's generator
 
 
 class Source:
@@ -40,7 +41,7 @@ def _source(value: object) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Part(Source):
-    """A node of the tree. ``size``: of what is inside a leaf; ``of``: what a wrapper wraps."""
+    """A node of the tree. ``size``: of the parameters inside a leaf; ``of``: the children of a wrapper."""
 
     kind: Kind
     size: int = 5
@@ -51,7 +52,7 @@ class Part(Source):
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch. ``mask``: bit j says whether the j-th part that is used sometimes is used."""
+    """A micro-batch. ``mask``: bit j is set if the j-th part of kind "sometimes" is used."""
 
     x: Tensor
     mask: int = -1
@@ -59,11 +60,11 @@ class Batch:
 
 
 class PlannedError(ZeroDivisionError):
-    """What a program raises on purpose."""
+    """The error that a program raises on purpose."""
 
 
 class Builder:
-    """Counts what a tree under construction has so far."""
+    """Builds the parts of a tree, and keeps the matrices and counts for the next parts."""
 
     def __init__(self, width: int, integer: bool) -> None:
         self.width, self.integer = width, integer
@@ -75,7 +76,7 @@ class Builder:
 
 
 class Leaf(nn.Module):
-    """A few parameters and one use of each."""
+    """A few parameters, each used once."""
 
     def __init__(self, part: Part, builder: Builder) -> None:
         super().__init__()
@@ -165,7 +166,7 @@ class Wrapper(nn.Module):
 
 
 class Tree(nn.Module):
-    """A list of parts, and a first and a last layer around them."""
+    """A first layer, a list of parts, and a last layer."""
 
     def __init__(self, parts: tuple[Part, ...], width: int, integer: bool) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ class Tree(nn.Module):
 
 
 def _with_integers(x: Tensor, parameters: list[nn.Parameter], batch: Batch) -> Tensor:
-    """``x`` plus the sum of all elements, each times an integer from -3 to 3 that the batch chooses."""
+    """Return ``x`` plus the sum of all elements, each times an integer from -3 to 3 that the batch chooses."""
     for parameter in parameters:
         positions = torch.arange(parameter.numel(), dtype=torch.float64).reshape(parameter.shape)
         factors = (positions * 5 + batch.x.detach()[0, 0].double() * 1000).round().remainder(7) - 3
@@ -201,13 +202,13 @@ def _with_integers(x: Tensor, parameters: list[nn.Parameter], batch: Batch) -> T
 
 
 def build(parts: tuple[Part, ...], width: int, integer: bool, seed: int) -> Tree:
-    """The module; the same one for the same arguments."""
+    """Build the module; the same one for the same arguments."""
     with _BUILDING, torch.random.fork_rng():
         torch.manual_seed(seed)
         return Tree(parts, width, integer)
 
 
 def batch_of(seed: int, rank: int, mask: int, fails: bool = False) -> Batch:
-    """A rank's micro-batch."""
+    """Return a rank's micro-batch."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return Batch(torch.randn(ROWS, FEATURES, generator=generator), mask, fails)

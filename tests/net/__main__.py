@@ -1,7 +1,8 @@
-"""`python -m tests.net COMMIT`; see the package. Code 0: nothing differs; 1: something does, or a side fails; 2: it
-could not be tried.
+"""`python -m tests.net COMMIT`; see the package.
 
-Knows: git, folders, processes. Imports neither package, so that a broken one is told as what it is.
+Exit code 0: nothing differs; 1: a check differs, or a side fails; 2: the comparison could not be tried.
+
+Knows: git, folders, processes. It imports neither package, so that a broken package is reported as such.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from .compare import differences
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMPARED = ("zero", "collectives", "pyproject.toml")
-LIMIT = 3600.0  # seconds for all, which takes 350 seconds of CPU time
+LIMIT = 3600.0  # seconds for everything, which takes 350 seconds of CPU time
 
 
 class CannotTryError(Exception):
-    """There is nothing to compare with, or a side failed: told in one line."""
+    """There is no reference, or a side failed. The message is one line."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -40,14 +41,14 @@ class CannotTryError(Exception):
 
 @dataclass(frozen=True)
 class Side:
-    """``name``: as a reader knows it."""
+    """A process that makes the records of one side. ``name``: its name in messages."""
 
     name: str
     folder: Path
     process: subprocess.Popen[bytes]
 
     def failure(self) -> str:
-        """What it wrote last, where it ended badly; empty where it did not."""
+        """Return the last output of a process that failed, or an empty string."""
         code = self.process.poll()
         if not code:
             return ""
@@ -95,7 +96,7 @@ def _git(*arguments: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def _both(folder: Path, commit: str, end: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The records of the commit and of the working tree, made at the same time."""
+    """Return the records of the commit and of the working tree, made at the same time."""
     tests = folder / "tests"
     _copy("tests", folder)
     folders = _old(folder / "old", commit), _new(folder / "new")
@@ -106,7 +107,7 @@ def _both(folder: Path, commit: str, end: float) -> tuple[dict[str, Any], dict[s
 
 
 def _old(folder: Path, commit: str) -> Path:
-    """The commit's packages. An archive, not a worktree: there is nothing to be taken back in the repository."""
+    """Extract the commit's packages. They come from `git archive`, as a worktree would have to be removed again."""
     found = _git("archive", "--format=tar", commit, *COMPARED)
     if found.returncode:
         raise CannotTryError(f"commit {commit[:12]}: {found.stderr.decode(errors='replace').strip()}", 2)
@@ -116,7 +117,7 @@ def _old(folder: Path, commit: str) -> Path:
 
 
 def _new(folder: Path) -> Path:
-    """The packages as they are now: what is edited while this runs does not count."""
+    """Copy the packages as they are now: edits during the run do not count."""
     folder.mkdir()
     for name in COMPARED:
         _copy(name, folder)
@@ -136,7 +137,7 @@ def _copy(name: str, folder: Path) -> None:
 
 @contextmanager
 def _side(name: str, folder: Path, tests: Path) -> Iterator[Side]:
-    """A process that does everything on one side, and that is ended with all that it started."""
+    """Start a process that makes one side's records; end it with all that it started."""
     (folder / "tests").symlink_to(tests)
     foreign = ("PYTEST_", "HYPOTHESIS_", "COV_", "PYTHON")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
@@ -153,7 +154,7 @@ def _side(name: str, folder: Path, tests: Path) -> Iterator[Side]:
     try:
         yield Side(name, folder, process)
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):  # a launcher that is asked to end ends its ranks first
+        for number in (signal.SIGTERM, signal.SIGKILL):  # upon SIGTERM a launcher ends its ranks first
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, number)
                 process.wait(20)

@@ -1,6 +1,6 @@
-"""Compares what two sides recorded.
+"""Compares the records of two sides.
 
-Knows: nested dictionaries. Does not know: what is in them.
+Knows: nested dictionaries. Does not know: their contents.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-Record = Mapping[str, Any]  # of a check: nested dictionaries with texts and numbers at their ends
+Record = Mapping[str, Any]  # of one check: nested dictionaries whose leaves are texts and numbers
 MISSING = "nothing"
-ERROR = "error"  # the key under which a side records that it could not go on
+ERROR = "error"  # the key under which a side records its failure
 
 
 def differences(old: Mapping[str, Record], new: Mapping[str, Record]) -> list[str]:
-    """A line for each check that differs or failed, in the order of the checks."""
+    """Return a line for each check that differs or failed, in the order of the checks."""
     lines = []
     for check in dict.fromkeys([*old, *new]):
         line = difference(old.get(check, {}), new.get(check, {}))
@@ -24,7 +24,10 @@ def differences(old: Mapping[str, Record], new: Mapping[str, Record]) -> list[st
 
 
 def difference(old: Record, new: Record) -> str:
-    """Where the records of a check differ first, and how often; empty where they are equal and no side failed."""
+    """Return the first difference between two records of a check, and the number of differences.
+
+    The text is empty if the records are equal and no side failed.
+    """
     before, after = dict(_leaves(old)), dict(_leaves(new))
     found = [path for path in dict.fromkeys([*before, *after]) if before.get(path) != after.get(path)]
     if found:
@@ -47,7 +50,7 @@ def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def _shortened(value: Any) -> str:
-    """The beginning of a hash is enough."""
+    """Shorten a hash to its beginning."""
     text = str(value)
     is_hash = len(text) == 64 and set(text) <= set("0123456789abcdef")
     return text[:12] if is_hash else text

@@ -1,6 +1,6 @@
-"""The programs that both sides follow: random ones, the same in every run, and one in many settings.
+"""The programs of both sides: random ones, the same in every run, and a fixed one in many settings.
 
-Knows: how programs are drawn. Does not know: who follows them, or what is recorded.
+Knows: how programs are drawn. Does not know: how they are executed or recorded.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from ..narrowed import PRECISIONS
 
 ON_THREADS = Collectives(("auto", "shared", "two hosts"), ("ring",))
 ON_PROCESSES = Collectives(("auto", "pairwise", "hierarchical"), ("ring", "native", "all_to_all"))
-COMMANDS, MOST_COMMANDS = 14, 26  # of a program; the last ones are two whole steps
+COMMANDS, MOST_COMMANDS = 14, 26  # the least and the most in a program; it ends with two whole steps
 
 
 @dataclass(frozen=True)
 class Program:
-    """``processes``: whether its ranks are processes, which have memory in common, or threads. ``hashed``: whether
-    everything is hashed after every command."""
+    """A program and how to run it.
+
+    ``processes``: its ranks are processes, which share memory, instead of threads. ``hashed``: hash everything after
+    every command.
+    """
 
     config: Config
     commands: tuple[Command, ...]
@@ -44,7 +47,7 @@ class Program:
 
 
 class _Draft(Run):
-    """Takes a program down and follows none of it."""
+    """Collects the commands of a program without executing them."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.commands, self.oracle = config, [], Oracle(config)
@@ -57,7 +60,7 @@ class _Draft(Run):
 
 @dataclass(frozen=True)
 class Kind:
-    """Some of the random programs."""
+    """A kind of random programs, and how many of them to draw."""
 
     count: int
     stages: tuple[int, ...]
@@ -66,7 +69,7 @@ class Kind:
     processes: bool = False
 
     def draw(self, number: int) -> list[Program]:
-        """The same programs for the same ``number``."""
+        """Draw programs; the same ones for the same ``number``."""
         kind, found = self, list[Program]()
 
         @seed(number)
@@ -77,7 +80,7 @@ class Kind:
             @initialize(data=st.data())
             def start(self, data: st.DataObject) -> None:
                 config = data.draw(configs(kind.stages, self.most_ranks, self.collectives, kind.precisions))
-                self.run = _Draft(replace(config, delays=False))  # a delay changes no bit, and takes time
+                self.run = _Draft(replace(config, delays=False))  # delays change no bit, and take time
 
             def teardown(self) -> None:
                 if self.run is not None:
@@ -93,7 +96,7 @@ class Kind:
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
-        # Hypothesis also tries numbers that it finds in source nearby; these differ between the sides
+        # Hypothesis also tries constants from source files nearby; these differ between the sides
         with mock.patch.object(providers, "_get_local_constants", providers.Constants):
             run_state_machine_as_test(Drawing, settings=size)
         if len(found) < self.count:
@@ -111,7 +114,7 @@ KINDS = (
 
 
 def random_programs() -> Iterator[Program]:
-    """20 of them."""
+    """Yield the 20 random programs."""
     for number, kind in enumerate(KINDS):
         yield from kind.draw(number)
 
@@ -146,6 +149,6 @@ SETTINGS: Sequence[Config] = (
 
 
 def settings_of_a_fixed_program() -> Iterator[Program]:
-    """12 of them."""
+    """Yield the fixed program in 12 settings."""
     for one in SETTINGS:
         yield Program(one, FIXED, hashed=False)

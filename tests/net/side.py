@@ -1,4 +1,4 @@
-"""`python -m tests.net.side FILE`: everything that one side does; a line of JSON for each check, as it is done.
+"""`python -m tests.net.side FILE`: run everything on one side, and write a line of JSON for each check when it is done.
 
 The working directory holds the side's `zero`, `collectives` and pyproject.toml, and the `tests` of the working tree.
 """
@@ -48,7 +48,7 @@ def _packages(group: Any, rank: int) -> tuple[str, str]:
 
 
 def _check_packages(*files: str) -> None:
-    """The packages of this side are used, not those that are installed."""
+    """Exit unless the packages are those of this side, not installed ones."""
     here = Path.cwd().resolve()
     for file in files:
         if not Path(file).resolve().is_relative_to(here):

@@ -1,6 +1,6 @@
-"""Runs of `zero train` in real processes, as a user starts them, and what run.json says of them.
+"""Runs of `zero train` in real processes, as a user starts them, and the contents of run.json.
 
-Knows: the command line. Does not know: how the command is made.
+Knows: the command line. Does not know: how the command works.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .compare import ERROR
 
 LIMIT = 600.0  # seconds for a run, which takes about ten on an idle core
 COMMON = ("--preset=tiny", "--steps=2", "--micro-batches=6", "--sequence=32", "--data=tests/README.md", "--out=out")
-RUNS = (  # processes cost more than training: one rank unless a run is about several, whose sums show more in fp32
+RUNS = (  # starting processes takes most of the time: one rank unless several matter, and then fp32, where sums differ
     "zero train --ranks=1 --stage=0 --precision=bf16 --clip=0.5",
     "zero train --ranks=1 --stage=1 --fused",
     "zero train --ranks=1 --stage=2 --precision=fp16",
@@ -37,7 +37,10 @@ DISK, OUT = Path("disk"), Path("out")
 
 
 def record(run: str) -> dict[str, Any]:
-    """What run.json says, without what no two runs share. Runs in the working directory."""
+    """Run a command in the working directory.
+
+    Return the contents of run.json without values that differ between all runs.
+    """
     DISK.mkdir(exist_ok=True)
     (OUT / "run.json").unlink(missing_ok=True)
     try:
@@ -60,7 +63,7 @@ def _arguments(run: str) -> list[str]:
 
 
 def _end_of(command: list[str]) -> None:
-    """Wait for a command. One that takes too long is asked to end, so that it ends its ranks, and then ended."""
+    """Wait for a command. After the time limit, send SIGTERM, so that the command ends its ranks, and then kill it."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         text, _ = process.communicate(timeout=LIMIT)

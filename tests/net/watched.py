@@ -1,6 +1,6 @@
-"""Ranks that record what they see after every command of a program.
+"""Ranks that record their results after every command of a program.
 
-Knows: the public names of `zero` and `collectives` alone. Does not know: who compares.
+Knows: only the public names of `zero` and `collectives`. Does not know: the comparison.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from .programs import Program
 
 
 def in_halves(transport: Transport) -> Collective:
-    """`Hierarchical`, as if each half of the ranks had a host."""
+    """Return `Hierarchical`, as if each half of the ranks had a host."""
     middle = (transport.world_size + 1) // 2
     hosts = [ranks for ranks in (range(middle), range(middle, transport.world_size)) if ranks]
     return Hierarchical(transport, hosts)
 
 
 class Watched(Rank):
-    """Hashes every parameter, gradient and optimizer state after every command. This gathers them, at every stage."""
+    """A rank that hashes every parameter, gradient and optimizer state after every command.
+
+    This gathers them, at every stage.
+    """
 
     algorithms: ClassVar[Mapping[str, Algorithm]] = {"two hosts": in_halves}
 
@@ -42,7 +45,7 @@ class Watched(Rank):
         return {"what it returns": sha256(found), **self.seen()}
 
     def seen(self) -> dict[str, str]:
-        """By names that a reader finds again."""
+        """Return the record after a command; its keys name the parameter or state for a reader."""
         return {**self._parameters(), **self._gradients(), **self._states()}
 
     def _parameters(self) -> dict[str, str]:
@@ -56,7 +59,7 @@ class Watched(Rank):
     def _gradient(self, parameter: torch.nn.Parameter) -> str:
         try:
             return sha256(self.optimizer.full_grad(parameter))
-        except RuntimeError:  # on every rank: a part of it is still in a block of `no_sync`
+        except RuntimeError:  # on every rank: a part of the gradient is still in a `no_sync` block
             return "not reduced"
 
     def _states(self) -> dict[str, str]:
@@ -68,7 +71,7 @@ class Watched(Rank):
 
 
 class Undisturbed(Watched):
-    """Records what costs no message: what calls return, traffic, and `describe()`."""
+    """A rank that records only what needs no message: the results of calls, traffic, and `describe()`."""
 
     def seen(self) -> dict[str, str]:
         traffic = {f"traffic {name}": str(count) for name, count in asdict(self.optimizer.traffic).items()}
@@ -93,7 +96,7 @@ class UndisturbedProcesses(Processes):
 
 
 def record(program: Program, pool: GlooPool) -> dict[str, Any]:
-    """Everything that is seen in a program, which is followed twice where everything is hashed."""
+    """Execute a program and return the records of all ranks. A hashed program is executed twice, once undisturbed."""
     backends: dict[str, Backend] = {}
     if program.hashed:
         backends["hashed"] = WatchedProcesses(pool) if program.processes else WatchedThreads()
@@ -109,7 +112,7 @@ def record(program: Program, pool: GlooPool) -> dict[str, Any]:
 
 
 def _follow(program: Program, backend: Backend) -> Iterator[tuple[str, list[Any]]]:
-    """What every rank sees after each command."""
+    """Yield the results of all ranks after each command."""
     backend.start(program.config, program.config.setting)
     yield "at the start", backend.do(p.Describe())
     for number, command in enumerate(program.commands, 1):
@@ -124,7 +127,7 @@ def _follow(program: Program, backend: Backend) -> Iterator[tuple[str, list[Any]
 
 
 def sha256(value: Any) -> str:
-    """Of a value that may hold tensors, by their bits."""
+    """Hash a value that may hold tensors, by their bits."""
     found = hashlib.sha256()
     _add(found, value)
     return found.hexdigest()
@@ -145,5 +148,8 @@ def _add(found: Any, value: Any) -> None:
 
 
 def _with_one_nan(value: Tensor) -> Tensor:
-    """Which NaN a cast to 16 bits makes depends on its place in a tensor, in torch itself."""
+    """Make all NaNs equal.
+
+    The bits of a NaN that is cast to 16 bits depend on its place in a tensor, in torch itself.
+    """
     return torch.where(value.isnan(), float("nan"), value) if value.is_floating_point() else value

@@ -1,7 +1,7 @@
-"""What an accelerator needs of the library, without one: streams are told to wait, captures and several devices are
-refused, and models without memory go where NCCL is.
+"""The library's work for an accelerator, tested without one: waits of streams, refusals, and placement.
 
-Devices are device strings here, and streams note what they are told to wait for.
+CUDA graph captures and several devices are refused, and models without memory are placed on the device of NCCL. Devices
+are device strings here, and streams record their waits.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ def test_so_is_a_group_on_another_device() -> None:
 
 # -- streams -----------------------------------------------------------------------------------------------------------
 
-_HERE = threading.local()  # a rank is a thread
+_HERE = threading.local()  # for each rank, which is a thread
 
 
 class Stream:
-    """Notes which streams it was told to wait for."""
+    """A stream that records for which streams it waits."""
 
     def __init__(self, name: str, waits: list[tuple[str, str]]) -> None:
         self.name, self._waits = name, waits
@@ -109,7 +109,7 @@ def on(stream: Stream) -> Iterator[None]:
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if parameters lay on a GPU."""
+    """Pretend that parameters are on a GPU."""
     monkeypatch.setattr(Streams, "use", lambda self, device: setattr(self, "_device", GPU))
     monkeypatch.setattr(streams, "_current", lambda device: _HERE.current)
     monkeypatch.setattr(streams, "_is_recorded", lambda device: getattr(_HERE, "captures", False))
@@ -120,7 +120,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 @RANKS
 @pytest.mark.by_default("1-1", "1-2", "2-3")
 def test_each_part_of_a_step_waits_for_the_one_before_on_whatever_stream_it_is(stage: int, world_size: int) -> None:
-    """At stages 0 to 2 a forward is the user's own: nothing of the library runs there."""
+    """At stages 0 to 2 a forward is the user's own: no code of the library runs in it."""
 
     def program(transport: Transport) -> tuple[list[tuple[str, str]], nn.Module]:
         waits: list[tuple[str, str]] = []
@@ -147,7 +147,7 @@ def test_each_part_of_a_step_waits_for_the_one_before_on_whatever_stream_it_is(s
         train(plain, optimizer)
     later = [("step", "backward"), ("clear", "step")]
     between = [("forward", "clear"), ("backward", "forward")] if stage == 3 else [("backward", "clear")]
-    expected = [("backward", "forward"), *later, *between, *later]  # first what construction told the device
+    expected = [("backward", "forward"), *later, *between, *later]  # the first backward waits for the construction
     for waits, model in on_threads(world_size, program, timeout=5):
         assert waits == expected
         assert_same_model(model, plain)
@@ -156,7 +156,7 @@ def test_each_part_of_a_step_waits_for_the_one_before_on_whatever_stream_it_is(s
 @pytest.mark.usefixtures("accelerator")
 @ALL
 def test_a_gradient_that_comes_on_another_stream_is_waited_for(stage: int) -> None:
-    """As where parts of a forward ran on streams of their own: autograd runs their backwards there."""
+    """This happens if parts of a forward ran on other streams: autograd runs their backwards there."""
     waits: list[tuple[str, str]] = []
     one, other = Stream("one", waits), Stream("other", waits)
     model = build()
@@ -280,7 +280,7 @@ def nothing() -> Iterator[None]:
 
 
 def lands(group: dist.ProcessGroup | None, backend: str, context: Any) -> torch.device:
-    """Where the optimizer says that a model from the meta device will be, on a machine with a second GPU."""
+    """Return the device on which the optimizer places a model from the meta device, on a machine with a second GPU."""
     model = nn.Sequential(nn.Linear(2, 2, device="meta"))
     with (
         mock.patch("torch.accelerator.current_accelerator", return_value=torch.device("cuda")),
@@ -306,7 +306,7 @@ def everywhere(group: dist.ProcessGroup, rank: int) -> list[str]:
 
 
 def test_a_model_without_memory_lands_on_the_accelerator_that_nccl_serves(gloo: GlooPool) -> None:
-    """Unless a default device was set, be it the CPU; and where nothing but gloo is there, on the CPU as ever."""
+    """Unless a default device was set, even the CPU. If only gloo is available, it is placed on the CPU."""
     for found in gloo.run(everywhere, ranks=range(SIZE)):
         assert found == ["cuda:1", "cpu", "cpu"] * 2
 
@@ -321,7 +321,7 @@ def test_without_a_group_or_an_accelerator_it_lands_on_the_cpu() -> None:
 @pytest.mark.parametrize("ranks", [on_threads, on_wires, on_sockets])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_default_device_is_for_the_users_tensors_alone(ranks: Callable[..., list[nn.Module]], stage: int) -> None:
-    """As `torch.set_default_device("cuda")`; of "meta" there are no values at all."""
+    """For `torch.set_default_device("cuda")`; with "meta", the library's tensors would have no values."""
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         torch.autograd.backward(model(torch.ones(2, 3, device="cpu")).square().sum())

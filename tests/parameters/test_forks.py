@@ -1,6 +1,6 @@
-"""A process that is forked from a rank is no rank: what it does never reaches the ranks, which go on training.
+"""A process that is forked from a rank is not a rank: its actions never reach the ranks, which continue training.
 
-What would make ranks communicate raises there at once, with words that say what to do; the rest works.
+Calls that would communicate raise in it at once, with the remedy; all other calls work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..pool import GlooPool
 
 RANKS, STEPS = 2, 3
 CAP = 0.0005
-ALGORITHMS = ("auto", "pairwise")  # by memory that ranks share, where units do not travel; by messages, where they do
+ALGORITHMS = ("auto", "pairwise")  # through shared memory, where a gather sends no unit; by messages
 REMEDY = "a copy of the model that was made before the fork"
 
 
@@ -49,7 +49,7 @@ class Run:
         )
         self.rank = rank
         self.batches = batches()
-        self.kept: Any = None  # a loss whose backward is still to come
+        self.kept: Any = None  # a loss whose backward has not run yet
 
     def loss(self, step: int = 0) -> Any:
         return odd_loss(self.model, self.batches[step][self.rank])
@@ -65,7 +65,7 @@ class Run:
         self.optimizer.zero_grad()
 
     def steps(self, first: int) -> None:
-        """All that are left from the number ``first`` on."""
+        """Run all remaining steps from the number ``first`` on."""
         for number in range(first, STEPS):
             self.step(number)
 
@@ -83,7 +83,7 @@ def plain(ranks: int = RANKS) -> Odd:
     return model
 
 
-# -- what a child does ------------------------------------------------------------------------------------------------
+# -- actions of a child -----------------------------------------------------------------------------------------------
 
 
 def evaluates(run: Run) -> None:
@@ -138,7 +138,7 @@ COLLECTIVES: dict[str, Callable[[Run], Any]] = {
 
 
 def tried(run: Run, actions: dict[str, Callable[[Run], Any]]) -> dict[str, str]:
-    """What each raised."""
+    """Return the error of each action."""
     found = {}
     for name, action in actions.items():
         try:
@@ -158,7 +158,7 @@ def assert_refused(found: Any, actions: dict[str, Callable[[Run], Any]], rank: i
         assert "optimizer.gathered()" in said, (name, said)
 
 
-# -- when it is forked ------------------------------------------------------------------------------------------------
+# -- moments of the fork ----------------------------------------------------------------------------------------------
 
 
 Fork = Callable[[], None]
@@ -205,7 +205,7 @@ def while_a_graph_is_kept(run: Run, fork: Fork) -> None:
 
 
 def inside_a_forward(run: Run, fork: Fork) -> None:
-    """Of a unit: the child leaves it, and the forwards around it, by an error."""
+    """Fork in the forward of a unit: the child leaves all forwards around it by an error."""
     run.step(0)
     with run.model.layers[0].register_forward_pre_hook(lambda *_: fork()):
         run.kept = run.loss(1)
@@ -213,7 +213,7 @@ def inside_a_forward(run: Run, fork: Fork) -> None:
 
 
 def inside_a_backward(run: Run, fork: Fork) -> None:
-    """While buckets are under way."""
+    """Fork while buckets are under way."""
     run.step(0)
     run.kept = run.loss(1)
     with run.model.one.register_hook(lambda _: fork()):
@@ -237,7 +237,7 @@ MOMENTS: dict[str, Callable[[Run, Fork], None]] = {
 
 
 FEW = ("after_a_step", "inside_a_backward")
-MANY = ("inside_gathered_to_write", "inside_no_sync")  # repeat what others show
+MANY = ("inside_gathered_to_write", "inside_no_sync")  # these repeat what others show
 
 # -- the tests --------------------------------------------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ def test_below_stage_3_a_forked_child_evaluates_and_calls_nothing_collective(
 
 
 def unwinds(group: dist.ProcessGroup, rank: int, algorithm: str, write: bool) -> Any:
-    """The child leaves the blocks around it, well or by its error."""
+    """Check that the child leaves the blocks around it, normally or by its error."""
     run = Run(group, rank, 3, algorithm)
     for raises in (False, True):
         run.step(int(raises))
@@ -383,7 +383,7 @@ def evaluates_a_copy(group: dist.ProcessGroup, rank: int, algorithm: str) -> Any
 
     child = Child(when_told)
     expected = values()
-    run.steps(1)  # as the ranks have gone on
+    run.steps(1)  # the ranks have continued meanwhile
     os.write(go, b"!")
     assert child.said() == expected
     os.close(ready)
@@ -400,7 +400,7 @@ def test_a_copy_made_inside_gathered_evaluates_and_trains_in_a_forked_child(gloo
 
 
 class Losses(torch.utils.data.Dataset[Tensor]):
-    """Inputs that a model makes, in the process that loads them; or that it could make."""
+    """A dataset of losses, which the model computes in the process that loads them, or of numbers."""
 
     def __init__(self, run: Run, evaluates: bool) -> None:
         self.run, self.evaluates = run, evaluates

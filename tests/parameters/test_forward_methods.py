@@ -1,4 +1,4 @@
-"""`zero.register_forward_method`: at stage 3 a method of a module gathers what its forward gathers, until `close`."""
+"""`zero.register_forward_method`: at stage 3 such a method gathers the same units as the forward, until `close`."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from ..pool import GlooPool
 
 
 class Acting(Block):
-    """A unit with further ways to be called."""
+    """A unit with further methods that use its weights."""
 
     scale = 2.0
 
     def act(self, x: Tensor, *, bias: float = 0.0) -> Tensor:
-        """Looks at the weight itself, too."""
+        """Use the weight itself, too."""
         return torch.tanh(self.inner(x)) @ self.inner.weight * self.scale + bias
 
     def again(self, x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Acting(Block):
 
 
 class Agent(Net):
-    """A model that is called by its methods, too."""
+    """A model whose other methods are called, too."""
 
     block = Acting
 
@@ -94,7 +94,7 @@ class Agent(Net):
         return x
 
     def parts(self, x: Tensor) -> Tensor:
-        """Registered nowhere: what it calls gathers for itself."""
+        """A method that is not registered: the modules that it calls gather their units themselves."""
         found: Tensor = self.head(self.norm(self.blocks[1](self.embed(x))))
         return found
 
@@ -300,10 +300,10 @@ def test_registering_twice_is_harmless_and_what_the_user_puts_there_stays() -> N
     zero.register_forward_method(block, "again")
     x = torch.ones(ROWS, WIDTH)
     expected = Case(Agent).make().blocks[0].act(x)
-    del block.act  # and again, as if never
+    del block.act  # remove it, as if it had never been registered
     zero.register_forward_method(block, "act")
     assert_same_bits(block.act(x), expected)
-    block.again = lambda value: value + 1  # the user's own, which close() leaves alone
+    block.again = lambda value: value + 1  # the user's own method, which close() must keep
     optimizer.zero_grad()
     optimizer.close()
     assert_same_bits(block.again(x), x + 1)
@@ -407,7 +407,7 @@ def test_a_step_inside_a_registered_method_is_refused_as_inside_a_forward() -> N
 
 
 class Halves(Agent):
-    """Its forward is two methods, which are called alone elsewhere."""
+    """A model whose forward calls two methods, which are also called by themselves."""
 
     def forward(self, x: Tensor) -> Any:
         return self.second(self.first(x))
@@ -420,7 +420,7 @@ class Halves(Agent):
 
 
 def test_methods_inside_a_forward_begin_no_order_of_their_own() -> None:
-    """Units are fetched ahead through both of them, as without methods; the next forward begins anew."""
+    """Units are gathered ahead through both methods, as without them; the next forward begins anew."""
 
     def program(transport: Transport) -> list[list[int]]:
         model, optimizer = sharded(Case(Halves), transport)

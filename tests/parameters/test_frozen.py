@@ -1,4 +1,4 @@
-"""Frozen parameters that cannot be laid out stay whole on every rank; trained ones are refused by name."""
+"""Frozen parameters that have no place in a layout stay whole on every rank; trained ones are refused by name."""
 
 from __future__ import annotations
 
@@ -70,7 +70,10 @@ def error_of(call: Callable[..., Any], *arguments: Any, **more: Any) -> str:
 
 
 def qlora_on_a_rank(group: Any, stage: int, precision: MixedPrecision | None, rank: int) -> tuple[QLora, str]:
-    """A rank's model after training; of what can be copied from rank 0, it began with values of its own."""
+    """Return a rank's model after training.
+
+    Parameters that rank 0 can broadcast begin with other values on each rank.
+    """
     model = qlora(dtype=computing_in(precision))
     if rank:
         with torch.no_grad():
@@ -128,7 +131,7 @@ def test_what_is_replicated_is_the_ranks_own_memory_and_described(stage: int, li
         assert f"replicated     {sum(described.replicated_bytes.values()):>14,}  blocks.0.weight" in str(described)
         assert not {name for bucket in described.buckets for name in bucket.names} & set(model.bases())
         resolved = {name: [part.data_ptr() for part in inside(p)] for name, p in model.bases().items()}
-        del before["blocks.3.weight"], resolved["blocks.3.weight"]  # a conjugate has memory where it is asked for
+        del before["blocks.3.weight"], resolved["blocks.3.weight"]  # resolving a conjugate allocates new memory
         assert resolved == before
         optimizer.close()
 
@@ -165,7 +168,7 @@ def test_verify_takes_a_quantised_base(precision: MixedPrecision | None) -> None
     assert found.ok
 
 
-# -- what differs between ranks --------------------------------------------------------------------------------------
+# -- differences between ranks ---------------------------------------------------------------------------------------
 
 
 def differing(model: QLora) -> None:
@@ -219,7 +222,7 @@ class Facts(Quantised):
 
 
 class Own(Tensor):
-    """Ordinary memory, and a ``__torch_dispatch__`` of its own."""
+    """A subclass with ordinary memory and a ``__torch_dispatch__`` of its own."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -235,7 +238,7 @@ def facts(number: float) -> Tensor:
 
 
 class Unnamed(Tensor):
-    """A Python subclass that is no parameter."""
+    """A Python subclass of a tensor that is not a parameter."""
 
 
 MADE: dict[str, Callable[[float], Tensor]] = {
@@ -250,7 +253,7 @@ MADE: dict[str, Callable[[float], Tensor]] = {
 
 
 class Holder(nn.Module):
-    """A trained layer beside something frozen."""
+    """A trained layer beside a frozen tensor."""
 
     def __init__(self, held: Tensor, *, as_buffer: bool = False) -> None:
         super().__init__()
@@ -369,7 +372,7 @@ def test_a_distributed_tensor_is_named_whether_it_is_trained_or_differs(gloo: Gl
 
 
 def tagged() -> nn.Module:
-    """A net whose parameters are of a Python subclass."""
+    """Return a net whose parameters are of a Python subclass."""
 
     def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
@@ -599,7 +602,7 @@ def test_nothing_to_train_is_an_error(stage: int) -> None:
 
 
 class Base(nn.Module):
-    """Quantised numbers that a module makes itself."""
+    """Quantized numbers that a module computes itself."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -702,7 +705,7 @@ def test_a_group_without_names_is_taken_after_a_module(stage: int, inside_model:
     PlainLoop(optimizer=reference).run(expected, BATCHES[:4])
     grow(expected, new)
     reference.add_param_group({"params": new.parameters(), "lr": 0.5})
-    expected.new = new  # the plain loop here divides and clips what its model has
+    expected.new = new  # the plain loop here divides and clips all parameters of its model
     PlainLoop(optimizer=reference).run(expected, BATCHES[4:])
     results = on_threads(2, program, timeout=10)
     assert_same_states(results[0][0], reference.state_dict())

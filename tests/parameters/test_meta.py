@@ -1,4 +1,4 @@
-"""Models that were built on the meta device: the values of plain construction, and never more than two units whole."""
+"""Models that were built on the meta device: the values of plain construction, and never more than two whole units."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BUILDING = threading.Lock()
 
 
 class Net(nn.Module):
-    """Leaves that initialise themselves once, in order of registration; a batch norm has buffers, too."""
+    """A net whose leaves initialize themselves once, in order of registration; a batch norm has buffers, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def values_of(model: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
 
 
 class Lazy(Mapping[str, Tensor]):
-    """Notes what is read."""
+    """A state dict that records its reads."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         self._values, self.read = values, list[str]()
@@ -193,7 +193,7 @@ def test_ties_frozen_parameters_and_what_is_kept_on_parameters_stay(stage: int) 
 @ALL
 @pytest.mark.by_default("3")
 def test_a_rank_may_have_values_where_others_have_none(stage: int) -> None:
-    """Rank 0's are everybody's."""
+    """All ranks get rank 0's values."""
     expected = plain(5).state_dict()
 
     def program(transport: Transport) -> None:
@@ -211,7 +211,10 @@ def test_a_rank_may_have_values_where_others_have_none(stage: int) -> None:
 
 @pytest.mark.parametrize("listed", [slice(None), slice(1, None, 2), slice(7, None)], ids=["all", "every other", "last"])
 def test_at_stage_3_what_came_before_is_sharded_when_a_module_gets_memory(listed: slice) -> None:
-    """Of eight units, each of a bucket, two at most have whole tensors at once, whichever the optimizer updates."""
+    """Of eight units, each with one bucket, at most two have whole tensors at once.
+
+    This holds whichever units the optimizer updates.
+    """
 
     def program(transport: Transport) -> list[int]:
         with _BUILDING:
@@ -232,7 +235,7 @@ def test_at_stage_3_what_came_before_is_sharded_when_a_module_gets_memory(listed
         assert max(held) <= 2
 
 
-UNITS, WIDTH = 8, 3072  # of 36 MiB each: what is larger than 32 MiB the C library gives back as soon as it is freed
+UNITS, WIDTH = 8, 3072  # 36 MiB each: the C library returns blocks above 32 MiB to the system as soon as they are freed
 
 
 def address_space() -> int:
@@ -241,13 +244,13 @@ def address_space() -> int:
 
 
 def built_within(group: dist.ProcessGroup, rank: int, room: int) -> bool:
-    """Whether a model can be built by a rank that gets so many bytes more of address space."""
+    """Return whether a model can be built by a rank that gets this many more bytes of address space."""
 
     def build(units: int, width: int) -> ZeroOptimizer:
         model = on_meta(lambda: nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(units))))
         return ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=3, process_group=group, collective="pairwise")
 
-    build(2, 8)  # what is made once
+    build(2, 8)  # allocate everything that is allocated once
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (address_space() + room, limits[1]))
     try:
@@ -262,12 +265,12 @@ def built_within(group: dist.ProcessGroup, rank: int, room: int) -> bool:
 def test_a_model_that_no_rank_may_hold_is_built_within_its_shards_and_two_units(gloo: GlooPool) -> None:
     whole = 4 * UNITS * WIDTH * WIDTH
     unit = whole // UNITS
-    room = whole // 4 + 2 * unit + 40 * MIB  # of threads, and what an allocator keeps
+    room = whole // 4 + 2 * unit + 40 * MIB  # for threads, and for memory that the allocator keeps
     assert room < 2 * whole // 3
     assert gloo.run(built_within, room, ranks=range(4)) == [True] * 4
 
 
-# -- what has values already -------------------------------------------------------------------------------------------
+# -- tensors that have values ------------------------------------------------------------------------------------------
 
 
 @ALL
@@ -285,7 +288,7 @@ def test_a_state_dict_is_for_what_had_memory_too(stage: int) -> None:
 @pytest.mark.parametrize("cap", [1e-4, 25.0])
 @pytest.mark.by_default("25.0-1")
 def test_what_a_module_draws_leaves_alone_what_has_values(stage: int, cap: float) -> None:
-    """A tie whose values came with another module, and tensors that never were on the meta device."""
+    """A tied parameter whose values came with another module, and tensors that were never on the meta device."""
 
     def build(model: nn.Module, **given: Any) -> dict[str, Tensor]:
         optimizer = ZeroOptimizer(model, stage=stage, process_group=solo(), bucket_cap_mb=cap, **given)
@@ -327,7 +330,7 @@ def test_hooks_and_attributes_are_not_lost_in_silence() -> None:
 
 
 class Forgetful(nn.Linear):
-    """Does not say what its mask holds."""
+    """A module that cannot initialize its mask again."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(2, 2)
@@ -381,7 +384,7 @@ def test_values_that_would_be_none_are_told(
 
 @ALL
 def test_what_a_state_dict_says_counts_whatever_it_is(stage: int) -> None:
-    """Weights of a run that diverged, the largest number there is."""
+    """Weights of a run that diverged, including the largest number."""
     given = {
         name: torch.full_like(value, float("nan") if value.is_floating_point() else torch.iinfo(value.dtype).max)
         for name, value in plain(3).state_dict().items()
@@ -395,7 +398,7 @@ def test_what_a_state_dict_says_counts_whatever_it_is(stage: int) -> None:
 @ALL
 def test_a_state_dict_is_let_go(stage: int) -> None:
     class Values(dict[str, Tensor]):
-        """One that can be referred to weakly."""
+        """A state dict that supports weak references."""
 
     given = Values(plain(3).state_dict())
     reference = weakref.ref(given)

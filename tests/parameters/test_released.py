@@ -1,13 +1,13 @@
-"""What happens to people who use a stage-3 parameter while it is nowhere: tables of actions at every wrong moment.
+"""Uses of a stage-3 parameter while it is released: tables of actions at every wrong moment.
 
-Each action has a process of its own, so that a crash of the interpreter is seen (see `wrong_moments`).
+Each action has a process of its own, so that a crash of the interpreter is reported (see `wrong_moments`).
 
     raises     a RuntimeError that names the parameter and gathered()
-    nan        an answer that is NaN throughout
-    right      the parameter's true value of that moment, or the true answer to what needs no value
-    done       nothing is said at once
+    nan        a result that is NaN throughout
+    right      the parameter's true value of that moment, or the true answer to a question that needs no value
+    done       no error at once
     told       the next step raises on every rank, names the parameter, and changes nothing
-    goes on    training continues with the bits of the plain loop, as if nothing had been
+    goes on    training continues with the bits of the plain loop, as if nothing had been done
     keeps      ... as if the plain loop's parameter had been edited
 """
 
@@ -74,7 +74,7 @@ def saved(thing: Any) -> int:
 
 
 def same_facts(run: Run) -> bool:
-    """What a parameter is, apart from its values, is known at any time."""
+    """Return whether the properties of a parameter that do not depend on its values are right."""
     p = run.p
     facts = (p.shape, p.size(0), p.dtype, p.device, p.numel(), p.dim(), p.ndim, p.is_leaf, p.requires_grad, len(p))
     return facts == (torch.Size([3, 3]), 3, torch.float32, torch.device("cpu"), 9, 2, 2, True, True, 3)
@@ -103,7 +103,7 @@ def toggled(run: Run) -> bool:
 
 
 def plain_optimizer(run: Run) -> bool:
-    """A class of torch.optim finds nothing to do where there is no gradient, and else one that refuses."""
+    """Return whether torch.optim's step does nothing without a gradient, and else raises this library's error."""
     try:
         torch.optim.SGD([run.p], lr=1.0).step()
     except RuntimeError as error:
@@ -241,7 +241,7 @@ def in_further_gathered(run: Run) -> Any:
 
 
 def while_it_comes(run: Run) -> bool:
-    """A view, read while its unit is on its way: every element is right or NaN."""
+    """Read a view while its unit is being gathered: every element is right or NaN."""
     view = later(gathered(Tensor.detach))(run)
     seen: list[Tensor] = []
     with run.model.blocks[0].register_forward_pre_hook(lambda *_: seen.append(view.clone())):
@@ -250,7 +250,7 @@ def while_it_comes(run: Run) -> bool:
 
 
 def whole_model(run: Run) -> Tensor:
-    """A state dict, a copy and a pickled copy that were made where all is gathered are plain, and train."""
+    """Make a state dict, a copy and a pickled copy inside `gathered()`: they are plain, and can be trained."""
     with run.optimizer.gathered():
         state = copy.deepcopy(run.model.state_dict())
         twins = [Net(), copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))]
@@ -287,7 +287,7 @@ def without_optimizer(run: Run) -> bool:
 
 
 def unchanged(run: Run) -> Tensor:
-    """Inside `gathered()`, and in a forward of its unit."""
+    """Convert the model inside `gathered()`, and a unit in its forward; return the parameter."""
     with run.optimizer.gathered(), run.optimizer.gathered(write=True):
         run.model.to("cpu", torch.float32)
     in_forward(lambda _: run.unit.float())(run)
@@ -357,7 +357,7 @@ KEPT: dict[str, Action] = {
 
 
 def ask(transport: Transport, name: str) -> dict[str, str]:
-    """What an action came to at each moment of one step, and how training went on."""
+    """Return the outcome of an action at each moment of one step, and how training continued."""
     run = Run(transport)
     action = ACTIONS[name][1] if name in ACTIONS else (WHOLE | UNCHANGED)[name]
     about = None if name not in ACTIONS else "blocks.1.scalar" if "scalar" in name else NAME
@@ -379,10 +379,10 @@ def act(transport: Transport, name: str) -> str:
 
 
 def play(name: str) -> list[Any]:
-    """An action on two ranks, and then on one; in a process of its own."""
+    """Run an action on two ranks, and then on one, in a process of its own."""
     if name == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
-    plain()  # torch's first step of all happens on one thread
+    plain()  # run torch's very first step on a single thread
     program = ask if name in ACTIONS or name in WHOLE or name in UNCHANGED else act
     return [on_threads(size, lambda transport: program(transport, name), timeout=5) for size in (2, 1)]
 

@@ -1,7 +1,7 @@
-"""Units of ranks of one host lie side by side in pages of common memory: what is done to one is no business of another.
+"""Units in memory that the ranks of a host share: neighbours in a page do not disturb each other.
 
-Every promise also holds where ranks have no memory in common. Small units lie in one page, larger ones share those at
-their borders.
+Every promise also holds if ranks share no memory. Small units lie in one page, larger ones share the pages at their
+borders.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Ranks = Callable[..., list[Any]]
 
 
 class PlannedError(Exception):
-    """Leaves a block."""
+    """Raised to leave a block."""
 
 
 class Blocks(nn.Sequential):
@@ -66,7 +66,7 @@ def backward(model: Blocks) -> None:
 
 
 def train(model: Blocks, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
-    """On two ranks alike that is a step of one."""
+    """Run a step. With equal batches, two ranks take the step of one."""
     for _ in range(steps):
         backward(model)
         optimizer.step()
@@ -82,7 +82,7 @@ def plain(width: int, steps: int, *, doubled: int | None = None) -> Blocks:
 
 
 def then_trained(width: int, transport: Transport, act: Callable[[Blocks, ZeroOptimizer], Any]) -> tuple[Any, Blocks]:
-    """What an action gave on a rank, and the model after one further step."""
+    """Return the result of an action on a rank, and the model after one further step."""
     model = Blocks(width)
     optimizer = zero(model, transport)
     found = act(model, optimizer)
@@ -94,7 +94,7 @@ def then_trained(width: int, transport: Transport, act: Callable[[Blocks, ZeroOp
 
 @contextmanager
 def late(owner: Any, name: str, moment: threading.Event) -> Iterator[None]:
-    """A call of a rank that begins only after a moment."""
+    """Delay calls of ``owner.name`` until a moment."""
     call = getattr(owner, name)
 
     def waiting(*arguments: Any) -> Any:
@@ -133,7 +133,7 @@ def through_numpy(weight: Tensor) -> Any:
 def test_an_edit_is_told_of_its_own_parameter_and_undone_also_where_somebody_keeps_what_he_wrote(
     ranks: Ranks, width: int, edit: Callable[[Tensor], Any], editing: tuple[int, ...]
 ) -> None:
-    """In memory in common by whoever made it; else by the owner."""
+    """In shared memory, the rank that made the edit undoes it; otherwise the owner."""
 
     def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[str, str]:
         with optimizer.gathered():
@@ -167,7 +167,7 @@ def test_an_edit_of_what_is_about_to_be_listed_is_told(ranks: Ranks) -> None:
 def test_a_forward_waits_for_the_slices_of_every_rank_also_where_parameters_were_laid_out_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 1 is late in writing what it owns, until rank 0's forward is over or has surely begun."""
+    """Rank 1 writes its slices late: after rank 0's forward, or after that has surely begun."""
     here, over, own = threading.local(), threading.Event(), SharedBucketMemory.own
 
     def when_late(self: SharedBucketMemory, begin: int, end: int) -> Tensor:
@@ -257,7 +257,10 @@ def test_what_happens_inside_a_block_that_writes_undoes_nothing(
 @RANKS
 @WIDTHS
 def test_what_was_written_stays_in_an_outer_block_before_its_owners_have_it(ranks: Ranks, width: int) -> None:
-    """Rank 1 takes over its slices only after rank 0 has looked, and so the memory of all has the old values so far."""
+    """Rank 1 takes over its slices only after rank 0 has read them.
+
+    So until then the shared memory has the old values.
+    """
     looked = threading.Event()
 
     def act(model: Blocks, optimizer: ZeroOptimizer) -> Tensor:
@@ -281,7 +284,7 @@ def test_what_was_written_stays_in_an_outer_block_before_its_owners_have_it(rank
 
 @RANKS
 def test_what_a_forward_wrote_is_not_kept_over_a_step(ranks: Ranks) -> None:
-    """Also where the ranks look for edits while its unit is still here."""
+    """Even if the ranks check for edits while its unit is still gathered."""
 
     def act(model: Blocks, optimizer: ZeroOptimizer) -> None:
         def write(layer: nn.Module, _: Any) -> None:
@@ -305,14 +308,14 @@ def test_what_a_forward_wrote_is_not_kept_over_a_step(ranks: Ranks) -> None:
         assert_same_model(model, expected)
 
 
-# -- what somebody holds ----------------------------------------------------------------------------------------------
+# -- external references ----------------------------------------------------------------------------------------------
 
 
 @RANKS
 @WIDTHS
 @pytest.mark.parametrize("held", [0, 1, 2])
 def test_a_view_of_one_unit_makes_no_other_out_of_date(ranks: Ranks, width: int, held: int) -> None:
-    """Rank 0 has ended its step, and the view shows it, before rank 1 begins to write."""
+    """Rank 0 has ended its step, and its view shows that, before rank 1 begins to write."""
     ended = threading.Event()
 
     def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[bool, list[Tensor], str]:
@@ -363,7 +366,7 @@ def test_what_is_written_into_an_array_after_its_block_reaches_no_other_unit(ran
 
 
 class Windows(torch.autograd.Function):
-    """Saves many views of a weight, and shows them in the backward."""
+    """A function that saves many views of a weight, and returns them in the backward."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, seen: list[Tensor]) -> Tensor:
@@ -428,7 +431,7 @@ ACTIONS = st.one_of(
 
 
 class Plain:
-    """What the actions do to a model that is here all the time."""
+    """The actions on a model that always has its parameters."""
 
     def __init__(self, world_size: int, width: int) -> None:
         self._world_size = world_size
@@ -446,7 +449,7 @@ class Plain:
 
 
 class Sharded:
-    """The same on one rank."""
+    """The same actions on one rank at stage 3."""
 
     def __init__(self, transport: Transport, width: int, cap: float) -> None:
         self.model = Blocks(width)

@@ -1,4 +1,4 @@
-"""`gathered()` at stage 3, and edits in and around it: right on every rank, or told to every rank and undone."""
+"""`gathered()` at stage 3, and edits in and around it: right on every rank, or an error on every rank and undone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def doubled(parameter: Tensor, times: float = 2) -> None:
 
 
 def plain_doubled(steps: int = 1) -> Net:
-    """The plain loop, after an edit."""
+    """Return the plain loop's model after an edit."""
     model = Net()
     doubled(model.block(1).weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -41,7 +41,7 @@ def plain_doubled(steps: int = 1) -> Net:
 
 
 def then_train(transport: Transport, act: Callable[[Net, ZeroOptimizer], Any]) -> tuple[Any, nn.Module]:
-    """What an action gave on a rank, and the model after one further step."""
+    """Return the result of an action on a rank, and the model after one further step."""
     model = Net()
     optimizer = zero(model, transport)
     found = act(model, optimizer)
@@ -200,7 +200,7 @@ def test_an_exception_inside_a_block_that_reads_undoes_what_was_edited() -> None
         assert_same_model(model, plain(1))
 
 
-# -- what nobody else can see -----------------------------------------------------------------------------------------
+# -- edits on one rank ------------------------------------------------------------------------------------------------
 
 
 AGREEMENTS: dict[str, Callable[[ZeroOptimizer], Any]] = {
@@ -234,7 +234,7 @@ def on_two_with_common_memory(act: Callable[[Net, ZeroOptimizer], Any]) -> list[
 def test_an_edit_of_what_a_block_does_not_write_is_told_on_every_rank_and_undone(
     ranks: Callable[..., list[tuple[Any, nn.Module]]],
 ) -> None:
-    """Beside a parameter that is written, in the same memory, and past its version counter."""
+    """The edit is beside a parameter that is written, in the same memory, and past its version counter."""
 
     def act(model: Net, optimizer: ZeroOptimizer) -> str:
         with optimizer.gathered(model.block(1).scalar, write=True):
@@ -247,7 +247,7 @@ def test_an_edit_of_what_a_block_does_not_write_is_told_on_every_rank_and_undone
 
 
 def test_a_view_follows_its_parameter_also_where_its_memory_was_moved() -> None:
-    """As `multiprocessing.Queue.put` moves what it is given."""
+    """`multiprocessing.Queue.put` moves the memory of a tensor."""
 
     def act(model: Net, optimizer: ZeroOptimizer) -> tuple[str, Tensor, Tensor]:
         with optimizer.gathered():
@@ -291,7 +291,7 @@ class Words(nn.Module):
 
 @pytest.mark.parametrize("call", ["step", "clip_grad_norm_"])
 def test_an_embedding_that_renormalises_on_one_rank_is_told_on_every_rank_and_undone(call: str) -> None:
-    """Rank 1 alone looks words up, and then nobody renormalises."""
+    """First only rank 1 looks words up; then no rank renormalizes."""
 
     def program(transport: Transport) -> tuple[str, nn.Module]:
         model = Words()

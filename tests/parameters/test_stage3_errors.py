@@ -1,4 +1,4 @@
-"""Stage 3, built or called wrongly: one clear error on every rank in bounded time, and what is left can be used."""
+"""Stage 3 built or called wrongly: one clear error on every rank in bounded time, and all objects stay usable."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def zero(model: Any, group: Any, stage: int = 3, **arguments: Any) -> ZeroOptimi
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """A step; on two ranks alike it is that of one."""
+    """Run a step. With equal batches, two ranks take the step of one."""
     torch.autograd.backward(loss_of(model, INPUTS))
     optimizer.step()
     model.zero_grad()
@@ -42,7 +42,7 @@ def plain(steps: int) -> Net:
 
 
 def is_plain(model: nn.Module) -> bool:
-    """True where nothing of an optimizer is left on a model."""
+    """Return True if the optimizer left nothing on a model."""
     hooks: list[Any] = [h for part in model.modules() for h in (part._forward_pre_hooks, part._forward_hooks)]
     hooks += [h for p in model.parameters() for h in (p._post_accumulate_grad_hooks, p._backward_hooks)]
     ours = [hook for some in hooks for hook in (some or {}).values() if hook.__module__.startswith("zero.")]
@@ -254,7 +254,7 @@ def test_parameters_that_are_not_listed_may_be_of_any_dtype() -> None:
 
 
 def blocks_first(transport: Transport, then: Callable[[Net, ZeroOptimizer], Any]) -> tuple[Any, nn.Module]:
-    """A step in which the first layer is not listed, then something, then one in which it is."""
+    """Run a step in which the first layer is not listed, call ``then``, and run a step in which it is."""
     model = Net()
     optimizer = zero(list(model.blocks.parameters()), transport, module=model)
     train(model, optimizer)

@@ -1,4 +1,4 @@
-"""Stage 3 when ranks part ways, a rank fails, or an optimizer ends: every rank is told, in bounded time, and where."""
+"""Stage 3 when ranks diverge, a rank fails, or an optimizer ends: every rank names the place in an error, in time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .test_stage3_errors import INPUTS, error_of, is_plain, plain, train, zero
 Call = Callable[[Net, ZeroOptimizer], Any]
 
 
-# -- ranks that do different things -----------------------------------------------------------------------------------
+# -- ranks that diverge -----------------------------------------------------------------------------------------------
 
 
 def forward(model: Net, optimizer: ZeroOptimizer) -> None:
@@ -90,7 +90,7 @@ PARTED: list[tuple[Call, Call, str, str]] = [
 
 
 def parted(group: Any, rank: int, case: int, collective: str = "auto") -> tuple[str, str, list[str], float]:
-    """What a rank learns when another one does something else, what it learns after that, and in which time."""
+    """Return a rank's error when another rank does something else, the error of its next call, and the time."""
     model = Net()
     optimizer = zero(model, group, collective=collective)
     train(model, optimizer)
@@ -118,12 +118,12 @@ def test_ranks_in_different_places_learn_of_both_at_once(case: int) -> None:
 
 @pytest.mark.parametrize("case", [0, 3, 4, 8], ids=lambda n: "-".join(call.__name__ for call in PARTED[n][:2]))
 def test_processes_in_different_places_learn_of_both_at_once(gloo: GlooPool, case: int) -> None:
-    """Through the network, so that units travel; ranks that see each other's slices need not be in the same place."""
+    """Over the network, so that units are sent. Ranks that share memory need not be in the same place."""
     assert_parted(gloo.run(parted, case, "pairwise"), case)
 
 
 def alone(group: Any, rank: int, enters: str) -> list[torch.Tensor]:
-    """The parameters after a step of all ranks, and one to which rank 0 alone has a gradient."""
+    """Return the parameters after a step of all ranks, and one in which only rank 0 has a gradient."""
     model = Net()
     optimizer = zero(model, group)
     train(model, optimizer)
@@ -140,7 +140,7 @@ def alone(group: Any, rank: int, enters: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("enters", ["the model", "another unit", "nothing"])
 def test_where_no_bytes_of_a_unit_travel_a_rank_without_a_backward_catches_up(gloo: GlooPool, enters: str) -> None:
-    """Processes of one host see each other's slices, so what one of them runs asks nothing of the others."""
+    """Processes of one host read each other's slices, so that a gather on one of them needs nothing from the others."""
     model = plain(1)
     torch.autograd.backward(loss_of(model, INPUTS))
     for parameter in model.parameters():
@@ -203,7 +203,7 @@ def test_a_rank_that_fails_in_a_collective_stops_every_rank_and_no_parameter_is_
 
 
 def wrong_values(model: nn.Module, steps: int) -> list[str]:
-    """The parameters that neither have the value of one of the plain loop's first steps nor say that they have none."""
+    """Return the parameters that neither have a value of the plain loop's first steps nor are released."""
     found = []
     for name, parameter in model.named_parameters():
         message = error_of(parameter.detach)
@@ -232,7 +232,7 @@ def test_close_after_a_failure_says_why_the_model_has_no_values() -> None:
 
 
 def train_a_new_one(group: Any) -> None:
-    """The group itself is whole."""
+    """Train a new optimizer: the group itself is intact."""
     model = Net()
     optimizer = zero(model, group)
     train(model, optimizer)

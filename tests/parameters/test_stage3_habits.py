@@ -1,5 +1,7 @@
-"""What loops do to parameters that a rank does not hold, at every stage: gradients for chosen ones, conversions that
-change nothing, `torch.func`."""
+"""Uses of parameters that a rank does not hold, at every stage.
+
+These are gradients of some parameters, conversions that change nothing, and `torch.func`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from ..sockets import on_sockets
 
 Gradients = list[tuple[Tensor | None, ...]]
 Run = Callable[[Net, Tensor], Gradients]
-RANKS = {"threads": on_threads, "sockets": on_sockets}  # without and with memory in common
+RANKS = {"threads": on_threads, "sockets": on_sockets}  # without and with shared memory
 ALL = [(stage, world_size, ranks) for stage in (0, 1, 2, 3) for world_size in (1, 2) for ranks in RANKS]
 EVERYWHERE = pytest.mark.parametrize(
     ("stage", "world_size", "ranks"),
@@ -44,7 +46,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def chosen(model: nn.Module) -> list[Tensor]:
-    """Some of the root's rest and some of a unit, not in order."""
+    """Return some parameters of the root unit and some of another unit, not in order."""
     parameters = dict(model.named_parameters())
     return [parameters[name] for name in ("blocks.1.inner.weight", "embed.bias", "blocks.1.norm.weight", "head.weight")]
 
@@ -57,7 +59,7 @@ def gradients_in_passing(model: Net, x: Tensor) -> Gradients:
 
 
 def gradients_alone(model: Net, x: Tensor) -> Gradients:
-    """Before the backward, and after it: neither is a backward of the step."""
+    """Call `torch.autograd.grad` before the backward and after it: neither call is a backward of the step."""
     first = torch.autograd.grad(loss_of(model, x), chosen(model))
     loss_of(model, x).backward()
     (second,) = torch.autograd.grad(loss_of(model, x), chosen(model)[0])
@@ -65,7 +67,7 @@ def gradients_alone(model: Net, x: Tensor) -> Gradients:
 
 
 def gradients_of_a_part(model: Net, x: Tensor) -> Gradients:
-    """Parameters that the loss does not reach, and an input beside them."""
+    """Differentiate for parameters that the loss does not reach, and for an input."""
     x = x.clone().requires_grad_()
     inputs = [*model.blocks[0].parameters(), x, *model.blocks[2].parameters()]
     hidden = model.blocks[0](model.embed(x)).square().sum()
@@ -76,7 +78,7 @@ def gradients_of_a_part(model: Net, x: Tensor) -> Gradients:
 
 
 def a_gradient_of_gradients(model: Net, x: Tensor) -> Gradients:
-    """The size of the parameters' gradient as a part of the loss."""
+    """Add the norm of the parameters' gradient to the loss."""
     loss = loss_of(model, x)
     gradients = torch.autograd.grad(loss, chosen(model), create_graph=True)
     (loss + sum(gradient.square().sum() for gradient in gradients)).backward()
@@ -97,7 +99,7 @@ def backward_for_some(model: Net, x: Tensor) -> Gradients:
 
 
 def backwards_for_two_parts(model: Net, x: Tensor) -> Gradients:
-    """A step of two losses, each for parameters of its own (an actor and a critic, say)."""
+    """Run a step of two losses, each for parameters of its own (an actor and a critic, say)."""
     own = {id(p) for p in chosen(model)}
     others = [p for p in model.parameters() if id(p) not in own]
     loss = loss_of(model, x)
@@ -113,7 +115,7 @@ def backward_for_one_and_the_input(model: Net, x: Tensor) -> Gradients:
 
 
 def conversions(model: Net, x: Tensor) -> Gradients:
-    """Ones that change nothing, wherever a loop may have them."""
+    """Convert the model in ways that change nothing, at all moments of a loop."""
     assert model.to("cpu", torch.float32) is model
     loss = loss_of(model.float(), x)
     model.cpu()
@@ -139,7 +141,10 @@ RUNS = {
 
 
 def plain_loop(run: Run) -> tuple[Net, list[Gradients]]:
-    """By hand: several backwards of one micro-batch reach other parameters each, so their order cannot matter."""
+    """Train by hand.
+
+    Several backwards of one micro-batch reach different parameters, so that their order cannot matter.
+    """
     model, found = build(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(STEPS):
@@ -154,7 +159,7 @@ def plain_loop(run: Run) -> tuple[Net, list[Gradients]]:
 
 
 def train(transport: Transport, name: str, stage: int) -> tuple[Net, list[Gradients]]:
-    """This rank's part: the model, and what `torch.autograd.grad` gave for its own micro-batches."""
+    """Train on this rank. Return the model, and the results of `torch.autograd.grad` for its own micro-batches."""
     model, found = build(), []
     optimizer = ZeroOptimizer(
         model,
@@ -249,7 +254,7 @@ def named(model: nn.Module) -> dict[str, Tensor]:
 
 
 def made(model: nn.Module) -> dict[str, Tensor]:
-    """Values of one's own, as an ensemble or a meta-learner has."""
+    """Return other values for the parameters, as an ensemble or a meta-learner has them."""
     return {name: torch.linspace(-1, 1, p.numel()).view(p.shape) for name, p in model.named_parameters()}
 
 
@@ -310,7 +315,7 @@ def tensors(found: Any) -> list[Tensor]:
 
 
 def transformed(group: dist.ProcessGroup | None, rank: int, use: dict[str, list[str]]) -> list[Net]:
-    """Each in the midst of a step; the model after that step, ours and the plain one."""
+    """Run each transform in the middle of a step. Return the model after that step, and the plain one."""
     models = []
     for kind, names in use.items():
         for name in names:
@@ -371,7 +376,7 @@ def test_every_transform_goes_through_a_copy_that_was_made_inside_gathered(name:
 
 
 class Tries(Net):
-    """Catches the error inside its own forward, and goes on with a parameter of its own."""
+    """A unit that catches the error inside its own forward, and continues with a parameter of its own."""
 
     caught = 0
 

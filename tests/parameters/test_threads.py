@@ -1,5 +1,6 @@
-"""Threads of one rank at stage 3: one is inside a forward at a time, another is refused in one line, and training goes
-on with the plain loop's bits. Which thread a forward, its backward and the step run in does not matter.
+"""Threads of one rank at stage 3: only one may be inside a forward, and another gets an error in one line.
+
+Training then continues with the plain loop's bits. Forward, backward and step may run in different threads.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from ..sockets import on_sockets
 LIMIT = 10.0  # seconds for which a thread waits for another
 STEPS = 3
 REFUSAL = "another thread, 'first', is inside a forward"
-_BUILDING = threading.Lock()  # torch's generator is one for all threads
+_BUILDING = threading.Lock()  # all threads share torch's generator
 RANKS = pytest.mark.parametrize(
     ("ranks", "world_size"),
-    [(on_threads, 1), (on_threads, 2), (on_sockets, 2)],  # alone, units that travel, common memory
+    [(on_threads, 1), (on_threads, 2), (on_sockets, 2)],  # one rank, units that are sent, shared memory
     ids=["one-rank", "travel", "common"],
 )
 
 
 class PlannedError(Exception):
-    """Leaves a forward."""
+    """Raised to leave a forward."""
 
 
 class Thread(threading.Thread):
-    """A thread that keeps what it found, or the error that ended it."""
+    """A thread that keeps its result, or the error that ended it."""
 
     def __init__(self, work: Callable[[], Any], name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -55,7 +56,7 @@ class Thread(threading.Thread):
 
 
 def in_a_thread(work: Callable[[], Any], name: str = "another") -> Any:
-    """What ``work`` returned, or raised, in a thread that ends before this returns."""
+    """Run ``work`` in a thread, and return its result or raise its error."""
     thread = Thread(work, name)
     thread.start()
     thread.join(LIMIT)
@@ -66,7 +67,7 @@ def in_a_thread(work: Callable[[], Any], name: str = "another") -> Any:
 
 
 class Rank:
-    """Training on one rank, and threads that evaluate in between."""
+    """Training on one rank, and threads that evaluate meanwhile."""
 
     def __init__(self, transport: Transport) -> None:
         with _BUILDING:
@@ -92,12 +93,12 @@ class Rank:
             return self.loss(0)
 
     def enter_a_unit(self) -> Any:
-        """The one in which `inside_a_forward` is."""
+        """Enter the unit in which `inside_a_forward` is."""
         return self.model.layers[0](torch.ones(2, 13))
 
     @contextmanager
     def inside_a_forward(self, work: Callable[[], Any] | None = None, ends: bool = True) -> Iterator[Thread]:
-        """The block runs while another thread is inside a forward of the first unit."""
+        """Run the block while another thread is inside a forward of the first unit."""
         inside, leave = threading.Event(), threading.Event()
 
         def hook(*_: Any) -> None:
@@ -133,7 +134,7 @@ def plain(world_size: int) -> nn.Module:
 
 
 def trains(ranks: Callable[..., list[Any]], world_size: int, between: Callable[[Rank], None]) -> None:
-    """The plain loop's bits, whatever is done before the second step."""
+    """Check for the plain loop's bits, whatever is done before the second step."""
 
     def program(transport: Transport) -> nn.Module:
         run = Rank(transport)
@@ -220,7 +221,7 @@ def test_step_and_close_beside_a_forward_of_another_thread_are_refused(ranks: An
 @RANKS
 @pytest.mark.by_default("one-rank", "travel")
 def test_a_forward_that_is_refused_inside_a_backward_releases_nothing(ranks: Any, world_size: int) -> None:
-    """On one rank alone, and where the backward has units gathered."""
+    """On one rank, and on ranks whose backward has gathered units."""
 
     def program(transport: Transport) -> nn.Module:
         run = Rank(transport)
@@ -263,7 +264,7 @@ def test_a_thread_that_is_refused_leaves_the_compiled_call_of_another_as_it_is(r
                 in_a_thread(run.enter_a_unit)
             seen.append(len(hooks))
         assert first.error is None
-        assert seen == [1, 1]  # the test's own, inside the compiled call
+        assert seen == [1, 1]  # the hook of the test, inside the compiled call
         run.step(1)
         run.optimizer.close()
 
@@ -326,7 +327,7 @@ def test_a_thread_evaluates_inside_the_gathered_block_of_another(ranks: Any, wor
 
 @pytest.fixture
 def many_switches() -> Iterator[None]:
-    """Threads take turns after a few lines."""
+    """Make threads switch after a few lines."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -335,7 +336,7 @@ def many_switches() -> Iterator[None]:
 
 @pytest.mark.usefixtures("many_switches")
 def test_a_thread_whose_generators_come_and_go_is_inside_its_forward_still() -> None:
-    """A frame of a generator that has yielded meanwhile has no frame below it."""
+    """After a generator has yielded, its frame has no frame below it."""
     inside, over = threading.Event(), threading.Event()
 
     def numbers(*_: Any) -> None:
@@ -365,13 +366,13 @@ def test_a_forward_begins_when_all_of_another_threads_is_over(monkeypatch: pytes
     def slowly(manager: UnitManager, buffer: Any) -> None:
         if threading.current_thread().name == "first" and not releasing.is_set():
             releasing.set()
-            threading.Event().wait(0.3)  # long enough for another forward to begin, if nothing kept it from that
+            threading.Event().wait(0.3)  # long enough for another forward to begin, unless it is blocked
         release(manager, buffer)
 
     def evaluate(run: Rank) -> None:
         expected = run.evaluate()
         monkeypatch.setattr(UnitManager, "_release", slowly)
-        thread = Thread(run.enter_a_unit, "first")  # alone, and so outermost
+        thread = Thread(run.enter_a_unit, "first")  # the unit itself is the outermost call
         thread.start()
         assert releasing.wait(LIMIT)
         found = run.evaluate()  # it waits
@@ -413,7 +414,7 @@ def test_threads_that_evaluate_as_they_like_are_right_or_refused() -> None:
 
 
 def test_optimizers_of_different_models_train_in_threads_of_their_own() -> None:
-    """Each inside a forward while the other is."""
+    """Each is inside a forward while the other is."""
     inside = threading.Barrier(2)
 
     def program(transport: Transport) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What stage 3 refuses, on every rank and with the remedy; after which training goes on as if nothing had been."""
+"""Uses that stage 3 refuses, on every rank and with the remedy. Afterwards training continues."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Wrong = Callable[[Any, Batch], None]
 
 
 class Misuses(Net):
-    """Uses weights where they are not, when told to."""
+    """A model that uses weights outside their unit, as ``where`` says."""
 
     blocks: Any
     where = ""
@@ -83,7 +83,7 @@ RELEASED = r"'blocks\.1\.norm\.weight' is released: .*gathered\(\)"
 
 
 class Recomputed(Net):
-    """Re-entrant checkpoints, when told to."""
+    """A model with re-entrant checkpoints, if ``reentrant``."""
 
     reentrant = False
 
@@ -102,7 +102,7 @@ def reentrant(model: Any, batch: Batch) -> None:
 
 
 class TakesDerivatives(Block):
-    """torch.func differentiates nothing where saved-tensor hooks are."""
+    """A model that uses torch.func, which cannot differentiate under saved-tensor hooks."""
 
     derive = False
 
@@ -121,7 +121,7 @@ def derivative(model: Any, batch: Batch) -> None:
 
 
 class GivesWeight(nn.Module):
-    """Gives out a parameter itself."""
+    """A unit that returns a parameter itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class GivesWeight(nn.Module):
 
 
 class TakesWeights(Net):
-    """A second list, whose units give out weights."""
+    """A second list, whose units return weights."""
 
     taking = False
 
@@ -209,7 +209,7 @@ REFUSALS: dict[str, tuple[type[Net], Wrong, str]] = {
 def test_what_cannot_be_is_one_error_on_every_rank_and_the_step_goes_on(name: str, world_size: int) -> None:
     build, wrong, message = REFUSALS[name]
     case = Case(build)
-    if message == EDITED:  # as torch itself does
+    if message == EDITED:  # torch raises this, too
         with pytest.raises(RuntimeError, match=EDITED):
             wrong(case.make(), batches_of(0, 1)[0])
     _, expected = plain_loop(case, world_size)

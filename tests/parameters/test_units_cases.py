@@ -1,5 +1,7 @@
-"""How a model may be used at stage 3: forwards and backwards in any order, failures, hooks. Each case gives the plain
-loop's bits, and afterwards nothing is gathered any more."""
+"""Uses of a model at stage 3: forwards and backwards in any order, failures, hooks.
+
+Each case has the plain loop's bits, and afterwards no unit is gathered.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def without_gradient(model: nn.Module, x: Tensor) -> None:
     model.eval()
     with torch.no_grad():
         model(x)
-    model(x)  # a graph that nobody uses
+    model(x)  # a graph that is never used
     model.train()
 
 
@@ -40,7 +42,7 @@ def others_in_between(model: nn.Module, batch: Batch) -> None:
 
 
 class InferenceInside(Net):
-    """A target from the model itself, in the middle of its forward."""
+    """A model that computes a target with itself, in the middle of its forward."""
 
     def body(self, x: Tensor) -> Tensor:
         with torch.inference_mode():
@@ -68,7 +70,7 @@ def two_losses(model: nn.Module, batch: Batch) -> Iterator[None]:
 
 
 def from_the_middle(model: Any, batch: Batch) -> None:
-    """The loss is of what the first unit gave out, and the rest of the forward leads to nothing."""
+    """Use a loss of the first unit's output; the rest of the forward does not reach it."""
     kept: list[Tensor] = []
     handle = model.blocks[0].register_forward_hook(lambda module, args, out: kept.append(out))
     model(batch.x)
@@ -77,7 +79,7 @@ def from_the_middle(model: Any, batch: Batch) -> None:
 
 
 def two_graphs(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Two graphs at once, the older one's backward first."""
+    """Keep two graphs at once, and run the older one's backward first."""
     first, second = loss_of(model, batch), model(batch.x + 1).exp().mean()
     first.backward()
     yield
@@ -89,7 +91,10 @@ def two_graphs(model: nn.Module, batch: Batch) -> Iterator[None]:
 
 
 def failing(where: str, error: type[BaseException], clear: bool = False) -> Any:
-    """The first micro-batch of each step fails; what its backward has found until then counts, unless cleared."""
+    """Fail in the first micro-batch of each step.
+
+    Gradients that its backward has computed count, unless they are cleared.
+    """
 
     def run(model: Any, batch: Batch) -> None:
         model.blocks[1].armed, model.blocks[1].error = where if batch.turn == 0 else "", error
@@ -105,7 +110,7 @@ def failing(where: str, error: type[BaseException], clear: bool = False) -> Any:
 
 
 def failing_and_again(model: Any, batch: Batch) -> None:
-    """A forward that fails, and at once the same one, which does not."""
+    """Run a forward that fails, and at once the same one without the failure."""
     model.blocks[1].armed = "forward"
     with pytest.raises(ZeroDivisionError):
         model(batch.x)
@@ -113,7 +118,7 @@ def failing_and_again(model: Any, batch: Batch) -> None:
     one_backward(model, batch)
 
 
-# -- which units, and in which order ----------------------------------------------------------------------------------
+# -- units, and their order -------------------------------------------------------------------------------------------
 
 
 def two_roots(model: nn.Module, batch: Batch) -> None:
@@ -122,7 +127,7 @@ def two_roots(model: nn.Module, batch: Batch) -> None:
 
 
 def inside_gathered(model: nn.Module, batch: Batch) -> None:
-    """All at once: forward and backward, then a forward, then a backward."""
+    """Run forward and backward in one `gathered()`; then each in one of its own."""
     if batch.turn == 0:
         with batch.gathered():
             one_backward(model, batch)
@@ -147,7 +152,7 @@ class TwiceEach(Net):
 
 
 class Listed(Net):
-    """One module at several places of a list, and by another name beside it."""
+    """One module at several places of a list, and under another name beside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +165,7 @@ class Listed(Net):
 
 
 class Recursive(Block):
-    """Calls itself."""
+    """A unit that calls itself."""
 
     def forward(self, x: Tensor, depth: int = 2) -> Any:
         x = super().forward(x)
@@ -168,7 +173,7 @@ class Recursive(Block):
 
 
 class Calls(Block):
-    """Calls other units."""
+    """A unit that calls other units."""
 
     others: tuple[nn.Module, ...] = ()
 
@@ -196,7 +201,7 @@ class OutputUnused(Net):
 
 
 class Changing(Net):
-    """Which blocks run, and in which order, is drawn anew for every step."""
+    """A model that draws its blocks, and their order, anew for every step."""
 
     count = 5
     step = 0
@@ -230,7 +235,7 @@ def part_alone(model: Any, batch: Batch) -> None:
 
 
 def parts_in_turn(model: Any, batch: Batch) -> None:
-    """The root's forward is never called."""
+    """Call the parts: the root's forward is never called."""
     hidden = model.embed(batch.x)
     for block in reversed(model.blocks):
         hidden = block(hidden)
@@ -301,7 +306,7 @@ class FailsOnce:
 
 
 def failing_hook(register: str, prepend: bool) -> Any:
-    """Each micro-batch meets a hook that fails, and comes again."""
+    """Run each micro-batch with a hook that fails, and then again."""
 
     def run(model: Any, batch: Batch) -> None:
         handle = getattr(model.blocks[1], register)(FailsOnce(), prepend=prepend)
@@ -322,7 +327,7 @@ def hook_parameters(model: Any) -> None:
 
 
 def own_parameters(model: nn.Module) -> None:
-    """Parameters of the user's own, for the same modules."""
+    """Give the modules other parameters of the user's own."""
     generator = torch.Generator().manual_seed(7)
     own = {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
     model.own = own  # type: ignore[assignment]
@@ -335,7 +340,7 @@ def distilled(model: Any, batch: Batch) -> None:
 
 
 def distilled_with_gradient(model: Any, batch: Batch) -> None:
-    """The others' gradient is the user's, and goes into the loss."""
+    """Multiply the loss by the squared norm of a gradient for other parameters."""
     own = {name: p.clone().requires_grad_() for name, p in model.own.items()}
     other = torch.func.functional_call(model, own, (batch.x,))
     found = torch.autograd.grad(other.square().mean(), list(own.values()))

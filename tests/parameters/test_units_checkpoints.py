@@ -1,4 +1,4 @@
-"""torch's other checkpoints at stage 3: a wrapper, and the composable one, which is hooks on the module itself."""
+"""torch's other checkpoints at stage 3: a wrapper, and the composable one, which puts hooks on the module itself."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_units_are_recomputed_with_the_bits_of_the_plain_loop(
     """Applied before the optimizer is built, or after."""
     try:
         check(Case(prepared=which) if before else Case(built=which), world_size)
-    except CheckpointError as error:  # torch's own, which says what was saved and what was recomputed
+    except CheckpointError as error:  # torch's own error, which lists the saved and the recomputed tensors
         pytest.fail(str(error))
 
 
 def once(model: Any) -> None:
-    """The second unit has a hook before its forward that raises the first time it runs."""
+    """Add to the second unit a forward-pre hook that raises the first time it runs."""
     armed = [True]
 
     def hook(*_: Any) -> None:

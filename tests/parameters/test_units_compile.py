@@ -1,9 +1,9 @@
-"""Compiled models at stage 3: the bits of the same compiled plain loop, and nothing is compiled again after a step.
+"""Compiled models at stage 3: the bits of the same compiled plain loop, and no compilation after the first step.
 
 Units that are compiled by themselves have the plain loop's graphs, and so its bits. The graph of a compiled call around
-several units is broken at each. A piece first adds up its own gradients of a tensor that several pieces use; one graph
-adds all of them in turn. So the bits may differ, and a warning says so once. With a backend that fuses nothing they are
-the same where no unit uses such a tensor twice.
+several units is broken at each unit. If several pieces use a tensor, each piece first adds up its own gradients of it,
+while one graph would add all of them in turn. So the bits may differ, and one warning says so. With a backend that
+fuses nothing they are the same if no unit uses such a tensor twice.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def blocks_in_place(model: Any) -> None:
 
 
 def compiled_blocks(model: Any) -> None:
-    """A list of compiled blocks; parameters get other names by that."""
+    """Return a list of compiled blocks, which changes the names of parameters."""
     made: list[Any] = [torch.compile(block, backend=BACKEND) for block in model.blocks]
     model.blocks = nn.ModuleList(made)
 
 
 def compiled(model: Any) -> None:
-    """The compiled model is another module, which is no part of this one."""
+    """Store the compiled model, which is another module, beside the model and not as a part of it."""
     object.__setattr__(model, "fast", torch.compile(model, backend=BACKEND))
 
 
@@ -72,7 +72,7 @@ def run_compiled(model: Any, batch: Batch) -> None:
 
 
 def another_shape(model: Any, batch: Batch) -> None:
-    """The second micro-batch is longer, so that there is something to compile while gradients are there."""
+    """Make the second micro-batch longer, so that there is something to compile while gradients exist."""
     one_backward(model, replace(batch, x=torch.cat([batch.x] * (1 + batch.turn))))
 
 
@@ -89,8 +89,12 @@ CASES: dict[str, Case] = {
 
 
 def compiled_training(group: dist.ProcessGroup | None, rank: int, name: str) -> list[int]:
-    """The graphs that were compiled before the plain loop, when each step of this rank began, and at the end. A process
-    for each rank: of threads that compile at once, torch lets some wait for a later step."""
+    """Return the numbers of graphs compiled so far: at first, at the beginning of each step of this rank, and at the
+    end.
+
+    The first number is that before the plain loop. Each rank is a process: if several threads compile at once, torch
+    may put off the compilation of some to a later step.
+    """
     counts = [counters["stats"]["unique_graphs"]]
 
     def count(model: Any, step: int) -> None:
@@ -113,7 +117,7 @@ def assert_compiled_in_the_first_step_alone(counts: list[int]) -> None:
     assert later == [after_first, after_first]
 
 
-# A model that is compiled as a whole has these bits as long as units share no tensor, which is no promise.
+# A model that is compiled as a whole has these bits if units share no tensor; this is not promised.
 SLOW = [name for name in CASES if "model" in name]
 EVERY_CASE = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
@@ -137,7 +141,7 @@ def test_the_same_on_two_ranks(gloo: GlooPool, name: str) -> None:
 
 
 class Conditioned(nn.Module):
-    """A unit that uses the condition of all units twice."""
+    """A unit that uses twice the condition that all units share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +172,7 @@ class Residual(nn.Module):
 
 
 class Level(nn.Module):
-    """A level of a UNet, which uses the time's embedding twice."""
+    """A level of a UNet, which uses the time embedding twice."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -181,7 +185,7 @@ class Level(nn.Module):
 
 
 class UNet(nn.Module):
-    """Levels down and up, which share an embedding of the time, and what the way down leaves for the way up."""
+    """Levels down and up, which share a time embedding; each level up uses the output of its level down."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +217,7 @@ BACKENDS = pytest.mark.parametrize("backend", [BACKEND, INDUCTOR])
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that are gathered as a whole."""
+    """Return the modules that are gathered as a whole."""
     return [entry.module for entry in find_units(model).entries if entry.needs and entry.needs[-1] != 0]
 
 
@@ -226,7 +230,7 @@ def each_unit(backend: str) -> Callable[[Any], None]:
 
 
 def broken_at_units(backend: str) -> Callable[[Any], None]:
-    """A plain model that is compiled as a whole, with the graph broken where stage 3 breaks it."""
+    """Return a plain model, compiled as a whole, with the graph breaks of stage 3."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def nothing(*_: Any) -> None:
@@ -243,7 +247,7 @@ def broken_at_units(backend: str) -> Callable[[Any], None]:
 
 
 def each_unit_trains(group: dist.ProcessGroup | None, rank: int, name: str, backend: str) -> list[str]:
-    """Compiled unit by unit, units travelling; returns what was said."""
+    """Train a model compiled unit by unit, with units that are sent; return the warnings."""
     torch._dynamo.reset()
     transport = solo() if group is None else connect(group)
     case = Case(MODELS[name], prepared=each_unit(backend))
@@ -295,7 +299,7 @@ def test_whole_models_have_the_bits_of_the_plain_loop_below_stage_3(gloo: GlooPo
 @BACKENDS
 @EVERY_MODEL
 def test_a_whole_model_is_at_stage_3_the_plain_one_with_its_graph_broken_at_units(name: str, backend: str) -> None:
-    """And no other: this is all that differs. The unbroken one has other bits."""
+    """This is the only difference: the unbroken model has other bits."""
     torch._dynamo.reset()
     whole = Case(MODELS[name], prepared=lambda model: model.compile(backend=backend))
     _, unbroken = plain_loop(whole, 1)
@@ -336,7 +340,7 @@ class Recorder:
         self._before = counters["frames"]["total"]
 
     def frames(self) -> int:
-        """How many functions Dynamo tried to trace."""
+        """The number of functions that Dynamo tried to trace."""
         return counters["frames"]["total"] - self._before
 
     def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -365,7 +369,7 @@ def test_a_compiled_unit_has_the_graphs_of_the_plain_model(name: str, in_place: 
     recorder = Recorder()
     check_rank(case, solo(), expected)
     assert recorder.graphs == plain.graphs
-    assert recorder.frames() == frames  # none of ours
+    assert recorder.frames() == frames  # no function of the library
     assert bool(plain.graphs) == (users or not in_place)
 
 
@@ -417,7 +421,7 @@ def test_a_graph_that_is_broken_at_units_is_said_once(name: str, before: bool) -
 
 @pytest.mark.full
 def test_nothing_is_said_where_no_graph_is_broken() -> None:
-    """Without a compiler, below stage 3, and by a model that a compiled function calls where the compiler is off."""
+    """Without a compiler, below stage 3, and if a compiled function calls the model where the compiler is disabled."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "stage 3")
         for stage, prepare in ((3, lambda model: model), (2, by_itself), (3, switched_off)):
@@ -433,7 +437,7 @@ def switched_off(model: Any) -> Any:
     return torch.compile(lambda x: call(x) * 2, backend="eager")
 
 
-# -- what a compiled unit leaves behind --------------------------------------------------------------------------------
+# -- after a compiled unit ---------------------------------------------------------------------------------------------
 
 
 def test_close_gives_back_the_compiled_call() -> None:

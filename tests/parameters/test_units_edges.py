@@ -1,5 +1,5 @@
-"""Stage 3 where things meet: graphs that are made inside `gathered()`, entries that fail, several optimizers, edits
-while a graph waits."""
+"""Combinations at stage 3: graphs made inside `gathered()`, failing entries, several optimizers, edits of live
+graphs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def squares(model: nn.Module) -> Tensor:
 
 
 def plain_step(model: nn.Module, loss: Tensor, count: int) -> nn.Module:
-    """The plain loop's step for a loss whose gradient ``count`` ranks add up, all alike."""
+    """Run the plain loop's step for a loss whose gradient ``count`` ranks add up, all alike."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(count):
         torch.autograd.backward(loss, retain_graph=True)
@@ -207,7 +207,7 @@ def test_a_view_of_a_parameter_that_is_edited_outside_is_told_on_several_ranks_a
 
 
 class Guided(nn.Module):
-    """Uses a weight of another model, inside its own forward."""
+    """A unit that uses a weight of another model, inside its own forward."""
 
     def __init__(self, guide: nn.Linear) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ def test_two_optimizers_whose_units_run_inside_each_other_keep_their_places_apar
 
 
 def test_units_whose_long_names_begin_alike_are_told_apart() -> None:
-    """Rank r enters its own one; a message has room for the beginning of a name."""
+    """Each rank enters another unit; a message has room only for the beginning of a name."""
     name = "a_module_with_a_name_that_is_longer_than_the_label_of_any_message_can_be_"
 
     def program(transport: Transport) -> str:
@@ -284,7 +284,7 @@ def test_a_graph_of_parameters_that_were_laid_out_anew_says_so() -> None:
 
 
 class Complex(Block):
-    """Uses its weight as complex numbers, which are another dtype on the same memory."""
+    """A unit that uses its weight as complex numbers, another dtype on the same memory."""
 
     def forward(self, x: Tensor) -> Tensor:
         turned = torch.view_as_complex(self.inner.weight.view(8, 3, 2)) * torch.complex(x[0, :3], x[1, :3])

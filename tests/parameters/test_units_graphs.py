@@ -1,5 +1,7 @@
-"""What autograd may do with a model at stage 3: checkpoints, saved tensors, second derivatives, functions of one's own.
-Each case gives the plain loop's bits, and afterwards nothing is gathered any more."""
+"""Features of autograd with a model at stage 3: checkpoints, saved tensors, second derivatives, custom functions.
+
+Each case has the plain loop's bits, and afterwards no unit is gathered.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from ..small import blocks, with_sgd
 
 
 class AroundUnits(Net):
-    """Each unit alone is recomputed in the backward."""
+    """A model that recomputes each unit by itself in the backward."""
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -50,7 +52,7 @@ def keep_products(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPol
 
 
 class AroundUnitsSelective(Net):
-    """Of each unit some results are kept."""
+    """A model that recomputes each unit, but keeps some of its results."""
 
     def body(self, x: Tensor) -> Tensor:
         contexts = partial(create_selective_checkpoint_contexts, keep_products)
@@ -83,7 +85,7 @@ def around_the_model(model: nn.Module, batch: Batch) -> None:
 
 
 def to_the_end(model: nn.Module, batch: Batch) -> None:
-    """Recompute all of what a checkpoint holds, also what no backward needs."""
+    """Recompute a whole checkpoint, even parts that no backward needs."""
     with set_checkpoint_early_stop(False):
         out = model(batch.x)
     out.square().mean().backward()
@@ -96,7 +98,7 @@ def saved_elsewhere(model: nn.Module, batch: Batch) -> None:
 
 
 class SavesElsewhere(Block):
-    """Hooks of the user's inside a unit see its weights themselves."""
+    """A unit with the user's own saved-tensor hooks, which get the weights themselves and keep copies."""
 
     def forward(self, x: Tensor) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
@@ -104,7 +106,7 @@ class SavesElsewhere(Block):
 
 
 class SavesItself(Block):
-    """These hooks keep the weights."""
+    """A unit whose saved-tensor hooks keep the weights."""
 
     def forward(self, x: Tensor) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
@@ -122,7 +124,7 @@ def gradient_penalty(model: nn.Module, batch: Batch) -> None:
 
 
 def penalty_and_a_forward(model: nn.Module, batch: Batch) -> None:
-    """A graph of gradients waits while the same units run again."""
+    """Keep a graph of gradients while the same units run again."""
     x = batch.x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     (gradient.square().sum() + loss_of(model, batch)).backward()
@@ -145,7 +147,7 @@ def penalty_of_a_unit(model: Any, batch: Batch) -> None:
 
 
 class Forces(Net):
-    """The derivative of its output is what a model gives out."""
+    """A model whose result is the derivative of its output."""
 
     def forward(self, x: Tensor) -> Any:
         x = x.clone().requires_grad_()
@@ -161,7 +163,7 @@ class ForcesInside(Block):
 
 
 class Implicit(Block):
-    """A fixed point, whose backward looks for another one: backwards inside a backward."""
+    """A fixed point, whose backward solves for another one: backwards inside a backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -185,14 +187,14 @@ class Implicit(Block):
 
 
 def saliency(model: nn.Module, batch: Batch) -> None:
-    """A gradient for the input, in passing: it adds to no parameter's."""
+    """Compute a gradient for the input, which adds to no parameter's gradient."""
     x = batch.x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model(x).square().sum(), x)
     model(batch.x + gradient).square().mean().backward()
 
 
 def saliency_between(model: nn.Module, batch: Batch) -> None:
-    """The same graph gives the input's gradient, then the parameters'."""
+    """Use one graph for the input's gradient, then for the parameters'."""
     x = batch.x.clone().requires_grad_()
     loss = model(x).square().mean()
     (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
@@ -206,14 +208,14 @@ def for_some_parameters(model: Any, batch: Batch) -> None:
 
 
 def of_parameters(model: Any, batch: Batch) -> None:
-    """This rank's own gradients, in passing."""
+    """Compute this rank's own gradients for parameters, besides the backward."""
     with batch.gathered():
         found = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
     (loss_of(model, batch) * sum(gradient.square().sum() for gradient in found)).backward()
 
 
 class HoldsWeight(torch.autograd.Function):
-    """A linear map that keeps the parameter itself."""
+    """A linear function that stores the parameter itself on its context."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -226,7 +228,7 @@ class HoldsWeight(torch.autograd.Function):
 
 
 class SavesWeight(torch.autograd.Function):
-    """A linear map as torch's documentation writes it."""
+    """A linear function as in torch's documentation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -250,7 +252,7 @@ class OwnSavingFunction(OwnFunction):
     function = SavesWeight
 
 
-# -- weights that are kept --------------------------------------------------------------------------------------------
+# -- references to weights --------------------------------------------------------------------------------------------
 
 
 class ReadsNumpy(Block):
@@ -260,7 +262,7 @@ class ReadsNumpy(Block):
 
 
 class SavesNumpy(Block):
-    """A graph holds the memory of a weight by another name."""
+    """A function whose graph holds the memory of a weight as a NumPy array."""
 
     def forward(self, x: Tensor) -> Any:
         array = self.inner.weight.detach().numpy()
@@ -268,7 +270,7 @@ class SavesNumpy(Block):
 
 
 class KeepsView(Block):
-    """A view of a weight, made once, follows the weight."""
+    """A view of a weight, made once, that must follow the weight."""
 
     kept: Tensor | None = None
 
@@ -279,7 +281,7 @@ class KeepsView(Block):
 
 
 class KeepsGraphView(Block):
-    """The same with a view that autograd knows."""
+    """The same with a view that autograd tracks."""
 
     kept: Tensor | None = None
 
@@ -344,7 +346,7 @@ def test_a_view_that_is_kept_over_a_step_shows_no_old_value() -> None:
 
 
 def test_a_view_that_is_kept_within_a_step_follows_its_own_parameter() -> None:
-    """Not what is gathered into free buffers of its size meanwhile."""
+    """It must not show a unit that is gathered into a free buffer of the same size meanwhile."""
 
     def program(transport: Transport) -> list[Tensor]:
         model = blocks()
@@ -367,10 +369,10 @@ def test_a_graph_takes_the_weights_of_its_own_unit_also_where_another_lay_there_
         places: list[int] = []
         for number in (0, 2):
             model[number].register_forward_pre_hook(lambda layer, _: places.append(layer.weight.data_ptr()))
-        inputs = torch.ones(1, 4, requires_grad=True)  # so that the first unit's weight, too, is saved
+        inputs = torch.ones(1, 4, requires_grad=True)  # so that autograd also saves the first unit's weight
         loss = model(inputs).sum()
         with torch.no_grad():
-            model(inputs)  # drops every unit at its end
+            model(inputs)  # reshards every unit at its end
         held = lent(residency_of(optimizer))
         loss.backward()
         optimizer.step()

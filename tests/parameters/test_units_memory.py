@@ -1,5 +1,8 @@
-"""What is gathered at stage 3, and when: no graph holds weights, three units at most are here, the next one is on its
-way while one runs, and what travels is what the formula says."""
+"""What is gathered at stage 3, and when.
+
+No graph holds weights; at most three units are gathered; the next unit is gathered while one runs; and the traffic is
+that of the formula.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ Events = list[tuple[str, str]]
 
 
 def in_use(manager: UnitManager) -> int:
-    """Bytes of gathered buffers that somebody holds, a graph included."""
+    """Return the bytes of gathered buffers that are referenced, also by a graph."""
     return sum(block.storage.nbytes() for block in manager.pool._blocks if not block.free)
 
 
@@ -50,7 +53,7 @@ def whole_bytes(manager: UnitManager, units: Sequence[int]) -> int:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.by_default("2")
 def test_after_a_forward_the_graph_holds_no_weights(world_size: int) -> None:
-    """Only the root's rest and the last unit are here, for the backward that will ask for them first."""
+    """Only the root unit and the last unit are gathered, which the backward needs first."""
 
     def program(transport: Transport) -> None:
         model, optimizer = sharded(Case(net_of(Block, DEEP)), transport)
@@ -99,7 +102,7 @@ def test_at_most_the_root_the_running_unit_and_the_next_one_are_here(world_size:
 
 
 class Backwards(Net):
-    """Its units run in another order than they were registered."""
+    """A model whose units run in another order than that of their registration."""
 
     def body(self, x: Tensor) -> Tensor:
         for block in reversed(self.blocks):
@@ -108,7 +111,7 @@ class Backwards(Net):
 
 
 def recorded(events: Events) -> Callable[[Transport], Pairwise]:
-    """The algorithm that tells when a unit's gather is launched."""
+    """Return an algorithm that records when the gather of a unit is launched."""
 
     class Recorded(Pairwise):
         def all_gather(self, flat: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
@@ -119,7 +122,7 @@ def recorded(events: Events) -> Callable[[Transport], Pairwise]:
 
 
 def record_blocks(model: Any, events: Events) -> None:
-    """Tell when a block's forward and backward begin and end."""
+    """Record when a block's forward and backward begin and end."""
 
     def enter(name: str) -> Any:
         def hook(_: Any, args: tuple[Tensor]) -> None:
@@ -143,7 +146,8 @@ def record_blocks(model: Any, events: Events) -> None:
 @WORLD_SIZES
 @pytest.mark.parametrize("build", [Net, Backwards])
 def test_the_next_unit_is_gathered_while_one_runs(build: type[Net], world_size: int) -> None:
-    """In the order of the last forward and, in a backward, its reverse; and not before the unit before is over."""
+    """A forward uses the order of the last one, a backward its reverse. No gather begins before the preceding unit has
+    ended."""
 
     def program(transport: Transport) -> Events:
         events: Events = []
@@ -169,7 +173,7 @@ def test_the_next_unit_is_gathered_while_one_runs(build: type[Net], world_size: 
 
 
 def position(events: Events, event: tuple[str, str], last: bool) -> int:
-    """Where an event happens, the first or the last time."""
+    """Return the position of the first or last occurrence of an event."""
     found = [number for number, each in enumerate(events) if each == event]
     assert len(found) in (1, 2), (event, events)
     return found[-1 if last else 0]
@@ -233,7 +237,7 @@ def test_what_travels_in_a_step_is_what_the_formula_says(name: str, synchronised
 
 
 class Path(nn.Module):
-    """Runs the blocks that ``order`` names."""
+    """A model that runs the blocks that ``order`` names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +251,10 @@ class Path(nn.Module):
 
 
 def test_a_unit_that_was_fetched_in_vain_is_given_back() -> None:
-    """The last forward says which unit follows; where it does not, what was fetched goes when the next one comes."""
+    """A unit is gathered ahead in the order of the last forward.
+
+    If that is wrong, it is resharded when the next unit begins.
+    """
 
     def program(transport: Transport) -> list[list[bool]]:
         model = Path()

@@ -1,5 +1,7 @@
-"""Which models stage 3 can train: lists of every kind, ties, frozen parts, groups, torch's own layers. Each case gives
-the plain loop's bits, and afterwards nothing is gathered any more."""
+"""Models that stage 3 can train: lists of every kind, ties, frozen parts, groups, torch's own layers.
+
+Each case has the plain loop's bits, and afterwards no unit is gathered.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ class Lists(Net):
 
 
 class NoList(nn.Module):
-    """Everything is in the root's rest."""
+    """A model without a list: all parameters are in the root unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +79,7 @@ class NoList(nn.Module):
 
 
 def sequential() -> nn.Sequential:
-    """The root's rest is empty."""
+    """Build a model whose root unit is empty."""
     return nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.Tanh(), Block(), Block(), nn.Linear(WIDTH, OUTPUTS))
 
 
@@ -116,7 +118,7 @@ def freeze_parts(model: Any) -> None:
 
 
 def freeze_the_beginning(model: Any) -> None:
-    """A forward that begins without any graph."""
+    """Freeze the first layers, so that a forward begins without a graph."""
     model.embed.requires_grad_(False)
     model.blocks[:2].requires_grad_(False)
 
@@ -130,24 +132,24 @@ def freeze_later(model: Any, step: int) -> None:
 
 
 def half(model: Any) -> list[dict[str, Any]]:
-    """Only some parameters are optimised."""
+    """Optimize only some parameters."""
     return [{"params": [*model.blocks[0].parameters(), model.blocks[1].inner.weight, *model.head.parameters()]}]
 
 
 def half_frozen(model: Any) -> None:
-    """What is not optimised is frozen."""
+    """Freeze the parameters that are not optimized."""
     chosen = {id(p) for p in half(model)[0]["params"]}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in chosen)
 
 
 def floats(model: Any) -> list[nn.Parameter]:
-    """What can be optimised."""
+    """Return the parameters of a floating-point dtype, which can be optimized."""
     return [p for p in model.parameters() if p.is_floating_point()]
 
 
 def groups(model: Any) -> list[dict[str, Any]]:
-    """Groups go across units."""
+    """Return groups that each have parameters of several units."""
     plain = [p for p in model.parameters() if p.dim() < 2]
     return [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.3, "betas": (0.7, 0.9)},
@@ -157,7 +159,7 @@ def groups(model: Any) -> list[dict[str, Any]]:
 
 
 class Dtypes(Block):
-    """Several dtypes, and a frozen one, in a unit."""
+    """A unit with several dtypes, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +174,10 @@ class Dtypes(Block):
 
 
 class OddShapes(Block):
-    """No element, one, a scalar, a prime number, memory in another order; alone in their dtype, too."""
+    """Parameters with no element, one, a scalar, a prime number of elements, and transposed memory.
+
+    Some are alone in their dtype.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +197,7 @@ class OddShapes(Block):
         return super().forward(x) * self.scalar + self.one + nothing + wide + (x @ self.turned.t())[:, :1]
 
 
-# -- parametrised -----------------------------------------------------------------------------------------------------
+# -- parametrizations --------------------------------------------------------------------------------------------------
 
 
 def norm_inside(model: Any) -> None:
@@ -216,7 +221,7 @@ def old_norm_of_units() -> nn.Module:
 
 
 class LowRank(nn.Module):
-    """A parametrisation with parameters."""
+    """A parametrization with parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +256,7 @@ class Recurrent(nn.LSTM):
 
 
 class Transformer(Net):
-    """Its layers are units; their container chooses a path by looking at their weights."""
+    """torch's own layers as units; their container reads their weights to choose a code path."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +294,7 @@ class Normed(Block):
 
 
 class Narrowed(Block):
-    """Computes in a narrower dtype."""
+    """A unit that computes in a narrower dtype."""
 
     def forward(self, x: Tensor) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -303,7 +308,7 @@ def narrowed(model: nn.Module, batch: Batch) -> None:
 
 
 class Graph(Block):
-    """Saves a sparse tensor."""
+    """A layer that saves a sparse tensor."""
 
     def forward(self, x: Tensor) -> Any:
         neighbours = torch.eye(x.shape[0]).to_sparse()

@@ -1,5 +1,7 @@
-"""What units may give out at stage 3, and what may be done to it. Each case gives the plain loop's bits, and afterwards
-nothing is gathered any more."""
+"""Outputs of units at stage 3, and edits of them.
+
+Each case has the plain loop's bits, and afterwards no unit is gathered.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class Named(NamedTuple):
 
 
 class Opaque:
-    """Nothing can look into it."""
+    """An output that the library cannot look into."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
@@ -77,14 +79,14 @@ class TakesResults(net_of(GivesNone)):  # type: ignore[misc]
 
 
 class GivesNumbers(Block):
-    """What it gives out has no gradient."""
+    """A unit whose output has no gradient."""
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x).argmax(-1)
 
 
 class Routes(Net):
-    """A unit without gradient decides, and one is passed by where it says so."""
+    """A model in which a unit without gradient decides whether another one is skipped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +100,7 @@ class Routes(Net):
 
 
 class PassesThrough(Block):
-    """Gives its input back as it is, and its weight goes another way."""
+    """A unit that returns its input unchanged, and stores a loss of its weight in an attribute."""
 
     def forward(self, x: Tensor) -> Any:
         self.aside = super().forward(x).mean()
@@ -106,7 +108,7 @@ class PassesThrough(Block):
 
 
 class Prompt(nn.Module):
-    """A unit that gives out a view of its weight."""
+    """A unit that returns a view of its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,13 +127,13 @@ class Prompted(net_of(Prompt)):  # type: ignore[misc]
 
 
 def prompts_from_outside(model: Any, batch: Batch) -> None:
-    """What a unit gave out is used where no forward is."""
+    """Use a unit's output outside any forward."""
     first, second = (model.head(sum(model.embed(batch.x) * block() for block in model.blocks)) for _ in range(2))
     (first.square().mean() + second.exp().mean()).backward()
 
 
 class Auxiliary(Block):
-    """Keeps a second loss where nobody sees it."""
+    """A unit that stores a second loss in an attribute."""
 
     aside: Tensor
 
@@ -159,7 +161,7 @@ EDITS["index_put_"] = lambda x: x.index_put_((torch.tensor([0]),), torch.zeros(1
 
 
 class Edits(Net):
-    """Edits of what a unit gave out, in place."""
+    """A model that edits outputs of units in place."""
 
     def body(self, x: Tensor) -> Tensor:
         edits = list(EDITS.values())
@@ -171,7 +173,7 @@ class Edits(Net):
 
 
 class EditsInside(Block):
-    """Edits within a unit, of what it gives out, and of what comes in."""
+    """A unit that edits its outputs and inputs in place."""
 
     def forward(self, x: Tensor) -> Any:
         hidden = self.inner(self.norm(x)).relu_()

@@ -1,5 +1,7 @@
-"""A step at stage 3 beyond forward and backward: `no_sync`, clipping, gradients and states read and loaded, groups
-added, copies, several optimizers. The plain loop's bits each time."""
+"""The rest of a step at stage 3, with the plain loop's bits.
+
+This covers `no_sync`, clipping, gradients and states read and loaded, added groups, copies, and several optimizers.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 class SometimesPart(Net):
-    """The last block has a gradient in odd steps only."""
+    """A model whose last block has a gradient only in odd steps."""
 
     step = 0
 
@@ -69,7 +71,7 @@ def note_step(model: Any, step: int) -> None:
 
 
 def summed_by_rank(model: nn.Module, batches: Sequence[Batch], world_size: int) -> None:
-    """p.grad as ranks under `no_sync` give it: each rank's own sum first."""
+    """Return p.grad as ranks under `no_sync` produce it: each rank's own sum first."""
     total: list[Tensor | None] = [None for _ in model.parameters()]
     for rank in range(world_size):
         model.zero_grad()
@@ -84,7 +86,7 @@ def summed_by_rank(model: nn.Module, batches: Sequence[Batch], world_size: int) 
 @WORLD_SIZES
 @pytest.mark.parametrize("synced", [0, 1])
 def test_no_sync_adds_up_on_each_rank_first(world_size: int, synced: int) -> None:
-    """With a last backward outside, and with none."""
+    """With a last backward outside `no_sync`, and without one."""
     case = Case(SometimesPart, begin=note_step)
     plain = case.make()
     adam, expected = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE), []
@@ -150,7 +152,7 @@ def test_clipping_divisor_and_gradients_are_the_plain_loops(world_size: int) -> 
 @WORLD_SIZES
 @pytest.mark.by_default("1")
 def test_states_go_from_stage_2_to_stage_3_and_back(world_size: int) -> None:
-    """A step each, with the states and the model's state dict handed on."""
+    """One step at each, passing on the optimizer's and the model's state dicts."""
     case, stages = Case(steps=4), (2, 3, 2, 3)
     _, expected = plain_loop(case, world_size)
 
@@ -178,7 +180,7 @@ def test_states_go_from_stage_2_to_stage_3_and_back(world_size: int) -> None:
 
 
 def sent(optimizer: ZeroOptimizer, states: Any) -> Any:
-    """The states of the one rank that has them, on every rank."""
+    """Return on every rank the states of the one rank that has them."""
     buffer = io.BytesIO()
     if states is not None:
         torch.save(states, buffer)
@@ -224,7 +226,7 @@ def test_a_group_of_parameters_that_were_not_listed_before(world_size: int) -> N
         model, optimizer = sharded(case, transport)
         for step in range(STEPS):
             if step:
-                model.zero_grad()  # what was not listed has gradients like any other tensor
+                model.zero_grad()  # unlisted parameters have gradients like any other tensor
                 optimizer.add_param_group({"params": later(model, step), "lr": 0.2})
             train(case, model, optimizer, step)
             optimizer.step()
@@ -298,7 +300,7 @@ Pair = tuple[Any, Any]  # generator and discriminator
 
 
 def adversarial_step(models: Pair, optimizers: Pair, batches: Sequence[Batch], finish: Any) -> None:
-    """The discriminator's step, then the generator's, whose loss goes through the discriminator."""
+    """Run the discriminator's step, then the generator's, whose loss goes through the discriminator."""
     maker, judge = models
     for batch in batches:
         (judge(maker(batch.x).detach()).tanh().mean() - judge(batch.x).tanh().mean()).backward()

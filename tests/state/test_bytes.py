@@ -1,4 +1,4 @@
-"""What a rank holds and sends is what the formulas say."""
+"""The bytes that a rank holds and sends are those of the formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States: whose they are, and that training goes on from a saved dict, at any stage and on any number of ranks."""
+"""Optimizer states: which rank has them, and training on from a saved dict, at any stage and on any number of ranks."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_loading_shares_nothing_with_the_dict_and_saving_nothing_with_the_optimi
     assert theirs["param_groups"][0]["lr"] == 0.25
     optimizer.zero_grad()
     model(1.0).backward()
-    expected = 2 * model.a.detach()  # a first buffer is the gradient itself
+    expected = 2 * model.a.detach()  # the first momentum buffer is the gradient itself
     optimizer.step()
     assert_same_bits(optimizer.state_dict()["state"][0]["momentum_buffer"], expected)
     assert bool(expected.any())
 
 
 def consolidated(transport: Any, rank: int, stage: int, factor: int | None, narrow: bool) -> list[dict[str, Any]]:
-    """This rank's dict after `consolidate_state_dict(to=None)`, and after ``to=`` this rank."""
+    """Return this rank's dict after `consolidate_state_dict(to=None)`, and after ``to=`` this rank."""
     precision = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16) if narrow else None
     model = locked_build(0)
     optimizer = ZeroOptimizer(
@@ -151,7 +151,7 @@ def test_states_are_this_ranks_pieces_and_live(stage: int) -> None:
 @settings(max_examples=4 + settings.default.max_examples // 16)  # each trains four times
 @given(st.data())
 def test_training_on_from_a_saved_dict_is_exact_at_another_stage_and_number_of_ranks(data: st.DataObject) -> None:
-    """a + b steps = a steps, save, load elsewhere (or into the class itself, or from it), b steps."""
+    """a + b steps must equal a steps, save, load elsewhere (or into the class itself, or from it), b steps."""
     from ..programs import CLASSES
 
     name = data.draw(st.sampled_from(sorted(CLASSES)))
@@ -256,7 +256,7 @@ def test_hooks_on_saving_and_loading_are_called_as_torch_calls_them() -> None:
 
 
 def test_states_of_parameters_without_elements_are_told_apart() -> None:
-    """They all lie at address 0, so an address is no name."""
+    """They all lie at address 0, so an address cannot identify them."""
     model = nn.ParameterDict({name: torch.zeros(0) for name in ("first", "second")})
     model["third"] = nn.Parameter(torch.ones(3))
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=0.1)
@@ -272,7 +272,7 @@ def test_states_of_parameters_without_elements_are_told_apart() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_parameter_that_was_left_out_of_a_step_keeps_its_own_count(stage: int) -> None:
-    """Also beside one that was not, in one run of memory."""
+    """Even if its neighbour in the same flat tensor took part."""
 
     def train(model: nn.ParameterList, optimizer: torch.optim.Optimizer, scales: list[float], divisor: float) -> None:
         for step in range(4):
@@ -302,7 +302,7 @@ def test_a_parameter_that_was_left_out_of_a_step_keeps_its_own_count(stage: int)
 
 @pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (1, 3), (2, 3), (3, 3)])
 def test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped(stage: int, world_size: int) -> None:
-    """In a new optimizer, to whose param groups nobody says anything but what the dict does."""
+    """In a new optimizer, whose param groups have no options except those of the dict."""
 
     def run(steps: range, weights: Any, states: Any) -> Any:
         def program(transport: Transport) -> Any:

@@ -1,4 +1,5 @@
-"""A class that does not step flat pieces as it steps whole parameters is refused at construction; others are taken."""
+"""A class that updates flat pieces differently from whole parameters is refused at construction. Others are
+accepted."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ OPTIONS = {"lr": 0.05, "weight_decay": 0.1, "begin": 0}
 
 
 class Coupled(torch.optim.Optimizer):
-    """SGD, and after ``begin`` steps what a subclass does beside it."""
+    """SGD, with further work of a subclass in `couple` after ``begin`` steps."""
 
     def __init__(self, params: Any, lr: float | Tensor = 0.1, weight_decay: float = 0.0, begin: int = 0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "begin": begin})
@@ -55,7 +56,7 @@ class DecayKernelsOnly(Coupled):
 
 
 class DecaySignalsOnly(Coupled):
-    """Of convolutions over time, whose weights have three dimensions."""
+    """Decays only the weights of 1-D convolutions, which have three dimensions."""
 
     def couple(self, p: Tensor, group: dict[str, Any]) -> None:
         if p.ndim == 3:
@@ -69,7 +70,7 @@ class DecayScalarsToo(Coupled):
 
 
 class Centralized(Coupled):
-    """Takes the mean of each row off the gradient."""
+    """Subtracts from a gradient the mean of each row."""
 
     def couple(self, p: Tensor, group: dict[str, Any]) -> None:
         if p.ndim > 1 and p.grad is not None:
@@ -77,7 +78,7 @@ class Centralized(Coupled):
 
 
 class LargeMatricesApart(Coupled):
-    """As classes do that factorize, or quantize, only what is large enough for it to pay."""
+    """Treats large matrices differently, as classes that factorize or quantize only where it pays."""
 
     def couple(self, p: Tensor, group: dict[str, Any]) -> None:
         if p.ndim == 2 and min(p.shape) >= 128 and p.grad is not None:
@@ -85,7 +86,7 @@ class LargeMatricesApart(Coupled):
 
 
 class Projected(Coupled):
-    """As AdamP: of a matrix whose gradient is all but orthogonal to it, the update's part along it is taken off."""
+    """Like AdamP: if a matrix's gradient is nearly orthogonal to it, removes the update's part along the matrix."""
 
     def couple(self, p: Tensor, group: dict[str, Any]) -> None:
         if p.ndim > 1 and p.grad is not None:
@@ -96,7 +97,7 @@ class Projected(Coupled):
 
 
 class ClippedTogether(Coupled):
-    """Looks at the norm of all gradients."""
+    """Uses the norm of all gradients."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -106,7 +107,7 @@ class ClippedTogether(Coupled):
 
 
 class RateByPlace(Coupled):
-    """A lower rate for what stands further behind in its group."""
+    """Uses a lower rate for parameters further back in their group."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -117,7 +118,7 @@ class RateByPlace(Coupled):
 
 
 class OwnBuffers(Coupled):
-    """Makes its momentum for the parameters that it is built with, beside `state`."""
+    """Creates momentum for the parameters with which it is built, outside `state`."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
@@ -143,7 +144,7 @@ class History(Coupled):
 
 
 class EstimatesTogether(Coupled):
-    """As D-adaptation: adds up over all parameters, to raise the rate when the sum is large enough."""
+    """Like D-adaptation: adds up over all parameters, and raises the rate when the sum is large enough."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -154,7 +155,7 @@ class EstimatesTogether(Coupled):
 
 
 class KeepsMeans(Coupled):
-    """As SWATS: keeps a mean over each parameter."""
+    """Like SWATS: keeps a mean over each parameter."""
 
     def couple(self, p: Tensor, group: dict[str, Any]) -> None:
         if p.grad is not None:
@@ -162,7 +163,7 @@ class KeepsMeans(Coupled):
 
 
 class Rebinds(Coupled):
-    """Puts new memory under a parameter, where a rank's slice stays as it was."""
+    """Gives a parameter new memory, while a rank's slice keeps the old memory."""
 
     def couple(self, p: Tensor, group: dict[str, Any]) -> None:
         p.data = p.data.clone()
@@ -174,14 +175,14 @@ class Keeper:
 
 
 class OwnObjects(Coupled):
-    """Keeps an object of its own, of which nothing is known."""
+    """Keeps an object of an unknown class in its state."""
 
     def couple(self, p: Tensor, group: dict[str, Any]) -> None:
         self.state[p].setdefault("keeper", Keeper())
 
 
 class Net(nn.Module):
-    """Parameters of no, one, two, three and four dimensions."""
+    """A model with parameters of no, one, two, three and four dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +323,7 @@ def test_so_do_those_of_groups_that_are_added_or_loaded() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-# -- what a class refuses itself ---------------------------------------------------------------------------------------
+# -- refusals of a class itself ----------------------------------------------------------------------------------------
 
 
 class NoKernels(Coupled):
@@ -335,7 +336,7 @@ class NoKernels(Coupled):
 
 
 class NoScalars(Coupled):
-    """Refuses parameters without dimensions, late."""
+    """Refuses parameters without dimensions, in a step."""
 
     def couple(self, p: Tensor, group: dict[str, Any]) -> None:
         if p.ndim == 0:
@@ -375,7 +376,7 @@ def test_a_class_that_cannot_be_tried_says_why(cls: type[torch.optim.Optimizer],
     assert said in refused(cls)
 
 
-# -- what is taken -----------------------------------------------------------------------------------------------------
+# -- accepted classes --------------------------------------------------------------------------------------------------
 
 VARIANTS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     **CLASSES,
@@ -405,7 +406,7 @@ def test_every_element_wise_class_is_taken_in_every_path(name: str, dtype: torch
 
 
 class BoundedByFirstRate(Coupled):
-    """As AdaBound: keeps the rates that its groups had when it was built, beside them."""
+    """Like AdaBound: keeps the rates that its groups had at construction, outside the groups."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
@@ -434,7 +435,7 @@ def test_groups_of_several_dtypes_are_tried_together() -> None:
     refused(Projected, groups)
 
 
-# -- what a trial leaves alone -----------------------------------------------------------------------------------------
+# -- a trial has no side effects ---------------------------------------------------------------------------------------
 
 
 class Noisy(Coupled):
@@ -457,7 +458,7 @@ def test_neither_the_random_generator_nor_what_the_user_gave_changes() -> None:
 
 def test_groups_of_equal_options_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def parameters(options: Callable[[int], dict[str, Any]]) -> int:
-        """The most that an instance was ever built over."""
+        """Return the most parameters with which an instance was ever built."""
         built: list[int] = []
 
         class Counting(torch.optim.AdamW):

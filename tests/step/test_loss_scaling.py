@@ -1,4 +1,4 @@
-"""`torch.amp.GradScaler`, as its documentation shows it, does what it does in the plain loop: on every rank alike."""
+"""`torch.amp.GradScaler`, used as its documentation shows, does the same as in the plain loop, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OVERFLOWS = (
 def test_one_element_that_is_not_finite_on_one_rank_skips_the_step_everywhere(
     stage: int, precision: str | None, world_size: int, cap: float
 ) -> None:
-    """Parameters, states and master weights stay as they are, and the next steps are those of the plain loop."""
+    """Parameters, states and master weights are unchanged, and the next steps are those of the plain loop."""
     for optimizer in ("adamw", "sgd momentum"):
         steps = tuple(
             Step(**{**vars(step), "overflow": step.overflow and (step.overflow[0], number % world_size)})
@@ -104,7 +104,7 @@ def test_scales_that_differ_between_ranks_are_an_error_on_every_rank(stage: int)
             mine.unscale_(optimizer)
         optimizer.zero_grad()
         backward(model, scaler())
-        optimizer.clip_grad_norm_(1.0)  # and all can go on
+        optimizer.clip_grad_norm_(1.0)  # all ranks can continue
         return str(caught.value)
 
     first, second = on_threads(2, program, timeout=5)
@@ -114,7 +114,7 @@ def test_scales_that_differ_between_ranks_are_an_error_on_every_rank(stage: int)
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_of_fp16_parameters_are_unscaled_where_a_scaler_would_refuse_them(stage: int) -> None:
-    """With the arithmetic that it has for them."""
+    """With the scaler's own arithmetic."""
 
     def program(transport: Transport) -> nn.Module:
         model = small(FP16)

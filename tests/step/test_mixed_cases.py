@@ -1,4 +1,4 @@
-"""Mixed precision beside the step: bytes, traffic, edits, checkpoints, casts of inputs and buffers, what is refused."""
+"""Mixed precision around the step: bytes, traffic, edits, checkpoints, casts of inputs and buffers, refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def backward(model: nn.Module, seed: int = 0) -> None:
 
 
 def plain_step(model: nn.Module, numbers: Narrowed, optimizer: torch.optim.Optimizer, seeds: list[int]) -> None:
-    """A step of the plain loop, each micro-batch's gradient added up in fp32."""
+    """Run a step of the plain loop, with each micro-batch's gradient added up in fp32."""
     total: dict[int, Tensor] = {}
     for seed in seeds:
         x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed))
@@ -55,15 +55,18 @@ def plain_step(model: nn.Module, numbers: Narrowed, optimizer: torch.optim.Optim
     numbers.step(optimizer)
 
 
-# -- what a rank holds and sends ---------------------------------------------------------------------------------------
+# -- memory and traffic ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("accumulate", [FP32, BF16])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @STAGES
 def test_bytes_are_the_papers(stage: int, world_size: int, accumulate: torch.dtype) -> None:
-    """Of an element 2 for the parameter, 4 for its gradient (2 in 16 bits), 12 for states and master, sharded as the
-    stage says; buffers that travel are of the travelling dtype."""
+    """Checks the bytes of an element, sharded as the stage says.
+
+    It has 2 bytes for the parameter, 4 for its gradient (2 in 16 bits), and 12 for states and master weight. Buffers of
+    a reduction have the reduce dtype.
+    """
     precision, size = MixedPrecision(BF16, accumulate_dtype=accumulate), accumulate.itemsize
 
     def program(transport: Transport) -> None:
@@ -90,7 +93,7 @@ def test_bytes_are_the_papers(stage: int, world_size: int, accumulate: torch.dty
             "optimizer": 12 * (psi if stage == 0 else shard),
         }
         assert {kind: found.formula_bytes[kind] for kind in expected} == expected
-        slack = 64 * 3 * 4 * len(found.buckets)  # a slice's cuts, and a step count for each run
+        slack = 64 * 3 * 4 * len(found.buckets)  # for the alignment of cuts, and a step count for each run
         for kind, nbytes in expected.items():
             held = gradients if kind == "gradients" else found.bytes[kind]
             assert nbytes - slack <= held <= nbytes + slack, (kind, nbytes, held)
@@ -104,8 +107,10 @@ def test_bytes_are_the_papers(stage: int, world_size: int, accumulate: torch.dty
 @STAGES
 @pytest.mark.by_default("2-1-1", "3-3-3")
 def test_traffic_is_the_closed_form(stage: int, backwards: int, synchronised: int) -> None:
-    """Contributions and parameters travel in 16 bits; at stage 0 the means, which nobody sees before they are settled,
-    travel once, in 32."""
+    """Contributions and parameters are sent in 16 bits.
+
+    At stage 0 the means, which are read only after they are final, are sent once, in 32 bits.
+    """
 
     def program(transport: Transport) -> tuple[int, int, int]:
         model = build()
@@ -179,7 +184,7 @@ def test_masters_are_rank_0s_wide_values_and_can_be_read(stage: int) -> None:
 @STAGES
 @pytest.mark.by_default("2", "3")
 def test_masters_follow_what_is_written_into_the_model_element_by_element(stage: int) -> None:
-    """An element that keeps its rounded value keeps all that its master knows."""
+    """An element that keeps its rounded value keeps the full precision of its master weight."""
 
     def write(p: Tensor) -> None:
         p.view(-1)[7:600] *= 1.5
@@ -220,7 +225,7 @@ def test_masters_follow_what_is_written_into_the_model_element_by_element(stage:
 @STAGES
 @pytest.mark.by_default("0", "3")
 def test_what_is_written_far_behind_the_beginning_counts_too(stage: int) -> None:
-    """Weights are compared with their masters a block at a time, of 65,536 elements on the CPU."""
+    """Weights are compared with their masters in blocks, of 65,536 elements on the CPU."""
 
     def program(transport: Transport) -> Tensor:
         model = nn.Linear(512, 512)
@@ -264,7 +269,7 @@ def test_a_zero_that_was_written_has_its_sign(stage: int) -> None:
 @STAGES
 @pytest.mark.by_default("0", "3")
 def test_saved_masters_are_what_the_next_step_would_begin_with(stage: int) -> None:
-    """Also of what was written since the last step."""
+    """They include values written since the last step."""
 
     def program(transport: Transport) -> Any:
         model = build()
@@ -290,7 +295,7 @@ def test_saved_masters_are_what_the_next_step_would_begin_with(stage: int) -> No
 @STAGES
 @pytest.mark.by_default("2", "3")
 def test_reading_masters_changes_nothing(stage: int) -> None:
-    """What is written and then taken back was never there, also where masters were read and saved in between."""
+    """A write that is undone has no effect, even if masters were read and saved in between."""
 
     def program(transport: Transport) -> None:
         model = build()
@@ -312,7 +317,7 @@ def test_reading_masters_changes_nothing(stage: int) -> None:
 
 
 class Averaging(nn.Module):
-    """Keeps a wide mean of what it sees, as a batch norm does."""
+    """A module that keeps a mean of its inputs in fp32, as a batch norm does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,7 +334,7 @@ class Averaging(nn.Module):
 @STAGES
 @pytest.mark.by_default("2", "3")
 def test_an_evaluation_between_steps_changes_nothing(stage: int) -> None:
-    """Neither weights, masters, moments and buffers, nor what later steps make of them."""
+    """It changes no weights, masters, moments and buffers, and no later step."""
 
     def train(transport: Transport, evaluates: bool) -> Any:
         model = Averaging()
@@ -470,7 +475,7 @@ def test_a_full_gradient_is_the_wide_mean_and_p_grad_is_a_placeholder(stage: int
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_gradient_that_one_rank_used_and_all_zeroed_is_zero_in_every_slice(stage: int) -> None:
-    """Not -0.0, as where nobody used it."""
+    """Not -0.0, as for a parameter that no rank used."""
 
     def program(transport: Transport) -> None:
         model = build()
@@ -490,11 +495,11 @@ def test_a_gradient_that_one_rank_used_and_all_zeroed_is_zero_in_every_slice(sta
     on_threads(2, program)
 
 
-# -- what else is cast -------------------------------------------------------------------------------------------------
+# -- casts of inputs and buffers ---------------------------------------------------------------------------------------
 
 
 class Fed(nn.Module):
-    """Looks at what it is called with."""
+    """A model that records its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -529,7 +534,7 @@ def test_inputs_unlisted_parameters_and_asked_for_buffers_are_cast(stage: int, c
         more = {"pair": (torch.ones(2, dtype=FP16), "text"), "tokens": torch.ones(2, dtype=torch.int64)}
         model(x, more=more).backward()
         assert model.seen == [BF16, BF16 if casts else FP16, torch.int64]
-        assert more["pair"][0].dtype is FP16  # the caller's own stay
+        assert more["pair"][0].dtype is FP16  # the caller's own tensors are unchanged
         assert (model.weight.dtype, model.apart.dtype) == (BF16, BF16)
         assert (model.mean.dtype, model.count.dtype) == (BF16 if casts else FP32, torch.int64)
         copied = copy.deepcopy(build())
@@ -554,7 +559,7 @@ def test_a_copy_of_the_model_computes_in_the_same_dtype() -> None:
 
 @pytest.mark.parametrize("ends", ["discarded", "superseded"])
 def test_what_an_optimizer_did_to_the_inputs_ends_with_it(ends: str) -> None:
-    """As in a notebook, whose cell is run again."""
+    """For a notebook whose cell is run again."""
     model = build()
     first = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=0, mixed_precision=MixedPrecision(BF16))
     if ends == "discarded":
@@ -577,7 +582,7 @@ def test_an_older_optimizer_that_is_closed_and_one_beside_leave_the_cast_of_anot
     first = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=0, mixed_precision=MixedPrecision(BF16))
     second = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=0, mixed_precision=MixedPrecision(BF16))
     with pytest.warns(RuntimeWarning, match="a newer ZeroOptimizer took over"):
-        first.close()  # it no longer holds the memory
+        first.close()  # it no longer owns the memory
     assert model(torch.ones(1, WIDTH)).dtype is BF16
     second.close()
     half = ZeroOptimizer(
@@ -649,13 +654,13 @@ def test_a_class_that_begins_with_state_needs_no_masters_for_what_is_frozen(stag
         assert any(frozen)
         model[0].requires_grad_(True)
         backward(model)
-        optimizer.step()  # with the state that was made at first
+        optimizer.step()  # with the state of the first step
         assert all(master is not None and master.exists for master in masters)
 
     on_threads(2, program)
 
 
-# -- what cannot be ----------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def test_saved_masters_that_cannot_be() -> None:
@@ -675,7 +680,7 @@ def test_arguments_that_cannot_be() -> None:
         MixedPrecision(torch.float64)
     with pytest.raises(TypeError, match="reduce_dtype must be one of"):
         MixedPrecision(BF16, reduce_dtype=torch.int8)
-    for param_dtype in (FP32, FP16):  # two kinds of 16 bits are two roundings for each part
+    for param_dtype in (FP32, FP16):  # with two 16-bit dtypes each part would be rounded twice
         with pytest.raises(ValueError, match=r"accumulate_dtype torch.bfloat16 is not wider.*set reduce_dtype"):
             MixedPrecision(param_dtype, accumulate_dtype=BF16)
     with pytest.raises(TypeError, match=r"mixed_precision must be a zero.MixedPrecision, not torch.bfloat16"):
@@ -705,11 +710,12 @@ def test_moving_a_weight_to_another_dtype_afterwards_is_an_error_that_names_it()
     on_threads(1, program)
 
 
-# -- why sums are wide -------------------------------------------------------------------------------------------------
+# -- why sums are in fp32 ----------------------------------------------------------------------------------------------
 
 
 def test_a_wide_fold_loses_no_more_than_rounding_its_inputs_and_a_narrow_one_does() -> None:
-    """The mean gradient at W = 8 beside fp64, on contributions of one size, where the order of a sum matters most."""
+    """Compares the mean gradient at W = 8 with fp64. The contributions have one size, so that the order matters
+    most."""
 
     def error(precision: str) -> float:
         def program(transport: Transport) -> Tensor:
@@ -738,5 +744,5 @@ def test_a_wide_fold_loses_no_more_than_rounding_its_inputs_and_a_narrow_one_doe
 
     one_rounding = rounding()
     wide, narrow = error("bf16"), error("bf16, added up in bf16")
-    assert wide <= one_rounding * (1 + 1e-4)  # what fp32 adds: 7 roundings of 2**-24, where bf16's are of 2**-9
+    assert wide <= one_rounding * (1 + 1e-4)  # fp32 adds 7 roundings of 2**-24; bf16's are of 2**-9
     assert narrow > 2 * one_rounding

@@ -1,4 +1,4 @@
-"""Mixed precision is the plain loop's: narrow model, wide masters, sums in the accumulator's dtype, bit for bit."""
+"""Mixed precision is that of the plain loop: 16-bit model, fp32 masters, sums in the accumulate dtype, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank keeps on disk: the same bits, as little memory as promised, and errors where there is no room."""
+"""Offload to disk: the same bits, as little memory as promised, and an error if the disk is full."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def test_so_do_parameters_on_disk(tmp_path: Path, world_size: int, factor: int |
 def test_states_that_are_copied_to_another_device_for_a_step_and_back(
     tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where parameters are on a GPU."""
+    """As if parameters were on a GPU."""
     monkeypatch.setattr(BucketStates, "_is_elsewhere", lambda self, flat: True)
     for optimizer in ("adamw", "adamw fused", "adagrad"):
         check(Program(2, stage, optimizer, steps=STEPS, offload=Offload(tmp_path)))
 
 
 class Replacing(torch.optim.SGD):
-    """A class that makes its state anew in each step."""
+    """A class that creates new state tensors in each step."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -155,11 +155,11 @@ def test_a_checkpoint_does_not_know_where_states_were_kept(tmp_path: Path, stage
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-BUCKETS, WIDTH = 8, 512  # of 1 MiB: a matrix of WIDTH x WIDTH in fp32
+BUCKETS, WIDTH = 8, 512  # buckets of 1 MiB: a matrix of WIDTH x WIDTH in fp32
 
 
 def mapped() -> int:
-    """Resident bytes of mapped files without a name, in this process."""
+    """Return the resident bytes of this process's mapped files without a name."""
     total, counts = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"^[0-9a-f]+-[0-9a-f]+ ", line):
@@ -170,7 +170,7 @@ def mapped() -> int:
 
 
 def private() -> int:
-    """Bytes of this process alone, without what its allocator keeps for later."""
+    """Return the bytes of this process alone, without memory that its allocator keeps."""
     ctypes.CDLL(None).malloc_trim(0)
     text = Path("/proc/self/smaps_rollup").read_text()
     return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Anonymous:"))
@@ -179,8 +179,10 @@ def private() -> int:
 def held(
     folder: str, stage: int, precision: str, parameters: bool, meeting: str = "", rank: int = 0, factor: int = 1
 ) -> dict[str, int]:
-    """Train in this process; the most that was mapped at any time, and what is private after. ``meeting``: a file by
-    which two ranks meet."""
+    """Train in this process. Return the most that was mapped at any time, and the private bytes after.
+
+    ``meeting``: the file of the rendezvous of two ranks.
+    """
     torch.set_num_threads(1)
     if meeting:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
@@ -198,8 +200,10 @@ def held(
     most, evict = 0, DiskOffload.evict
 
     def look_and_leave(spool: DiskOffload, tensors: Iterable[Tensor]) -> None:
-        """When a bucket leaves, what follows it has arrived: more is never there. (What a thread reads meanwhile, from
-        one end to the other, may see the first and the third.)"""
+        """Measure when a bucket is evicted, after the prefetch of the next one: this is when most is mapped.
+
+        (A measurement during the reads of the other thread may count the first and the third bucket.)
+        """
         nonlocal most
         for coming in spool._coming.values():
             coming.result()
@@ -223,7 +227,7 @@ def in_a_process(*arguments: Any) -> dict[str, int]:
 
 
 def in_processes(each: Sequence[tuple[Any, ...]]) -> list[dict[str, int]]:
-    """What each process held."""
+    """Call `held` in one process for each of ``each``; return the results."""
     codes = [f"from tests.step.test_offload import held; print(held(*{arguments!r}))" for arguments in each]
     started = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -248,7 +252,7 @@ def in_processes(each: Sequence[tuple[Any, ...]]) -> list[dict[str, int]]:
 def test_two_buckets_at_most_are_resident_and_private_memory_falls_by_the_states(
     tmp_path: Path, stage: int, precision: str, parameters: bool
 ) -> None:
-    """One rank: everything of Psi elements is its own."""
+    """One rank, which owns everything of Psi elements."""
     psi = BUCKETS * WIDTH * WIDTH
     kept = in_a_process(str(tmp_path), stage, precision, parameters)
     beside = in_a_process("", stage, precision, False)
@@ -286,7 +290,7 @@ def test_of_two_ranks_each_holds_less_by_the_states_of_its_share(
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.by_default("2")
 def test_scratch_memory_stays_within_its_bound_where_slices_are_shown_to_peers(tmp_path: Path, world_size: int) -> None:
-    """On one host, where nothing would travel if slices were in memory: each is copied to where peers can read it."""
+    """On one host nothing would be sent if slices were in memory; here each is copied to memory that peers can read."""
 
     def program(transport: Transport) -> tuple[int, int]:
         with _BUILDING:
@@ -350,7 +354,7 @@ def test_states_of_what_is_not_updated_stay_where_they_are(tmp_path: Path, monke
 def test_a_full_disk_is_an_error_before_anything_has_changed_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one rank alone."""
+    """The disk of only one rank is full."""
     reserve = os.posix_fallocate
 
     def full(*arguments: int) -> None:
@@ -456,7 +460,7 @@ def test_a_further_group_has_room_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_what_further_groups_leave_is_used_again(tmp_path: Path) -> None:
-    """Slices of what is not listed move with each group, accepted or refused."""
+    """Each added group, accepted or refused, moves the slices of unlisted parameters."""
     model = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
     offload = Offload(tmp_path, parameters=True)
     listed = [*model[0].parameters()]

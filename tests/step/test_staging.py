@@ -1,7 +1,7 @@
-"""States in the host's memory that a device steps: the same bits, copied beside its work, and no more than it needs.
+"""States in the host's memory that a device updates: the same bits, overlapped copies, and no more memory than needed.
 
-There is no device here: the CPU takes its part, and a copy that runs beside its work runs as late as it may, when
-somebody waits for it. `test_cuda` has a GPU do it, where there is one.
+There is no device here: the CPU takes its place, and a copy on a side stream runs as late as possible, when it is
+awaited. `test_cuda` runs the same on a GPU, if there is one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..plain import assert_same_model
 from ..programs import Program, locked_build
 
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-_HERE = threading.local()  # a rank is a thread
+_HERE = threading.local()  # for each rank, which is a thread
 
 
 def lines() -> list[Line]:
@@ -41,7 +41,7 @@ def lines() -> list[Line]:
 
 
 class Line:
-    """A stream whose work runs when somebody waits for it. The main one does at once what it is told."""
+    """A side stream, whose work runs when it is awaited. The main stream runs its work at once."""
 
     entered = False
 
@@ -73,7 +73,7 @@ class Main:
 
 @pytest.fixture(autouse=True)
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """States in pinned memory, for parameters on a device whose copies are late."""
+    """Keep states in pinned memory, for parameters on a device whose copies run late."""
     copy, empty, wait_for_copies, let_go = Tensor.copy_, torch.empty, BucketStates.wait_for_copies, Staging.let_go
 
     def copied(target: Tensor, source: Tensor, **options: Any) -> Tensor:
@@ -134,7 +134,7 @@ def build(model: nn.Module, optimizer_class: type[torch.optim.Optimizer], **opti
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What the host tells the device, with the number of the bucket."""
+    """Record the host's calls to the device, with the number of the bucket."""
     events: list[tuple[str, int]] = []
     numbers: dict[int, int] = {}
 
@@ -159,7 +159,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def third_step(told: list[tuple[str, int]]) -> tuple[dict[tuple[str, int], int], list[int]]:
-    """When each thing was told, and the buckets that were fetched, in that order."""
+    """Return the position of each call in the third step, and the buckets in the order of their prefetch."""
     model = locked_build(0)
     optimizer = build(model, torch.optim.AdamW)
     train(optimizer, model, range(2))
@@ -185,7 +185,7 @@ def test_the_next_bucket_is_fetched_and_the_last_goes_back_while_one_is_stepped(
         assert place["fetch", bucket] < place["begin", bucket] < place["stepped", bucket] < place["back", bucket]
     for bucket, following in itertools.pairwise(fetched):
         assert place["fetch", following] < place["begin", bucket]
-        assert place["stepped", following] < place["free", bucket]  # nobody waits before for what is on its way back
+        assert place["stepped", following] < place["free", bucket]  # the copy back is not awaited earlier
 
 
 def test_from_a_disk_a_bucket_is_copied_when_it_was_read(
@@ -207,7 +207,7 @@ def test_where_nothing_is_kept_elsewhere_nothing_waits(stage: int, monkeypatch: 
 
 
 class Interrupted(torch.optim.AdamW):
-    """Once, after so many buckets."""
+    """An optimizer that is interrupted once, after some buckets."""
 
     left = 0
 

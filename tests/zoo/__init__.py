@@ -1,1 +1,1 @@
-"""The bug zoo: published bugs of such libraries as small patches of this one, each of which some test must notice."""
+"""The bug zoo: bugs that such libraries had, as small patches of this one, each of which a test must catch."""

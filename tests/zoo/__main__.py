@@ -1,6 +1,6 @@
-"""`python -m tests.zoo [names...]`: runs the mutants, shows what caught each, and compares with the README's table.
+"""`python -m tests.zoo [names...]`: run the mutants, print what caught each, and compare with the README's table.
 
-Knows: what the command prints and when it fails. Does not know: how a mutant is run or judged.
+Knows: the output of the command, and when it fails. Does not know: how a mutant is run or judged.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Runners:
-    """Several runners, of which each call takes a free one."""
+    """A set of runners; each call takes a free one."""
 
     def __init__(self, count: int) -> None:
         self._all = [Runner() for _ in range(count)]

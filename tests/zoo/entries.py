@@ -1,7 +1,7 @@
-"""What the mutants stand for: published bugs of such libraries, defects read in their code, and laws of this one.
+"""The entries that mutants stand for: published bugs of such libraries, defects in their code, and laws of this one.
 
-S-entries are public reports of training that went on with a wrong number (a report is its author's claim until a fix
-confirms it); R-entries were found by reading source code; L-entries are promises of this library that no report covers.
+S-entries are public reports of training that continued with a wrong number (a report is its author's claim until a fix
+confirms it). R-entries were found by reading source code. L-entries are promises of this library that no report covers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ REPOSITORIES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """``sources``: as "DS#7718", an issue, or "DS!7718", a pull request. An entry without a mutant ``waits`` for a
-    feature or is ``impossible`` for a reason."""
+    """A bug or a promise.
+
+    ``sources``: "DS#7718" is an issue, "DS!7718" a pull request. An entry without a mutant ``waits`` for a feature or
+    is ``impossible`` for a reason.
+    """
 
     text: str
     sources: tuple[str, ...] = ()
@@ -147,7 +150,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "R17": Entry("FSDP1: ranks with the same shapes in another order", ("PT!75902",)),
     "R18": Entry("Megatron: the constructor of one instance changes another"),
-    # where several of them are
+    # promises that cover several entries
     "P24": Entry("degenerate shapes train as any other: one rank, one rank to a copy, one copy, 2 x 2 (S8, S10)"),
     "P27": Entry("what a rank holds at its peak is no more than the formulas say", ("NC#566",)),
     # laws of this library
@@ -174,7 +177,7 @@ ENTRIES: dict[str, Entry] = {
 
 
 def link(source: str) -> str:
-    """A source as a Markdown link."""
+    """Return a source as a Markdown link."""
     mark = "#" if "#" in source else "!"
     key, number = source.split(mark)
     repository = REPOSITORIES[key]

@@ -1,14 +1,14 @@
 """Whether a failed test has caught a mutant: a pytest plugin (``-p tests.zoo.judge``), and the verdicts behind it.
 
-Knows: exceptions and their tracebacks. Does not know: mutants, or what is done with a verdict.
+Knows: exceptions and their tracebacks. Does not know: mutants, or how a verdict is used.
 
     caught        a test's own assertion          AssertionError outside of `zero` and `collectives`, `pytest.fail`
                   a documented error              ValueError, TypeError or RuntimeError by a ``raise`` of the library
                   a time limit                    pytest's, the library's or that of the pool of processes
-    not caught    anything else                   ImportError, NameError, AttributeError, IndexError, KeyError, what
-                                                  torch raises, the library's own ``assert``, an error before a test
+    not caught    anything else                   ImportError, NameError, AttributeError, IndexError, KeyError, errors
+                                                  of torch, the library's own ``assert``, an error before a test
 
-Where several ranks failed, the verdict is that on the ranks that failed by themselves, not on those that were told.
+If several ranks failed, only those count that failed by themselves, not those that received another rank's failure.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from _pytest.outcomes import Failed
 from hypothesis import Phase, settings
 
 PACKAGES = ("zero", "collectives")
-TOLD = "PeerError"  # the class of what a rank raises when another one failed
-_LATE = re.compile(r"no answer from rank .*(time limit of|Timed out)", re.DOTALL)  # of a Loopback, of gloo
+TOLD = "PeerError"  # the class of the error that a rank raises when another one failed
+_LATE = re.compile(r"no answer from rank .*(time limit of|Timed out)", re.DOTALL)  # from a Loopback, or from gloo
 _LAST_FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
 
 
@@ -46,7 +46,7 @@ class How(Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception as the judge sees it. ``place``: file and line of the innermost frame of Python code."""
+    """An exception as data. ``place``: file and line of the innermost frame of Python code."""
 
     kinds: tuple[str, ...]
     message: str
@@ -63,8 +63,8 @@ class Failure:
 
 
 def judge(error: BaseException, root: Path, ranks: Sequence[BaseException] = ()) -> How:
-    """The verdict on what a test raised; ``ranks``: what it and the other threads of its group raised."""
-    group = getattr(error, "exceptions", None)  # hypothesis found several failures
+    """Return the verdict on a test's error. ``ranks``: the errors of all threads of its group."""
+    group = getattr(error, "exceptions", None)  # Hypothesis may report several failures
     if isinstance(group, tuple):
         return _common(judge(each, root, ranks) for each in group)
     if type(error).__name__ == "ProgramError" and hasattr(error, "errors"):
@@ -76,7 +76,7 @@ def judge(error: BaseException, root: Path, ranks: Sequence[BaseException] = ())
 
 
 def verdict(failure: Failure, root: Path) -> How:
-    """The verdict on one exception."""
+    """Return the verdict on one exception."""
     kinds, inside = failure.kinds, _package(failure.place, root) is not None
     if "pytest-timeout" in failure.message and Failed.__name__ in kinds:
         return How.TIME_LIMIT
@@ -94,27 +94,27 @@ def verdict(failure: Failure, root: Path) -> How:
 
 
 def _most_telling(failures: Sequence[Failure], root: Path) -> How:
-    """The verdict on several ranks: those that were told of another's failure say nothing of their own."""
+    """Return the verdict on several ranks. Ranks that only received another rank's failure do not count."""
     own = [failure for failure in failures if TOLD not in failure.kinds]
     late = [failure for failure in failures if verdict(failure, root) is How.TIME_LIMIT]
     return _common(verdict(failure, root) for failure in own or late or failures)
 
 
 def _common(verdicts: Iterator[How]) -> How:
-    """One verdict of several: all must be kills."""
+    """Combine several verdicts into one: all must be kills."""
     found = set(verdicts)
     return next(how for how in (How.OTHER, How.ASSERTION, How.ERROR, How.TIME_LIMIT) if how in found or not found)
 
 
 def _package(place: tuple[str, int] | None, root: Path) -> str | None:
-    """The package of the library in which a place lies."""
+    """Return the package of the library in which a place lies, or None."""
     if place is None:
         return None
     return next((name for name in PACKAGES if Path(place[0]).is_relative_to(root / name)), None)
 
 
 def _is_raise(place: tuple[str, int] | None) -> bool:
-    """True where a line belongs to a ``raise`` statement."""
+    """Return True if a line belongs to a ``raise`` statement."""
     assert place is not None
     tree = ast.parse(Path(place[0]).read_text())
     raises = (node for node in ast.walk(tree) if isinstance(node, ast.Raise))
@@ -122,14 +122,14 @@ def _is_raise(place: tuple[str, int] | None) -> bool:
 
 
 def _by_rank(error: Any) -> Iterator[tuple[str, str]]:
-    """(class, traceback) of each rank of a gloo program."""
+    """Yield (class, traceback) of each rank of a gloo program."""
     texts = re.split(r"^rank \d+:$", str(error), flags=re.MULTILINE)[1:]
     for (name, _), text in zip(error.errors.values(), texts, strict=True):
         yield name, text
 
 
 def _of_process(name: str, text: str) -> Failure:
-    """What a process raised, from its traceback."""
+    """Return the failure of a process, from its traceback."""
     frames = _LAST_FRAME.findall(text)
     kinds = {"CollectiveError": ("RuntimeError",), "MismatchError": ("RuntimeError",), TOLD: ("RuntimeError",)}
     place = (frames[-1][0], int(frames[-1][1])) if frames else None
@@ -150,11 +150,11 @@ class Record:
 
 
 class Plugin:
-    """Writes each failure to a file, a line of JSON each, and ends the session at the first one that is a kill."""
+    """Writes each failure to a file, as a line of JSON, and ends the session at the first failure that is a kill."""
 
     def __init__(self, root: Path, out: Path) -> None:
         self._root, self._out = root, out
-        self._worlds: dict[Any, list[BaseException]] = {}  # what the threads of a Loopback raised
+        self._worlds: dict[Any, list[BaseException]] = {}  # the errors of the threads of each Loopback
 
     def pytest_sessionstart(self) -> None:
         import zero
@@ -203,7 +203,7 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.register_profile(
             "zoo",
             settings.get_profile("default"),
-            phases=(Phase.explicit, Phase.generate),  # to catch a mutant, no smaller example is needed
+            phases=(Phase.explicit, Phase.generate),  # no shrinking: any failing example catches the mutant
             report_multiple_bugs=False,
             database=None,
         )

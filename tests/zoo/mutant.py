@@ -1,4 +1,4 @@
-"""What a mutant is, and how it becomes a source tree.
+"""Mutants: patches of the source, and the patched source trees.
 
 Knows: patches of text. Does not know: which mutants there are, or how tests run.
 """
@@ -19,13 +19,15 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class PatchError(Exception):
-    """A patch does not fit the source any more."""
+    """A patch does not fit the source."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Replace ``old``, which occurs exactly once in the source of ``place``, by ``new``. A place is a module, a
-    class or a function, by its dotted name: "zero.step.clip" or "zero.step.clip.clip_factor"."""
+    """A replacement of ``old`` by ``new`` in the source of ``place``, in which ``old`` must occur exactly once.
+
+    A place is a module, a class or a function, by its dotted name: "zero.step.clip" or "zero.step.clip.clip_factor".
+    """
 
     place: str
     old: str
@@ -34,8 +36,11 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A small bug. ``entries``: what it stands for; ``wrong``: what would be wrong with it; ``tests``: node ids below
-    ``tests/`` of fast tests, the first of which should notice it."""
+    """A small bug.
+
+    ``entries``: the entries that it stands for. ``wrong``: the consequence of the bug. ``tests``: node ids below
+    ``tests/`` of fast tests, the first of which should catch it.
+    """
 
     name: str
     entries: tuple[str, ...]
@@ -45,7 +50,7 @@ class Mutant:
 
 
 def patched(mutant: Mutant, root: Path = ROOT) -> dict[str, str]:
-    """The changed files and their new text. Raises `PatchError` where one does not fit or changes no code."""
+    """Return the changed files and their new text. Raise `PatchError` if an edit does not fit or changes no code."""
     texts: dict[str, str] = {}
     for edit in mutant.edits:
         file, definition = _located(edit.place, root)
@@ -65,7 +70,7 @@ def patched(mutant: Mutant, root: Path = ROOT) -> dict[str, str]:
 
 
 def _located(place: str, root: Path) -> tuple[str, str]:
-    """Return the file of the module that a place begins with, and the qualified name that follows, or nothing."""
+    """Return the file of the module with which a place begins, and the qualified name behind it, which may be empty."""
     parts = place.split(".")
     for count in range(len(parts), 0, -1):
         module = Path(*parts[:count])
@@ -76,8 +81,10 @@ def _located(place: str, root: Path) -> tuple[str, str]:
 
 
 def _spans(text: str, file: str, definition: str) -> list[tuple[int, int]]:
-    """Return where the lines of a definition begin and end in the text, decorators included. A name that is defined
-    several times, as a property and its setter, has several spans. No name stands for the module."""
+    """Return where the lines of a definition begin and end in the text, decorators included.
+
+    A name that is defined several times, as a property and its setter, has several spans. An empty name is the module.
+    """
     if not definition:
         return [(0, len(text))]
     starts = [0, *(newline.end() for newline in re.finditer("\n|$", text))]
@@ -100,7 +107,7 @@ def _definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definit
 
 @functools.cache
 def tree(text: str, file: str) -> str:
-    """The syntax tree as text, without positions; `PatchError` where there is none."""
+    """Return the syntax tree as text, without positions. Raise `PatchError` if the text has a syntax error."""
     return ast.dump(_parsed(text, file))
 
 
@@ -113,7 +120,7 @@ def _parsed(text: str, file: str) -> ast.Module:
 
 
 def copy_tree(folder: Path, mutant: Mutant | None, root: Path = ROOT) -> None:
-    """Everything that the tests need, in ``folder``, with the mutant's patch applied."""
+    """Copy all files that the tests need into ``folder``, and apply the mutant's patch."""
     for name in COPIED:
         shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(root / "pyproject.toml", folder)

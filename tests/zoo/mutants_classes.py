@@ -1,4 +1,4 @@
-"""Mutants of the trial that a class passes before it is run on pieces."""
+"""Mutants of the trial that an optimizer class must pass before it is run on pieces."""
 
 from __future__ import annotations
 

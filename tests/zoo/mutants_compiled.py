@@ -1,4 +1,4 @@
-"""Models that are compiled, and blocks that are checkpointed, at stage 3."""
+"""Mutants of stage 3 with compiled models and checkpointed blocks."""
 
 from __future__ import annotations
 

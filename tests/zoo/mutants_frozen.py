@@ -1,4 +1,4 @@
-"""Parameters that cannot be laid out: frozen ones stay whole on every rank, trained ones are refused."""
+"""Mutants of parameters without a place in a layout: frozen ones stay whole on every rank, trained ones are refused."""
 
 from __future__ import annotations
 

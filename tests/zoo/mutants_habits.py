@@ -1,4 +1,4 @@
-"""Mutants of what loops do to released parameters: convert them, differentiate for them, call methods that use them."""
+"""Mutants of uses of released parameters: conversion, differentiation, and methods that read them."""
 
 from __future__ import annotations
 

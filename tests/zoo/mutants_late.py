@@ -1,4 +1,4 @@
-"""Mutants of what may be done with memory between the launch of a collective and its wait."""
+"""Mutants of accesses to memory between the launch of a collective and its wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told when something cannot go on, and by whom."""
+"""Mutants of the errors of failed ranks: their text, and which ranks raise them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that were built without memory."""
+"""Mutants of models that were built without memory."""
 
 from __future__ import annotations
 

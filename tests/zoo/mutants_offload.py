@@ -1,4 +1,4 @@
-"""States, and parameters, that are kept on disk or on another device."""
+"""Mutants of states, and parameters, on disk or on another device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of mixed precision, loss scaling, `join`, and of what ranks tell each other for these."""
+"""Mutants of mixed precision, loss scaling, `join`, and the messages that these need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of processes that are forked from a rank, and of several threads of one."""
+"""Mutants of processes that are forked from a rank, and of several threads in one rank."""
 
 from __future__ import annotations
 

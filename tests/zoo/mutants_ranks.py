@@ -1,4 +1,4 @@
-"""Mutants of what travels: waits, buffers, the order of launches, ranks and groups, agreement, bytes."""
+"""Mutants of communication: waits, buffers, the order of launches, ranks and groups, agreement, bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks with the same slices, and what is kept of a unit for its backward."""
+"""Mutants of ranks that hold the same slices, and of units that are kept for their backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of what is saved, loaded and edited: states, groups, names, weights that come from outside."""
+"""Mutants of saving, loading and editing: states, groups, names, weights written by the user."""
 
 from __future__ import annotations
 

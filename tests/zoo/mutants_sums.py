@@ -1,4 +1,4 @@
-"""Mutants of how gradients are added up: accumulation, the order of the sum, division, what is missing or cleared."""
+"""Mutants of sums of gradients: accumulation, the order of the sum, division, missing or cleared gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of stage 3: units that are gathered, shown, released and remembered."""
+"""Mutants of stage 3: units that are gathered, installed, released and recorded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A process that has imported torch and pytest, and forks itself for each run of tests: imports take longer than tests.
+"""A process that has imported torch and pytest, and forks for each run of tests: imports take longer than tests.
 
-It is started as a script, so that nothing of the repository is imported in it; a child imports all of that from the
-folder that it is told. A request is a line of JSON on standard input, the answer the exit status of pytest.
+It is started as a script, so that it imports nothing of the repository; a child imports that from the folder in its
+request. A request is a line of JSON on standard input, the answer the exit status of pytest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs the tests on a copy of the repository, with or without a mutant, in a process of its own.
 
-Knows: folders, processes and what the judge wrote down. Does not know: why a failure counts.
+Knows: folders, processes and the judge's records. Does not know: why a failure counts.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ SOURCE_READERS = (
     "test_structure.py",
     "test_contract.py",
     "test_tiers.py",
-)  # of them a patch is no wrong number
+)  # they fail on any patch of the source, whether or not a number is wrong
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant. ``test``: the one that caught it; ``error``: what it raised; ``problem``: why the
-    mutant does not count as caught."""
+    """The result of a mutant.
+
+    ``test``: the test that caught it; ``error``: its error; ``problem``: why the mutant does not count as caught.
+    """
 
     mutant: Mutant
     test: str = ""
@@ -47,7 +49,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Session:
-    """A pytest run. ``code``: its exit status; ``failures``: of its tests, in order; ``text``: what it printed."""
+    """A pytest run. ``code``: its exit status; ``failures``: its failed tests, in order; ``text``: its output."""
 
     code: int
     failures: tuple[Record, ...]
@@ -59,27 +61,30 @@ class _Session:
 
 
 class Runner:
-    """Runs one mutant at a time, on a preloaded process that it starts when first used."""
+    """Runs one mutant at a time, in forks of a preloaded process that is started at first use."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def close(self) -> None:
-        """End the process, and what runs in its children."""
+        """End the process and its children."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def unpatched(self, tests: Sequence[str]) -> str:
-        """Run tests on an unpatched copy; returns what is wrong, or nothing. A table means something only then."""
+        """Run tests on an unpatched copy.
+
+        Return their failures, or an empty string. A table is valid only if they pass.
+        """
         with tempfile.TemporaryDirectory(prefix="zoo-") as name:
             copy_tree(Path(name), None)
             session = self._pytest(Path(name), [f"tests/{test}" for test in tests], limit=TEST_LIMIT)
         return "" if session.code == 0 else _tail(session)
 
     def run(self, mutant: Mutant) -> Outcome:
-        """The tests that are named for a mutant, and if none fails, all; until the first failure that is a kill."""
+        """Run the tests that a mutant names and, if they pass, all tests, until the first failure that is a kill."""
         begin = time.monotonic()
         with tempfile.TemporaryDirectory(prefix=f"zoo-{mutant.name}-") as name:
             folder = Path(name)
@@ -103,7 +108,7 @@ class Runner:
         record, out = folder / "record.jsonl", folder / "out.txt"
         record.unlink(missing_ok=True)
         options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-p", "tests.zoo.judge", "--tb=short"]
-        options += [] if limit is None else [f"--timeout={limit}", "-m", ""]  # also one that is slow
+        options += [] if limit is None else [f"--timeout={limit}", "-m", ""]  # of every tier
         code = self._ask(
             {
                 "folder": str(folder),

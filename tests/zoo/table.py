@@ -1,4 +1,4 @@
-"""The tables of tests/zoo/README.md: written there by a run, and compared with the next one.
+"""The tables of tests/zoo/README.md: a run writes them, or compares them with its own.
 
 Knows: Markdown between marker lines. Does not know: how mutants are run.
 """
@@ -20,8 +20,10 @@ ENTRIES_BEGIN, ENTRIES_END = "<!-- entries: written by python -m tests.zoo --wri
 
 
 def rows(outcomes: Sequence[Outcome], tiers: Mapping[str, str]) -> list[str]:
-    """The table of mutants, a line each; what a run alone decides comes last: how, and the seconds. ``tiers``: of the
-    tests, by name."""
+    """Return the table of mutants, a line each.
+
+    The last columns, how and the seconds, depend on the run. ``tiers``: the tier of each test, by name.
+    """
     lines = ["| entry | mutant | what would be wrong | caught by | tier | how | s |", "|---|---|---|---|---|---|--:|"]
     for outcome in outcomes:
         mutant = outcome.mutant
@@ -32,7 +34,7 @@ def rows(outcomes: Sequence[Outcome], tiers: Mapping[str, str]) -> list[str]:
 
 
 def entry_rows() -> list[str]:
-    """The table of entries, a line each."""
+    """Return the table of entries, a line each."""
     covered: dict[str, list[str]] = {}
     for mutant in MUTANTS:
         for name in mutant.entries:
@@ -49,13 +51,13 @@ def _why_not(entry: Entry) -> str:
 
 
 def between(text: str, begin: str, end: str) -> list[str]:
-    """The lines between two marker lines."""
+    """Return the lines between two marker lines."""
     lines = text.splitlines()
     return lines[lines.index(begin) + 1 : lines.index(end)]
 
 
 def write(outcomes: Sequence[Outcome]) -> None:
-    """Put both tables into the README."""
+    """Write both tables into the README."""
     text = README.read_text()
     for begin, end, table in (
         (MUTANTS_BEGIN, MUTANTS_END, rows(outcomes, of_every_test())),
@@ -68,8 +70,10 @@ def write(outcomes: Sequence[Outcome]) -> None:
 
 
 def difference(outcomes: Sequence[Outcome]) -> str:
-    """How the README's tables differ from those of a run, but for how each was caught (whose error
-    came first) and the seconds; nothing where they do not."""
+    """Return a diff between the README's tables and those of a run, or an empty string.
+
+    How each mutant was caught (whose error came first) and the seconds are not compared.
+    """
     text = README.read_text()
     ours = [*(_lasting(row) for row in rows(outcomes, of_every_test())), *entry_rows()]
     theirs = [
