@@ -143,7 +143,7 @@ MASTERS = (
                 "    def _narrowed(self, module, _) -> None:\n"
                 "        for states in self.inner.states if not module.training else ():\n"
                 "            if states.master is not None:\n"
-                "                self.inner.collect()\n"
+                "                self.inner.snapshot()\n"
                 "                states.master.forget()\n",
             ),
         ),
