@@ -118,7 +118,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes and messages of one rank so far. Payload is what algorithms move. Control is headers and exchanges."""
+    """Bytes and messages of one rank so far. Payload is what algorithms move. Control is headers and exchanges, without
+    acks and markers, which are single bytes."""
 
     payload_sent: int = 0
     payload_received: int = 0

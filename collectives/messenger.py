@@ -117,41 +117,42 @@ class Messenger(PeerLinks):
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def send(self, parts: Sequence[Tensor], to: int, tag: Tag) -> Send:
-        """Send a header, and the parts of a tensor of bytes, of which none is empty."""
+    def send(self, parts: Sequence[Tensor], to: int, tag: Tag, *, one_way: bool = False) -> Send:
+        """Send a header, and the parts of a tensor of bytes, of which none is empty. ``one_way``: see
+        `Transport.isend`."""
         work, rank = Send(self, to, tag, _size(parts)), self.ranks[to]
-        much = work.size > SMALL
-        remote = much and self.states[to].remote
+        much, remote = work.size > SMALL, self.states[to].remote
         try:
             if much:
                 work.pendings.append(self.send_header(self.packed(tag, work.size), to))
             for part in parts:
                 work.pendings.append(self.backend.send(part, rank, self.slot(PAYLOAD_PORT)))
-                if remote:
+                if much and remote:
                     work.pendings.append(self.backend.send_bytes(MARKER, rank, self.slot(MARKER_PORT)))
                 self.post_remaining()
             if not much:
                 work.pendings.append(self.send_header(self.packed(tag, work.size), to))
-            if remote:
+            if remote and (much or one_way):
                 work.ack_number = self._expect_ack(to)
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
         return work
 
-    def recv(self, parts: Sequence[Tensor], source: int, tag: Tag) -> list[Recv]:
+    def recv(self, parts: Sequence[Tensor], source: int, tag: Tag, *, one_way: bool = False) -> list[Recv]:
         """Expect what `send` sends. The parts are waited for in order. Without parts there is still a header."""
         size = _size(parts)
-        expected = Expected(source, tag, size, self.packed(tag, size))
-        works = [Recv(self, expected, part, last=n == len(parts) - 1) for n, part in enumerate(parts)]
+        acked = self.states[source].remote and (size > SMALL or one_way)
+        expected = Expected(source, tag, size, self.packed(tag, size), acked)
+        works = [Recv(self, expected, part, last=False) for part in parts[:-1]]
+        works.append(Recv(self, expected, parts[-1] if parts else None, last=True))
         try:
             if any(work.expected.source == source for work in self._unposted):
                 self.post_remaining()  # in the order in which they are sent
-            if works:
-                self._post(works[0])
+            self._post(works[0])
             self.states[source].expected.append(expected)
             self._post_headers(source)
             self._unposted.extend(works[1:])
-            return works or [Recv(self, expected, None, last=False)]
+            return works
         except BaseException as error:
             raise self.cut_off(error, source, tag) from error
 
@@ -175,10 +176,10 @@ class Messenger(PeerLinks):
             raise self.cut_off(error, source, tag) from error
 
     def _expect_ack(self, to: int) -> int:
-        """Post the receive of the ack of a large message, and return its number.
+        """Post the receive of the ack of a message, and return its number.
 
-        If the reader of many bytes is gone, a network may never report that they were not sent. A peer that acks has
-        read them, and one that is gone sends no ack.
+        If the reader of a message is gone, a network may never report that it was not sent. A peer that acks has read
+        it, and one that is gone sends no ack.
         """
         state = self.states[to]
         state.acks.append(self.backend.recv_bytes(1, self.ranks[to], self.slot(ACK_PORT)))
@@ -198,16 +199,14 @@ class Messenger(PeerLinks):
             raise self.aborted(source, tag)
 
     def acknowledge(self, read: Expected) -> None:
-        """Send the ack of a message, if its sender waits for one."""
-        state = self.states[read.source]
-        if state.remote and read.size > SMALL:
-            try:
-                pending = self.backend.send_bytes(ACK, self.ranks[read.source], self.slot(ACK_PORT))
-            except BaseException as error:
-                raise self.cut_off(error, read.source, read.tag) from error
-            self.deferred.append(Send(self, read.source, read.tag, len(ACK), [pending]))
-            while len(self.deferred) > MOST_DEFERRED:
-                self.deferred.pop(0).wait()
+        """Send the ack of a message."""
+        try:
+            pending = self.backend.send_bytes(ACK, self.ranks[read.source], self.slot(ACK_PORT))
+        except BaseException as error:
+            raise self.cut_off(error, read.source, read.tag) from error
+        self.deferred.append(Send(self, read.source, read.tag, len(ACK), [pending]))
+        while len(self.deferred) > MOST_DEFERRED:
+            self.deferred.pop(0).wait()
 
     def send_control(self, data: bytes, to: int, tag: Tag) -> list[Send]:
         """Send a header with the number of bytes, and the bytes themselves if the rank is not remote."""
@@ -294,8 +293,9 @@ class Recv:
     """A part of a message that is expected from one rank. The header is checked before the bytes are used."""
 
     def __init__(self, messenger: Messenger, expected: Expected, part: Tensor | None, *, last: bool) -> None:
-        """``last``: an ack follows when the part was read, if the sender waits for one."""
-        self._messenger, self.expected, self._last = messenger, expected, last
+        """``last``: an ack follows when the part was read, if the message has one."""
+        self._messenger, self.expected = messenger, expected
+        self._ack_due = last and expected.acked
         self.part = part  # None: the message has no part, or it was read
         self.payload: Pending | None = None  # the receive into ``part``, when it is posted
         self.marker: PendingBytes | None = None  # the marker behind a part of a large message
@@ -310,5 +310,6 @@ class Recv:
             assert self.payload is not None, "every part is asked for before a header is believed"
             messenger.wait(self.payload, expected.source, expected.tag)
             self.part = self.payload = None  # it was read
-            if self._last:
-                messenger.acknowledge(expected)
+        if self._ack_due:
+            messenger.acknowledge(expected)
+            self._ack_due = False

@@ -4,7 +4,7 @@
     port 1   payload: the bytes that headers announce
     port 2   failure report: why a rank failed
     port 3   release: "I have read the memory that you exposed" (`exposed_buffers`)
-    port 4   ack: "I have read your message", for a large message that came over a network
+    port 4   ack: "I have read your message", for a message over a network that is large or goes one way
     port 5   marker: "a part of the payload was sent", behind each part
 
 Each port is first-in-first-out for a pair of ranks. A rank that fails sends on all of them, so every rank that waits
@@ -85,12 +85,13 @@ class PeerState:
 
 
 class Expected:
-    """A header that is expected from one rank. ``confirmed``: it came, and is the expected one."""
+    """A header that is expected from one rank. ``confirmed``: it came, and is the expected one. ``acked``: an ack is
+    sent when the message was read."""
 
-    __slots__ = ("confirmed", "offset", "packed", "size", "source", "tag")
+    __slots__ = ("acked", "confirmed", "offset", "packed", "size", "source", "tag")
 
-    def __init__(self, source: int, tag: Tag, size: int, packed: bytes) -> None:
-        self.source, self.tag, self.size, self.packed = source, tag, size, packed
+    def __init__(self, source: int, tag: Tag, size: int, packed: bytes, acked: bool = False) -> None:
+        self.source, self.tag, self.size, self.packed, self.acked = source, tag, size, packed, acked
         self.confirmed, self.offset = False, 0
 
 

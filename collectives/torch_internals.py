@@ -30,7 +30,7 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
                                                      copied)
     hooked, __wrapped__             Optimizer.step   zero.step.inner
     _torchdynamo_disable            a function       zero.parameters.compiled_calls (Dynamo reads it)
-    _is_profiler_enabled            torch's profiler zero.events (without it: as if a profiler ran)
+    _is_profiler_enabled            its profiler     zero.events (without it: as if a profiler ran)
 
 The library also relies on what torch does under public names: autograd adds to ``p.grad`` by ``add_`` or ``add``
 (`zero.gradients.hooks`), and calls hooks in the order of these dictionaries (`zero.parameters.module_hooks`).
@@ -100,7 +100,7 @@ current_graph_task_id: Callable[[], int] = _find("torch:_C._current_graph_task_i
 queue_callback: Callable[[Callable[[], None]], None] = _find(
     "torch.autograd:Variable._execution_engine.queue_callback", "tells when a backward is over"
 )
-# The frames of `torch.autograd.backward` and `grad` are no equals: where an argument has a `__torch_function__`, as a
+# The frames of `torch.autograd.backward` and `grad` would not do: where an argument has a `__torch_function__`, as a
 # released parameter has, there are two of them in one backward.
 engine_run_backward: FunctionType = _find(
     "torch.autograd.graph:_engine_run_backward", "tells which threads are inside a backward"

@@ -145,28 +145,53 @@ class Transport:
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def isend(self, tensor: Tensor, to: int, tag: Tag, *, control: bool = False, whole: bool = False) -> Work:
+    def isend(
+        self, tensor: Tensor, to: int, tag: Tag, *, control: bool = False, whole: bool = False, one_way: bool = False
+    ) -> Work:
         """Start to send a 1-D contiguous tensor to rank ``to``. It must not be written before ``wait`` returns.
-        ``whole``: in one part, for a tensor that is one of `chunks` itself. The receiver must pass the same."""
+
+        ``whole``: in one part, for a tensor that is one of `chunks` itself. ``one_way``: for a message after whose
+        launch this rank waits for nothing that ``to`` sends: the receiver confirms that it has read it. Otherwise the
+        wait might last until the time limit if that rank is killed, since a network does not always report that. The
+        receiver must pass the same.
+        """
         self.check()
-        work, size = self._messenger.send(_parts(tensor, whole), to, tag), tensor.numel() * tensor.itemsize
+        work = self._messenger.send(_parts(tensor, whole), to, tag, one_way=one_way)
+        size = tensor.numel() * tensor.itemsize
         if control:
             self._messenger.counted.control_sent += size
         else:
             self._messenger.counted.sent += size
         return work
 
-    def irecv(self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False, whole: bool = False) -> Work:
+    def irecv(
+        self,
+        tensor: Tensor,
+        source: int,
+        tag: Tag,
+        *,
+        control: bool = False,
+        whole: bool = False,
+        one_way: bool = False,
+    ) -> Work:
         """Start to receive a 1-D contiguous tensor of exactly this size from rank ``source``. Receives of the parts
         behind the first are posted at the next send, at `post_remaining`, or at a wait."""
-        return Chain(self.irecv_chunks(tensor, source, tag, control=control, whole=whole))
+        return Chain(self.irecv_chunks(tensor, source, tag, control=control, whole=whole, one_way=one_way))
 
     def irecv_chunks(
-        self, tensor: Tensor, source: int, tag: Tag, *, control: bool = False, whole: bool = False
+        self,
+        tensor: Tensor,
+        source: int,
+        tag: Tag,
+        *,
+        control: bool = False,
+        whole: bool = False,
+        one_way: bool = False,
     ) -> Sequence[Work]:
         """Like `irecv`, with one work for each of `chunks`, to be waited for in order."""
         self.check()
-        works, size = self._messenger.recv(_parts(tensor, whole), source, tag), tensor.numel() * tensor.itemsize
+        works = self._messenger.recv(_parts(tensor, whole), source, tag, one_way=one_way)
+        size = tensor.numel() * tensor.itemsize
         if control:
             self._messenger.counted.control_received += size
         else:

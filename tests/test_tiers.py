@@ -6,10 +6,12 @@ import fnmatch
 import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from .tiers import COLLECTED
+from .tiers import COLLECTED, assign
 
 ROOT = Path(__file__).resolve().parent.parent
 ELSEWHERE = {"matrix"}  # commands, which are in no tier
@@ -44,6 +46,18 @@ def by_default(collected: dict[str, str], names: list[str]) -> bool:
     if not any(fnmatch.filter(files, pattern.partition("::")[0]) for pattern in patterns):
         return True
     return any(collected[name] == "default" for pattern in patterns for name in fnmatch.filter(collected, pattern))
+
+
+@pytest.mark.parametrize("case", ["few", "many"])
+@pytest.mark.by_default("few", "many")
+def test_a_run_of_one_case_needs_no_other(case: str, request: pytest.FixtureRequest) -> None:
+    """The zoo runs single cases. In a run of all cases a named one that does not exist is an error."""
+    config = SimpleNamespace(args=[request.node.nodeid], stash={})
+    assign(cast(pytest.Config, config), [request.node])
+    assert list(config.stash[COLLECTED].values()) == ["default"], case
+    config.args = ["tests"]
+    with pytest.raises(pytest.UsageError, match="no case is called"):
+        assign(cast(pytest.Config, config), [request.node])
 
 
 def test_the_default_run_asserts_every_row_of_the_contract(collected: dict[str, str]) -> None:

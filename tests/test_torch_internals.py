@@ -66,10 +66,12 @@ def test_without_one_name_training_that_needs_it_names_it() -> None:
         assert error.startswith(complaint(path)) if path in NEEDED_BY else not error, (path, error)
 
 
-def test_every_name_is_there_in_the_version_that_is_tested() -> None:
-    values = vars(torch_internals).values()
-    assert torch.__version__.startswith(torch_internals.TESTED_VERSION)
-    assert torch_internals.missing(*values) is None
+def test_this_torch_has_every_name() -> None:
+    assert torch_internals.missing(*vars(torch_internals).values()) is None
+
+
+def test_errors_name_the_torch_that_the_constraints_install() -> None:
+    assert f"\ntorch=={torch_internals.TESTED_VERSION}." in (ROOT / "constraints.txt").read_text()
 
 
 # -- one module --------------------------------------------------------------------------------------------------------

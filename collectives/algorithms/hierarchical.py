@@ -139,13 +139,14 @@ class _HierarchicalReduceScatter:
     def _receive(self, transport: Transport, dtype: torch.dtype, owner: int, source: int) -> _Arriving:
         """Receive a tensor that its sender has as a whole: one message."""
         target = self._scratch(dtype, owner)
-        return _Arriving(target, transport.irecv_chunks(target, source, self._tag))
+        return _Arriving(target, transport.irecv_chunks(target, source, self._tag, one_way=True))
 
     def _receive_onward(self, owner: int, source: int) -> _Arriving:
         """Receive a sum that its sender forms chunk by chunk: one message a chunk."""
         target = self._scratch(self._out.dtype, owner)
         works = [
-            self._onward.irecv(target[low:high], source, self._tag, whole=True) for low, high in self._chunks(owner)
+            self._onward.irecv(target[low:high], source, self._tag, whole=True, one_way=True)
+            for low, high in self._chunks(owner)
         ]
         return _Arriving(target, works)
 
@@ -167,14 +168,14 @@ class _HierarchicalReduceScatter:
         first = plan.stops[0].at
         if self._start is None or first == plan.owner:
             return []
-        return [self._onward.isend(self._start, first, self._tag)]
+        return [self._onward.isend(self._start, first, self._tag, one_way=True)]
 
     def _send_contributions(self, plans: Sequence[Plan]) -> Iterator[Work]:
         """Send the contributions of this rank that owners on other hosts add."""
         rank = self._transport.rank
         for plan in plans:
             if plan.owner != rank and plan.owner not in self._neighbours and rank in plan.stops[-1].adds:
-                yield self._transport.isend(self._slice(self._source, plan.owner), plan.owner, self._tag)
+                yield self._transport.isend(self._slice(self._source, plan.owner), plan.owner, self._tag, one_way=True)
 
     # -- what is done in a wait ---------------------------------------------------------------------------------------
 
@@ -194,7 +195,7 @@ class _HierarchicalReduceScatter:
             # host synchronisation: copies parts that came through the host's memory to the device of the sum
             ordered_sum([part.tensor[low:high].to(out.device) for part in parts], out[low:high])
             if onward is not None:
-                self._sends.append(self._onward.isend(out[low:high], onward, self._tag, whole=True))
+                self._sends.append(self._onward.isend(out[low:high], onward, self._tag, whole=True, one_way=True))
 
     def _contribution(self, rank: int, owner: int) -> _Arriving:
         if rank in self._direct:
@@ -216,11 +217,11 @@ class _HierarchicalAllGather:
         for owner, delegate in self._relayed.items():
             if delegate == t.rank:
                 target = self._readable_target(owner)
-                self._arriving[owner] = _Arriving(target, [t.irecv(target, owner, tag)])
+                self._arriving[owner] = _Arriving(target, [t.irecv(target, owner, tag, one_way=True)])
         own = t.peer_readable(self._slice(t.rank))
         self._exposed = [t.expose(own, [(to, 0, own.numel()) for to in neighbours], tag)]
         delegates = [hosts.delegate(t.rank, host) for host in range(len(hosts.ranks)) if host != here]
-        self._sends = [t.isend(own, to, tag) for to in delegates]
+        self._sends = [t.isend(own, to, tag, one_way=True) for to in delegates]
         t.post_remaining()
         self._done = False
 

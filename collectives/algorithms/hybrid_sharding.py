@@ -71,13 +71,13 @@ class _HybridReduceScatter:
         if before is not None:
             if start is None:
                 start = algorithm.shards.scratch(out.numel(), out.dtype, out.device)
-            works.append(onward.irecv(start, before, tag))
+            works.append(onward.irecv(start, before, tag, one_way=True))
         works.append(algorithm.inner.reduce_scatter(source, bounds, out, start=start, tag=tag))
         onward.post_remaining()
 
         def exchange(after: int) -> Work:
-            total = onward.irecv(out, after, tag)  # sent only after this rank's sum has arrived there
-            return Chain([onward.isend(out, after, tag), total])
+            total = onward.irecv(out, after, tag, one_way=True)  # sent only after this rank's sum has arrived there
+            return Chain([onward.isend(out, after, tag, one_way=True), total])
 
         self._transport = algorithm.transport
         self._under_way: Work = Chain(works)
@@ -85,7 +85,7 @@ class _HybridReduceScatter:
         if after is not None:
             self._next.append(lambda: exchange(after))
         if before is not None:
-            self._next.append(lambda: onward.isend(out, before, tag))
+            self._next.append(lambda: onward.isend(out, before, tag, one_way=True))
 
     def wait(self) -> None:
         self._under_way.wait()

@@ -43,7 +43,7 @@ from ..contract.test_steps import (
 )
 from ..models import Odd, build
 
-HEADERS, PORTS = 0, 6
+HEADERS, ACKS, PORTS = 0, 4, 6
 
 
 # -- order and number -------------------------------------------------------------------------------------------------
@@ -316,13 +316,16 @@ def test_the_wire_knows_neither_hashes_of_strings_nor_addresses() -> None:
 
 @ALL_STAGES
 def test_traffic_is_what_the_backend_sent(stage: int) -> None:
-    """Headers and control bytes are included, and the bytes that one rank sends are those that another receives."""
+    """Headers and control bytes are included, acks are not. The bytes that one rank sends are those that another
+    receives."""
     sent, traffic = wire(stage)
     for messages, counted in zip(sent, traffic, strict=True):
         headers = [message for message in messages if message.port == HEADERS]
         assert len(headers) == counted.messages
         assert all(message.size == HEADER_BYTES for message in headers)
-        assert sum(message.size for message in messages) == counted.payload_sent + counted.control_sent
+        assert all(message.size == 1 for message in messages if message.port == ACKS)
+        size = sum(message.size for message in messages if message.port != ACKS)
+        assert size == counted.payload_sent + counted.control_sent
     assert sum(t.payload_sent for t in traffic) == sum(t.payload_received for t in traffic) > 0
     assert sum(t.control_sent for t in traffic) == sum(t.control_received for t in traffic) > 0
 

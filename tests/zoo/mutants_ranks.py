@@ -249,6 +249,18 @@ RANKS = (
         ),
     ),
     Mutant(
+        "a-send-is-trusted-to-end",
+        ("L8",),
+        "A rank waits for a send to a rank of which it hears nothing: if that one is killed, until the time limit.",
+        (
+            Edit("collectives.messenger.Messenger.send", "(much or one_way)", "much"),
+            Edit("collectives.messenger.Messenger.recv", "(size > SMALL or one_way)", "size > SMALL"),
+        ),
+        (
+            "collectives/test_lost_sends.py::test_a_send_is_waited_for_when_its_receiver_has_been_heard_from[ring-reduce_scatter]",
+        ),
+    ),
+    Mutant(
         "two-optimizers-share-a-channel",
         ("L9",),
         "Messages of two optimizers over one group travel on one channel, and one reads what the other was sent.",

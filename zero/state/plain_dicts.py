@@ -201,10 +201,11 @@ def _gather_one(
         whole[bounds[transport.rank] : bounds[transport.rank + 1]].copy_(part)
         for source in transport.peers():
             if bounds[source + 1] > bounds[source]:
-                works.append(transport.irecv(whole[bounds[source] : bounds[source + 1]], source, tag, control=True))
+                piece = whole[bounds[source] : bounds[source + 1]]
+                works.append(transport.irecv(piece, source, tag, control=True, one_way=True))
     for receiver in receivers:
         if receiver != transport.rank and part.numel():
-            works.append(transport.isend(part, receiver, tag, control=True))
+            works.append(transport.isend(part, receiver, tag, control=True, one_way=True))
     for work in works:
         work.wait()
     return whole

@@ -1,0 +1,176 @@
+"""No rank waits for a send unless it has heard from the receiver since that one posted the receive.
+
+If the receiver is killed before, gloo may drop the send without an error, and the wait lasts until the time limit, half
+an hour by default. A receive from a rank that is gone does report an error. So a rank waits for a message from the
+receiver first: one of the same collective, or an ack.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from collectives import (
+    Collective,
+    Hierarchical,
+    Kind,
+    Loopback,
+    Pairwise,
+    Replicated,
+    Ring,
+    Tag,
+    Transport,
+)
+from collectives.backend import Pending
+from collectives.backends.threads import ThreadBackend, _Side, _Transfer, _World
+from collectives.messenger import SMALL
+from zero.state.plain_dicts import _gather_one
+
+from ..kills import halves
+
+NUMELS = [1, 12, SMALL]  # some slices are empty, small, large
+
+
+class Clock:
+    """When each transfer was sent, and when its receive was posted, in the order in which the threads did so."""
+
+    def __init__(self) -> None:
+        self._ticks, self._lock = itertools.count(1), threading.Lock()
+        self._sent: dict[_Transfer, int] = {}
+        self._posted: dict[_Transfer, int] = {}
+
+    def send(self, post: Callable[[], Pending]) -> _Side:
+        return self._record(post, self._sent)
+
+    def recv(self, post: Callable[[], Pending]) -> _Side:
+        return self._record(post, self._posted)
+
+    def _record(self, post: Callable[[], Pending], times: dict[_Transfer, int]) -> _Side:
+        with self._lock:
+            side = post()
+            assert isinstance(side, _Side)
+            times[side._transfer] = next(self._ticks)
+            return side
+
+    def sent(self, side: _Side) -> int:
+        with self._lock:
+            return self._sent[side._transfer]
+
+    def posted(self, side: _Side) -> int | None:
+        with self._lock:
+            return self._posted.get(side._transfer)
+
+
+class Sent:
+    """A send whose wait checks that its receiver has been heard from."""
+
+    def __init__(self, backend: HearingBackend, side: _Side, to: int) -> None:
+        self._backend, self._side, self._to = backend, side, to
+
+    def wait(self, timeout: float) -> None:
+        posted = self._backend.clock.posted(self._side)
+        assert posted is not None, f"rank {self._to} has not posted a receive for this send"
+        assert posted < self._backend.heard[self._to], f"rank {self._to} was not heard from since it posted the receive"
+        self._side.wait(timeout)
+
+
+class Received:
+    """A receive that records when what it brings was sent."""
+
+    def __init__(self, backend: HearingBackend, side: _Side, source: int) -> None:
+        self._backend, self._side, self._source = backend, side, source
+
+    def wait(self, timeout: float) -> None:
+        self._side.wait(timeout)
+        heard = self._backend.heard
+        heard[self._source] = max(heard[self._source], self._backend.clock.sent(self._side))
+
+
+class HearingBackend(ThreadBackend):
+    """Ranks as threads, with `Sent` and `Received`."""
+
+    def __init__(self, world: _World, clock: Clock, rank: int, world_size: int) -> None:
+        super().__init__(world, rank, world_size, timeout=30.0)
+        self.clock, self.heard = clock, defaultdict[int, int](int)
+
+    def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
+        send = super().send
+        return Sent(self, self.clock.send(lambda: send(tensor, to, slot)), to)
+
+    def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
+        recv = super().recv
+        return Received(self, self.clock.recv(lambda: recv(tensor, source, slot)), source)
+
+
+class HearingLoopback(Loopback[None]):
+    """A group of threads with `HearingBackend`."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self._world = _World(None)  # the transports of `Loopback` already listen in the world that it made
+        clock = Clock()
+        self.transports = [
+            Transport(HearingBackend(self._world, clock, rank, world_size)) for rank in range(world_size)
+        ]
+
+
+def reduce_scatter(collective: Collective, numel: int, tag: Tag) -> None:
+    owners = 1 if isinstance(collective, Replicated) else collective.transport.world_size
+    bounds = [numel * rank // owners for rank in range(owners + 1)]
+    rank = collective.transport.rank % owners
+    out = torch.empty(bounds[rank + 1] - bounds[rank])
+    collective.reduce_scatter(torch.ones(numel), bounds, out, start=None, tag=tag).wait()
+
+
+def all_gather(collective: Collective, numel: int, tag: Tag) -> None:
+    world_size = collective.transport.world_size
+    bounds = [numel * rank // world_size for rank in range(world_size + 1)]
+    collective.all_gather(torch.ones(numel), bounds, tag=tag).wait()
+
+
+def gather_states(collective: Collective, numel: int, tag: Tag) -> None:
+    transport = collective.transport
+    bounds = [numel * rank for rank in range(transport.world_size + 1)]
+    _gather_one(torch.ones(numel), bounds, transport, [0], tag)
+
+
+def exchange(collective: Collective, numel: int, tag: Tag) -> None:
+    collective.transport.exchange(bytes(numel), tag)
+
+
+def meet(collective: Collective, numel: int, tag: Tag) -> None:
+    collective.transport.meet(replace(tag, round=0), lambda: None)
+
+
+ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
+    "pairwise": Pairwise,
+    "ring": Ring,
+    "hierarchical": lambda t: Hierarchical(t, halves(t.world_size)),
+    "replicated": lambda t: Replicated(t, Pairwise(t.split([t.rank]))),
+}
+CALLS = [
+    *((name, reduce_scatter) for name in ALGORITHMS),
+    *((name, all_gather) for name in ("pairwise", "ring", "hierarchical")),
+    *(("pairwise", call) for call in (gather_states, exchange, meet)),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "call"), CALLS)
+@pytest.mark.by_default
+def test_a_send_is_waited_for_when_its_receiver_has_been_heard_from(
+    algorithm: str, call: Callable[[Collective, int, Tag], None]
+) -> None:
+    def program(transport: Transport) -> None:
+        collective = ALGORITHMS[algorithm](transport)
+        for number, numel in enumerate([*NUMELS, *NUMELS], 1):
+            call(collective, numel, Tag(Kind.REDUCE_SCATTER, "bucket 0", number, number))
+
+    for world_size in (2, 3, 4):
+        HearingLoopback(world_size).run(program)
