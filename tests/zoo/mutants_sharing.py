@@ -31,8 +31,9 @@ REPLICAS = (
         (
             Edit(
                 "collectives.algorithms.hybrid_sharding._HybridReduceScatter.__init__.exchange",
-                "            return Chain([onward.isend(out, after, tag), total])\n",
-                "            kept = out.clone()\n            works = Chain([onward.isend(out, after, tag), total])\n"
+                "            return Chain([onward.isend(out, after, tag, one_way=True), total])\n",
+                "            kept = out.clone()\n"
+                "            works = Chain([onward.isend(out, after, tag, one_way=True), total])\n"
                 "            works.wait()\n            out.copy_(kept)\n            return works\n",
             ),
         ),
@@ -79,8 +80,8 @@ REPLICAS = (
         (
             Edit(
                 "collectives.algorithms.hybrid_sharding._HybridReduceScatter.__init__",
-                "            works.append(onward.irecv(start, before, tag))\n        works.append(",
-                "            late = onward.irecv(start, before, tag)\n        works.append(",
+                "            works.append(onward.irecv(start, before, tag, one_way=True))\n        works.append(",
+                "            late = onward.irecv(start, before, tag, one_way=True)\n        works.append(",
             ),
             Edit(
                 "collectives.algorithms.hybrid_sharding._HybridReduceScatter.__init__",
