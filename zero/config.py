@@ -1,16 +1,21 @@
-"""The arguments of an optimizer, checked, and the two options that are objects: `MixedPrecision` and `Offload`."""
+"""The arguments of an optimizer, checked, and the two options that are objects: `MixedPrecision` and `Offload`.
+
+Knows: what a user may pass, and what a process group is. Does not know: the parts of an optimizer.
+"""
 
 from __future__ import annotations
 
 import math
+import numbers
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from collectives import Algorithm, Transport, check_name
+from collectives.torch_internals import DeviceContext, get_function_modes
 
 from .core.layout import Dtypes
 from .core.parameter_specs import FLOATS
@@ -145,3 +150,40 @@ class Config:
     def bucket_bytes(self) -> int:
         """The size of a bucket in bytes."""
         return int(self.bucket_cap_mb * 1024 * 1024)
+
+    def transport(self) -> Transport:
+        """Return the transport of the process group."""
+        if isinstance(self.process_group, Transport):
+            return self.process_group
+        from collectives.backends.gloo import connect
+
+        return connect(self.process_group)
+
+    def landing(self) -> torch.device:
+        """Return the device on which meta tensors get memory.
+
+        It is the default device if the user set one; else the current accelerator, if the group has NCCL for it; else
+        the CPU.
+        """
+        default, there = torch.get_default_device(), torch.accelerator.current_accelerator(check_available=True)
+        modes = get_function_modes()
+        was_set = default.type != "cpu" or any(isinstance(mode, DeviceContext) for mode in modes)
+        if was_set or there is None or self._backend_of(there) != "nccl":
+            return default
+        return torch.device(there.type, torch.accelerator.current_device_index())
+
+    def _backend_of(self, device: torch.device) -> str:
+        """Return the name of the backend that moves a device's tensors in the group; empty if there is none."""
+        if isinstance(self.process_group, Transport):
+            return self.process_group.backend.device_backend(device)
+        from collectives.backends.gloo import backend_of
+
+        return backend_of(self.process_group, device)
+
+
+def check_divisor(value: float, rank: int) -> float:
+    """Return a divisor as an int or a float. Raises `ValueError` if it is not a finite number other than 0."""
+    given: Any = value  # numpy's numbers are allowed, too
+    if isinstance(given, bool) or not isinstance(given, numbers.Real) or not math.isfinite(value) or value == 0:
+        raise ValueError(f"rank {rank}: the divisor must be a finite number other than 0, not {value!r}")
+    return value if isinstance(value, (int, float)) else float(value)

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from collectives import Collective, Kind, Tag, Transport
 
+from .config import Config
 from .core.layout import Bucket, Slot
 from .core.parameter_specs import flattened, parts_of
+from .core.stage import check_reshard, check_sharding_factor
 
 
 def agree_on_construction(transport: Transport, lines: Sequence[str], problem: Exception | None) -> None:
@@ -44,6 +46,25 @@ def agree_on_construction(transport: Transport, lines: Sequence[str], problem: E
         f"the ranks built different models or optimizers: rank 0 has [{first[position]}] where rank {rank} has "
         f"[{other[position]}]"
     )
+
+
+def agree_on_sharing(group: Transport, config: Config) -> int:
+    """Agree on the sharding options, and return the result of `check_reshard`. Collective.
+
+    Raises `ValueError` on every rank if the options are invalid or differ between ranks.
+    """
+    factor, reshard, stage = config.sharding_factor, config.reshard_after_forward, config.stage
+    elsewhere = "None" if config.offload is None else config.offload.kind
+    mine = f"stage={stage.number}, sharding_factor={factor!r}, reshard_after_forward={reshard!r}, offload={elsewhere}"
+    told = group.exchange(mine.encode(), Tag(Kind.EXCHANGE, "sharding factor"))
+    for rank, theirs in enumerate(told):
+        if theirs != told[0]:
+            raise ValueError(
+                f"the ranks built different models or optimizers: rank 0 asked for {told[0].decode()}, but rank {rank} "
+                f"for {theirs.decode()}"
+            )
+    check_sharding_factor(factor, group.world_size, stage)
+    return check_reshard(reshard, group.world_size if factor is None else factor, stage)
 
 
 def broadcast(collective: Collective, transport: Transport, tensors: Iterable[Tensor]) -> None:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-import numbers
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -20,13 +18,13 @@ from torch import Tensor, nn
 
 from collectives import Algorithm, Traffic, Transport
 
-from .config import Config, MixedPrecision, Offload
-from .core.parameter_specs import as_groups, check_listed_once, device_of, members_of, with_names
+from .config import Config, MixedPrecision, Offload, check_divisor
+from .core.parameter_specs import as_groups, check_listed_once, check_new, device_of, members_of, with_names
 from .core.stage import stage_of
 from .core.units import Predicate
 from .engine import Engine
-from .parameters.materialize import InitFunction, StateDict, landing, materializer_of
-from .setup import Builder, backend_of
+from .parameters.materialize import InitFunction, StateDict, materializer_of
+from .setup import Builder
 from .state.describe import Description, describe
 from .step.clip import check_norm_arguments
 from .step.inner import InnerOptimizer
@@ -123,16 +121,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         inner = InnerOptimizer(optimizer_class, defaults)
         groups = as_groups(params)
-        land = partial(landing, partial(backend_of, process_group))
         device = device_of(groups)
         if device.type == "meta":
-            device = land()
+            device = config.landing()
         listed = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
         parts = Builder(
             config,
             inner,
             device,
-            lambda: materializer_of(self._module, listed, param_init_fn, init_state_dict, land),
+            lambda: materializer_of(self._module, listed, param_init_fn, init_state_dict, config.landing),
         )
         self._builder, self._transport, self._inner = parts, parts.transport, inner
         self._storage, self._reducer = parts.storage, parts.reducer
@@ -159,13 +156,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("add_param_group() inside gathered() or inside a forward: leave it first")
         group = dict(param_group)
         group["params"] = members_of(group["params"], "param_group['params']")
-        names = {spec.index: spec.name for spec in self._storage.listed()}
         before = [parameter for g in self.param_groups for parameter in g["params"]]
-        known = {id(parameter): names[index] for index, parameter in enumerate(before)}
-        for entry in group["params"]:
-            parameter = entry[1] if isinstance(entry, tuple) else entry
-            if id(parameter) in known:
-                raise ValueError(f"add_param_group: {known[id(parameter)]!r} is in a param group already")
+        check_new(group["params"], before, self._storage.listed())
         check_listed_once([group], self._module)
         if self._module is not None and "param_names" in self.param_groups[0] and "param_names" not in group:
             group["params"] = with_names(group["params"], self._module, len(before))
@@ -205,10 +197,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @divisor.setter
     def divisor(self, value: float) -> None:
         self._engine.check()
-        given: Any = value  # numpy's numbers are allowed, too
-        if isinstance(given, bool) or not isinstance(given, numbers.Real) or not math.isfinite(value) or value == 0:
-            raise ValueError(f"rank {self.rank}: the divisor must be a finite number other than 0, not {value!r}")
-        self._reducer.set_divisor(value if isinstance(value, (int, float)) else float(value))
+        self._reducer.set_divisor(check_divisor(value, self.rank))
 
     def describe(self) -> Description:
         """Return the bytes that this rank holds, read from the tensors, beside those of the formulas. Local."""

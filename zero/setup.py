@@ -10,19 +10,18 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from collectives import Choice, Collective, Kind, Pairwise, Tag, Transport
+from collectives import Choice, Collective, Pairwise, Transport
 from collectives import build as build_collective
 
 from .config import Config
-from .consistency import agree_on_construction
+from .consistency import agree_on_construction, agree_on_sharing
 from .core.layout import Bucket, Dtypes, ParameterSpec, build
 from .core.parameter_specs import FLOATS, changed, check_buffers, check_modules, check_one_device, is_laid_out, specs
-from .core.stage import Placement, check_offloaded_parameters, check_reshard, check_sharding_factor
+from .core.stage import Placement, check_offloaded_parameters
 from .events import LOG, Event
 from .gradients.hooks import check_free
 from .gradients.reducer import Reducer
@@ -38,10 +37,6 @@ from .step.master_weights import MasterWeights
 from .step.offload import OffloadBackend, OffloadedStates, backend_for
 from .step.update import Update
 from .streams import Streams
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 NOTHING_TO_TRAIN = (
     "nothing of what is listed can be updated: each parameter is frozen, and none is a plain tensor of "
@@ -77,8 +72,8 @@ class Builder:
         # not the config itself: its functions may refer to whoever holds this optimizer
         self.stage, self.module, self.inner = config.stage, config.module, inner
         self.precision, self.offload, self._bucket_bytes = config.precision, config.offload, config.bucket_bytes
-        group = _transport(config.process_group).fork()
-        self.reshard_group_size = _agree_on_sharing(group, config)
+        group = config.transport().fork()
+        self.reshard_group_size = agree_on_sharing(group, config)
         _warn_of_the_host(group, config.sharding_factor, device)
         self.streams = Streams()
         self.choice = build_collective(group, config.collective, device, config.sharding_factor)
@@ -357,23 +352,6 @@ def _replicated_lines(replicated: Mapping[Tensor, ParameterSpec]) -> list[str]:
     return [f"replicated {spec.line()} {type(parameter).__name__}" for parameter, spec in replicated.items()]
 
 
-def _transport(process_group: ProcessGroup | Transport | None) -> Transport:
-    if isinstance(process_group, Transport):
-        return process_group
-    from collectives.backends.gloo import connect
-
-    return connect(process_group)
-
-
-def backend_of(process_group: ProcessGroup | Transport | None, device: torch.device) -> str:
-    """Return the name of the backend that moves a device's tensors in a group; empty if there is none."""
-    if isinstance(process_group, Transport):
-        return process_group.backend.device_backend(device)
-    from collectives.backends.gloo import backend_of
-
-    return backend_of(process_group, device)
-
-
 def _warn_of_the_host(group: Transport, factor: int | None, device: torch.device) -> None:
     """Warn, on rank 0, that some of the traffic goes through the host."""
     if device.type != "cpu" and factor not in (None, group.world_size) and group.rank == 0:
@@ -382,25 +360,6 @@ def _warn_of_the_host(group: Transport, factor: int | None, device: torch.device
             "through the host's memory, since NCCL's collectives are among all ranks of a process group",
             stacklevel=4,
         )
-
-
-def _agree_on_sharing(group: Transport, config: Config) -> int:
-    """Agree on the sharding options, and return the result of `check_reshard`. Collective.
-
-    Raises `ValueError` on every rank if the options are invalid or differ between ranks.
-    """
-    factor, reshard, stage = config.sharding_factor, config.reshard_after_forward, config.stage
-    elsewhere = "None" if config.offload is None else config.offload.kind
-    mine = f"stage={stage.number}, sharding_factor={factor!r}, reshard_after_forward={reshard!r}, offload={elsewhere}"
-    told = group.exchange(mine.encode(), Tag(Kind.EXCHANGE, "sharding factor"))
-    for rank, theirs in enumerate(told):
-        if theirs != told[0]:
-            raise ValueError(
-                f"the ranks built different models or optimizers: rank 0 asked for {told[0].decode()}, but rank {rank} "
-                f"for {theirs.decode()}"
-            )
-    check_sharding_factor(factor, group.world_size, stage)
-    return check_reshard(reshard, group.world_size if factor is None else factor, stage)
 
 
 def _length(interval: tuple[int, int]) -> int:

@@ -57,7 +57,7 @@ MUTANTS = (
         "A model from the meta device lands on a GPU although the user set the CPU.",
         (
             Edit(
-                "zero.parameters.materialize.landing",
+                "zero.config.Config.landing",
                 " or any(isinstance(mode, DeviceContext) for mode in modes)",
                 "",
             ),

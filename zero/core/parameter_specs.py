@@ -204,6 +204,19 @@ def check_listed_once(groups: Sequence[dict[str, Any]], module: nn.Module | None
             index += 1
 
 
+def check_new(entries: Sequence[Any], before: Sequence[Tensor], listed: Iterable[ParameterSpec]) -> None:
+    """Raise `ValueError` naming a parameter of a further group that is in a param group already.
+
+    ``before``: the parameters of all groups so far; ``listed``: their specs, in any order.
+    """
+    names = {spec.index: spec.name for spec in listed}
+    known = {id(parameter): names[index] for index, parameter in enumerate(before)}
+    for entry in entries:
+        parameter = entry[1] if isinstance(entry, tuple) else entry
+        if id(parameter) in known:
+            raise ValueError(f"add_param_group: {known[id(parameter)]!r} is in a param group already")
+
+
 def with_names(entries: Sequence[Any], module: nn.Module, first_index: int) -> list[Any]:
     """Return the entries of a further group; if none has a name, each is paired with its name in the module.
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from collectives.torch_internals import DeviceContext, get_function_modes, make_subclass
+from collectives.torch_internals import make_subclass
 
 from ..core.parameter_specs import has_own_dispatch, is_copied, is_released
 
@@ -218,20 +218,6 @@ class Materializer:
             raise ValueError(f"init_state_dict has {name!r} on the meta device: give it values")
         with torch.no_grad():
             own.tensor.copy_(value)
-
-
-def landing(backend_of: Callable[[torch.device], str]) -> torch.device:
-    """Return the device on which meta tensors get memory.
-
-    It is the default device if the user set one; else the current accelerator, if the group has NCCL for it; else the
-    CPU. ``backend_of`` returns the name of the group's backend for a device.
-    """
-    default, there = torch.get_default_device(), torch.accelerator.current_accelerator(check_available=True)
-    modes = get_function_modes()
-    was_set = default.type != "cpu" or any(isinstance(mode, DeviceContext) for mode in modes)
-    if was_set or there is None or backend_of(there) != "nccl":
-        return default
-    return torch.device(there.type, torch.accelerator.current_device_index())
 
 
 def materializer_of(

@@ -274,9 +274,8 @@ class UnitManager:
     def _sweep(self) -> None:
         """Reclaim the resharded buffers that have no external references any more.
 
-        When an external reference is first seen, check for edits that were made while the unit was installed. Edits
-        made later are undone when the reference is gone.
-        """
+        Edits that were made while a unit was installed are looked for when a reference to its buffer is first seen;
+        later ones are undone when the reference is gone."""
         changed = []
         for buffer in list(self._externally_held):
             if buffer.externally_held is not None and buffer.external_refs(buffer.externally_held) == 0:
@@ -324,8 +323,7 @@ class UnitManager:
         self.changed(buffer, slots)
 
     def _undo_edits(self, number: int) -> None:
-        """Undo edits made in a `gathered()` block that raised, without a second error, unless an enclosing block still
-        holds the unit."""
+        """Undo the edits of a `gathered` block that raised, unless an enclosing block still holds the unit."""
         unit = self.units[number]
         if unit.state is State.INSTALLED and unit.gather_refs == 1:
             for buffer in unit.buffers:
