@@ -244,7 +244,7 @@ def check_rank(case: Case, transport: Transport, expected: Sequence[dict[str, Te
     assert_plain(model)
 
 
-def residency_of(optimizer: ZeroOptimizer) -> UnitManager:
+def manager_of(optimizer: ZeroOptimizer) -> UnitManager:
     storage = optimizer._storage
     assert isinstance(storage, ShardedStorage)
     return storage.manager
@@ -255,18 +255,18 @@ def assert_nothing_is_here(model: nn.Module, optimizer: ZeroOptimizer, lends: bo
 
     No unit may be held or under way. Unless the case ``lends``, no other object may hold a buffer.
     """
-    manager = residency_of(optimizer)
+    manager = manager_of(optimizer)
     for unit in manager.units:
         assert (unit.state, unit.held, unit.work) == (State.SHARDED, False, []), unit
         assert all(buffer.whole is None for buffer in unit.buffers), unit.name
     for name, parameter in model.named_parameters():
         assert is_released(parameter) == (parameter.dtype in FLOATS), name
-    if not lends and lent(manager):
+    if not lends and externally_held(manager):
         gc.collect()
-        assert not lent(manager)
+        assert not externally_held(manager)
 
 
-def lent(manager: UnitManager) -> list[str]:
+def externally_held(manager: UnitManager) -> list[str]:
     """Return the names of the parameters whose memory is still held outside the library."""
     buffers = [
         buffer

@@ -17,12 +17,12 @@ from collectives import CollectiveError, Loopback, Transport, on_threads
 from zero import ZeroOptimizer, clip_grad_norm_
 from zero.gradients.hooks import ShardedGradient
 
-from .faces import ALL_STAGES, SGD, Two, trained
 from .generator import CALLS
 from .models import odd_batches, odd_loss
 from .plain import assert_same_bits, assert_same_model, plain_step
 from .programs import locked_build
 from .small import TwoVectors, plain_two, with_sgd
+from .trainings import ALL_STAGES, SGD, Two, trained
 
 
 @ALL_STAGES

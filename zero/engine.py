@@ -30,7 +30,7 @@ TAKEN_OVER = "a newer ZeroOptimizer took over parameters of this one"
 _Result = TypeVar("_Result")
 
 
-def _told(method: Callable[..., _Result]) -> Callable[..., _Result]:
+def _followed(method: Callable[..., _Result]) -> Callable[..., _Result]:
     """Decorate a method so that, inside `join`, ranks that have run out of batches call it, too."""
 
     @functools.wraps(method)
@@ -87,7 +87,7 @@ class Engine:
             for call in turns.others():
                 self._follow(call, groups)
         except Exception as error:
-            turns.tell_failure(error)
+            turns.report_failure(error)
             raise
         finally:
             while self._blocks:
@@ -130,7 +130,7 @@ class Engine:
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    @_told
+    @_followed
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the mean gradient by its norm. Returns the norm before clipping."""
         with self._clipping():
@@ -163,19 +163,19 @@ class Engine:
         self._reducer.stepped()
         self.dicts.forget()
 
-    @_told
+    @_followed
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear every gradient. Local, but every rank must make the call."""
         self._reducer.zero_grad(set_to_none)
 
     # -- whole tensors ------------------------------------------------------------------------------------------------
 
-    @_told
+    @_followed
     def full_grad(self, index: int) -> Tensor | None:
         """Return a copy of the whole mean gradient of a parameter; None if no rank used it."""
         return self._reducer.full_gradient(index)
 
-    @_told
+    @_followed
     def full_master(self, index: int) -> Tensor:
         """Return a copy of the whole master weights of a parameter."""
         spec = self._storage.layout.parameters[index]
@@ -211,19 +211,19 @@ class Engine:
         self._reducer.check_consistency("gathered(write=True)", self._storage.diagnose())
         self._storage.overwrite(chosen)
 
-    @_told
+    @_followed
     def broadcast_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks."""
         self._reducer.check_consistency("broadcast_buffers()", self._storage.diagnose())
         self._storage.broadcast_buffers()
 
-    @_told
+    @_followed
     def check_replicas(self) -> str:
         """Compare the parameters over the ranks, and return the SHA-256 over them."""
         self._reducer.check_consistency("check_replicas()", self._storage.diagnose())
         return compare(self._transport, self._storage.fingerprints(), "check_replicas()")
 
-    @_told
+    @_followed
     def consolidate_state_dict(self, to: int | None) -> None:
         """Send all states to rank ``to``, or to every rank."""
         purpose = f"consolidate_state_dict(to={to})"

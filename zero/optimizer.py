@@ -137,7 +137,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_listed_once(groups, self._module)
         super().__init__(groups, inner.defaults)
         self.state: Any = self._engine.state
-        parts.adopt(self.param_groups, 0)
+        parts.register(self.param_groups, 0)
         self._built = True
         self.divisor = self._transport.world_size if divisor is None else divisor
         parts.log_choices()
@@ -163,7 +163,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group["params"] = with_names(group["params"], self._module, len(before))
         super().add_param_group(group)
         try:
-            self._builder.adopt(self.param_groups, len(self.param_groups) - 1)
+            self._builder.register(self.param_groups, len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
             raise

@@ -143,7 +143,7 @@ class Builder:
         shards.attach(choice.collective.transport, range(shards.world_size))
         return choice
 
-    def adopt(self, all_groups: Sequence[Options], first: int) -> None:
+    def register(self, all_groups: Sequence[Options], first: int) -> None:
         """Lay out, check and take over the parameters of the groups from ``first`` on. Collective."""
         self.storage.begin()
         try:
@@ -265,7 +265,7 @@ class Builder:
 
         with self._failing_for_all():
             self.storage.replicated.update(replicated)
-            self.storage.adopt(found, layout, keep)
+            self.storage.register(found, layout, keep)
             self.streams.use(self.storage.device)
             for bucket in layout.buckets[buckets:]:
                 begin, end = self.stage.update_interval(bucket, self.shards.rank)

@@ -87,7 +87,7 @@ class _World:
             self._closed_slots.add(key)
             self._changed.notify_all()
 
-    def leave(self, rank: int, why: str) -> None:
+    def mark_gone(self, rank: int, why: str) -> None:
         with self._changed:
             self._gone[rank] = why
             self._changed.notify_all()
@@ -154,7 +154,7 @@ class Loopback(Generic[T]):
                 results[rank] = program(self.transports[rank])
             except BaseException as error:
                 errors.append((rank, error))
-                self._world.leave(rank, f"{type(error).__name__}: {error}")
+                self._world.mark_gone(rank, f"{type(error).__name__}: {error}")
 
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in chosen]
         for thread in threads:

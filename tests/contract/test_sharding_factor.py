@@ -33,7 +33,6 @@ from zero import ZeroOptimizer
 
 from ..carried import FEWER, PATIENT, SOON, awkward, between_hosts, reduction
 from ..collectives.test_rendezvous import on_hosts
-from ..faces import SHARDED, trained
 from ..models import odd_batches, odd_loss
 from ..narrowed import PRECISIONS
 from ..plain import assert_same_bits, assert_same_states
@@ -41,6 +40,7 @@ from ..pool import GlooPool
 from ..programs import CLASSES, Program, Round, Step, compare, locked_build, run_rank
 from ..sockets import on_sockets, on_wires, routed
 from ..state.test_bytes import locked_wide
+from ..trainings import SHARDED, trained
 
 FACTORS = [
     pytest.param(size, factor, marks=() if (size, factor) in ((2, 1), (4, 2), (6, 2)) else pytest.mark.slow)

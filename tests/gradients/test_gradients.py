@@ -15,12 +15,12 @@ from zero import ZeroOptimizer, clip_grad_norm_
 from zero.gradients.accumulator import GradAccumulator
 from zero.gradients.hooks import ShardedGradient
 
-from ..faces import ALL_STAGES, SGD, SHARDED, Two, solo_transport, trained
 from ..models import odd_batches, odd_loss
 from ..plain import assert_same_bits, assert_same_model, plain_step
 from ..programs import Clear, clear, locked_build
 from ..small import TwoVectors, with_sgd
 from ..test_errors import chain, linear, on_ranks
+from ..trainings import ALL_STAGES, SGD, SHARDED, Two, solo_transport, trained
 
 READS: dict[str, Callable[[Tensor], Any]] = {
     "torch.nn.utils.clip_grad_norm_": lambda p: torch.nn.utils.clip_grad_norm_([p], 1.0),

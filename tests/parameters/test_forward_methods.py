@@ -35,8 +35,8 @@ from ..cases import (
     batches_of,
     check,
     check_rank,
+    manager_of,
     plain_loop,
-    residency_of,
     sharded,
     train,
 )
@@ -426,7 +426,7 @@ def test_methods_inside_a_forward_begin_no_order_of_their_own() -> None:
         model, optimizer = sharded(Case(Halves), transport)
         for name in ("first", "second"):
             zero.register_forward_method(model, name)
-        manager, seen = residency_of(optimizer), list[list[int]]()
+        manager, seen = manager_of(optimizer), list[list[int]]()
         fetch = manager.unshard
 
         def noted(number: int) -> None:

@@ -21,9 +21,9 @@ from ..cases import (
     batches_of,
     check,
     loss_of,
+    manager_of,
     net_of,
     one_backward,
-    residency_of,
     sharded,
     train,
 )
@@ -320,4 +320,4 @@ def test_a_users_backward_hook_comes_and_goes_and_leaves_nothing() -> None:
 
 def test_a_stranger_has_no_name_among_units() -> None:
     _, optimizer = sharded(Case(Net), Loopback[None](1).transports[0])
-    assert residency_of(optimizer).spec_of(torch.zeros(3)) is None
+    assert manager_of(optimizer).spec_of(torch.zeros(3)) is None

@@ -23,7 +23,20 @@ from torch.utils.checkpoint import (
 
 from collectives import Transport, on_threads
 
-from ..cases import WIDTH, WORLD_SIZES, Apart, Batch, Block, Case, Net, check, lent, loss_of, net_of, residency_of
+from ..cases import (
+    WIDTH,
+    WORLD_SIZES,
+    Apart,
+    Batch,
+    Block,
+    Case,
+    Net,
+    check,
+    externally_held,
+    loss_of,
+    manager_of,
+    net_of,
+)
 from ..plain import assert_same_bits, assert_same_model
 from ..small import blocks, with_sgd
 
@@ -373,7 +386,7 @@ def test_a_graph_takes_the_weights_of_its_own_unit_also_where_another_lay_there_
         loss = model(inputs).sum()
         with torch.no_grad():
             model(inputs)  # reshards every unit at its end
-        held = lent(residency_of(optimizer))
+        held = externally_held(manager_of(optimizer))
         loss.backward()
         optimizer.step()
         optimizer.close()

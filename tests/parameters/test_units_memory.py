@@ -27,9 +27,9 @@ from ..cases import (
     assert_nothing_is_here,
     batches_of,
     loss_of,
+    manager_of,
     net_of,
     one_backward,
-    residency_of,
     sharded,
     train,
 )
@@ -57,7 +57,7 @@ def test_after_a_forward_the_graph_holds_no_weights(world_size: int) -> None:
 
     def program(transport: Transport) -> None:
         model, optimizer = sharded(Case(net_of(Block, DEEP)), transport)
-        manager = residency_of(optimizer)
+        manager = manager_of(optimizer)
         for step in range(2):
             loss = loss_of(model, batches_of(step, 1)[0])
             here = [number for number, unit in enumerate(manager.units) if unit.state is not State.SHARDED]
@@ -79,7 +79,7 @@ def test_after_a_forward_the_graph_holds_no_weights(world_size: int) -> None:
 def test_at_most_the_root_the_running_unit_and_the_next_one_are_here(world_size: int) -> None:
     def program(transport: Transport) -> None:
         model, optimizer = sharded(Case(net_of(Block, DEEP)), transport)
-        manager, seen = residency_of(optimizer), []
+        manager, seen = manager_of(optimizer), []
 
         def look(*_: Any) -> None:
             seen.append(in_use(manager))

@@ -9,7 +9,7 @@ from torch import nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..faces import ALL_STAGES
+from ..trainings import ALL_STAGES
 
 pytestmark = pytest.mark.contract
 

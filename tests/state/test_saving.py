@@ -15,13 +15,13 @@ from torch import nn
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer
 
-from ..faces import ALL_STAGES, SGD, Two, trained
 from ..models import odd_batches, odd_loss
 from ..plain import assert_same_bits, assert_same_model, assert_same_states, plain_step, share
 from ..pool import GlooPool
 from ..programs import locked_build
 from ..small import TwoVectors, adam_steps
 from ..test_errors import linear
+from ..trainings import ALL_STAGES, SGD, Two, trained
 
 
 def test_loading_shares_nothing_with_the_dict_and_saving_nothing_with_the_optimizer() -> None:

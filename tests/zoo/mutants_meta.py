@@ -29,7 +29,7 @@ MUTANTS = (
         "All modules get memory before the first bucket is sharded: a rank holds the whole model.",
         (
             Edit(
-                "zero.parameters.sharded.ShardedStorage._as_they_come",
+                "zero.parameters.sharded.ShardedStorage._in_registration_order",
                 "            while any(is_meta(params.parameters[slot.parameter]) for slot in bucket.slots):\n"
                 "                next(steps)\n",
                 "            for _ in steps:\n                pass\n",
@@ -43,7 +43,7 @@ MUTANTS = (
         "The frozen base of an adapted model is whole until what is trained has been sharded.",
         (
             Edit(
-                "zero.parameters.sharded.ShardedStorage.adopt",
+                "zero.parameters.sharded.ShardedStorage.register",
                 "        self._fill_all([params, self._unlisted])\n",
                 "        self._fill_all([params])\n        self._fill_all([self._unlisted])\n",
             ),

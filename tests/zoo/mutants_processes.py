@@ -95,7 +95,7 @@ MUTANTS = (
         "Hooks of a unit reappear inside the compiled call of another thread, and become part of its graph.",
         (
             Edit(
-                "zero.parameters.module_hooks.ModuleHooks._leave_compiled",
+                "zero.parameters.module_hooks.ModuleHooks._exit_compiled",
                 "if module is not None and taken_away:",
                 "if module is not None:",
             ),

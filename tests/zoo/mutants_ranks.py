@@ -302,7 +302,7 @@ RANKS = (
                 "",
             ),
         ),
-        ("contract/test_face.py::test_construction_copies_rank_0s_parameters_and_buffers",),
+        ("contract/test_public_calls.py::test_construction_copies_rank_0s_parameters_and_buffers",),
     ),
     Mutant(
         "names-are-not-in-the-digest",

@@ -146,7 +146,7 @@ MUTANTS = (
                 "        self._bindings = bindings(self._module)\n        self._cast_rest()",
             ),
         ),
-        ("contract/test_face.py::test_identity_names_ties_shapes_and_strides_stay[2]",),
+        ("contract/test_public_calls.py::test_identity_names_ties_shapes_and_strides_stay[2]",),
     ),
     Mutant(
         "none-is-zero",
@@ -185,7 +185,7 @@ MUTANTS = (
                 "equal",
             ),
         ),
-        ("contract/test_face.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),
+        ("contract/test_public_calls.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),
     ),
     Mutant(
         "options-are-read-once",
@@ -200,7 +200,7 @@ MUTANTS = (
                 "        groups = self._kept\n        ahead = (states for states,",
             ),
         ),
-        ("contract/test_face.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),
+        ("contract/test_public_calls.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),
     ),
     Mutant(
         "what-a-class-counts-in-its-group-is-lost",
@@ -213,7 +213,9 @@ MUTANTS = (
                 "        for options in changed.values():\n",
             ),
         ),
-        ("contract/test_face.py::test_a_class_counts_steps_also_on_ranks_and_in_groups_that_hold_nothing[Counting-2]",),
+        (
+            "contract/test_public_calls.py::test_a_class_counts_steps_also_on_ranks_and_in_groups_that_hold_nothing[Counting-2]",
+        ),
     ),
     Mutant(
         "a-scalar-is-a-vector",
@@ -226,6 +228,6 @@ MUTANTS = (
                 "return False",
             ),
         ),
-        ("contract/test_face.py::test_parameters_without_dimensions_are_promoted_as_torch_promotes_them",),
+        ("contract/test_public_calls.py::test_parameters_without_dimensions_are_promoted_as_torch_promotes_them",),
     ),
 )

@@ -19,12 +19,12 @@ def formula_bytes(
     rest: Layout | None = None,
     reshard_group_size: int | None = None,
     *,
-    slices_are_shown: bool = False,
+    slices_are_exposed: bool = False,
 ) -> dict[str, int]:
     """Return the bytes that one rank holds, by kind. They are computed from elements, without padding.
 
     "gathered_peak" and "scratch_peak" are upper bounds. The first is the root's rest, the two largest units, and the
-    shards that are kept for the backward. The second is three of the largest bucket, plus with ``slices_are_shown`` a
+    shards that are kept for the backward. The second is three of the largest bucket, plus with ``slices_are_exposed`` a
     copy of this rank's shards of those units.
 
     Args:
@@ -34,7 +34,7 @@ def formula_bytes(
             weights are counted in addition.
         rest: the parameters that are stored beside those of ``layout`` and not updated.
         reshard_group_size: the result of `check_reshard`; None means all ranks.
-        slices_are_shown: whether peers read this rank's shards in place, in its memory.
+        slices_are_exposed: whether peers read this rank's shards in place, in its memory.
     """
 
     def total(which: str, among: Sequence[ParameterSpec]) -> int:
@@ -47,7 +47,7 @@ def formula_bytes(
     units = _unit_bytes(layout, rest)
     all_units = sum(units.values())
     gathered = units.pop(0, 0) + sum(sorted(units.values())[-2:])
-    shown = sharded_bytes(gathered, layout.world_size) if slices_are_shown else 0
+    exposed = sharded_bytes(gathered, layout.world_size) if slices_are_exposed else 0
     if reshard_group_size is not None and reshard_group_size < layout.world_size:
         gathered = all_units if reshard_group_size == 1 else gathered + sharded_bytes(all_units, reshard_group_size)
 
@@ -67,7 +67,7 @@ def formula_bytes(
         "optimizer": placed(states, stage.states),
         "gathered_peak": gathered if stage.gathers(1) and layout.world_size > 1 else 0,
         "scratch_peak": 3 * max((b.numel * b.dtypes.accumulate_dtype.itemsize for b in layout.buckets), default=0)
-        + shown,
+        + exposed,
     }
 
 

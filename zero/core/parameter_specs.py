@@ -113,7 +113,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     for number, group in enumerate(given):
         if not isinstance(group, dict) or "params" not in group:
             raise TypeError(
-                f"params[{number}] is {_shown(group)}, not a param group with 'params': where one entry is a group, "
+                f"params[{number}] is {_brief(group)}, not a param group with 'params': where one entry is a group, "
                 "all must be"
             )
         groups.append({**group, "params": members_of(group["params"], f"params[{number}]['params']")})
@@ -129,7 +129,7 @@ def members_of(params: Any, place: str) -> list[Any]:
     for number, entry in enumerate(members):
         is_pair = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
         if not isinstance(entry[1] if is_pair else entry, Tensor):
-            raise TypeError(f"{place}[{number}] is {_shown(entry)}, neither a parameter nor a (name, parameter) pair")
+            raise TypeError(f"{place}[{number}] is {_brief(entry)}, neither a parameter nor a (name, parameter) pair")
     return members
 
 
@@ -137,11 +137,11 @@ def _in_order(params: Any, place: str) -> list[Any]:
     if isinstance(params, (set, frozenset)):
         raise TypeError(f"{place} must be in an order that all ranks share; a set has none")
     if not isinstance(params, Iterable):
-        raise TypeError(f"{place} is {_shown(params)}, and must be parameters, param groups or a module")
+        raise TypeError(f"{place} is {_brief(params)}, and must be parameters, param groups or a module")
     return list(params)
 
 
-def _shown(value: Any) -> str:
+def _brief(value: Any) -> str:
     kind = type(value).__name__
     return f"a {kind}" if hasattr(value, "shape") else f"{reprlib.repr(value)} ({kind})"
 

@@ -3,7 +3,7 @@
 Knows: the bucket's geometry, the buffers that the stage keeps, and the difference between a zero gradient and none.
 Does not know: when a backward begins or ends, other buckets, optimizers.
 
-    stage      local (this rank's contribution)   sum (owner's slice, undivided)     settled (read by the update)
+    stage      local (this rank's contribution)   sum (owner's slice, undivided)     final (read by the update)
     0          whole, kept                        kept in a buffer of its own        whole: means of all slices
     1          whole, kept                        the owned slice of the whole       sum / divisor
     2, 3       whole, scratch during reduction    kept                               sum / divisor
@@ -255,7 +255,7 @@ class GradAccumulator:
             return None
         return self._saved_sum if self._saved_sum is not None else self._sum()
 
-    def settled(self) -> Tensor | None:
+    def final_grad(self) -> Tensor | None:
         """Return the gradients, 1-D, of the interval that this rank updates; None before the first reduction."""
         if not self.has_sum:
             return None

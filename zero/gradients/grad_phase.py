@@ -3,7 +3,7 @@
 Knows: which parameters were used, the divisor, and what may happen next. Does not know: the memory of gradients,
 p.grad, other ranks.
 
-    OPEN -------- finalize_grads (clip, unscale, step) ------> SETTLED --- step ---> STEPPED
+    OPEN -------- finalize_grads (clip, unscale, step) ------> FINALIZED --- step ---> STEPPED
       ^  backwards add                                            |                     |
       +----------------- every gradient was cleared <-------------+---------------------+
 """
@@ -20,7 +20,7 @@ class Phase(Enum):
     """The phase of gradients, which decides what may happen to them next."""
 
     OPEN = "backwards add to them"
-    SETTLED = "they are means, perhaps clipped"
+    FINALIZED = "they are means, perhaps clipped"
     STEPPED = "a step has used them"
 
 
@@ -33,7 +33,7 @@ class GradPhase:
         self.divisor = divisor  # of the next finalize_grads
         self.means_divisor: float | None = None  # of the means that all ranks hold; None: no means, or out of date
         self.stale: set[int] = set()  # gradients that must be cleared before the phase is OPEN again
-        self.settled_by = ""
+        self.finalized_by = ""
 
     @property
     def is_open(self) -> bool:
@@ -44,7 +44,7 @@ class GradPhase:
         """Raise `RuntimeError` if backwards may not add gradients any more."""
         if not self.is_open:
             raise RuntimeError(
-                f"rank {rank}: backward() after {self.settled_by} without zero_grad(): the gradient of "
+                f"rank {rank}: backward() after {self.finalized_by} without zero_grad(): the gradient of "
                 f"{name_of(min(self.stale))} was already divided; call optimizer.zero_grad() first"
             )
 
@@ -53,14 +53,14 @@ class GradPhase:
         merged = functools.reduce(operator.or_, (int.from_bytes(used, "little") for used in told))
         self.used[:] = map(bool, merged.to_bytes(len(self.used), "little"))
 
-    def settled(self, purpose: str) -> None:
+    def finalized(self, purpose: str) -> None:
         """Note that the sums have become means, in the call ``purpose``."""
         self.stale = {index for index, used in enumerate(self.used) if used}
-        self.phase, self.settled_by = Phase.SETTLED if self.stale else Phase.OPEN, purpose
+        self.phase, self.finalized_by = Phase.FINALIZED if self.stale else Phase.OPEN, purpose
 
     def stepped(self) -> None:
         """Note that a step has used the means."""
-        self.phase, self.settled_by = Phase.STEPPED if self.stale else Phase.OPEN, "step()"
+        self.phase, self.finalized_by = Phase.STEPPED if self.stale else Phase.OPEN, "step()"
 
     def renewed(self, index: int) -> None:
         """Note that this gradient was cleared."""

@@ -73,7 +73,7 @@ class ShardedGradient(torch.Tensor):
         number: the parameter's index in the layout.
         capture: the gradient that autograd added last, until the parameter's hook takes it.
         listener: receives zeroing and unscaling.
-        says: the dtype that the placeholder reports: fp32 for fp16, because a `GradScaler` refuses fp16 gradients.
+        reported_dtype: the dtype of the placeholder: fp32 for fp16, because a `GradScaler` refuses fp16 gradients.
     """
 
     __torch_function__ = torch.nn.Parameter.__torch_function__  # disabled: `__torch_dispatch__` answers
@@ -81,7 +81,7 @@ class ShardedGradient(torch.Tensor):
     number: int
     capture: Tensor | None
     listener: weakref.ref[Listener]
-    says: torch.dtype
+    reported_dtype: torch.dtype
 
     @staticmethod
     def __new__(cls, like: ParameterSpec, index: int, listener: weakref.ref[Listener]) -> ShardedGradient:
@@ -94,7 +94,7 @@ class ShardedGradient(torch.Tensor):
             requires_grad=False,
         )
         made.owner, made.number, made.capture, made.listener = like.name, index, None, listener
-        made.says = torch.float32 if like.dtypes.param_dtype is torch.float16 else like.dtypes.param_dtype
+        made.reported_dtype = torch.float32 if like.dtypes.param_dtype is torch.float16 else like.dtypes.param_dtype
         return made
 
     def __init__(self, like: ParameterSpec, index: int, listener: weakref.ref[Listener]) -> None:
@@ -102,7 +102,7 @@ class ShardedGradient(torch.Tensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.says
+        return self.reported_dtype
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<gradient of {self.owner!r}, {tuple(self.shape)}, not held by this rank; see optimizer.full_grad(p)>"

@@ -89,7 +89,7 @@ class JoinProtocol:
             finally:
                 self._inside = False
 
-    def tell_failure(self, error: Exception) -> None:
+    def report_failure(self, error: Exception) -> None:
         """Send the error that ended this rank's `join` block to the other ranks, which wait for its next call.
 
         Collective; does nothing if the ranks have an error already.

@@ -56,7 +56,7 @@ class OwnedMeans:
     def _pieces(self, pieces_of: Callable[[GradAccumulator], Sequence[Piece]]) -> list[Tensor]:
         found = []
         for store in self._stores:
-            gradient = store.settled()
+            gradient = store.final_grad()
             if gradient is not None:
                 begin, _ = self._stage.update_interval(store.bucket, self._rank)
                 for piece in pieces_of(store):

@@ -231,7 +231,7 @@ class Reducer:
         else:
             for store in self.stores:
                 store.divide(self.divisor)
-        self._progress.settled(purpose)
+        self._progress.finalized(purpose)
         self._access.publish()
 
     def check_consistency(
@@ -347,9 +347,9 @@ class Reducer:
         """Set the divisor of the next `finalize_grads`."""
         if not self.hooks.interrupted:
             self._access.detect_changes()
-        if self._progress.phase is Phase.SETTLED:
+        if self._progress.phase is Phase.FINALIZED:
             raise RuntimeError(
-                f"the divisor was set after {self._progress.settled_by}, which has already divided by "
+                f"the divisor was set after {self._progress.finalized_by}, which has already divided by "
                 f"{self.divisor:g}: set it before the first clip, unscale or step of a step"
             )
         self._progress.divisor = value

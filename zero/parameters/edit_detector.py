@@ -21,7 +21,7 @@ class EditDetector:
         self._rank = rank
         self._found: str | None = None  # the first edit, as an error's text
         self.is_checked = True  # shared memory was checked since a unit was last installed
-        self._doubts: dict[UnitBuffer, Tensor] = {}  # index of an edited element of the slice; -1: none
+        self._pending_checks: dict[UnitBuffer, Tensor] = {}  # index of an edited element of the slice; -1: none
 
     def add(self, buffer: UnitBuffer) -> None:
         """Register a buffer."""
@@ -38,9 +38,9 @@ class EditDetector:
 
     def take(self) -> str | None:
         """Return the first edit since the last call, as an error's text, or None. Waits for devices."""
-        doubts, self._doubts = self._doubts, {}
-        found = read_scalars(list(doubts.values()))  # host synchronisation: one between two agreements, for all units
-        for buffer, element in zip(doubts, found, strict=True):
+        pending, self._pending_checks = self._pending_checks, {}
+        found = read_scalars(list(pending.values()))  # host synchronisation: one between two agreements, for all units
+        for buffer, element in zip(pending, found, strict=True):
             if element >= 0:
                 low, _ = buffer.bucket.owned(self._rank)
                 self.note_slot(buffer, buffer.slot_at(low + element))
@@ -102,6 +102,6 @@ class EditDetector:
     def _doubt(self, buffer: UnitBuffer, low: int, high: int) -> None:
         """Launch the comparison on a device, where the host would have to wait for the result; `take` reads it."""
         if buffer.whole is not None and high > low:
-            doubt = first_unequal(buffer.whole[low:high], buffer.shard)
-            before = self._doubts.get(buffer)
-            self._doubts[buffer] = doubt if before is None else torch.maximum(before, doubt)
+            check = first_unequal(buffer.whole[low:high], buffer.shard)
+            before = self._pending_checks.get(buffer)
+            self._pending_checks[buffer] = check if before is None else torch.maximum(before, check)

@@ -210,7 +210,7 @@ class ModuleHooks:
             for handle in self._inner or ():
                 handle.remove()
             self._inner = None
-            self._surrounded = wrap_compiled_call(self._compiled, self._enter_compiled, self._leave_compiled)
+            self._surrounded = wrap_compiled_call(self._compiled, self._enter_compiled, self._exit_compiled)
             module._compiled_call_impl = self._surrounded
 
     def _enter_compiled(self) -> bool:
@@ -222,7 +222,7 @@ class ModuleHooks:
         module._forward_hooks.pop(self._last.id, None)
         return module._forward_pre_hooks.pop(self._first.id, None) is not None
 
-    def _leave_compiled(self, taken_away: bool, output: Any) -> None:
+    def _exit_compiled(self, taken_away: bool, output: Any) -> None:
         module = self._module()
         if module is not None and taken_away:
             module._forward_pre_hooks[self._first.id] = self._entering

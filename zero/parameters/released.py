@@ -87,7 +87,7 @@ def released_class(base: type[Tensor], spec_of: SpecOf) -> type[Tensor]:
             f"another method of the unit one that gathers{_further_remedy(func)}"
         )
 
-    def show(self: Tensor, **_: Any) -> str:
+    def represent(self: Tensor, **_: Any) -> str:
         spec = spec_of(self)
         values = "its optimizer is gone" if spec is None else "values inside optimizer.gathered()"
         name = "" if spec is None else f" {spec.name!r}"
@@ -97,7 +97,7 @@ def released_class(base: type[Tensor], spec_of: SpecOf) -> type[Tensor]:
     body = {
         "released": True,
         "__torch_function__": classmethod(answer),
-        "__repr__": show,
+        "__repr__": represent,
         "__module__": __name__,
     }
     made: type[Tensor] = type(base).__call__(type(base), "Released", (base,), body)
@@ -109,7 +109,7 @@ def released_class(base: type[Tensor], spec_of: SpecOf) -> type[Tensor]:
 # values.
 
 
-def _shown(spec_of: SpecOf, func: Any, parameter: Tensor, format_spec: str = "", **_: Any) -> Any:
+def _formatted(spec_of: SpecOf, func: Any, parameter: Tensor, format_spec: str = "", **_: Any) -> Any:
     return NotImplemented if format_spec else repr(parameter)
 
 
@@ -166,8 +166,8 @@ def _without_values() -> dict[Any, Callable[..., Any]]:
     tensor: Any = Tensor
     converting = ("to", "cpu", "cuda", "float", "half", "double", "bfloat16", "type")
     return {
-        tensor.__repr__: _shown,
-        tensor.__format__: _shown,
+        tensor.__repr__: _formatted,
+        tensor.__format__: _formatted,
         **{getattr(tensor, name): _converted for name in converting},
         tensor.data.__set__: _replaced,
         torch.autograd.grad: _differentiated,

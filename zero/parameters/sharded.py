@@ -133,7 +133,7 @@ class ShardedStorage(ParameterStorage):
                 self._offload_backend.give_back(self.rest_flats())
             self._unlisted = None
 
-    def adopt(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> None:
+    def register(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> None:
         new = layout.buckets[len(self.flats) :]
         self.layout = layout
         self.parameters += parameters
@@ -181,7 +181,7 @@ class ShardedStorage(ParameterStorage):
         sizes = [bucket.numel * bucket.dtypes.param_dtype.itemsize for _, bucket in entries]
         shared = on_host and self._offload_backend is None and self._shards.world_size > 1
         regions = self._agreed(self._shards.common(sizes) if shared else None)
-        for number in self._as_they_come(entries):
+        for number in self._in_registration_order(entries):
             params, bucket = entries[number]
             self._fill(params, bucket, None if regions is None else regions[number])
 
@@ -216,7 +216,7 @@ class ShardedStorage(ParameterStorage):
         told = self._transport.exchange(b"" if regions else b"none", Tag(Kind.EXCHANGE, "memory in common"))
         return None if any(told) else regions
 
-    def _as_they_come(self, entries: Sequence[tuple[_ParamSet, Bucket]]) -> Iterator[int]:
+    def _in_registration_order(self, entries: Sequence[tuple[_ParamSet, Bucket]]) -> Iterator[int]:
         """Places in ``entries`` in an order that is equal on all ranks, also if some tensors have no values yet.
 
         It is the order of each bucket's last registered parameter. Only as many meta tensors are materialized at a time

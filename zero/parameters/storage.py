@@ -92,7 +92,7 @@ class ParameterStorage:
     def begin(self) -> None:
         """Further parameters are about to be adopted. Collective."""
 
-    def adopt(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> None:
+    def register(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> None:
         """Register further parameters, which ``layout`` has in further buckets, and copy rank 0's values there.
         Collective."""
         new = layout.buckets[len(self.flats) :]

@@ -188,7 +188,7 @@ class UnitManager:
         buffer.installed = buffer.unchecked = True
         released = [self._classes[base] for base in buffer.bases]
         if [parameter.__class__ for parameter in buffer.parameters] != released:
-            self._tell_swapped(buffer, released)
+            self._note_swapped(buffer, released)
         for parameter, base in zip(buffer.parameters, buffer.bases, strict=True):
             parameter.__class__ = base
         for slot in buffer.edited():
@@ -197,7 +197,7 @@ class UnitManager:
                 buffer.renew(slot)
         buffer.put_whole()
 
-    def _tell_swapped(self, buffer: UnitBuffer, released: Sequence[type[Tensor]]) -> None:
+    def _note_swapped(self, buffer: UnitBuffer, released: Sequence[type[Tensor]]) -> None:
         for slot, (parameter, known) in enumerate(zip(buffer.parameters, released, strict=True)):
             if parameter.__class__ is not known:
                 self.lasting = f"{buffer.name(slot)!r} was swapped for another tensor: build a new model and optimizer"

@@ -129,7 +129,7 @@ def describe(
             tensors_of_state,
             storage.rest,
             reshard_group_size,
-            slices_are_shown=bool(stage.gathers(1)) and units_need_gather and shards.memory is not None,
+            slices_are_exposed=bool(stage.gathers(1)) and units_need_gather and shards.memory is not None,
         ),
         {name: sum(part.nbytes for part in parts_of(parameter)) for name, parameter in storage.replicas()},
         _bytes([*storage.kept(), *(tensor for held in inner.states for tensor in held.kept())]),

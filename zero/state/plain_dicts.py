@@ -128,7 +128,7 @@ def gather(
     Returns:
         (states, master weights), each by torch.optim's index; None on ranks that do not get them.
     """
-    told = _tell(layout, inner)
+    told = _state_facts(layout, inner)
     lists = [told] if whole_here else [json.loads(d) for d in transport.exchange(json.dumps(told).encode(), tag)]
     here, receivers = to in (None, transport.rank), range(shards.world_size)
     if to is not None:
@@ -176,7 +176,7 @@ def gather(
     return (dict(sorted(result.items())), dict(sorted(masters.items()))) if here else None
 
 
-def _tell(layout: Layout, inner: InnerOptimizer) -> list[dict[str, Any]]:
+def _state_facts(layout: Layout, inner: InnerOptimizer) -> list[dict[str, Any]]:
     """Return the metadata of this rank's states by bucket: names, dtypes and scalars, but no tensors."""
     told = []
     for bucket, states in zip(layout.buckets, inner.states, strict=True):

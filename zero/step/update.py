@@ -31,7 +31,7 @@ GATHERS_IN_FLIGHT = 2  # after a step; for each, a copy of the rank's slice may 
 class _Gradient(Protocol):
     """The finalized gradient of one bucket, as in a `GradAccumulator`."""
 
-    def settled(self) -> Tensor | None:
+    def final_grad(self) -> Tensor | None:
         """Return the mean over the interval that this rank updates, 1-D; None if no rank has a gradient."""
 
 
@@ -119,7 +119,7 @@ class Update:
         factor = clip_factor(norm, max_norm)
         if not bool(factor == 1.0):
             for store in self._reducer.stores:
-                gradient = store.settled()
+                gradient = store.final_grad()
                 if gradient is not None:
                     gradient.mul_(factor)  # a factor on the host, as in a plain loop: no copy, and one rounding
         return norm
@@ -131,7 +131,7 @@ class Update:
         """
         used = self._reducer.used
         buckets = self._storage.layout.buckets
-        gradients = [store.settled() for store in self._reducer.stores]
+        gradients = [store.final_grad() for store in self._reducer.stores]
         present = [
             tuple(used[bucket.slots[piece.slot].parameter] for piece in states.pieces)
             for bucket, states in zip(buckets, self._inner.states, strict=True)
