@@ -229,8 +229,8 @@ def test_what_a_rank_said_before_it_left_is_heard_by_one_who_asks_later() -> Non
             errors.append(str(error))
 
     group = Loopback[None](2, timeout=LIMIT)
-    leave = group._world.leave
-    group._world.leave = lambda rank, why: (leave(rank, why), gone.set())[0]  # type: ignore[method-assign]
+    mark_gone = group._world.mark_gone
+    group._world.mark_gone = lambda rank, why: (mark_gone(rank, why), gone.set())[0]  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         group.run(program)
     assert errors == ["rank 0, in step(): rank 1 failed: the disk is full"]
