@@ -8,10 +8,10 @@ A message is a header of `HEADER_BYTES` on one port and its bytes on another:
 The receiver knows which header it expects. Another header is an error that names both collectives, on both sides. An
 abort is a header, too.
 
-A network may never report that its end is gone in the middle of many bytes, but it does before a short message. So over
-a network a short message follows each large one: its header, or, if the payload is used part by part, a marker of one
-byte behind each part. When the short message is here, the bytes before it are. A rank that fails still sends acks and
-markers, so that the sends and receives of other ranks end.
+A network may not report a lost peer during a large transfer, but it does for a short message. So over a network a short
+message follows each large one: its header, or, if the payload is used part by part, a marker of one byte behind each
+part. Its arrival proves that the bytes before it arrived. A rank that fails still sends acks and markers, so that the
+sends and receives of other ranks end.
 
 Knows: which message follows which. Does not know: what is sent, or what a collective is.
 """
@@ -157,8 +157,8 @@ class Messenger(PeerLinks):
             raise self.cut_off(error, source, tag) from error
 
     def post_remaining(self) -> None:
-        """Post the receives of the parts behind first ones. That is put off until this rank has sent a first part, or
-        has nothing more to send: while the network carries that part, there is time."""
+        """Post the receives of all parts after the first ones. That is put off until this rank has sent a first part,
+        whose transfer hides the cost, or has nothing more to send."""
         while self._unposted:
             self.check()
             self._post(self._unposted[0])
@@ -178,8 +178,7 @@ class Messenger(PeerLinks):
     def _expect_ack(self, to: int) -> int:
         """Post the receive of the ack of a message, and return its number.
 
-        If the reader of a message is gone, a network may never report that it was not sent. A peer that acks has read
-        it, and one that is gone sends no ack.
+        A network may not report a send that was lost with its peer. An ack proves that the peer has read the message.
         """
         state = self.states[to]
         state.acks.append(self.backend.recv_bytes(1, self.ranks[to], self.slot(ACK_PORT)))
@@ -273,9 +272,8 @@ class Send:
 class DeferredSends:
     """Sends whose wait is put off to the next exchange.
 
-    The peers had posted the receives of these sends before they sent what this rank has read from them since. So the
-    sends are under way. To wait for one would ask the network, which may have lost it if its peer has just gone. By the
-    next exchange this rank has heard from the peers again.
+    A peer posts its receive before it sends the messages that this rank has read since, so these sends have started. A
+    wait now could block if the peer has just died. By the next exchange, this rank has received from the peers again.
     """
 
     def __init__(self, messenger: Messenger, sends: Sequence[Send]) -> None:
@@ -307,7 +305,7 @@ class Recv:
             messenger.wait_marker(self.marker, expected.source, expected.tag)
             self.marker = None
         if self.part is not None:
-            assert self.payload is not None, "every part is asked for before a header is believed"
+            assert self.payload is not None, "a part's receive is posted before its header is confirmed"
             messenger.wait(self.payload, expected.source, expected.tag)
             self.part = self.payload = None  # it was read
         if self._ack_due:

@@ -86,7 +86,7 @@ class Transport:
         if not self.has_common or not sum(sizes):
             return None
         tag = Tag(Kind.EXCHANGE, "making memory for all ranks")
-        self.exchange(b"", tag)  # who failed, or is elsewhere, says so here: a rank that waits for memory hears nothing
+        self.exchange(b"", tag)  # finds a rank that failed or is elsewhere, which the wait for the memory could not
         try:
             regions = self.backend.common(sizes, self._messenger.ranks)
         except BaseException as error:

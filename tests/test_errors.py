@@ -611,7 +611,7 @@ def test_ranks_that_clear_or_freeze_alone_are_told_where_no_bucket_can_tell() ->
         optimizer.step()
 
     for message in on_ranks(2, clears):
-        assert "step(): the gradients of rank 0 are reduced, those of rank 1 open: clip, step and clear" in message
+        assert "step(): the gradients of rank 0 are divided, those of rank 1 open: clip, step and clear" in message
     for message in on_ranks(2, freezes):
         assert "step(): 'bias' is trainable on rank 0, but frozen on rank 1: freeze and unfreeze on every" in message
 

@@ -310,8 +310,8 @@ def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) 
         (State.WHOLE, State.SHARDED),
     }
     assert {arrow for arrow in phases if arrow[0] is not arrow[1]} == {
-        (Phase.OPEN, Phase.REDUCED),
-        (Phase.REDUCED, Phase.STEPPED),
-        (Phase.REDUCED, Phase.OPEN),
+        (Phase.OPEN, Phase.DIVIDED),
+        (Phase.DIVIDED, Phase.STEPPED),
+        (Phase.DIVIDED, Phase.OPEN),
         (Phase.STEPPED, Phase.OPEN),
     }

@@ -39,7 +39,7 @@ MUTANTS = (
         "what-was-refused-ends-the-forward-around-it",
         ("L3",),
         "A forward that was refused before it began ends another one of the same module, inside which it was called.",
-        (Edit("zero.parameters.unit_hooks.UnitHooks.entered", "        place.refused.add(thread)\n", ""),),
+        (Edit("zero.parameters.unit_hooks.UnitHooks.entered", "        hooks.refused.add(thread)\n", ""),),
         (f"{HABITS}::test_a_transform_that_was_refused_inside_a_forward_ends_no_other",),
     ),
     Mutant(
@@ -65,8 +65,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_hooks.UnitHooks.entered",
-                "if place.is_root and all(place is not other for other, _, _ in self._running[:-1]) and",
-                "if place.is_root and",
+                "if hooks.is_root and all(hooks is not other for other, _, _ in self._running[:-1]) and",
+                "if hooks.is_root and",
             ),
         ),
         ("parameters/test_forward_methods.py::test_methods_inside_a_forward_begin_no_order_of_their_own",),

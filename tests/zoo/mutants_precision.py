@@ -497,7 +497,7 @@ SCALING = (
                 "            self._slots.clear()  # also what was there before this object\n"
                 "            self._clear()\n",
                 "            self._slots.clear()  # also what was there before this object\n"
-                "            if self._progress.phase.name != 'REDUCED':\n"
+                "            if self._progress.phase.name != 'DIVIDED':\n"
                 "                self._clear()\n",
             ),
         ),

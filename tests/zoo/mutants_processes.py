@@ -70,8 +70,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_hooks.UnitHooks.left",
-                "        if not last or last[0][:2] != (place, thread):",
-                "        if not last or last[0][0] is not place:",
+                "        if not last or last[0][:2] != (hooks, thread):",
+                "        if not last or last[0][0] is not hooks:",
             ),
         ),
         (f"{BESIDE}[one-rank]",),

@@ -20,7 +20,7 @@ from .accumulator import GradAccumulator
 
 
 class BackwardSchedule:
-    """The rounds of one optimizer on one rank. ``parameters`` are in the layout's order: none, until `extend`."""
+    """The rounds of one optimizer on one rank. ``parameters`` are by index in the layout: none, until `extend`."""
 
     def __init__(
         self, layout: Layout, stage: Stage, transport: Transport, shards: Transport, collective: Collective
@@ -33,7 +33,7 @@ class BackwardSchedule:
         self.places: list[tuple[GradAccumulator, int]] = []  # of each parameter: its accumulator, and its slot there
         self.seen: list[bool] = []  # of each parameter: trainable in a backward since gradients were cleared
         self.number = 0  # rounds that this rank entered
-        self._position = 0  # rounds since gradients were cleared: shows a rank that skips a step alone
+        self._rounds_since_clear = 0  # part of a label, so that a rank that skips a step alone has another tag
         self.at_the_end = False  # a round is entered when its backward ends: all gathers of units come before it
         self._in_round = False  # the backward under way is a round
         self._entered = False  # the round has been entered
@@ -41,12 +41,12 @@ class BackwardSchedule:
         self._missing: dict[int, int] = {}
         self._trainable: dict[int, list[bool]] = {}
         in_flight = 2 if stage.keeps_full_grads else 1  # at most three buckets of scratch with direct exchange
-        this = weakref.ref(self)  # a strong one would be a cycle, and buffers would wait for garbage collection
+        weak_self = weakref.ref(self)  # a strong one would be a cycle, and buffers would wait for garbage collection
 
         def launch(bucket: int) -> Work:
-            rounds = this()
-            assert rounds is not None
-            return rounds._launch(bucket)
+            schedule = weak_self()
+            assert schedule is not None
+            return schedule._launch(bucket)
 
         self._queue = BucketQueue(launch, in_flight)
 
@@ -76,7 +76,7 @@ class BackwardSchedule:
     def _enter(self) -> None:
         self._entered = True
         self.number += 1
-        self._position += 1
+        self._rounds_since_clear += 1
         self._queue.begin([store.bucket.index for store in self._active])
 
     def _activate(self, also: Sequence[int]) -> None:
@@ -94,7 +94,8 @@ class BackwardSchedule:
                 store.touched = True
 
     def arrived(self, index: int, gradient: Tensor) -> None:
-        """Stash the gradient of a parameter. With the last one of its bucket, the bucket is ready, or is added up."""
+        """Stash the gradient of a parameter. After the last one of its bucket, the bucket is ready in a round; under
+        `no_sync` it is flushed."""
         store, slot = self.places[index]
         if slot in store.arrived:  # pragma: no cover - autograd has never done that; if it did, a sum would be wrong
             raise RuntimeError(f"{self.layout.parameters[index].name!r} received two gradients in one backward")
@@ -109,13 +110,13 @@ class BackwardSchedule:
 
     def _launch(self, bucket: int) -> Work:
         store = self.stores[bucket]
-        label = f"backward {self._position} since zero_grad(), {store.label}"
+        label = f"backward {self._rounds_since_clear} since zero_grad(), {store.label}"
         return store.launch(self._collective, label, self.number, self._trainable[bucket])
 
     def complete(self, then: Callable[[], None]) -> None:
-        """Finish the backward under way: flush, or, in a round, launch the rest, wait, then call ``then``.
+        """Finish the backward under way. Under `no_sync`: flush. In a round: launch the rest, wait, then call ``then``.
 
-        A round is not over before ``then`` returns: after an interrupt, call this again. A `MismatchError` names the
+        A round is not over before ``then`` returns. After an interrupt, call this again. A `MismatchError` names the
         parameters that are frozen on this rank.
         """
         if not self._in_round:
@@ -141,7 +142,7 @@ class BackwardSchedule:
     def clear(self) -> None:
         """Reset all parameters to "no gradient"."""
         self.seen = [False] * len(self.parameters)
-        self._position = 0
+        self._rounds_since_clear = 0
         for store in self.stores:
             store.clear()
 

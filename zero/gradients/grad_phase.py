@@ -3,7 +3,7 @@
 Knows: which parameters were used, the divisor, and what may happen next. Does not know: the memory of gradients,
 p.grad, other ranks.
 
-    OPEN -------- finalize_grads (clip, unscale, step) ------> REDUCED --- step ---> STEPPED
+    OPEN -------- finalize_grads (clip, unscale, step) ------> DIVIDED --- step ---> STEPPED
       ^  backwards add                                            |                     |
       +----------------- every gradient was cleared <-------------+---------------------+
 """
@@ -20,7 +20,7 @@ class Phase(Enum):
     """The phase of gradients, which decides what may happen to them next."""
 
     OPEN = "backwards add to them"
-    REDUCED = "they are means, perhaps clipped"
+    DIVIDED = "they are means, perhaps clipped"
     STEPPED = "a step has used them"
 
 
@@ -56,7 +56,7 @@ class GradPhase:
     def finalized(self, purpose: str) -> None:
         """Note that the sums have become means, in the call ``purpose``."""
         self.stale = {index for index, used in enumerate(self.used) if used}
-        self.phase, self.finalized_by = Phase.REDUCED if self.stale else Phase.OPEN, purpose
+        self.phase, self.finalized_by = Phase.DIVIDED if self.stale else Phase.OPEN, purpose
 
     def stepped(self) -> None:
         """Note that a step has used the means."""

@@ -347,7 +347,7 @@ class Reducer:
         """Set the divisor of the next `finalize_grads`."""
         if not self.hooks.interrupted:
             self._access.detect_changes()
-        if self._progress.phase is Phase.REDUCED:
+        if self._progress.phase is Phase.DIVIDED:
             raise RuntimeError(
                 f"the divisor was set after {self._progress.finalized_by}, which has already divided by "
                 f"{self.divisor:g}: set it before the first clip, unscale or step of a step"

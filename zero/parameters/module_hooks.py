@@ -88,24 +88,24 @@ def check_method(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 class HookListener(Protocol):
-    """The receiver of the events of modules. ``place``: the hooks of the module."""
+    """The receiver of the events of modules. ``hooks``: those of the module."""
 
-    def entered(self, place: ModuleHooks) -> None:
+    def entered(self, hooks: ModuleHooks) -> None:
         """A forward begins."""
 
-    def left(self, place: ModuleHooks, output: Any) -> None:
+    def left(self, hooks: ModuleHooks, output: Any) -> None:
         """The forward has ended; ``output`` is None if it raised."""
 
-    def save_on_top(self, place: ModuleHooks) -> None:
+    def push_saver_again(self, hooks: ModuleHooks) -> None:
         """The user's pre-forward hooks have run; they may have pushed saved-tensor hooks of their own."""
 
-    def save_as_before(self, place: ModuleHooks) -> None:
+    def pop_saver_again(self, hooks: ModuleHooks) -> None:
         """The user's post-forward hooks are about to run."""
 
-    def reached(self, place: ModuleHooks) -> None:
+    def reached(self, hooks: ModuleHooks) -> None:
         """A backward reaches the output of the forward."""
 
-    def graph_broken(self, place: ModuleHooks) -> None:
+    def graph_broken(self, hooks: ModuleHooks) -> None:
         """The module's hook broke the graph of a compiled call."""
 
 
@@ -185,12 +185,12 @@ class ModuleHooks:
     def _push(self, *_: Any) -> None:
         owner = self._owner()
         if owner is not None:
-            owner.save_on_top(self)
+            owner.push_saver_again(self)
 
     def _pop(self, *_: Any) -> None:
         owner = self._owner()
         if owner is not None:
-            owner.save_as_before(self)
+            owner.pop_saver_again(self)
 
     def _before(self, *_: Any) -> None:
         owner = self._owner()
@@ -260,8 +260,8 @@ class _Hook:
     A compiler does not trace it. Copies of the module, also pickled ones, get a hook that does nothing.
     """
 
-    def __init__(self, place: ModuleHooks, action: Callable[..., None]) -> None:
-        self.place, self._action = place, action
+    def __init__(self, hooks: ModuleHooks, action: Callable[..., None]) -> None:
+        self.hooks, self._action = hooks, action
 
     @interrupting
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
@@ -270,7 +270,7 @@ class _Hook:
     @untraced
     def act(self, interrupted: bool, arguments: tuple[Any, ...]) -> None:
         if interrupted:
-            self.place.graph_broken()
+            self.hooks.graph_broken()
         self._action(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -278,7 +278,7 @@ class _Hook:
 
     @property
     def alive(self) -> bool:
-        return self.place._owner() is not None and bool(self.place.needs)
+        return self.hooks._owner() is not None and bool(self.hooks.needs)
 
 
 @interrupting
@@ -309,10 +309,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         ValueError: the module has no such method, or lies inside a unit, which is gathered as a whole.
     """
     check_method(module, name)
-    places = _places(module)
-    for place in places:
-        place.register(module, name)
-    if not places and not any(_places(part) for part in module.modules()):
+    found = _hooks_of(module)
+    for hooks in found:
+        hooks.register(module, name)
+    if not found and not any(_hooks_of(part) for part in module.modules()):
         for own, parameter in module.named_parameters():
             if is_released(parameter):
                 raise ValueError(
@@ -321,10 +321,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
                 )
 
 
-def _places(module: nn.Module) -> list[ModuleHooks]:
+def _hooks_of(module: nn.Module) -> list[ModuleHooks]:
     """Return the hooks, at most one `ModuleHooks`, of an optimizer that gathers around the module's forward."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Hook)]
-    return [hook.place for hook in hooks if hook.place.gathers(module)]
+    return [hook.hooks for hook in hooks if hook.hooks.gathers(module)]
 
 
 def check_not_in_units(module: nn.Module | None) -> None:

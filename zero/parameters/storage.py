@@ -35,7 +35,7 @@ Keep = Callable[[Bucket, Tensor], None]  # called with a bucket's whole values i
 
 
 class ParameterStorage:
-    """Parameters in the layout's order, and their memory. Identity, name, shape and strides of a parameter stay."""
+    """Parameters, by index in the layout, and their memory. Identity, name, shape and strides of a parameter stay."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ParameterStorage:
         self.parameters: list[Tensor] = []
         self.replicated: dict[Tensor, ParameterSpec] = {}  # listed, and in no bucket; by identity, as torch does
         self.flats: list[Tensor] = []
-        self._places: list[tuple[int, torch.dtype]] = []  # of each parameter's memory, where it was put
+        self._addresses: list[tuple[int, torch.dtype]] = []  # of each parameter's memory, where it was put
         self._bindings = bindings(module)
         self._indices: dict[Tensor, int] = {}
 
@@ -66,8 +66,8 @@ class ParameterStorage:
 
     @property
     def buckets_cross_units(self) -> bool:
-        """True if gathering a unit moves no bytes, as long as shared memory can be allocated: its slices may then have
-        any length."""
+        """True if units need no gather when shared memory can be allocated. Shards of a unit may then differ in
+        length."""
         return False
 
     def lines(self) -> list[str]:
@@ -86,11 +86,11 @@ class ParameterStorage:
             check_memory(parameter, name, may_be_meta=True)
 
     def slices(self, buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
-        """Elements and dtype of each tensor that `adopt` of these, and `end` then, will keep on disk."""
+        """Return elements and dtype of each tensor that `register` and then `end` will keep on disk."""
         return []
 
     def begin(self) -> None:
-        """Further parameters are about to be adopted. Collective."""
+        """Prepare the registration of further parameters. Collective."""
 
     def register(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> None:
         """Register further parameters, which ``layout`` has in further buckets, and copy rank 0's values there.
@@ -105,7 +105,7 @@ class ParameterStorage:
                 spec = layout.parameters[slot.parameter]
                 self.parameters[slot.parameter].data = strided(flat, slot.offset, spec.shape, spec.stride)
             self.flats.append(flat)
-        self._places += [(parameter.data_ptr(), parameter.dtype) for parameter in parameters]
+        self._addresses += [(parameter.data_ptr(), parameter.dtype) for parameter in parameters]
 
     def _values(self, bucket: Bucket, layout: Layout, parameters: Sequence[Tensor], keep: Keep) -> Tensor:
         """Rank 0's values of a bucket, in the dtype with which the model computes. Collective."""
@@ -295,13 +295,13 @@ class ParameterStorage:
 
     def diagnose(self) -> str | None:
         """Return an error's text if a parameter was moved, cast or replaced since; else None."""
-        places = [(parameter.data_ptr(), parameter.dtype) for parameter in self.parameters]
-        if places != self._places:
+        addresses = [(parameter.data_ptr(), parameter.dtype) for parameter in self.parameters]
+        if addresses != self._addresses:
             for bucket, _, slot in self.layout.slots():
                 problem = self._misplacement(bucket, slot)
                 if problem is not None:
                     return problem
-            self._places = places  # share_memory() moves a bucket with all its parameters
+            self._addresses = addresses  # share_memory() moves a bucket with all its parameters
         return misplaced(self._bindings)
 
     def diagnose_unfrozen(self) -> str | None:
@@ -329,7 +329,7 @@ class ParameterStorage:
         return None
 
     def replaced(self) -> list[str]:
-        """Names under which the module no longer has the values that this optimizer gave it, and never will."""
+        """Return the names of parameters that were replaced: `release` cannot give them this optimizer's values."""
         names = list(replaced(self._bindings))
         for bucket, _, slot in self.layout.slots():
             spec = self.layout.parameters[slot.parameter]

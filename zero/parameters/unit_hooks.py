@@ -45,7 +45,7 @@ from .unit_manager import UnitManager
 
 _NO_TASK = -1
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-_MOST_LOOKS = 1000
+_MAX_WALKS = 1000
 
 
 class UnitHooks:
@@ -68,13 +68,13 @@ class UnitHooks:
         self._starting = False  # a backward began, and no unit was needed yet
         self._warned = False  # that a graph was broken
         self._saver = SavedTensorHooks(manager, self._needed_again)
-        self._places = [ModuleHooks(self, entry) for entry in units.entries]
+        self._hooks = [ModuleHooks(self, entry) for entry in units.entries]
 
     def remove(self) -> None:
         """Remove all hooks."""
-        for place in self._places:
-            place.remove()
-        self._places = []
+        for hooks in self._hooks:
+            hooks.remove()
+        self._hooks = []
 
     def busy(self) -> bool:
         """True inside a forward or a backward."""
@@ -131,63 +131,63 @@ class UnitHooks:
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def entered(self, place: ModuleHooks) -> None:
+    def entered(self, hooks: ModuleHooks) -> None:
         """A module's forward begins."""
         thread = threading.get_ident()
-        place.refused.add(thread)
+        hooks.refused.add(thread)
         self._manager.shards.check_process()  # before a lock that another thread may have held at the fork
-        refuse_transforms(place.name or "the root's rest")
+        refuse_transforms(hooks.name or "the root's rest")
         pushed = self._saver.push()  # torch may refuse
-        place.refused.discard(thread)
+        hooks.refused.discard(thread)
         last = self._running[-1:]  # read once: another thread may leave its forward at any moment
         if last and last[0][1] == thread:
-            self._running.append((place, thread, pushed))
+            self._running.append((hooks, thread, pushed))
         else:
-            self._begin_outermost(place, thread, pushed)
-        for unit in place.needs:
+            self._begin_outermost(hooks, thread, pushed)
+        for unit in hooks.needs:
             self._manager.acquire(unit)
         self._begin()
-        if place.is_root and all(place is not other for other, _, _ in self._running[:-1]) and not _in_backward():
+        if hooks.is_root and all(hooks is not other for other, _, _ in self._running[:-1]) and not _in_backward():
             self._order.begin_forward()
-        for unit in place.needs:
+        for unit in hooks.needs:
             self._demand(unit)
 
-    def _begin_outermost(self, place: ModuleHooks, thread: int, pushed: bool) -> None:
+    def _begin_outermost(self, hooks: ModuleHooks, thread: int, pushed: bool) -> None:
         try:
             with self._beginning:
                 self._check_no_other_forward()
                 if self._task not in (_NO_TASK, current_graph_task_id()):
                     self._check_no_other_backward()
-                for each in self._places:
+                for each in self._hooks:
                     each.arrange()
-                self._running.append((place, thread, pushed))
+                self._running.append((hooks, thread, pushed))
         except RuntimeError:
             if pushed:
                 self._saver.pop()
             raise
 
-    def left(self, place: ModuleHooks, output: Any) -> None:
+    def left(self, hooks: ModuleHooks, output: Any) -> None:
         """A module's forward has ended, perhaps with an exception (then ``output`` is None)."""
         thread = threading.get_ident()
-        if thread in place.refused:
-            place.refused.discard(thread)
+        if thread in hooks.refused:
+            hooks.refused.discard(thread)
             return
         last = self._running[-1:]
-        if not last or last[0][:2] != (place, thread):  # it was refused, or a hook before ours raised
+        if not last or last[0][:2] != (hooks, thread):  # it was refused, or a hook before ours raised
             return
-        with self._beginning if len(self._running) == 1 else nullcontext():  # another begins when all of this is over
+        with self._beginning if len(self._running) == 1 else nullcontext():  # others begin after this
             self._end()
             if not _in_backward():
-                graphs = place.watch(output)
+                graphs = hooks.watch(output)
                 if not self._running and not graphs:
                     self._reshard_all()
 
     def _end(self) -> None:
-        place, thread, pushed = self._running[-1]
+        hooks, thread, pushed = self._running[-1]
         try:
-            self._save_as_before(place, thread)
+            self._pop_saver_again(hooks, thread)
             self._running.pop()
-            for unit in place.needs:
+            for unit in hooks.needs:
                 self._manager.release(unit)
         finally:
             if pushed and thread == threading.get_ident():
@@ -195,25 +195,25 @@ class UnitHooks:
         if self._manager.shards.broken:
             self._manager.abandon()
         elif not _in_backward():
-            for unit in place.needs:
+            for unit in hooks.needs:
                 if unit in (ROOT, self._current):
                     self._manager.uninstall(unit)
                 else:
                     self._has_run(unit)
 
-    def save_on_top(self, place: ModuleHooks) -> None:
+    def push_saver_again(self, hooks: ModuleHooks) -> None:
         """Push the saved-tensor hooks again if others were pushed on top of them since a module was entered."""
-        place.pushed.append((threading.get_ident(), len(self._running), self._saver.push()))
+        hooks.pushed.append((threading.get_ident(), len(self._running), self._saver.push()))
 
-    def save_as_before(self, place: ModuleHooks) -> None:
-        """Undo `save_on_top` in the forward that runs, if it was called: a hook before it may have raised."""
+    def pop_saver_again(self, hooks: ModuleHooks) -> None:
+        """Undo `push_saver_again` in the forward that runs, if it was called: a hook before it may have raised."""
         thread = threading.get_ident()
-        if thread not in place.refused:
-            self._save_as_before(place, thread)
+        if thread not in hooks.refused:
+            self._pop_saver_again(hooks, thread)
 
-    def _save_as_before(self, place: ModuleHooks, thread: int) -> None:
-        while place.pushed and place.pushed[-1][0] == thread and place.pushed[-1][1] >= len(self._running):
-            _, _, pushed = place.pushed.pop()
+    def _pop_saver_again(self, hooks: ModuleHooks, thread: int) -> None:
+        while hooks.pushed and hooks.pushed[-1][0] == thread and hooks.pushed[-1][1] >= len(self._running):
+            _, _, pushed = hooks.pushed.pop()
             if pushed and thread == threading.get_ident():
                 self._saver.pop()
 
@@ -226,12 +226,12 @@ class UnitHooks:
         else:
             self._manager.reshard(unit, for_now=True)
 
-    def graph_broken(self, place: ModuleHooks) -> None:
+    def graph_broken(self, hooks: ModuleHooks) -> None:
         """Warn, once, that the graph of a compiled call around several units was broken at a module."""
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"stage 3: the graph of a compiled call is broken at {place.name or 'the model'!r}, whose parameters "
+                f"stage 3: the graph of a compiled call is broken at {hooks.name or 'the model'!r}, whose parameters "
                 "are gathered and released there. Gradients may be summed in another order than in the plain loop "
                 "compiled in the same way, so bits may differ: compile each unit by itself, as in `for block in "
                 "model.blocks: block.compile()`",
@@ -250,13 +250,13 @@ class UnitHooks:
                     self._has_run(number)
             self._manager.unshard(unit)
             following = (self._order.backward if _in_backward() else self._order.forward)(unit)
-            if following not in (None, unit) and self._goes_on():
+            if following not in (None, unit) and self._expects_next_unit():
                 self._ahead = following
                 self._manager.unshard(following)
         self._manager.install(unit)
 
-    def _goes_on(self) -> bool:
-        """False if no other unit is expected: a unit is called alone, and for no backward."""
+    def _expects_next_unit(self) -> bool:
+        """False if a unit is called alone and gradients are off: no other unit is expected."""
         return _in_backward() or len(self._running) > 1 or torch.is_grad_enabled()
 
     def _reshard_all(self) -> None:
@@ -265,10 +265,10 @@ class UnitHooks:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def reached(self, place: ModuleHooks) -> None:
+    def reached(self, hooks: ModuleHooks) -> None:
         """A backward reaches the output of a module's forward."""
         self._begin()
-        for unit in place.needs:
+        for unit in hooks.needs:
             self._demand_in_backward(unit)
 
     def _demand_in_backward(self, unit: int) -> None:
@@ -337,11 +337,11 @@ def _forward_codes() -> tuple[CodeType, ...]:
 def _runs(thread: int, *codes: CodeType) -> bool:
     """Return whether a thread is inside one of these functions.
 
-    Another thread runs on while its frames are read. When a generator yields, its frame has no caller any more, and the
-    walk ends there instead of at the bottom of the thread: then walk again. True after `_MOST_LOOKS` such walks.
+    Another thread runs while its frames are read. If a generator yields, its frame has no caller any more, and the walk
+    ends there instead of at the bottom of the thread. It is repeated then; after `_MAX_WALKS` walks the result is True.
     """
     own = thread == threading.get_ident()
-    for _ in range(_MOST_LOOKS):
+    for _ in range(_MAX_WALKS):
         last: FrameType | None = None
         current = sys._getframe() if own else sys._current_frames().get(thread)
         while current is not None:

@@ -145,7 +145,7 @@ class UnitManager:
             buffer.externally_held = None
         if buffer.common is not None:
             buffer.whole = buffer.in_common() if externally_held is None else externally_held
-            assert self._written is not None, "whoever wrote there has said so"
+            assert self._written is not None, "`announce` precedes every gather"
             return self._written
         if self._alone:
             buffer.whole = buffer.shard

@@ -86,8 +86,8 @@ class InnerOptimizer:
     ) -> dict[int, Options]:
         """Step all pieces that are present, bucket by bucket.
 
-        Each instance is stepped once, with all groups, also those without elements on this rank: a class may count its
-        steps.
+        Each instance is stepped once, with all groups, also those without elements on this rank, so that the class's
+        own counters are those of one call.
 
         Args:
             gradients: of each bucket's interval, 1-D; None if the bucket has none.
@@ -208,14 +208,16 @@ def _changed(
 
     They are taken from an instance that stepped a parameter of the group, if there is one; else from the first.
     """
-    of_it = [told for states, told in found if number in states.stepped_groups]
+    if not found:
+        return {}
+    stepped = [pairs for states, pairs in found if number in states.stepped_groups]
+    after, given = (stepped or [pairs for _, pairs in found])[0][number]
     changed: Options = {}
-    for after, given in [(of_it or [told for _, told in found])[0][number]] if found else []:
-        for key, value in after.items():
-            if key != "params" and value is not given.get(key):
-                changed[key] = value
-            elif isinstance(value, Tensor):
-                live[key].copy_(value)
+    for key, value in after.items():
+        if key != "params" and value is not given.get(key):
+            changed[key] = value
+        elif isinstance(value, Tensor):
+            live[key].copy_(value)
     return changed
 
 
