@@ -8,7 +8,8 @@
     port 5   marker: "a part of the payload was sent", behind each part
 
 Each port is first-in-first-out for a pair of ranks. A rank that fails sends on all of them, so every rank that waits
-for it learns at once why nothing more will come. The backend itself remains usable.
+for it learns at once why nothing more will come. The backend itself remains usable, unless a
+time limit passed.
 
 A network delivers a message only after its receiver was posted. So the receive of a failure report is posted from the
 start, and the report can be read when its sender is gone.

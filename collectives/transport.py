@@ -310,7 +310,7 @@ class Transport:
 
     def abort(self, reason: str) -> list[int]:
         """Report to every other rank that this one failed, and return the ranks that the report cannot reach. This
-        transport is closed then. The backend remains usable."""
+        transport is closed then. The backend remains usable, unless a time limit passed."""
         LOG.debug("%s: aborts: %s", self.rank_label, reason)
         return self._messenger.abort(reason)
 

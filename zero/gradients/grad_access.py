@@ -33,14 +33,14 @@ class GradAccess:
         self,
         listener: Listener,
         stage: Stage,
-        rounds: BackwardSchedule,
+        schedule: BackwardSchedule,
         progress: GradPhase,
         *,
         means_may_be_shown: bool,
     ) -> None:
         """``listener``: of the placeholders; ``means_may_be_shown``: whole means, if the stage has them, have the dtype
         that p.grad must have."""
-        self._stage, self._schedule, self._progress = stage, rounds, progress
+        self._stage, self._schedule, self._progress = stage, schedule, progress
         self._means_may_be_shown = stage.grads_replicated and means_may_be_shown
         self._slots = GradSlots(listener)
         self.inside_join = False

@@ -44,7 +44,7 @@ class TrainConfig:
     weight_decay: Annotated[float | None, "weight decay; the optimizer's own default when omitted"] = None
     seed: Annotated[int, "seed of the weights, of the choice of data and of the sample"] = 0
     threads: Annotated[int, "threads that a rank computes with (their number changes bits)"] = 1
-    bucket_cap_mb: Annotated[float, "size of a bucket in MB"] = 25.0
+    bucket_cap_mb: Annotated[float, "size of a bucket in MiB"] = 25.0
     collective: Annotated[str, "algorithm that moves the buckets"] = "auto"
     data: Annotated[Path | None, "file or folder of text; the source of Python's standard library when omitted"] = None
     out: Annotated[Path, "folder for run.json, loss.png and memory.png"] = Path("zero-train")
@@ -93,7 +93,7 @@ class SweepConfig:
     sequence: Annotated[int, "bytes in a sequence"] = 64
     seed: Annotated[int, "seed of the weights and of the choice of data"] = 0
     threads: Annotated[int, "threads that a rank computes with"] = 1
-    bucket_cap_mb: Annotated[float, "size of a bucket of ours, in MB"] = 25.0
+    bucket_cap_mb: Annotated[float, "size of a bucket of ours, in MiB"] = 25.0
     out: Annotated[Path, "folder for sweep.json and sweep.png, on the disk that offloaded states go to"] = Path(
         "zero-sweep"
     )
