@@ -8,10 +8,11 @@ A message is a header of `HEADER_BYTES` on one port and its bytes on another:
 The receiver knows which header it expects. Another header is an error that names both collectives, on both sides. An
 abort is a header, too.
 
-A network may not report a lost peer during a large transfer, but it does for a short message. So over a network a short
-message follows each large one: its header, or, if the payload is used part by part, a marker of one byte behind each
-part. Its arrival proves that the bytes before it arrived. A rank that fails still sends acks and markers, so that the
-sends and receives of other ranks end.
+If a peer dies, a network may not report it for the receive of a large message, nor for a send, but it does for the
+receive of a short message. So over a network a short message follows each large one: its header, or, if the payload is
+used part by part, a marker of one byte behind each part. Its arrival proves that the bytes before it arrived. And the
+reader of a large message, or of one that goes one way (`Transport.isend`), sends an ack. A rank that fails still sends
+acks and markers, so that the sends and receives of other ranks end.
 
 Knows: which message follows which. Does not know: what is sent, or what a collective is.
 """
@@ -26,9 +27,9 @@ from torch import Tensor
 
 from .backend import Backend, Pending, PendingBytes
 from .messages import Kind, Tag, header_offset, is_abort
-from .peer_links import ACK_PORT, FAILED, MARKER_PORT, PAYLOAD_PORT, Expected, PeerLinks
+from .peer_links import ACK, ACK_PORT, FAILED, MARKER_PORT, NOTHING_READ, PAYLOAD_PORT, Expected, PeerLinks
 
-ACK, MARKER = b"r", b"h"
+MARKER = b"h"
 SMALL = 1 << 16  # bytes that a network accepts at once
 MOST_DEFERRED = 256  # acks sent before the oldest is waited for, which was sent long ago by then
 
@@ -121,35 +122,37 @@ class Messenger(PeerLinks):
         """Send a header, and the parts of a tensor of bytes, of which none is empty. ``one_way``: see
         `Transport.isend`."""
         work, rank = Send(self, to, tag, _size(parts)), self.ranks[to]
-        much, remote = work.size > SMALL, self.states[to].remote
+        large, remote = work.size > SMALL, self.states[to].remote
         try:
-            if much:
+            if remote and (large or one_way):
+                work.ack_number = self._expect_ack(to)
+            if large:
                 work.pendings.append(self.send_header(self.packed(tag, work.size), to))
             for part in parts:
                 work.pendings.append(self.backend.send(part, rank, self.slot(PAYLOAD_PORT)))
-                if much and remote:
+                if large and remote:
                     work.pendings.append(self.backend.send_bytes(MARKER, rank, self.slot(MARKER_PORT)))
                 self.post_remaining()
-            if not much:
+            if not large:
                 work.pendings.append(self.send_header(self.packed(tag, work.size), to))
-            if remote and (much or one_way):
-                work.ack_number = self._expect_ack(to)
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
         return work
 
     def recv(self, parts: Sequence[Tensor], source: int, tag: Tag, *, one_way: bool = False) -> list[Recv]:
         """Expect what `send` sends. The parts are waited for in order. Without parts there is still a header."""
-        size = _size(parts)
-        acked = self.states[source].remote and (size > SMALL or one_way)
-        expected = Expected(source, tag, size, self.packed(tag, size), acked)
+        size, state = _size(parts), self.states[source]
+        expected = Expected(source, tag, size, self.packed(tag, size))
         works = [Recv(self, expected, part, last=False) for part in parts[:-1]]
         works.append(Recv(self, expected, parts[-1] if parts else None, last=True))
         try:
             if any(work.expected.source == source for work in self._unposted):
                 self.post_remaining()  # in the order in which they are sent
             self._post(works[0])
-            self.states[source].expected.append(expected)
+            if state.remote and (size > SMALL or one_way):
+                state.acks_due += 1
+                expected.ack_number = state.acks_due
+            state.expected.append(expected)
             self._post_headers(source)
             self._unposted.extend(works[1:])
             return works
@@ -176,34 +179,42 @@ class Messenger(PeerLinks):
             raise self.cut_off(error, source, tag) from error
 
     def _expect_ack(self, to: int) -> int:
-        """Post the receive of the ack of a message, and return its number.
+        """Post the receive of the ack of a message, before the message itself, and return the number of the message.
 
         A network may not report a send that was lost with its peer. An ack proves that the peer has read the message.
+        Both sides count the acknowledged messages in the order in which they are sent. A peer reads them in the order
+        of its waits, which may be another, so an ack says which message it is for.
         """
         state = self.states[to]
-        state.acks.append(self.backend.recv_bytes(1, self.ranks[to], self.slot(ACK_PORT)))
+        state.acks.append(self.backend.recv_bytes(ACK.size, self.ranks[to], self.slot(ACK_PORT)))
         state.acks_expected += 1
+        state.unread.add(state.acks_expected)
         return state.acks_expected
 
-    def wait_acks(self, to: int, number: int, tag: Tag) -> None:
+    def wait_ack(self, to: int, number: int, tag: Tag) -> None:
+        """Return when a message was read."""
         state = self.states[to]
-        while state.acks_received < number:
-            if self.wait_bytes(state.acks[0], to, tag) == FAILED:
+        while number in state.unread:
+            ack = self.wait_bytes(state.acks[0], to, tag)
+            if ack == NOTHING_READ:
                 raise self.aborted(to, tag)
+            state.unread.discard(*ACK.unpack(ack))
             state.acks.popleft()
-            state.acks_received += 1
 
     def wait_marker(self, marker: PendingBytes, source: int, tag: Tag) -> None:
         if self.wait_bytes(marker, source, tag) == FAILED:
             raise self.aborted(source, tag)
 
     def acknowledge(self, read: Expected) -> None:
-        """Send the ack of a message."""
+        """Send the ack of a message, unless it was sent."""
+        self.check()
         try:
-            pending = self.backend.send_bytes(ACK, self.ranks[read.source], self.slot(ACK_PORT))
+            number, read.ack_number = read.ack_number, 0
+            if number:
+                pending = self.backend.send_bytes(ACK.pack(number), self.ranks[read.source], self.slot(ACK_PORT))
+                self.deferred.append(Send(self, read.source, read.tag, ACK.size, [pending]))
         except BaseException as error:
             raise self.cut_off(error, read.source, read.tag) from error
-        self.deferred.append(Send(self, read.source, read.tag, len(ACK), [pending]))
         while len(self.deferred) > MOST_DEFERRED:
             self.deferred.pop(0).wait()
 
@@ -262,7 +273,7 @@ class Send:
 
     def wait(self) -> None:
         if self.ack_number:
-            self._messenger.wait_acks(self._to, self.ack_number, self._tag)
+            self._messenger.wait_ack(self._to, self.ack_number, self._tag)
         while self.pendings:
             self._messenger.wait(self.pendings[0], self._to, self._tag)
             self.pendings.pop(0)
@@ -291,9 +302,8 @@ class Recv:
     """A part of a message that is expected from one rank. The header is checked before the bytes are used."""
 
     def __init__(self, messenger: Messenger, expected: Expected, part: Tensor | None, *, last: bool) -> None:
-        """``last``: an ack follows when the part was read, if the message has one."""
-        self._messenger, self.expected = messenger, expected
-        self._ack_due = last and expected.acked
+        """``last``: when this part was read, the message was read."""
+        self._messenger, self.expected, self._last = messenger, expected, last
         self.part = part  # None: the message has no part, or it was read
         self.payload: Pending | None = None  # the receive into ``part``, when it is posted
         self.marker: PendingBytes | None = None  # the marker behind a part of a large message
@@ -308,6 +318,5 @@ class Recv:
             assert self.payload is not None, "a part's receive is posted before its header is confirmed"
             messenger.wait(self.payload, expected.source, expected.tag)
             self.part = self.payload = None  # it was read
-        if self._ack_due:
+        if self._last and expected.ack_number:
             messenger.acknowledge(expected)
-            self._ack_due = False

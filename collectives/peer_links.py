@@ -24,6 +24,7 @@ Knows: one backend, the ranks of one group, and headers of failures. Does not kn
 from __future__ import annotations
 
 import os
+import struct
 import threading
 import time
 import weakref
@@ -52,6 +53,8 @@ from .messages import (
 
 HEADER_PORT, PAYLOAD_PORT, FAILURE_PORT, RELEASE_PORT, ACK_PORT, MARKER_PORT, PORTS = 0, 1, 2, 3, 4, 5, 6
 FAILED = b"g"
+ACK = struct.Struct("<Q")  # the number of a message that was read
+NOTHING_READ = ACK.pack(0)
 REPORT_KEPT = 60.0  # seconds for which a failed rank's messages are kept for their receivers
 GRACE = 1.0  # seconds added to the time limit for ranks of this host, which may themselves wait for ranks of others
 REPORT_WAIT = 0.5  # seconds to wait for the failure report of a rank that is gone, and to try to send one
@@ -75,8 +78,10 @@ class PeerState:
         """``remote``: the peer is reached over a network. ``limit``: seconds to wait for it."""
         self.remote, self.limit = remote, limit
         self.report: PendingBytes | None = None
-        self.acks: deque[PendingBytes] = deque()  # of messages to the peer
-        self.acks_expected = self.acks_received = 0
+        self.acks: deque[PendingBytes] = deque()  # receives of acks of messages to the peer
+        self.acks_expected = 0  # acknowledged messages to the peer so far; the last one's number
+        self.unread: set[int] = set()  # their numbers, until their acks are read
+        self.acks_due = 0  # acknowledged messages from the peer so far
         self.posted: deque[PendingBytes] = deque()  # receives of headers
         self.expected: deque[Expected] = deque()
         self.unread_header: bytes | None = None  # was read and put back
@@ -86,14 +91,14 @@ class PeerState:
 
 
 class Expected:
-    """A header that is expected from one rank. ``confirmed``: it came, and is the expected one. ``acked``: an ack is
-    sent when the message was read."""
+    """A header that is expected from one rank. ``confirmed``: it came, and is the expected one. ``ack_number``: the
+    number that its ack carries; 0: the message has no ack, or it was sent."""
 
-    __slots__ = ("acked", "confirmed", "offset", "packed", "size", "source", "tag")
+    __slots__ = ("ack_number", "confirmed", "offset", "packed", "size", "source", "tag")
 
-    def __init__(self, source: int, tag: Tag, size: int, packed: bytes, acked: bool = False) -> None:
-        self.source, self.tag, self.size, self.packed, self.acked = source, tag, size, packed, acked
-        self.confirmed, self.offset = False, 0
+    def __init__(self, source: int, tag: Tag, size: int, packed: bytes) -> None:
+        self.source, self.tag, self.size, self.packed = source, tag, size, packed
+        self.confirmed, self.offset, self.ack_number = False, 0, 0
 
 
 class PeerLinks:
@@ -293,8 +298,8 @@ class PeerLinks:
                 kept.append(self.backend.send_bytes(report, self.ranks[to], self.slot(FAILURE_PORT), REPORT_WAIT))
                 kept.append(self.send_header(header, to))
                 if self.states[to].remote:
-                    for port in (ACK_PORT, MARKER_PORT):
-                        kept.append(self.backend.send_bytes(FAILED, self.ranks[to], self.slot(port)))
+                    for port, failed in ((ACK_PORT, NOTHING_READ), (MARKER_PORT, FAILED)):
+                        kept.append(self.backend.send_bytes(failed, self.ranks[to], self.slot(port)))
                 if self.memory is not None:
                     for port in (PAYLOAD_PORT, RELEASE_PORT):  # where it may wait for an answer of this rank
                         self.memory.close_slot(self.ranks[to], self.slot(port))

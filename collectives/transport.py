@@ -150,10 +150,10 @@ class Transport:
     ) -> Work:
         """Start to send a 1-D contiguous tensor to rank ``to``. It must not be written before ``wait`` returns.
 
-        ``whole``: in one part, for a tensor that is one of `chunks` itself. ``one_way``: for a message after whose
-        launch this rank waits for nothing that ``to`` sends: the receiver confirms that it has read it. Otherwise the
-        wait might last until the time limit if that rank is killed, since a network does not always report that. The
-        receiver must pass the same.
+        ``whole``: in one part, for a tensor that is one of `chunks` itself. ``one_way``: the receiver acknowledges the
+        message, whatever its size. Pass it unless this rank, before it waits for this send, waits for something that
+        ``to`` sends after it has posted the receive. Otherwise the wait may last until the time limit if that rank is
+        killed, since a network does not always report that. The receiver must pass the same options.
         """
         self.check()
         work = self._messenger.send(_parts(tensor, whole), to, tag, one_way=one_way)
@@ -175,7 +175,7 @@ class Transport:
         one_way: bool = False,
     ) -> Work:
         """Start to receive a 1-D contiguous tensor of exactly this size from rank ``source``. Receives of the parts
-        behind the first are posted at the next send, at `post_remaining`, or at a wait."""
+        behind the first are posted at the next send, at `post_remaining`, or at a wait. Options: those of `isend`."""
         return Chain(self.irecv_chunks(tensor, source, tag, control=control, whole=whole, one_way=one_way))
 
     def irecv_chunks(

@@ -211,10 +211,11 @@ class _HierarchicalAllGather:
         t, hosts, neighbours = algorithm.transport, algorithm.hosts, algorithm.neighbours
         self._algorithm, self._buffer, self._bounds, self._tag = algorithm, buffer, bounds, tag
         here = hosts.of[t.rank]
-        self._relayed = {owner: hosts.delegate(owner, here) for owner in range(t.world_size) if hosts.of[owner] != here}
+        relayed = {owner: hosts.delegate(owner, here) for owner in range(t.world_size) if hosts.of[owner] != here}
+        self._unmapped = {owner: delegate for owner, delegate in relayed.items() if delegate != t.rank}
         self._mapped = {rank: self._map(t, rank, rank) for rank in neighbours}
         self._arriving = {}
-        for owner, delegate in self._relayed.items():
+        for owner, delegate in relayed.items():
             if delegate == t.rank:
                 target = self._readable_target(owner)
                 self._arriving[owner] = _Arriving(target, [t.irecv(target, owner, tag, one_way=True)])
@@ -223,24 +224,25 @@ class _HierarchicalAllGather:
         delegates = [hosts.delegate(t.rank, host) for host in range(len(hosts.ranks)) if host != here]
         self._sends = [t.isend(own, to, tag, one_way=True) for to in delegates]
         t.post_remaining()
-        self._done = False
 
     def wait(self) -> None:
-        if self._done:
-            return
-        t, onward, neighbours = self._algorithm.transport, self._algorithm.relay, self._algorithm.neighbours
-        relayed = {o: self._map(onward, d, o) for o, d in self._relayed.items() if d != t.rank}
-        for owner, arriving in self._arriving.items():
+        """After an interrupt, a further call goes on where this one was."""
+        relay = self._algorithm.relay
+        for owner, delegate in list(self._unmapped.items()):
+            self._mapped[owner] = self._map(relay, delegate, owner)
+            del self._unmapped[owner]
+        for owner, arriving in list(self._arriving.items()):
             Chain(arriving.works).wait()
-            spans = [(to, 0, arriving.tensor.numel()) for to in neighbours]
-            self._exposed.append(onward.expose(arriving.tensor, spans, self._tag))
             if arriving.tensor.data_ptr() != self._slice(owner).data_ptr():
                 self._slice(owner).copy_(arriving.tensor)
-        for owner, (source, mapped) in (self._mapped | relayed).items():
+            spans = [(to, 0, arriving.tensor.numel()) for to in self._algorithm.neighbours]
+            self._exposed.append(relay.expose(arriving.tensor, spans, self._tag))
+            del self._arriving[owner]
+        for owner, (source, mapped) in list(self._mapped.items()):
             mapped.wait()
             self._slice(owner).copy_(mapped.tensor(source))  # host synchronisation: until a device has read it
             mapped.release()
-        self._done = True
+            del self._mapped[owner]
         Chain([*self._sends, *self._exposed]).wait()
 
     def _slice(self, owner: int) -> Tensor:

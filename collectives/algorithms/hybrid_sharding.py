@@ -76,7 +76,7 @@ class _HybridReduceScatter:
         onward.post_remaining()
 
         def exchange(after: int) -> Work:
-            total = onward.irecv(out, after, tag, one_way=True)  # sent only after this rank's sum has arrived there
+            total = onward.irecv(out, after, tag)  # sent only after this rank's sum has arrived there
             return Chain([onward.isend(out, after, tag, one_way=True), total])
 
         self._transport = algorithm.transport
@@ -85,7 +85,7 @@ class _HybridReduceScatter:
         if after is not None:
             self._next.append(lambda: exchange(after))
         if before is not None:
-            self._next.append(lambda: onward.isend(out, before, tag, one_way=True))
+            self._next.append(lambda: onward.isend(out, before, tag))
 
     def wait(self) -> None:
         self._under_way.wait()

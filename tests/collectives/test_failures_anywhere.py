@@ -39,6 +39,7 @@ from ..kills import LABEL, halves, launch
 NUMELS = [0, 12, 1 << 17]
 PART = 1 << 13  # the least elements of a part here, so that the last of these is sent in several, and acknowledged
 LIMIT = 5.0
+LINES = 84  # of the code of `Interrupting.functions`, and a few more
 TAG = Tag(Kind.EXCHANGE, "many bytes")
 ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
     "pairwise": Pairwise,
@@ -125,13 +126,13 @@ def test_a_rank_that_fails_at_any_step_is_named_by_all_at_once(
 class Interrupting:
     """Raises `KeyboardInterrupt` at one of the lines that a thread runs in the code that requests and reads parts."""
 
-    functions = ("post_remaining", "_post", "recv", "wait")
+    functions = ("post_remaining", "_post", "recv", "wait", "acknowledge", "wait_ack")
 
     def __init__(self, line: int) -> None:
         self.line, self.reached = line, False
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename.endswith(("messenger.py", "sends.py")) and frame.f_code.co_name in self.functions:
+        if frame.f_code.co_filename.endswith("messenger.py") and frame.f_code.co_name in self.functions:
             self.line -= event == "line"
             if self.line < 0 and not self.reached:
                 self.reached = True
@@ -141,14 +142,15 @@ class Interrupting:
         return None
 
 
-@pytest.mark.parametrize("line", range(60))
+@pytest.mark.parametrize("line", range(LINES))
 def test_an_interrupt_while_parts_are_asked_for_ends_the_group_or_loses_nothing(line: int) -> None:
-    numel = 1 << 17
+    numel = 3 * PART  # two parts
     interrupting = Interrupting(line)
 
     def program(transport: Transport) -> None:
         if transport.rank == 1:
             transport.isend(torch.full((numel,), 3.0), 0, TAG).wait()
+            assert transport.exchange(b"1", TAG) == [b"0", b"1"]
             return
         found = torch.full((numel,), -7.0)
         works: Sequence[Work] = ()
@@ -165,12 +167,14 @@ def test_an_interrupt_while_parts_are_asked_for_ends_the_group_or_loses_nothing(
         finally:
             sys.settrace(before)
         assert torch.equal(found, torch.full((numel,), 3.0))
+        assert transport.exchange(b"0", TAG) == [b"0", b"1"], "each message has had one ack"
 
-    group = Loopback[None](2, timeout=LIMIT)
+    group, begin = Loopback[None](2, timeout=LIMIT), time.monotonic()
     try:
         group.run(program)
     except (ZeroDivisionError, CollectiveError):
         assert interrupting.reached
+    assert time.monotonic() - begin < LIMIT
     assert interrupting.reached or line > 30, "there are so many lines at least"
 
 

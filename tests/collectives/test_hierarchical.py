@@ -17,12 +17,12 @@ from collectives import Hierarchical, Kind, Loopback, Tag, Transport
 from collectives.algorithms.plans import Hosts, Plan, plans
 from collectives.backends.hybrid import HybridBackend
 from collectives.messages import HEADER_BYTES
+from collectives.peer_links import ACK_PORT, PAYLOAD_PORT, PORTS
 
 from ..carried import splits
 from ..sockets import Wire, routed
 
 FEWER = settings(max_examples=settings().max_examples // 3)
-PAYLOAD, ACK, PORTS = 1, 4, 6  # of slots
 
 
 def hosts_of(assignment: Sequence[int]) -> Hosts:
@@ -110,9 +110,9 @@ def run_counted(assignment: Sequence[int], bounds: Sequence[int], started: bool)
 
         def send(self, tensor: Tensor, to: int, slot: int) -> Any:
             assert assignment[self.rank] != assignment[to], "ranks of a host need no network"
-            if slot % PORTS == PAYLOAD:
+            if slot % PORTS == PAYLOAD_PORT:
                 payload[self.phase][self.rank] += tensor.numel()
-            acks[self.rank] += slot % PORTS == ACK
+            acks[self.rank] += tensor.numel() if slot % PORTS == ACK_PORT else 0
             return super().send(tensor, to, slot)
 
     def run(transport: Transport) -> int:

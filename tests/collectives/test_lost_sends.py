@@ -1,8 +1,8 @@
-"""No rank waits for a send unless it has heard from the receiver since that one posted the receive.
+"""A rank waits for a send only after it has heard from the receiver since that one posted the receive.
 
-If the receiver is killed before, gloo may drop the send without an error, and the wait lasts until the time limit, half
-an hour by default. A receive from a rank that is gone does report an error. So a rank waits for a message from the
-receiver first: one of the same collective, or an ack.
+If the receiver is killed before it has received, gloo may drop the send without an error, and the wait lasts until the
+time limit, half an hour by default. A receive from a rank that is gone does report an error. So a rank waits for a
+message from the receiver first: one of the same collective, or an ack.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from collectives import (
+    Algorithm,
     Collective,
     Hierarchical,
     Kind,
@@ -27,15 +29,19 @@ from collectives import (
     Ring,
     Tag,
     Transport,
+    messenger,
 )
 from collectives.backend import Pending
 from collectives.backends.threads import ThreadBackend, _Side, _Transfer, _World
-from collectives.messenger import SMALL
+from zero import ZeroOptimizer
 from zero.state.plain_dicts import _gather_one
 
 from ..kills import halves
+from ..plain import assert_same_model, plain_step
+from ..pool import GlooPool
 
-NUMELS = [1, 12, SMALL]  # some slices are empty, small, large
+LARGE = 300  # a unit's buckets have as many rows and columns
+NUMELS = [1, 12, messenger.SMALL]  # some slices are empty, small, large
 
 
 class Clock:
@@ -164,7 +170,7 @@ CALLS = [
 
 @pytest.mark.parametrize(("algorithm", "call"), CALLS)
 @pytest.mark.by_default
-def test_a_send_is_waited_for_when_its_receiver_has_been_heard_from(
+def test_a_send_is_waited_for_only_after_its_receiver_was_heard_from(
     algorithm: str, call: Callable[[Collective, int, Tag], None]
 ) -> None:
     def program(transport: Transport) -> None:
@@ -174,3 +180,85 @@ def test_a_send_is_waited_for_when_its_receiver_has_been_heard_from(
 
     for world_size in (2, 3, 4):
         HearingLoopback(world_size).run(program)
+
+
+@pytest.mark.parametrize("most_deferred", [0, 1])
+def test_an_ack_is_waited_for_only_after_its_receiver_was_heard_from(
+    most_deferred: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messenger, "MOST_DEFERRED", most_deferred)
+
+    def program(transport: Transport) -> None:
+        for number in range(3):
+            gather_states(Pairwise(transport), 2, Tag(Kind.EXCHANGE, "states", number))
+
+    HearingLoopback(4).run(program)
+
+
+def units_of_two_buckets(width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2))) for _ in range(3)))
+
+
+def batches(width: int, ranks: int) -> Tensor:
+    """Return two steps of a micro-batch for each rank."""
+    return torch.arange(2.0 * ranks * width).view(2, ranks, 1, width) / width
+
+
+def plain(width: int, ranks: int) -> nn.Sequential:
+    model = units_of_two_buckets(width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in batches(width, ranks):
+        plain_step(model, optimizer, lambda model, batch: model(batch).sum(), step, ranks)
+        optimizer.zero_grad()
+    return model
+
+
+def train(
+    model: nn.Module, width: int, group: Transport | dist.ProcessGroup, rank: int, ranks: int, algorithm: Algorithm
+) -> nn.Module:
+    optimizer = ZeroOptimizer(
+        model,
+        torch.optim.SGD,
+        stage=3,
+        process_group=group,
+        collective=algorithm,
+        bucket_cap_mb=width * width * 4 / 2**20,
+        lr=1e-3,
+    )
+    assert len(optimizer._storage.layout.buckets) == 6
+    for step in batches(width, ranks):
+        model(step[rank]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return model
+
+
+@pytest.mark.parametrize("algorithm", ["pairwise", "ring", "hierarchical"])
+@pytest.mark.parametrize("small", [0, messenger.SMALL])
+@pytest.mark.by_default
+def test_a_reduction_does_not_wait_for_the_gather_before_it(
+    algorithm: str, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a backward at stage 3 the next unit's gather is launched before the reductions of this unit, and waited for
+    after them. All messages of more than ``small`` bytes are acknowledged."""
+    monkeypatch.setattr(messenger, "SMALL", small)
+
+    def program(transport: Transport) -> nn.Module:
+        return train(models[transport.rank], 8, transport, transport.rank, 2, ALGORITHMS[algorithm])
+
+    models = [units_of_two_buckets(8) for _ in range(2)]
+    for model in Loopback[nn.Module](2, timeout=10.0).run(program):
+        assert_same_model(model, plain(8, 2))
+
+
+def trained_over_gloo(group: dist.ProcessGroup, rank: int) -> nn.Module:
+    return train(units_of_two_buckets(LARGE), LARGE, group, rank, dist.get_world_size(group), Pairwise)
+
+
+def test_neither_does_it_on_processes(gloo: GlooPool) -> None:
+    """Large messages are always acknowledged."""
+    assert LARGE * LARGE * 4 / 4 > messenger.SMALL
+    for model in gloo.run(trained_over_gloo, ranks=range(4)):
+        assert_same_model(model, plain(LARGE, 4))

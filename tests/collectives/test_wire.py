@@ -25,6 +25,7 @@ from collectives import Kind, Loopback, Pairwise, Tag, Transport, Work, on_threa
 from collectives.backend import Backend, Pending
 from collectives.backends.threads import Interference
 from collectives.messages import HEADER_BYTES
+from collectives.peer_links import ACK, ACK_PORT
 from zero import ZeroOptimizer
 from zero.core.stage import STAGES
 
@@ -43,7 +44,7 @@ from ..contract.test_steps import (
 )
 from ..models import Odd, build
 
-HEADERS, ACKS, PORTS = 0, 4, 6
+HEADERS, PORTS = 0, 6
 
 
 # -- order and number -------------------------------------------------------------------------------------------------
@@ -323,8 +324,8 @@ def test_traffic_is_what_the_backend_sent(stage: int) -> None:
         headers = [message for message in messages if message.port == HEADERS]
         assert len(headers) == counted.messages
         assert all(message.size == HEADER_BYTES for message in headers)
-        assert all(message.size == 1 for message in messages if message.port == ACKS)
-        size = sum(message.size for message in messages if message.port != ACKS)
+        assert all(message.size == ACK.size for message in messages if message.port == ACK_PORT)
+        size = sum(message.size for message in messages if message.port != ACK_PORT)
         assert size == counted.payload_sent + counted.control_sent
     assert sum(t.payload_sent for t in traffic) == sum(t.payload_received for t in traffic) > 0
     assert sum(t.control_sent for t in traffic) == sum(t.control_received for t in traffic) > 0

@@ -162,7 +162,7 @@ class Plugin:
 
         if not Path(zero.__file__).is_relative_to(self._root):
             raise pytest.UsageError(f"these tests would run on {zero.__file__}, not on the mutant in {self._root}")
-        leave: Callable[..., None] = threads._World.leave
+        leave: Callable[..., None] = threads._World.mark_gone
 
         def noted(world: Any, rank: int, why: str) -> None:
             error = sys.exc_info()[1]
@@ -170,7 +170,7 @@ class Plugin:
                 self._worlds.setdefault(world, []).append(error)
             leave(world, rank, why)
 
-        threads._World.leave = noted  # type: ignore[method-assign,assignment]
+        threads._World.mark_gone = noted  # type: ignore[method-assign,assignment]
 
     def pytest_runtest_logstart(self) -> None:
         self._worlds = {}

@@ -253,12 +253,25 @@ RANKS = (
         ("L8",),
         "A rank waits for a send to a rank of which it hears nothing: if that one is killed, until the time limit.",
         (
-            Edit("collectives.messenger.Messenger.send", "(much or one_way)", "much"),
+            Edit("collectives.messenger.Messenger.send", "(large or one_way)", "large"),
             Edit("collectives.messenger.Messenger.recv", "(size > SMALL or one_way)", "size > SMALL"),
         ),
         (
-            "collectives/test_lost_sends.py::test_a_send_is_waited_for_when_its_receiver_has_been_heard_from[ring-reduce_scatter]",
+            "collectives/test_lost_sends.py::test_a_send_is_waited_for_only_after_its_receiver_was_heard_from[ring-reduce_scatter]",
         ),
+    ),
+    Mutant(
+        "acks-are-counted-in-order",
+        ("L8",),
+        "A send waits for the acks of all messages before it: a reduction for that of a gather which is read after it.",
+        (
+            Edit(
+                "collectives.messenger.Messenger.wait_ack",
+                "while number in state.unread:",
+                "while number >= min(state.unread, default=number + 1):",
+            ),
+        ),
+        ("collectives/test_lost_sends.py::test_a_reduction_does_not_wait_for_the_gather_before_it[0-pairwise]",),
     ),
     Mutant(
         "two-optimizers-share-a-channel",
