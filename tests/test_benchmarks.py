@@ -26,7 +26,7 @@ from benchmarks.tables import Crossing
 from benchmarks.wire import Wire
 from collectives import Hierarchical, Kind, Loopback, Pairwise, Ring, Tag, Transport
 from collectives.algorithms.plans import plans
-from collectives.messages import HEADER_BYTES
+from collectives.peer_links import PAYLOAD_PORT, PORTS
 
 pytestmark = pytest.mark.full
 
@@ -459,7 +459,7 @@ def _crossed(wire: Wire, operation: Operation, name: str) -> tuple[list[int], li
         send = transport.backend.send
 
         def counted(tensor, to, slot):
-            if of[transport.rank] != of[to] and tensor.numel() != HEADER_BYTES:
+            if of[transport.rank] != of[to] and slot % PORTS == PAYLOAD_PORT:
                 crossed[of[transport.rank], of[to]] += tensor.numel()
             return send(tensor, to, slot)
 
