@@ -1,5 +1,6 @@
-"""The models, by name: the GPTs of `benchmarks.steps`, and two families that grow along one axis.
+"""The models, by name: the GPTs of `benchmarks.steps`, and three families that grow along one axis.
 
+    gpt-LxF        a GPT of L layers of width F, and one sequence of 32 tokens for input
     tensors-N      N tensors of 64 elements, and next to no arithmetic: the cost of a tensor
     layers-UxLxF   U units of L matrices of F x F elements each, for one row of input: the cost of an element
 
@@ -14,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from zero.commands.train.model import build, loss_fn
+from zero.commands.train.model import Shape, build, loss_fn
 
 from .step_job import MODELS, Model
 
@@ -137,6 +138,9 @@ def trainable(name: str) -> Trainable:
     if name in MODELS:
         return Text(MODELS[name])
     family, _, numbers = name.partition("-")
+    if family == "gpt":
+        layers, width = map(int, numbers.split("x"))
+        return Text(Model(name, Shape(layers, 4, width), 1, 32, "", ""))
     if family == "tensors":
         return Tensors(int(numbers))
     if family == "layers":

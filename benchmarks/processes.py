@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from .calls_rank import Called, CallsJob
 from .crossing_rank import Crossed, CrossingJob
 from .gpu_job import GpuJob, OnDevice, read_on_device
 from .job import Job, Measured, Waited, read
@@ -52,6 +53,16 @@ def crossing_ranks(job: CrossingJob, commands: Sequence[Sequence[str]]) -> list[
         _complain(processes, folder)
     found = [[Crossed(**json.loads(line)) for line in lines] for lines in said]
     return [crossed for of_a_setting in zip(*found, strict=True) for crossed in of_a_setting]
+
+
+def calling_ranks(job: CallsJob, world_size: int) -> list[Called]:
+    """Start ranks that count calls, and return what rank 0 counted under each system."""
+    commands = [()] * world_size
+    with _started("benchmarks.calls_rank", json.dumps(asdict(job)), commands, "lo", first_alone=True) as found:
+        processes, folder = found
+        lines = processes[0].communicate()[0].strip().splitlines()
+        _complain(processes, folder)
+    return [Called(**json.loads(line)) for line in lines]
 
 
 def train_on_device(job: GpuJob) -> OnDevice:

@@ -29,17 +29,18 @@ LEARNING_RATE = 1e-3
 class Training:
     """A model under a system.
 
-    ``forward`` returns the model's output; ``backward`` takes the loss. ``states``: the optimizer states that this rank
-    holds. ``learns``: False if the system does not train. ``buckets``: the number of buckets of the gradients.
-    ``received``: the bytes that this rank has received from the others. The last two are 0 if the system does not
-    report them. ``common``: addresses of memory that all ranks share, of which this rank's own part is among its
-    parameters.
+    ``forward`` returns the model's output; ``backward`` takes the loss; ``clip`` takes the largest norm. ``states``:
+    the optimizer states that this rank holds. ``learns``: False if the system does not train. ``buckets``: the number
+    of buckets of the gradients. ``received``: the bytes that this rank has received from the others. The last two are 0
+    if the system does not report them. ``common``: addresses of memory that all ranks share, of which this rank's own
+    part is among its parameters.
     """
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor], None]
     step: Callable[[], object]
     clear: Callable[[], object]
+    clip: Callable[[float], object]
     parameters: Callable[[], Iterable[Tensor]]
     states: Callable[[], Iterable[Tensor]]
     learns: bool = True
@@ -102,6 +103,7 @@ def _training(model: nn.Module, forward: Callable[[Tensor], Tensor], optimizer: 
         _plain_backward,
         optimizer.step,
         optimizer.zero_grad,
+        lambda max_norm: nn.utils.clip_grad_norm_(model.parameters(), max_norm),
         lambda: [_local(parameter.detach()) for parameter in model.parameters()],
         states,
     )
@@ -219,6 +221,7 @@ def _ours(stage: int, fused: bool) -> Build:
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, mixed_precision=precision, **arguments)
         training = _training(model, model, optimizer)
         training.parameters = lambda: [*optimizer._storage.flats, *optimizer._storage.rest_flats()]
+        training.clip = optimizer.clip_grad_norm_
         inner = optimizer._inner
         training.states = lambda: [tensor for states in inner.states for tensor in inner.tensors_of(states)]
         training.buckets = lambda: len(optimizer._storage.layout.buckets)

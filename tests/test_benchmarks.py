@@ -57,7 +57,7 @@ ALGORITHMS = {
     "ring": lambda transport, wire: Ring(transport),
     "hierarchical": lambda transport, wire: Hierarchical(transport, wire.places.ranks),
 }
-ELEMENTS = 300  # of a slice, whose message then has another size than a header
+ELEMENTS = 300  # of a slice
 
 
 def _run(module, *arguments):
