@@ -16,7 +16,7 @@ from torch import Tensor
 from collectives import Collective, Kind, Tag, Transport
 
 from .config import Config
-from .core.layout import Bucket, Slot
+from .core.layout import BucketSpec, Slot
 from .core.parameter_specs import flattened, parts_of
 from .core.stage import check_reshard, check_sharding_factor
 
@@ -80,7 +80,7 @@ def broadcast(collective: Collective, transport: Transport, tensors: Iterable[Te
 
 
 def gather_slot(
-    collective: Collective, owner: int, bucket: Bucket, slot: Slot, held: tuple[int, Tensor], tag: Tag
+    collective: Collective, owner: int, bucket: BucketSpec, slot: Slot, held: tuple[int, Tensor], tag: Tag
 ) -> Tensor:
     """Gather one slot of a tensor that is sharded by the bounds of ``bucket``. Collective.
 

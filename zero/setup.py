@@ -19,7 +19,7 @@ from collectives import build as build_collective
 
 from .config import Config
 from .consistency import agree_on_construction, agree_on_sharing
-from .core.layout import Bucket, Dtypes, ParameterSpec, build
+from .core.layout import BucketSpec, Dtypes, ParameterSpec, build
 from .core.parameter_specs import FLOATS, changed, check_buffers, check_modules, check_one_device, is_laid_out, specs
 from .core.stage import Placement, check_offloaded_parameters
 from .events import LOG, Event
@@ -255,7 +255,7 @@ class Builder:
         stores = self._reserve(layout.buckets[buckets:], found)
         wide: dict[int, Tensor] = {}  # this rank's interval of the values before the cast, by bucket
 
-        def keep(bucket: Bucket, whole: Tensor) -> None:
+        def keep(bucket: BucketSpec, whole: Tensor) -> None:
             if layout.parameters[bucket.slots[0].parameter].trainable:  # frozen ones may never be updated
                 begin, end = self.stage.update_interval(bucket, self.shards.rank)
                 mine, empty = whole[begin:end], self._room_for_masters(bucket, stores)
@@ -289,7 +289,7 @@ class Builder:
         for parameter in self.storage.not_updated():
             self.reducer.hooks.take_over(parameter)
 
-    def _reserve(self, buckets: Sequence[Bucket], found: Sequence[Tensor]) -> dict[int, OffloadedStates]:
+    def _reserve(self, buckets: Sequence[BucketSpec], found: Sequence[Tensor]) -> dict[int, OffloadedStates]:
         """Return the place of the states of each new bucket, if they are offloaded; otherwise an empty dict.
 
         ``found`` are the new parameters. With offload this is collective: it is an error on every rank if one rank has
@@ -320,12 +320,14 @@ class Builder:
             for bucket in buckets
         }
 
-    def _names_of_states(self, bucket: Bucket) -> list[str]:
+    def _names_of_states(self, bucket: BucketSpec) -> list[str]:
         """Return the names of the tensors that are kept for a bucket."""
         masters = bucket.dtypes.has_master and torch.device(bucket.device).type == "cpu"
         return [*sorted(self.inner.elementwise), *([_MASTER] if masters else [])]
 
-    def _room_for_masters(self, bucket: Bucket, stores: Mapping[int, OffloadedStates]) -> Callable[[], Tensor] | None:
+    def _room_for_masters(
+        self, bucket: BucketSpec, stores: Mapping[int, OffloadedStates]
+    ) -> Callable[[], Tensor] | None:
         """Return a function that allocates the master weights of a bucket in offloaded memory.
 
         Returns None if they stay beside the parameters, as those on a GPU do.

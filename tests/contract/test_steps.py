@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from collectives import Loopback, Transport, on_threads
 from collectives.pool import Pool
 from zero import ZeroOptimizer, clip_grad_norm_
-from zero.core.layout import Bucket
+from zero.core.layout import BucketSpec
 from zero.core.stage import STAGES
 from zero.parameters.sharded import ShardedStorage
 
@@ -189,7 +189,7 @@ def fill_memory(monkeypatch: pytest.MonkeyPatch, byte: int) -> None:
     monkeypatch.setattr(Transport, "empty", filled(Transport.empty))
 
 
-def poison_padding(flat: Tensor, bucket: Bucket, begin: int, end: int) -> None:
+def poison_padding(flat: Tensor, bucket: BucketSpec, begin: int, end: int) -> None:
     """Write NaN to all padding of ``flat``, the part [begin, end) of a bucket."""
     padding = torch.ones(end - begin, dtype=torch.bool)
     for piece in bucket.pieces(begin, end):

@@ -20,7 +20,7 @@ from zero.core.formulas import formula_bytes, formula_traffic
 from zero.core.layout import (
     ALIGNMENT_BYTES,
     JOINED_BYTES,
-    Bucket,
+    BucketSpec,
     Dtypes,
     Layout,
     ParameterSpec,
@@ -145,7 +145,7 @@ def test_a_bucket_keeps_to_its_cap_unless_one_parameter_alone_exceeds_it(
 @given(parameter_lists, world_sizes, bucket_sizes)
 def test_a_bucket_is_as_full_as_the_cap_allows(parameters: list[ParameterSpec], world_size: int, nbytes: int) -> None:
     """The first parameter of the next bucket of its kind would not have fit into the bucket before."""
-    kinds: dict[Any, Bucket] = {}
+    kinds: dict[Any, BucketSpec] = {}
     for bucket in build(parameters, world_size, nbytes).buckets:
         first = parameters[bucket.slots[0].parameter]
         kind = (first.dtypes, first.device, first.trainable)
@@ -257,7 +257,7 @@ def test_a_part_of_a_bucket_has_the_slots_and_owners_of_the_whole(
 
 def test_a_slot_without_elements_at_the_end_belongs_to_the_owner_of_the_last_element() -> None:
     dtypes = PLAIN[1]
-    bucket = Bucket(0, dtypes, "cpu", (Slot(0, 0, 16), Slot(1, 16, 0)), 16, (0, 0, 16, 16))
+    bucket = BucketSpec(0, dtypes, "cpu", (Slot(0, 0, 16), Slot(1, 16, 0)), 16, (0, 0, 16, 16))
     assert [[piece.slot for piece in bucket.pieces(*bucket.owned(rank))] for rank in range(3)] == [[], [0, 1], []]
 
 
@@ -483,7 +483,7 @@ def test_the_digest_changes_with_the_number_of_ranks_the_order_and_what_else_was
     ],
 )
 def test_an_invalid_bucket_cannot_be_built(change: dict[str, Any]) -> None:
-    good = Bucket(0, PLAIN[1], "cpu", (Slot(0, 0, 5), Slot(1, 16, 7)), 32, (0, 16, 32))
+    good = BucketSpec(0, PLAIN[1], "cpu", (Slot(0, 0, 5), Slot(1, 16, 7)), 32, (0, 16, 32))
     with pytest.raises(ValueError, match="bucket 0"):
         dataclasses.replace(good, **change)
 

@@ -250,7 +250,7 @@ MUTANTS = (
         "rank that does not own it.",
         (
             Edit(
-                "zero.core.layout.Bucket.part",
+                "zero.core.layout.BucketSpec.part",
                 "min(max(bound - begin, 0), end - begin) for bound in self.bounds)",
                 "min(max(bound - begin + self.dtypes.alignment * (0 < bound < self.numel), 0), end - begin)\n"
                 "            for bound in self.bounds)",

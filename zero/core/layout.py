@@ -149,7 +149,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketSpec:
     """Slots side by side in one flat tensor of ``numel`` elements, padding included.
 
     Rank r owns the elements ``[bounds[r], bounds[r + 1])``.
@@ -189,7 +189,7 @@ class Bucket:
         align = self.dtypes.alignment
         return tuple(align * (self.numel // align * part // parts) for part in range(parts + 1))
 
-    def part(self, first: int, last: int) -> Bucket:
+    def part(self, first: int, last: int) -> BucketSpec:
         """Return the slots from ``first`` to ``last`` (exclusive) as a bucket. Every element keeps its owner."""
         begin = self.slots[first].offset
         end = self.slots[last].offset if last < len(self.slots) else self.numel
@@ -221,7 +221,7 @@ class Layout:
     """
 
     parameters: tuple[ParameterSpec, ...]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[BucketSpec, ...]
     world_size: int
 
     def __post_init__(self) -> None:
@@ -235,7 +235,7 @@ class Layout:
             if (slot.numel, bucket.dtypes, bucket.device) != (spec.numel, spec.dtypes, spec.device):
                 raise ValueError(f"bucket {bucket.index}: the slot of {spec.name} is not that of its parameter")
 
-    def slots(self) -> Iterator[tuple[Bucket, int, Slot]]:
+    def slots(self) -> Iterator[tuple[BucketSpec, int, Slot]]:
         """Yield (bucket, number of the slot in it, slot), in layout order."""
         for bucket in self.buckets:
             for number, slot in enumerate(bucket.slots):
@@ -250,7 +250,7 @@ class Layout:
         """Return the unit of a slot's parameter."""
         return self.parameters[slot.parameter].unit
 
-    def runs(self, bucket: Bucket) -> list[tuple[int, int, int]]:
+    def runs(self, bucket: BucketSpec) -> list[tuple[int, int, int]]:
         """Group neighbouring slots of one unit. Returns (unit, first slot, last slot + 1) of each group, in order."""
         numbered = itertools.groupby(range(len(bucket.slots)), lambda number: self.unit(bucket.slots[number]))
         spans = ((unit, list(numbers)) for unit, numbers in numbered)
@@ -300,7 +300,7 @@ def _buckets(
     across_units: bool,
     first: int,
     first_bucket: int,
-) -> list[Bucket]:
+) -> list[BucketSpec]:
     keys: dict[tuple[Dtypes, str, bool, int], list[int]] = {}
     used: dict[tuple[Dtypes, str, bool, int], int] = {}
     complete: list[list[int]] = []
@@ -328,7 +328,7 @@ def _padded(spec: ParameterSpec) -> int:
     return -(-spec.numel // align) * align
 
 
-def _bucket(members: Sequence[tuple[int, ParameterSpec]], world_size: int, index: int) -> Bucket:
+def _bucket(members: Sequence[tuple[int, ParameterSpec]], world_size: int, index: int) -> BucketSpec:
     offsets = list(itertools.accumulate((_padded(spec) for _, spec in members), initial=0))
     slots = tuple(
         Slot(position, offset, spec.numel) for (position, spec), offset in zip(members, offsets, strict=False)
@@ -337,7 +337,7 @@ def _bucket(members: Sequence[tuple[int, ParameterSpec]], world_size: int, index
     align = spec.dtypes.alignment
     numel = offsets[-1] or align  # a bucket whose slots are empty gets padding, so that they have one owner, too
     bounds = tuple(align * (numel // align * rank // world_size) for rank in range(world_size + 1))
-    return Bucket(index, spec.dtypes, spec.device, slots, numel, bounds)
+    return BucketSpec(index, spec.dtypes, spec.device, slots, numel, bounds)
 
 
 def sharded_bytes(nbytes: int, world_size: int) -> int:

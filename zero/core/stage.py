@@ -11,7 +11,7 @@ from enum import Enum
 
 import torch
 
-from .layout import Bucket, Dtypes
+from .layout import BucketSpec, Dtypes
 
 
 class Placement(Enum):
@@ -59,7 +59,7 @@ class Stage:
         """
         return self.states is Placement.SHARD and self.parameters is Placement.WHOLE
 
-    def update_interval(self, bucket: Bucket, rank: int) -> tuple[int, int]:
+    def update_interval(self, bucket: BucketSpec, rank: int) -> tuple[int, int]:
         """Return the interval of ``bucket`` that ``rank`` updates and whose states it holds."""
         return (0, bucket.numel) if self.states is Placement.WHOLE else bucket.owned(rank)
 

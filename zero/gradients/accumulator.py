@@ -26,7 +26,7 @@ from collectives import Collective, Kind, Tag, Transport, Work
 from collectives.torch_internals import foreach_add_, foreach_copy_
 
 from ..core.bits import first_unequal, same_bits, strided
-from ..core.layout import Bucket, Layout
+from ..core.layout import BucketSpec, Layout
 from ..core.stage import Stage
 from ..events import Event, Waited
 
@@ -53,7 +53,7 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 class GradAccumulator:
     """The gradients of one bucket on one rank. Buffers are allocated with the first gradient."""
 
-    def __init__(self, bucket: Bucket, layout: Layout, stage: Stage, shards: Transport) -> None:
+    def __init__(self, bucket: BucketSpec, layout: Layout, stage: Stage, shards: Transport) -> None:
         """Create an accumulator without gradients. ``shards``: the ranks that own the bucket's slices, and their pool
         of memory."""
         self.bucket = bucket

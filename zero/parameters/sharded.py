@@ -18,7 +18,7 @@ from collectives import Choice, Collective, Kind, Region, Tag, Transport
 
 from ..config import MixedPrecision
 from ..consistency import broadcast, fingerprint
-from ..core.layout import Bucket, Dtypes, Layout, ParameterSpec, build
+from ..core.layout import BucketSpec, Dtypes, Layout, ParameterSpec, build
 from ..core.parameter_specs import as_plain, bindings, check_memory, misplaced, replaced, specs
 from ..core.units import Predicate, find_units
 from ..streams import Streams
@@ -34,7 +34,7 @@ class _ParamSet:
     """Buckets of a layout, which get their values from these parameters. ``keep``: None for those that the optimizer
     does not update."""
 
-    buckets: Sequence[Bucket]
+    buckets: Sequence[BucketSpec]
     layout: Layout
     parameters: Sequence[Tensor]
     keep: Keep | None
@@ -114,7 +114,7 @@ class ShardedStorage(ParameterStorage):
         for name, parameter in self.replicas():
             check_memory(parameter, name, may_be_meta=True)
 
-    def slices(self, buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
+    def slices(self, buckets: Sequence[BucketSpec], parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
         if self._offload_backend is None:
             return []
         adopted = [*self.parameters, *parameters]
@@ -185,7 +185,7 @@ class ShardedStorage(ParameterStorage):
             params, bucket = entries[number]
             self._fill(params, bucket, None if regions is None else regions[number])
 
-    def _fill(self, params: _ParamSet, bucket: Bucket, region: Region | None) -> None:
+    def _fill(self, params: _ParamSet, bucket: BucketSpec, region: Region | None) -> None:
         """Fill a bucket with rank 0's values, in ``region`` if all ranks share its memory. Collective."""
         whole = self._values(bucket, params.layout, params.parameters, _nothing if params.keep is None else params.keep)
         low, high = bucket.owned(self._shards.rank)
@@ -216,7 +216,7 @@ class ShardedStorage(ParameterStorage):
         told = self._transport.exchange(b"" if regions else b"none", Tag(Kind.EXCHANGE, "memory in common"))
         return None if any(told) else regions
 
-    def _in_registration_order(self, entries: Sequence[tuple[_ParamSet, Bucket]]) -> Iterator[int]:
+    def _in_registration_order(self, entries: Sequence[tuple[_ParamSet, BucketSpec]]) -> Iterator[int]:
         """Places in ``entries`` in an order that is equal on all ranks, also if some tensors have no values yet.
 
         It is the order of each bucket's last registered parameter. Only as many meta tensors are materialized at a time
@@ -232,7 +232,7 @@ class ShardedStorage(ParameterStorage):
                 next(steps)
             yield place
 
-    def _last_of(self, bucket: Bucket, parameters: Sequence[Tensor]) -> int:
+    def _last_of(self, bucket: BucketSpec, parameters: Sequence[Tensor]) -> int:
         """The number of the bucket's parameter, among these, that was registered last."""
         return max(self._registered[id(parameters[slot.parameter])] for slot in bucket.slots)
 
@@ -249,7 +249,7 @@ class ShardedStorage(ParameterStorage):
 
     # -- access to parameters -------------------------------------------------------------------------------------
 
-    def interval(self, bucket: Bucket, begin: int, end: int) -> Tensor:
+    def interval(self, bucket: BucketSpec, begin: int, end: int) -> Tensor:
         return self.flats[bucket.index]
 
     def fingerprints(self) -> list[tuple[str, bytes]]:

@@ -17,7 +17,7 @@ from collectives import Collective, Transport
 from ..config import MixedPrecision
 from ..consistency import broadcast, compare_subclasses, fingerprint
 from ..core.bits import strided
-from ..core.layout import Bucket, Layout, ParameterSpec, Slot
+from ..core.layout import BucketSpec, Layout, ParameterSpec, Slot
 from ..core.parameter_specs import (
     HELD_ELSEWHERE,
     bindings,
@@ -31,7 +31,9 @@ from ..core.parameter_specs import (
 )
 from .casting import cast
 
-Keep = Callable[[Bucket, Tensor], None]  # called with a bucket's whole values in the master's dtype, before the cast
+Keep = Callable[
+    [BucketSpec, Tensor], None
+]  # called with a bucket's whole values in the master's dtype, before the cast
 
 
 class ParameterStorage:
@@ -85,7 +87,7 @@ class ParameterStorage:
         for name, parameter in self.replicas():
             check_memory(parameter, name, may_be_meta=True)
 
-    def slices(self, buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
+    def slices(self, buckets: Sequence[BucketSpec], parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
         """Return elements and dtype of each tensor that `register` and then `end` will keep on disk."""
         return []
 
@@ -107,7 +109,7 @@ class ParameterStorage:
             self.flats.append(flat)
         self._addresses += [(parameter.data_ptr(), parameter.dtype) for parameter in parameters]
 
-    def _values(self, bucket: Bucket, layout: Layout, parameters: Sequence[Tensor], keep: Keep) -> Tensor:
+    def _values(self, bucket: BucketSpec, layout: Layout, parameters: Sequence[Tensor], keep: Keep) -> Tensor:
         """Rank 0's values of a bucket, in the dtype with which the model computes. Collective."""
         # Zero, because padding is sent, too, and must not disclose old contents of the memory.
         whole = torch.zeros(bucket.numel, dtype=bucket.dtypes.master_dtype, device=bucket.device)
@@ -167,7 +169,7 @@ class ParameterStorage:
 
     # -- access to parameters -------------------------------------------------------------------------------------
 
-    def interval(self, bucket: Bucket, begin: int, end: int) -> Tensor:
+    def interval(self, bucket: BucketSpec, begin: int, end: int) -> Tensor:
         """The parameters of an interval that this rank steps, 1-D."""
         return self.flats[bucket.index][begin:end]
 
@@ -315,7 +317,7 @@ class ParameterStorage:
                 )
         return None
 
-    def _misplacement(self, bucket: Bucket, slot: Slot) -> str | None:
+    def _misplacement(self, bucket: BucketSpec, slot: Slot) -> str | None:
         parameter, spec = self.parameters[slot.parameter], self.layout.parameters[slot.parameter]
         flat = self.flats[bucket.index]
         problem = changed(parameter, spec)

@@ -19,7 +19,7 @@ from collectives import Choice, Collective, Kind, Region, Tag, Work
 from collectives.pool import Pool, holders
 
 from ..core.bits import same_bits
-from ..core.layout import Bucket, Layout, ParameterSpec, Piece
+from ..core.layout import BucketSpec, Layout, ParameterSpec, Piece
 from ..events import Event
 
 _MOST_RESTORED = 1 << 10  # views; a program that makes ever new ones would fill the memory otherwise
@@ -30,7 +30,7 @@ class UnitBuffer:
     """A bucket on this rank, or the part of one that belongs to a unit: its parameters by slot, this rank's slice, and
     the whole while it is here."""
 
-    bucket: Bucket
+    bucket: BucketSpec
     layout: Layout
     parameters: list[Tensor]
     shard: Tensor

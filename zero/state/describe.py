@@ -13,7 +13,7 @@ from torch import Tensor
 from collectives import Choice
 
 from ..core.formulas import formula_bytes, formula_traffic
-from ..core.layout import Bucket
+from ..core.layout import BucketSpec
 from ..core.parameter_specs import parts_of
 from ..core.stage import Stage
 from ..gradients.reducer import Reducer
@@ -148,7 +148,7 @@ def describe(
 
 
 def _bucket(
-    bucket: Bucket, storage: ParameterStorage, reducer: Reducer, inner: InnerOptimizer, collective: str
+    bucket: BucketSpec, storage: ParameterStorage, reducer: Reducer, inner: InnerOptimizer, collective: str
 ) -> BucketDescription:
     flat, slots = storage.flats[bucket.index], bucket.slots
     return BucketDescription(

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.layout import Bucket, Piece
+from ..core.layout import BucketSpec, Piece
 from .master_weights import MasterWeights
 from .offload import OffloadedStates
 from .staging import Staging
@@ -69,7 +69,7 @@ class BucketStates:
     def __init__(
         self,
         instance: torch.optim.Optimizer,
-        bucket: Bucket,
+        bucket: BucketSpec,
         begin: int,
         end: int,
         parameters: Tensor,

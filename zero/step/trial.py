@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.layout import Bucket, Dtypes, Slot
+from ..core.layout import BucketSpec, Dtypes, Slot
 from .flat_states import BucketStates, Options, is_elementwise
 from .inner import InnerOptimizer, unhooked_step
 
@@ -157,7 +157,7 @@ class Half:
                 begins.append(begin)
                 size += -(-(end - begin) // dtypes.alignment) * dtypes.alignment
         flat, gradient = (torch.zeros(size, dtype=dtypes.master_dtype, device=device) for _ in range(2))
-        bucket = Bucket(len(self._gradients), dtypes, str(device), tuple(slots), size, (0, size))
+        bucket = BucketSpec(len(self._gradients), dtypes, str(device), tuple(slots), size, (0, size))
         for number, (slot, begin) in enumerate(zip(slots, begins, strict=True)):
             values, gradients = flat[slot.offset : slot.end], gradient[slot.offset : slot.end]
             part = slice(begin, begin + slot.numel)
