@@ -16,6 +16,7 @@ from torch import Tensor
 from collectives import Collective, Kind, Tag, Transport
 
 from .config import Config
+from .core.cuts import PartOfCuts
 from .core.layout import BucketSpec, Slot
 from .core.parameter_specs import flattened, parts_of
 from .core.stage import check_reshard, check_sharding_factor
@@ -82,7 +83,7 @@ def broadcast(collective: Collective, transport: Transport, tensors: Iterable[Te
 def gather_slot(
     collective: Collective, owner: int, bucket: BucketSpec, slot: Slot, held: tuple[int, Tensor], tag: Tag
 ) -> Tensor:
-    """Gather one slot of a tensor that is sharded by the bounds of ``bucket``. Collective.
+    """Gather one slot of a tensor that is sharded by the cuts of ``bucket``. Collective.
 
     Args:
         collective: the algorithm that gathers.
@@ -97,8 +98,8 @@ def gather_slot(
     """
     first, values = held
     whole = torch.empty(slot.numel, dtype=values.dtype, device=values.device)
-    cuts = [min(max(bound, slot.offset), slot.end) - slot.offset for bound in bucket.bounds]
-    low, high = cuts[owner], cuts[owner + 1]
+    cuts = PartOfCuts(bucket.cuts, slot.offset, slot.end)
+    low, high = cuts.owned(owner)
     begin = slot.offset + low - first
     whole[low:high].copy_(values[begin : begin + high - low])
     collective.all_gather(whole, cuts, tag=tag).wait()

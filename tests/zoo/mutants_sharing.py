@@ -142,9 +142,9 @@ BACKWARD = (
             Edit(
                 "zero.parameters.unit_buffer.UnitGathers.start",
                 "            return self.post_forward_group.collective.all_gather("
-                "target, bounds, tag=_tag(unit, buffer))\n",
+                "target, cuts, tag=_tag(unit, buffer))\n",
                 "            self.post_forward_group.collective.all_gather("
-                "target, bounds, tag=_tag(unit, buffer))\n"
+                "target, cuts, tag=_tag(unit, buffer))\n"
                 "            return Chain(())\n",
             ),
             Edit(

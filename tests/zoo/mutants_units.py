@@ -251,9 +251,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.core.layout.BucketSpec.part",
-                "min(max(bound - begin, 0), end - begin) for bound in self.bounds)",
-                "min(max(bound - begin + self.dtypes.alignment * (0 < bound < self.numel), 0), end - begin)\n"
-                "            for bound in self.bounds)",
+                "cuts=PartOfCuts(self.cuts, begin, end))",
+                "cuts=PartOfCuts(self.even_cuts(self.world_size + 1), begin, end))",
             ),
         ),
         ("core/test_layout.py::test_a_part_of_a_bucket_has_the_slots_and_owners_of_the_whole",),

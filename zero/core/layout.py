@@ -7,20 +7,19 @@ They are Python integers, so nothing overflows at 2^31.
     registration order     a  b  c  d  e
     layout (reversed)      e  d  c  b  a           the order in which a backward completes their gradients
     bucket 0               | e ....| d ..| c ....|      each slot starts on a 64-byte boundary; dots are padding
-    bounds, 3 ranks        0         ^         ^      n   cuts are at 64-byte multiples, also inside slots
+    cuts, 3 ranks          0         ^         ^      n   at 64-byte multiples, also inside slots
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 import torch
+
+from .cuts import Cuts, EvenCuts, PartOfCuts
 
 JOINED_BYTES = 1 << 20  # a reduction of a bucket this large costs more for its bytes than for its launch
 ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every vector register: cuts there do not change bits
@@ -152,10 +151,10 @@ class Piece:
 class BucketSpec:
     """Slots side by side in one flat tensor of ``numel`` elements, padding included.
 
-    Rank r owns the elements ``[bounds[r], bounds[r + 1])``.
+    ``cuts``: which of these elements each rank owns.
 
     Raises:
-        ValueError: a slot or a bound is misplaced or not aligned.
+        ValueError: a slot is misplaced or not aligned, or the cuts are not those of ``numel`` elements.
     """
 
     index: int
@@ -163,7 +162,7 @@ class BucketSpec:
     device: str
     slots: tuple[Slot, ...]
     numel: int
-    bounds: tuple[int, ...]
+    cuts: Cuts
 
     def __post_init__(self) -> None:
         align = self.dtypes.alignment
@@ -171,31 +170,30 @@ class BucketSpec:
         for slot, end in zip(self.slots, ends, strict=False):
             if slot.offset % align or slot.offset < end or slot.offset - end >= align:
                 raise ValueError(f"bucket {self.index}: slot of parameter {slot.parameter} is misplaced")
-        whole = len(self.bounds) > 1 and self.bounds[0] == 0 and self.bounds[-1] == self.numel
-        if not whole or list(self.bounds) != sorted(self.bounds):
-            raise ValueError(f"bucket {self.index}: bounds {self.bounds} do not cut {self.numel} elements")
-        if any(bound % align for bound in self.bounds) or ends[-1] > self.numel:
-            raise ValueError(f"bucket {self.index}: cuts must be multiples of {align} elements")
+        if ends[-1] > self.numel or self.numel % align:
+            raise ValueError(f"bucket {self.index}: {self.numel} elements do not hold its slots, or are not aligned")
+        if self.cuts.bound(0) != 0 or self.cuts.bound(self.world_size) != self.numel:
+            raise ValueError(f"bucket {self.index}: {self.cuts} do not cut {self.numel} elements")
 
     @property
     def world_size(self) -> int:
-        return len(self.bounds) - 1
+        return self.cuts.world_size
 
     def owned(self, rank: int) -> tuple[int, int]:
-        return self.bounds[rank], self.bounds[rank + 1]
+        return self.cuts.owned(rank)
 
-    def cut(self, parts: int) -> tuple[int, ...]:
-        """Return the ``parts + 1`` bounds of nearly equal, aligned parts."""
-        align = self.dtypes.alignment
-        return tuple(align * (self.numel // align * part // parts) for part in range(parts + 1))
+    def even_cuts(self, parts: int) -> EvenCuts:
+        """Return the cuts of nearly equal, aligned parts."""
+        return EvenCuts(self.numel, parts, self.dtypes.alignment)
 
     def part(self, first: int, last: int) -> BucketSpec:
         """Return the slots from ``first`` to ``last`` (exclusive) as a bucket. Every element keeps its owner."""
         begin = self.slots[first].offset
         end = self.slots[last].offset if last < len(self.slots) else self.numel
+        if (begin, end) == (0, self.numel):
+            return self
         slots = tuple(replace(slot, offset=slot.offset - begin) for slot in self.slots[first:last])
-        bounds = tuple(min(max(bound - begin, 0), end - begin) for bound in self.bounds)
-        return replace(self, slots=slots, numel=end - begin, bounds=bounds)
+        return replace(self, slots=slots, numel=end - begin, cuts=PartOfCuts(self.cuts, begin, end))
 
     def pieces(self, begin: int, end: int) -> tuple[Piece, ...]:
         """Return the pieces in ``[begin, end)``, in order.
@@ -255,19 +253,6 @@ class Layout:
         numbered = itertools.groupby(range(len(bucket.slots)), lambda number: self.unit(bucket.slots[number]))
         spans = ((unit, list(numbers)) for unit, numbers in numbered)
         return [(unit, numbers[0], numbers[-1] + 1) for unit, numbers in spans]
-
-    def lines(self) -> list[str]:
-        """Return the layout as text: one line for each parameter and one for each bucket."""
-        buckets = [
-            f"bucket {b.index}: slots {[(s.parameter, s.offset) for s in b.slots]} bounds {list(b.bounds)}"
-            for b in self.buckets
-        ]
-        return [*(spec.line() for spec in self.parameters), *buckets]
-
-    def digest(self, *agreed: Any) -> str:
-        """Return the SHA-256 of the layout and of ``agreed``, further values on which the ranks must agree."""
-        text = json.dumps([self.lines(), self.world_size, [str(a) for a in agreed]])
-        return hashlib.sha256(text.encode()).hexdigest()
 
     def extended(self, more: Sequence[ParameterSpec], bucket_bytes: int, *, across_units: bool = False) -> Layout:
         """Return this layout with further parameters in further buckets. No existing slot moves."""
@@ -336,8 +321,7 @@ def _bucket(members: Sequence[tuple[int, ParameterSpec]], world_size: int, index
     spec = members[0][1]
     align = spec.dtypes.alignment
     numel = offsets[-1] or align  # a bucket whose slots are empty gets padding, so that they have one owner, too
-    bounds = tuple(align * (numel // align * rank // world_size) for rank in range(world_size + 1))
-    return BucketSpec(index, spec.dtypes, spec.device, slots, numel, bounds)
+    return BucketSpec(index, spec.dtypes, spec.device, slots, numel, EvenCuts(numel, world_size, align))
 
 
 def sharded_bytes(nbytes: int, world_size: int) -> int:

@@ -225,7 +225,7 @@ class GradAccumulator:
         source = self._local
         tag = Tag(Kind.REDUCE_SCATTER, label, round_, self.bucket.index, zlib.crc32(bytes(trainable)))
         start = (self._saved_sum if self._saved_sum is not None else self._sum()) if self.has_sum else None
-        work = collective.reduce_scatter(source, self.bucket.bounds, self._sum(), start=start, tag=tag)
+        work = collective.reduce_scatter(source, self.bucket.cuts, self._sum(), start=start, tag=tag)
         return _Reduction(self, work)
 
     def reduced(self) -> None:
@@ -274,7 +274,7 @@ class GradAccumulator:
             own = self._whole[self.low : self.high]
             torch.div(self._sum(), divisor, out=own) if divisor != 1 else own.copy_(self._sum())
             tag = Tag(Kind.ALL_GATHER, f"means of {self.label}", round_, self.bucket.index)
-            work = collective.all_gather(self._whole, self.bucket.bounds, tag=tag)
+            work = collective.all_gather(self._whole, self.bucket.cuts, tag=tag)
             return Waited(work, self._waiting_for_means)
 
     # -- clearing -------------------------------------------------------------------------------------------------

@@ -311,21 +311,23 @@ class UnitGathers:
         """Start to gather a bucket into ``target``. Collective."""
         bucket, (post_forward_shard, buffer.post_forward_shard) = buffer.bucket, (buffer.post_forward_shard, None)
         if post_forward_shard is not None and self.post_forward_group is not None:
-            place, bounds = self.post_forward_group.shards.rank, bucket.cut(self.post_forward_group.shards.world_size)
-            target[bounds[place] : bounds[place + 1]].copy_(post_forward_shard)
-            return self.post_forward_group.collective.all_gather(target, bounds, tag=_tag(unit, buffer))
+            group = self.post_forward_group.shards
+            cuts = bucket.even_cuts(group.world_size)
+            low, high = cuts.owned(group.rank)
+            target[low:high].copy_(post_forward_shard)
+            return self.post_forward_group.collective.all_gather(target, cuts, tag=_tag(unit, buffer))
         low, high = bucket.owned(self._rank)
         if target is not buffer.shard:
             target[low:high].copy_(buffer.shard)
             self._on_idle(buffer.shard)
-        return self._collective.all_gather(target, bucket.bounds, tag=_tag(unit, buffer))
+        return self._collective.all_gather(target, bucket.cuts, tag=_tag(unit, buffer))
 
     def keep(self, buffer: UnitBuffer) -> Tensor:
         """A copy of the slice of a whole bucket that this rank keeps for the post-forward group."""
         assert buffer.whole is not None
         assert self.post_forward_group is not None
-        post_forward_group = self.post_forward_group.shards
-        low, high = buffer.bucket.cut(post_forward_group.world_size)[post_forward_group.rank :][:2]
+        group = self.post_forward_group.shards
+        low, high = buffer.bucket.even_cuts(group.world_size).owned(group.rank)
         post_forward_shard = self._pool.take(high - low, buffer.bucket.dtypes.param_dtype, buffer.whole.device)
         return post_forward_shard.copy_(buffer.whole.data[low:high])
 

@@ -158,7 +158,7 @@ def _bucket(
         _bytes([flat]),
         _bytes(reducer.stores[bucket.index].tensors()),
         _bytes(inner.tensors_of(inner.states[bucket.index])),
-        bucket.bounds,
+        tuple(bucket.cuts),
         collective,
     )
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from collectives import Kind, Tag, Transport, Work
 
 from ..core.bits import flattened, strided
+from ..core.cuts import Cuts
 from ..core.layout import Layout, ParameterSpec
 from ..core.stage import Placement, Stage
 from ..parameters.storage import ParameterStorage
@@ -159,7 +160,7 @@ def gather(
             if part is None:
                 part = torch.zeros(states.end - states.begin, dtype=_DTYPES[dtype], device=bucket.device)
             one = Tag(Kind.GATHER, f"{tag.label}, {name}"[:70], tag.round, bucket.index * 1000 + number)
-            whole = _gather_one(part, bucket.bounds, shards, receivers, one)
+            whole = _gather_one(part, bucket.cuts, shards, receivers, one)
             if whole is not None:
                 flats[name] = whole.cpu()
         if here:
@@ -191,18 +192,17 @@ def _state_facts(layout: Layout, inner: InnerOptimizer) -> list[dict[str, Any]]:
     return told
 
 
-def _gather_one(
-    part: Tensor, bounds: Sequence[int], transport: Transport, receivers: Sequence[int], tag: Tag
-) -> Tensor | None:
+def _gather_one(part: Tensor, cuts: Cuts, transport: Transport, receivers: Sequence[int], tag: Tag) -> Tensor | None:
     whole: Tensor | None = None
     works: list[Work] = []
     if transport.rank in receivers:
-        whole = torch.empty(bounds[-1], dtype=part.dtype, device=part.device)
-        whole[bounds[transport.rank] : bounds[transport.rank + 1]].copy_(part)
+        whole = torch.empty(cuts.bound(cuts.world_size), dtype=part.dtype, device=part.device)
+        low, high = cuts.owned(transport.rank)
+        whole[low:high].copy_(part)
         for source in transport.peers():
-            if bounds[source + 1] > bounds[source]:
-                piece = whole[bounds[source] : bounds[source + 1]]
-                works.append(transport.irecv(piece, source, tag, control=True, one_way=True))
+            low, high = cuts.owned(source)
+            if low < high:
+                works.append(transport.irecv(whole[low:high], source, tag, control=True, one_way=True))
     for receiver in receivers:
         if receiver != transport.rank and part.numel():
             works.append(transport.isend(part, receiver, tag, control=True, one_way=True))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.cuts import EvenCuts
 from ..core.layout import BucketSpec, Dtypes, Slot
 from .flat_states import BucketStates, Options, is_elementwise
 from .inner import InnerOptimizer, unhooked_step
@@ -157,7 +158,8 @@ class Half:
                 begins.append(begin)
                 size += -(-(end - begin) // dtypes.alignment) * dtypes.alignment
         flat, gradient = (torch.zeros(size, dtype=dtypes.master_dtype, device=device) for _ in range(2))
-        bucket = BucketSpec(len(self._gradients), dtypes, str(device), tuple(slots), size, (0, size))
+        cuts = EvenCuts(size, 1, dtypes.alignment)
+        bucket = BucketSpec(len(self._gradients), dtypes, str(device), tuple(slots), size, cuts)
         for number, (slot, begin) in enumerate(zip(slots, begins, strict=True)):
             values, gradients = flat[slot.offset : slot.end], gradient[slot.offset : slot.end]
             part = slice(begin, begin + slot.numel)

@@ -150,8 +150,8 @@ class Update:
         return changed
 
     def _gather(self, index: int) -> Work:
-        bounds = self._storage.layout.buckets[index].bounds
+        cuts = self._storage.layout.buckets[index].cuts
         tag = Tag(Kind.ALL_GATHER, f"parameters of bucket {index}", index=index)
         with self._gathering[index]():
-            work = self._collective.all_gather(self._storage.flats[index], bounds, tag=tag)
+            work = self._collective.all_gather(self._storage.flats[index], cuts, tag=tag)
             return Waited(work, self._waiting[index])

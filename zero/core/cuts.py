@@ -1,0 +1,70 @@
+"""The cuts of a bucket: which interval of its elements each rank owns.
+
+Knows: numbers. Does not know: slots, dtypes, running ranks. Nothing here grows with the number of ranks: a bound is
+computed where it is asked for.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+
+class Cuts(Sequence[int]):
+    """The rule of cuts. Rank r owns the elements ``[bound(r), bound(r + 1))``.
+
+    As a sequence, it is the W + 1 bounds, ascending from 0 to the number of elements: the ``bounds`` of a `Collective`.
+    """
+
+    world_size: int
+
+    @abstractmethod
+    def bound(self, rank: int) -> int:
+        """Return the first element of ``rank``, which is 0 to W. That of W is the number of elements."""
+
+    def owned(self, rank: int) -> tuple[int, int]:
+        """Return the begin and the end of the elements of ``rank``."""
+        return self.bound(rank), self.bound(rank + 1)
+
+    def __len__(self) -> int:
+        return self.world_size + 1
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        ranks = range(self.world_size + 1)[index]
+        return self.bound(ranks) if isinstance(ranks, int) else tuple(map(self.bound, ranks))
+
+
+@dataclass(frozen=True)
+class EvenCuts(Cuts):
+    """Nearly equal intervals of ``numel`` elements, at multiples of ``align``. ``numel`` is one."""
+
+    numel: int
+    world_size: int
+    align: int
+
+    def bound(self, rank: int) -> int:
+        return self.align * (self.numel // self.align * rank // self.world_size)
+
+
+@dataclass(frozen=True)
+class PartOfCuts(Cuts):
+    """The cuts of the elements ``[begin, end)`` of ``whole``, counted from ``begin``. Each element keeps its owner."""
+
+    whole: Cuts
+    begin: int
+    end: int
+
+    @property
+    def world_size(self) -> int:  # type: ignore[override]
+        return self.whole.world_size
+
+    def bound(self, rank: int) -> int:
+        return min(max(self.whole.bound(rank), self.begin), self.end) - self.begin
