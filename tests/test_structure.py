@@ -17,7 +17,7 @@ MAY_IMPORT_DISTRIBUTED = {SEAM, "zero.commands.runner", "zero.commands.sweep.bas
 
 BASE = {"collectives", "collectives.torch_internals"}
 SHARED = {*BASE, "zero.core", "zero.config", "zero.consistency", "zero.events", "zero.streams"}
-ROOMS = {"zero.gradients", "zero.parameters", "zero.step"}
+ROOMS = {"zero.gradients", "zero.parameters", "zero.runtime", "zero.step"}
 MAY_IMPORT: dict[str, set[str]] = {
     "collectives.torch_internals": set(),
     "collectives.algorithms": {"collectives"},
@@ -29,9 +29,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "zero.consistency": {"collectives", "zero.config", "zero.core"},
     "zero.events": {"collectives"},
     "zero.streams": set(),
-    "zero.gradients": SHARED,
-    "zero.parameters": SHARED,
-    "zero.step": SHARED,
+    "zero.runtime": SHARED,
+    "zero.gradients": SHARED | {"zero.runtime"},
+    "zero.parameters": SHARED | {"zero.runtime"},
+    "zero.step": SHARED | {"zero.runtime"},
     "zero.state": SHARED | ROOMS,
     "zero.setup": SHARED | ROOMS,
     "zero.engine": SHARED | ROOMS | {"zero.setup", "zero.state"},

@@ -21,10 +21,10 @@ from collectives import CollectiveError, Kind, Tag
 from .consistency import compare, gather_slot
 from .events import LOG, Event
 from .gradients.join import Call, adopt_options, digests_of
+from .runtime.flat_states import Options
 from .setup import Builder
 from .state.live_states import States
 from .state.plain_dicts import PlainDicts
-from .step.flat_states import Options
 
 TAKEN_OVER = "a newer ZeroOptimizer took over parameters of this one"
 _Result = TypeVar("_Result")

@@ -30,11 +30,11 @@ from .parameters.materialize import Materializer
 from .parameters.module_hooks import check_not_in_units
 from .parameters.sharded import ShardedStorage
 from .parameters.storage import ParameterStorage
+from .runtime.flat_states import BucketStates, Options
+from .runtime.master_weights import MasterWeights
+from .runtime.offload import OffloadBackend, OffloadedStates, backend_for
 from .step.elementwise import check_elementwise
-from .step.flat_states import BucketStates, Options
 from .step.inner import InnerOptimizer
-from .step.master_weights import MasterWeights
-from .step.offload import OffloadBackend, OffloadedStates, backend_for
 from .step.update import Update
 from .streams import Streams
 

@@ -20,9 +20,9 @@ from zero.core.bits import dense_stride
 from zero.core.formulas import formula_bytes, formula_traffic
 from zero.core.layout import Dtypes, Layout, ParameterSpec, build
 from zero.core.stage import STAGES
-from zero.gradients.accumulator import GradAccumulator
 from zero.parameters.unit_buffer import UnitBuffer
-from zero.step.flat_states import BucketStates
+from zero.runtime.accumulator import GradAccumulator
+from zero.runtime.flat_states import BucketStates
 from zero.step.inner import InnerOptimizer, _param_groups
 
 from ..contract.test_steps import ALL_STAGES
@@ -132,7 +132,7 @@ def test_states_beyond_two_to_the_31_have_a_run_for_every_piece(
     arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the last of three ranks, whose pieces all lie beyond 2^31; the class steps them."""
-    monkeypatch.setattr("zero.step.flat_states.CUT", LIMIT)
+    monkeypatch.setattr("zero.runtime.flat_states.CUT", LIMIT)
     layout = large_layout(3)
     (bucket,) = layout.buckets
     begin, end = bucket.owned(2)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from collectives import CollectiveError, Loopback, Transport, on_threads
 from zero import ZeroOptimizer, clip_grad_norm_
-from zero.gradients.accumulator import GradAccumulator
 from zero.gradients.hooks import ShardedGradient
+from zero.runtime.accumulator import GradAccumulator
 
 from ..models import odd_batches, odd_loss
 from ..plain import assert_same_bits, assert_same_model, plain_step

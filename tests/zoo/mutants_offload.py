@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-TESTS = "step/test_offload.py"
+TESTS = "runtime/test_offload.py"
 STATES = f"{TESTS}::test_states_on_disk_change_no_bit[-1]"
 COPIED = f"{TESTS}::test_states_that_are_copied_to_another_device_for_a_step_and_back[1]"
-AHEAD = "step/test_staging.py::test_the_next_bucket_is_fetched_and_the_last_goes_back_while_one_is_stepped"
-LATE = "step/test_staging.py::test_states_that_are_copied_beside_a_step_change_no_bit[adagrad--1]"
+AHEAD = "runtime/test_staging.py::test_the_next_bucket_is_fetched_and_the_last_goes_back_while_one_is_stepped"
+LATE = "runtime/test_staging.py::test_states_that_are_copied_beside_a_step_change_no_bit[adagrad--1]"
 RESIDENT = f"{TESTS}::test_two_buckets_at_most_are_resident_and_private_memory_falls_by_the_states"
 
 MUTANTS = (
@@ -18,7 +18,7 @@ MUTANTS = (
         "States that were stepped on a device are copied back once; later steps begin with those of the first.",
         (
             Edit(
-                "zero.step.staging.Staging.put_back",
+                "zero.runtime.staging.Staging.put_back",
                 "                kept[name].copy_(tensor, non_blocking=True)\n",
                 "                if name not in vars(self).setdefault('home', set()):\n"
                 "                    self.home.add(name)\n"
@@ -33,7 +33,7 @@ MUTANTS = (
         "What was stepped on a device is not there when its host memory is read next.",
         (
             Edit(
-                "zero.step.staging.Staging.put_back",
+                "zero.runtime.staging.Staging.put_back",
                 "                kept[name].copy_(tensor, non_blocking=True)\n",
                 "                pass\n",
             ),
@@ -46,7 +46,7 @@ MUTANTS = (
         "What is copied to the host is what the device had before it stepped.",
         (
             Edit(
-                "zero.step.staging.Staging._beside",
+                "zero.runtime.staging.Staging._beside",
                 "        self._stream.wait_stream(torch.accelerator.current_stream(self._device))\n",
                 "",
             ),
@@ -57,7 +57,7 @@ MUTANTS = (
         "a-bucket-is-stepped-before-its-states-have-come",
         ("S19", "S25"),
         "A device steps what was in its memory before, for its states are still on their way.",
-        (Edit("zero.step.flat_states.BucketStates.stage", "        self._staging.wait()\n", ""),),
+        (Edit("zero.runtime.flat_states.BucketStates.stage", "        self._staging.wait()\n", ""),),
         (LATE,),
     ),
     Mutant(
@@ -65,7 +65,7 @@ MUTANTS = (
         ("S52",),
         "Copies of states that an interrupted step left take the place of those that were loaded since.",
         (Edit("zero.step.inner.InnerOptimizer.step", "                states.let_go()\n", "                pass\n"),),
-        ("step/test_staging.py::test_what_an_interrupted_step_left_is_no_state_of_the_next[True]",),
+        ("runtime/test_staging.py::test_what_an_interrupted_step_left_is_no_state_of_the_next[True]",),
     ),
     Mutant(
         "memory-is-used-again-while-it-is-copied",
@@ -73,7 +73,7 @@ MUTANTS = (
         "The next bucket's states take the memory of those that are still on their way back.",
         (
             Edit(
-                "zero.step.staging.Staging.let_go",
+                "zero.runtime.staging.Staging.let_go",
                 "        self.wait()\n        self.tensors = {}\n",
                 "        self.tensors = {}\n",
             ),
@@ -99,7 +99,7 @@ MUTANTS = (
         "A bucket that was stepped stays in memory: after a step all states are resident.",
         (
             Edit(
-                "zero.step.offload.DiskOffload.evict",
+                "zero.runtime.offload.DiskOffload.evict",
                 "            region.mapping.madvise(mmap.MADV_DONTNEED, begin, nbytes)\n",
                 "",
             ),
@@ -124,7 +124,7 @@ MUTANTS = (
         "states-lie-on-top-of-each-other",
         ("L5", "L18"),
         "Every tensor begins at the same place in the file.",
-        (Edit("zero.step.offload.DiskOffload.empty", "region.taken, region.taken + nbytes", "region.taken, 0"),),
+        (Edit("zero.runtime.offload.DiskOffload.empty", "region.taken, region.taken + nbytes", "region.taken, 0"),),
         (STATES,),
     ),
     Mutant(
@@ -133,7 +133,7 @@ MUTANTS = (
         "The file is only made longer: a full disk is a signal in the middle of a step.",
         (
             Edit(
-                "zero.step.offload.DiskOffload.reserve",
+                "zero.runtime.offload.DiskOffload.reserve",
                 "            os.posix_fallocate(number, self._end, nbytes)\n",
                 "            os.ftruncate(number, self._end + nbytes)\n",
             ),

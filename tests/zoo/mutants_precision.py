@@ -57,7 +57,7 @@ MASTERS = (
         "Where one element was written, all of them become what the model computes with: masters lose their low bits.",
         (
             Edit(
-                "zero.step.master_weights.MasterWeights.sync_from_param",
+                "zero.runtime.master_weights.MasterWeights.sync_from_param",
                 "master.copy_(torch.where(written, param.to(master.dtype), master))",
                 "master.copy_(param if bool(written.any()) else master)",
             ),
@@ -70,7 +70,7 @@ MASTERS = (
         "What is written behind the first 65,536 elements of a slice is not seen, and lost at the next step.",
         (
             Edit(
-                "zero.step.master_weights.MasterWeights.sync_from_param",
+                "zero.runtime.master_weights.MasterWeights.sync_from_param",
                 "        for begin in range(0, self._param.numel(), block):\n            param, master",
                 "        for begin in range(0, min(block, self._param.numel()), block):\n            param, master",
             ),
@@ -83,7 +83,7 @@ MASTERS = (
         "Weights are compared by value: -0.0 that was written over 0.0 is not seen.",
         (
             Edit(
-                "zero.step.master_weights.MasterWeights.sync_from_param",
+                "zero.runtime.master_weights.MasterWeights.sync_from_param",
                 "written = rounded.view(as_integers) != param.view(as_integers)",
                 "written = (rounded != param) & (as_integers is not None)",
             ),
@@ -109,7 +109,7 @@ MASTERS = (
         "Of neighbours whose master weights were updated the first one reaches the model.",
         (
             Edit(
-                "zero.step.flat_states.BucketStates.cast",
+                "zero.runtime.flat_states.BucketStates.cast",
                 "self.master.cast(members[0].begin - self.begin, members[-1].end - self.begin)",
                 "self.master.cast(members[0].begin - self.begin, members[0].end - self.begin)",
             ),
@@ -183,7 +183,7 @@ MASTERS = (
         "To read master weights makes them what was written into the model, which may be taken back before a step.",
         (
             Edit(
-                "zero.step.master_weights.MasterWeights.synced",
+                "zero.runtime.master_weights.MasterWeights.synced",
                 "self._dtype, self._master.clone())",
                 "self._dtype, self._master)",
             ),
@@ -219,7 +219,7 @@ MASTERS = (
         "Weights that were never updated get wide ones, too, at the first step.",
         (
             Edit(
-                "zero.step.flat_states.BucketStates.cast",
+                "zero.runtime.flat_states.BucketStates.cast",
                 "                if is_present:\n",
                 "                if members:\n",
             ),
@@ -248,7 +248,7 @@ SUMS = (
         "With one rank a contribution is put where the sum is, in its dtype, and not rounded to what travels.",
         (
             Edit(
-                "zero.gradients.accumulator.GradAccumulator._to_travel",
+                "zero.runtime.accumulator.GradAccumulator._to_travel",
                 "not self.has_sum and not bucket.dtypes.widens:",
                 "not self.has_sum:",
             ),
@@ -276,7 +276,7 @@ SUMS = (
         "What `no_sync` keeps is as narrow as what travels: each micro-batch is rounded.",
         (
             Edit(
-                "zero.gradients.accumulator.GradAccumulator._open",
+                "zero.runtime.accumulator.GradAccumulator._open",
                 "        if travels or not self.bucket.dtypes.widens:\n            self._local",
                 "        if travels or not self.bucket.dtypes.widens or self.has_sum is not None:\n"
                 "            self._local",
@@ -291,7 +291,7 @@ SUMS = (
         "in a wide one: it is left out.",
         (
             Edit(
-                "zero.gradients.accumulator.GradAccumulator.flush",
+                "zero.runtime.accumulator.GradAccumulator.flush",
                 "            if first:\n",
                 "            if first and travels and self._local.dtype is not self.bucket.dtypes.reduce_dtype:\n"
                 "                torch._foreach_zero_([self._view(slot) for slot in first])\n"
@@ -306,7 +306,7 @@ SUMS = (
         "At stage 0 alone the wide means are gathered into what travels, and so rounded to 16 bits.",
         (
             Edit(
-                "zero.gradients.accumulator.GradAccumulator.gather_means",
+                "zero.runtime.accumulator.GradAccumulator.gather_means",
                 "            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.accumulate_dtype)\n",
                 "            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.reduce_dtype)\n",
             ),

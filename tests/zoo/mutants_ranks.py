@@ -335,7 +335,7 @@ RANKS = (
         ("L4",),
         "A parameter that one rank alone has unfrozen is trained on the gradient of that rank.",
         (
-            Edit("zero.gradients.accumulator.GradAccumulator._launch", "zlib.crc32(bytes(trainable))", "0"),
+            Edit("zero.runtime.accumulator.GradAccumulator._launch", "zlib.crc32(bytes(trainable))", "0"),
             Edit(
                 "zero.gradients.agreement.check",
                 "if record.trainable != first.trainable:",

@@ -15,7 +15,7 @@ MUTANTS = (
         "Each reduction begins anew, so that of several backwards only the last one counts.",
         (
             Edit(
-                "zero.gradients.accumulator.GradAccumulator._launch",
+                "zero.runtime.accumulator.GradAccumulator._launch",
                 "start = (self._saved_sum if self._saved_sum is not None else self._sum()) if self.has_sum else None",
                 "start = None",
             ),
@@ -28,13 +28,13 @@ MUTANTS = (
         "A parameter without a gradient in this micro-batch contributes what the buffer held before.",
         (
             Edit(
-                "zero.gradients.accumulator.GradAccumulator._launch",
+                "zero.runtime.accumulator.GradAccumulator._launch",
                 "        if not self._prefilled:\n            for slot in self._unwritten:\n"
                 "                self._view(slot).fill_(-0.0)\n        if self._local.dtype",
                 "        if self._local.dtype",
             ),
             Edit(
-                "zero.gradients.accumulator.GradAccumulator._cat_list",
+                "zero.runtime.accumulator.GradAccumulator._cat_list",
                 "        return row if self._contiguous else None\n",
                 "        return row if self._contiguous and len(arrived) == len(self.bucket.slots) else None\n",
             ),
@@ -60,7 +60,7 @@ MUTANTS = (
         "`zero_grad()` clears what is shown, not the running sum: gradients of all steps add up.",
         (
             Edit(
-                "zero.gradients.accumulator.GradAccumulator.clear",
+                "zero.runtime.accumulator.GradAccumulator.clear",
                 '''is not the same as a zero gradient."""\n        self.has_sum = False\n''',
                 '''is not the same as a zero gradient."""\n''',
             ),
@@ -86,7 +86,7 @@ MUTANTS = (
         "What was accumulated is divided by the ranks at every backward: 1/W compounds.",
         (
             Edit(
-                "zero.gradients.accumulator.GradAccumulator.reduced",
+                "zero.runtime.accumulator.GradAccumulator.reduced",
                 '''the reduction of the contribution is complete."""\n        self.has_sum = True\n''',
                 '''the reduction of the contribution is complete."""\n        self.has_sum = True\n'''
                 "        self._sum().div_(self.bucket.world_size)\n",
@@ -100,7 +100,7 @@ MUTANTS = (
         "With one rank the running sum is the buffer that the next gradient fills: each one counts twice.",
         (
             Edit(
-                "zero.gradients.accumulator.GradAccumulator._to_travel",
+                "zero.runtime.accumulator.GradAccumulator._to_travel",
                 "if self._shards.world_size == 1 and not self.has_sum and not",
                 "if self._shards.world_size == 1 and not",
             ),
@@ -111,7 +111,7 @@ MUTANTS = (
         "no-sync-overwrites",
         ("S9",),
         "Under `no_sync` a new gradient replaces the one before it instead of being added.",
-        (Edit("zero.gradients.accumulator.GradAccumulator.flush", "foreach_add_(", "foreach_copy_("),),
+        (Edit("zero.runtime.accumulator.GradAccumulator.flush", "foreach_add_(", "foreach_copy_("),),
         (f"{NO_SYNC}[2]",),
     ),
     Mutant(
@@ -120,7 +120,7 @@ MUTANTS = (
         "Gradients are summed over the ranks and not divided: W times too large.",
         (
             Edit(
-                "zero.gradients.accumulator.GradAccumulator.divide",
+                "zero.runtime.accumulator.GradAccumulator.divide",
                 "            self._sum().div_(divisor)\n",
                 "            pass\n",
             ),
@@ -133,7 +133,7 @@ MUTANTS = (
         "The sum is multiplied by 1/D, which rounds twice: some elements are a bit off.",
         (
             Edit(
-                "zero.gradients.accumulator.GradAccumulator.divide",
+                "zero.runtime.accumulator.GradAccumulator.divide",
                 "self._sum().div_(divisor)",
                 "self._sum().mul_(1 / divisor)",
             ),
@@ -195,7 +195,7 @@ MUTANTS = (
         "A missing gradient contributes +0.0, which turns a sum of -0.0 into 0.0.",
         (
             Edit(
-                "zero.gradients.accumulator.GradAccumulator._launch",
+                "zero.runtime.accumulator.GradAccumulator._launch",
                 "for slot in self._unwritten:\n                self._view(slot).fill_(-0.0)",
                 "for slot in self._unwritten:\n                self._view(slot).fill_(0.0)",
             ),
@@ -209,7 +209,7 @@ MUTANTS = (
         "reach it.",
         (
             Edit(
-                "zero.gradients.accumulator.GradAccumulator.clear_slot",
+                "zero.runtime.accumulator.GradAccumulator.clear_slot",
                 "            self._view(slot).fill_(-0.0)\n            self._unwritten.add(slot)\n",
                 "            self._unwritten.add(slot)\n",
             ),
@@ -222,7 +222,7 @@ MUTANTS = (
         "A missing gradient is +0.0 where those of its bucket that came are put together in one call.",
         (
             Edit(
-                "zero.gradients.accumulator.GradAccumulator._nothing",
+                "zero.runtime.accumulator.GradAccumulator._nothing",
                 "nothing = torch.full((1,), -0.0,",
                 "nothing = torch.full((1,), 0.0,",
             ),
@@ -235,7 +235,7 @@ MUTANTS = (
         "Of a contribution that is put together in one call, a slot's padding lies before it: gradients are shifted.",
         (
             Edit(
-                "zero.gradients.accumulator.GradAccumulator._nothing",
+                "zero.runtime.accumulator.GradAccumulator._nothing",
                 "            places.append(len(row))\n            row.append(nothing.expand(slot.numel))\n"
                 "            if end > slot.end:\n"
                 "                row.append(torch.zeros(end - slot.end, dtype=dtype, device=device))\n",

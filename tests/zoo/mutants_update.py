@@ -62,13 +62,13 @@ MUTANTS = (
         "The last piece of a bucket is left out of every step.",
         (
             Edit(
-                "zero.step.flat_states.BucketStates.plan",
+                "zero.runtime.flat_states.BucketStates.plan",
                 "            if present[index]:\n",
                 "            if present[index] and self.pieces[index] != self.bucket.pieces(0, "
                 "self.bucket.numel)[-1]:\n",
             ),
             Edit(
-                "zero.step.flat_states.BucketStates.plan",
+                "zero.runtime.flat_states.BucketStates.plan",
                 "while last < len(self.pieces) and present[last] and self._joins(last):",
                 "while last < len(self.pieces) - (self.end == self.bucket.numel) and present[last] and "
                 "self._joins(last):",
@@ -167,7 +167,7 @@ MUTANTS = (
         "Pieces are stepped as one although one of them was left out before: it gets its neighbour's count.",
         (
             Edit(
-                "zero.step.flat_states.BucketStates._joins",
+                "zero.runtime.flat_states.BucketStates._joins",
                 "        equal = state is None if before is None else before.same(state)\n",
                 "        equal = (state is None) == (before is None)\n",
             ),
@@ -180,7 +180,7 @@ MUTANTS = (
         "Pieces of two param groups are stepped as one, with the options of the first.",
         (
             Edit(
-                "zero.step.flat_states.BucketStates._joins",
+                "zero.runtime.flat_states.BucketStates._joins",
                 "self.groups[index - 1] == self.groups[index] and equal",
                 "equal",
             ),
@@ -223,7 +223,7 @@ MUTANTS = (
         "A parameter without dimensions is stepped as a vector of one element, which torch promotes in another way.",
         (
             Edit(
-                "zero.step.flat_states.BucketStates._is_scalar",
+                "zero.runtime.flat_states.BucketStates._is_scalar",
                 "return self.scalars[self.pieces[index].slot]",
                 "return False",
             ),

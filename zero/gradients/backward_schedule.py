@@ -16,7 +16,7 @@ from collectives import BucketQueue, Collective, MismatchError, Transport, Work
 from ..core.layout import Layout
 from ..core.parameter_specs import as_plain
 from ..core.stage import Stage
-from .accumulator import GradAccumulator
+from ..runtime.accumulator import GradAccumulator
 
 
 class BackwardSchedule:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..core.bits import all_zero, host_readable, read_scalars
 from ..core.layout import Layout
 from ..core.stage import Stage
-from .accumulator import GradAccumulator
+from ..runtime.accumulator import GradAccumulator
 from .backward_schedule import BackwardSchedule
 from .grad_phase import GradPhase
 from .grad_slots import GradSlots

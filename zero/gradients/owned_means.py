@@ -11,7 +11,7 @@ from collectives.torch_internals import amp_unscale_
 
 from ..core.layout import Piece
 from ..core.stage import Stage
-from .accumulator import GradAccumulator
+from ..runtime.accumulator import GradAccumulator
 
 
 class OwnedMeans:

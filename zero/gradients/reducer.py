@@ -25,8 +25,8 @@ from ..core.layout import Layout
 from ..core.parameter_specs import as_plain, changed
 from ..core.stage import Placement, Stage
 from ..events import Event
+from ..runtime.accumulator import GradAccumulator
 from ..streams import Streams
-from .accumulator import GradAccumulator
 from .agreement import Record, check
 from .backward_schedule import BackwardSchedule
 from .grad_access import GradAccess

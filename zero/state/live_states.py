@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.bits import strided
 from ..parameters.storage import ParameterStorage
-from ..step.flat_states import BucketStates
+from ..runtime.flat_states import BucketStates
 from ..step.inner import InnerOptimizer
 
 

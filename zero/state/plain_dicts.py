@@ -21,8 +21,8 @@ from ..core.cuts import Cuts
 from ..core.layout import Layout, ParameterSpec
 from ..core.stage import Placement, Stage
 from ..parameters.storage import ParameterStorage
+from ..runtime.flat_states import Options, PieceState
 from ..step.elementwise import check_elementwise
-from ..step.flat_states import Options, PieceState
 from ..step.inner import InnerOptimizer
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.layout import Dtypes, ParameterSpec
-from .flat_states import Options, is_elementwise
+from ..runtime.flat_states import Options, is_elementwise
 from .inner import InnerOptimizer, not_elementwise
 from .trial import ClassFailedError, Half, Setting, Whole
 

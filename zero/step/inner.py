@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .flat_states import BucketStates, Options, PieceState
+from ..runtime.flat_states import BucketStates, Options, PieceState
 
 
 class InnerOptimizer:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..core.cuts import EvenCuts
 from ..core.layout import BucketSpec, Dtypes, Slot
-from .flat_states import BucketStates, Options, is_elementwise
+from ..runtime.flat_states import BucketStates, Options, is_elementwise
 from .inner import InnerOptimizer, unhooked_step
 
 

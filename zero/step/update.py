@@ -21,8 +21,8 @@ from ..core.layout import Layout
 from ..core.norm import PowerSum
 from ..core.stage import Stage
 from ..events import Event, Waited
+from ..runtime.flat_states import Options
 from .clip import check_finite, clip_factor
-from .flat_states import Options
 from .inner import InnerOptimizer
 
 GATHERS_IN_FLIGHT = 2  # after a step; for each, a copy of the rank's slice may be kept for its peers to read

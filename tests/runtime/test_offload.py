@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
 from zero import Offload, ZeroOptimizer
-from zero.step.flat_states import BucketStates
-from zero.step.offload import DiskOffload
+from zero.runtime.flat_states import BucketStates
+from zero.runtime.offload import DiskOffload
 
 from ..contract.test_sharding_factor import STEPS, check
 from ..descriptors import opened
@@ -228,7 +228,7 @@ def in_a_process(*arguments: Any) -> dict[str, int]:
 
 def in_processes(each: Sequence[tuple[Any, ...]]) -> list[dict[str, int]]:
     """Call `held` in one process for each of ``each``; return the results."""
-    codes = [f"from tests.step.test_offload import held; print(held(*{arguments!r}))" for arguments in each]
+    codes = [f"from tests.runtime.test_offload import held; print(held(*{arguments!r}))" for arguments in each]
     started = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for code in codes
@@ -391,7 +391,7 @@ def too_small(folder: str) -> str:
 
 @pytest.mark.full
 def test_space_is_reserved_at_construction(tmp_path: Path) -> None:
-    code = f"from tests.step.test_offload import too_small; print(too_small({str(tmp_path)!r}))"
+    code = f"from tests.runtime.test_offload import too_small; print(too_small({str(tmp_path)!r}))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "do not fit into" in ended.stdout

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from collectives import solo
 from zero import Offload, ZeroOptimizer, setup
-from zero.step import staging
-from zero.step.flat_states import BucketStates
-from zero.step.offload import DiskOffload, HostOffload, OffloadBackend
-from zero.step.staging import Staging
+from zero.runtime import staging
+from zero.runtime.flat_states import BucketStates
+from zero.runtime.offload import DiskOffload, HostOffload, OffloadBackend
+from zero.runtime.staging import Staging
 
 from ..contract.test_sharding_factor import STEPS, check
 from ..models import odd_batches, odd_loss
