@@ -1,6 +1,6 @@
 """Makes ranks replicas and checks it: the same model at construction, rank 0's values, fingerprints later.
 
-Knows: transports, tensors that every rank holds whole, and how to gather one slot. Does not know: gradients, steps.
+Knows: transports, and tensors that every rank holds whole. Does not know: gradients, steps.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from torch import Tensor
 from collectives import Collective, Kind, Tag, Transport
 
 from .config import Config
-from .core.cuts import PartOfCuts
-from .core.layout import BucketSpec, Slot
 from .core.parameter_specs import flattened, parts_of
 from .core.stage import check_reshard, check_sharding_factor
 
@@ -78,32 +76,6 @@ def broadcast(collective: Collective, transport: Transport, tensors: Iterable[Te
         collective.all_gather(flat, [0] + [flat.numel()] * transport.world_size, tag=tag).wait()
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
-
-
-def gather_slot(
-    collective: Collective, owner: int, bucket: BucketSpec, slot: Slot, held: tuple[int, Tensor], tag: Tag
-) -> Tensor:
-    """Gather one slot of a tensor that is sharded by the cuts of ``bucket``. Collective.
-
-    Args:
-        collective: the algorithm that gathers.
-        owner: the rank whose shard this rank holds.
-        bucket: the bucket of the slot.
-        slot: the slot to gather.
-        held: (first element of the bucket that this rank holds, 1-D values from there on); at least its shard.
-        tag: the tag of the messages.
-
-    Returns:
-        The slot's elements, 1-D, as a copy.
-    """
-    first, values = held
-    whole = torch.empty(slot.numel, dtype=values.dtype, device=values.device)
-    cuts = PartOfCuts(bucket.cuts, slot.offset, slot.end)
-    low, high = cuts.owned(owner)
-    begin = slot.offset + low - first
-    whole[low:high].copy_(values[begin : begin + high - low])
-    collective.all_gather(whole, cuts, tag=tag).wait()
-    return whole
 
 
 def fingerprint(tensor: Tensor) -> bytes:

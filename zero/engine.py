@@ -18,9 +18,11 @@ from torch import Tensor
 
 from collectives import CollectiveError, Kind, Tag
 
-from .consistency import compare, gather_slot
+from .consistency import compare
+from .core.stage import Placement
 from .events import LOG, Event
 from .gradients.join import Call, adopt_options, digests_of
+from .runtime.flat_buffer import FlatBuffer, gather_slot
 from .runtime.flat_states import Options
 from .setup import Builder
 from .state.live_states import States
@@ -183,8 +185,8 @@ class Engine:
         bucket, _, slot = next(found for found in self._storage.layout.slots() if found[2].parameter == index)
         states = self._inner.states[bucket.index]
         tag = Tag(Kind.ALL_GATHER, f"full_master of {spec.name!r}", index=bucket.index)
-        held = (states.begin, states.synced_weights())
-        whole = gather_slot(self.parts.collective, self.parts.shards.rank, bucket, slot, held, tag)
+        held = FlatBuffer(states.synced_weights(), Placement.SHARD, states.begin)
+        whole = gather_slot(held, slot, bucket.cuts, self.parts.shards.rank, self.parts.collective, tag)
         states.evict()
         self._storage.evict(bucket.index)
         return whole.as_strided(spec.shape, spec.stride)

@@ -30,6 +30,7 @@ from .parameters.materialize import Materializer
 from .parameters.module_hooks import check_not_in_units
 from .parameters.sharded import ShardedStorage
 from .parameters.storage import ParameterStorage
+from .runtime.flat_buffer import FlatBuffer
 from .runtime.flat_states import BucketStates, Options
 from .runtime.master_weights import MasterWeights
 from .runtime.offload import OffloadBackend, OffloadedStates, backend_for
@@ -281,7 +282,8 @@ class Builder:
                         self._room_for_masters(bucket, stores),
                     )
                 instance = self.inner.instance()
-                states = BucketStates(instance, bucket, begin, end, interval, slot_groups, scalars, master, store)
+                weights = FlatBuffer(interval, self.stage.states, begin)
+                states = BucketStates(instance, bucket, weights, slot_groups, scalars, master, store)
                 self.inner.add(states, all_groups)
                 states.evict()
         self.reducer.extend(found, layout)

@@ -40,8 +40,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.gradients.owned_means.OwnedMeans._pieces",
-                "            if gradient is not None:\n                begin, _",
-                "            if gradient is not None and not found:\n                begin, _",
+                "            if gradient is not None:\n",
+                "            if gradient is not None and not found:\n",
             ),
         ),
         (f"{CLIPPING}[2-2.0]",),
@@ -73,10 +73,10 @@ MUTANTS = (
         (
             Edit(
                 "zero.gradients.owned_means.OwnedMeans._pieces",
-                "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n",
+                "                        found.append(gradient.piece(piece))\n",
                 "                        names = "
                 "store._layout.parameters[store.bucket.slots[piece.slot].parameter].names\n"
-                "                        found += [gradient[piece.begin - begin : piece.end - begin]] * len(names)\n",
+                "                        found += [gradient.piece(piece)] * len(names)\n",
             ),
         ),
         (f"{CLIPPING}[2-2.0]",),
@@ -131,8 +131,9 @@ MUTANTS = (
         (
             Edit(
                 "zero.gradients.owned_means.OwnedMeans._pieces",
-                "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n",
-                "                        found[-1:] = [*(p for p in found[-1:] if p is not gradient), gradient]\n",
+                "                        found.append(gradient.piece(piece))\n",
+                "                        whole = gradient.data\n"
+                "                        found[-1:] = [*(p for p in found[-1:] if p is not whole), whole]\n",
             ),
         ),
         ("contract/test_steps.py::test_padding_and_scratch_cannot_be_observed[2]",),

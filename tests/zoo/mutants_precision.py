@@ -171,8 +171,8 @@ MASTERS = (
         (
             Edit(
                 "zero.state.plain_dicts.gather",
-                "states.synced_weights() if name == _MASTER",
-                "states.weights if name == _MASTER",
+                "part = states.synced_weights()",
+                "part = states.weights",
             ),
         ),
         ("step/test_mixed_cases.py::test_saved_masters_are_what_the_next_step_would_begin_with",),
@@ -307,8 +307,8 @@ SUMS = (
         (
             Edit(
                 "zero.runtime.accumulator.GradAccumulator.gather_means",
-                "            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.accumulate_dtype)\n",
-                "            self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.reduce_dtype)\n",
+                "            self._whole = self._empty(Placement.WHOLE, self.bucket.dtypes.accumulate_dtype)\n",
+                "            self._whole = self._empty(Placement.WHOLE, self.bucket.dtypes.reduce_dtype)\n",
             ),
         ),
         (f"{TRAINING}[0-bf16-W2]",),
@@ -320,8 +320,8 @@ SUMS = (
         (
             Edit(
                 "zero.gradients.owned_means.OwnedMeans._pieces",
-                "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n",
-                "                        found.append(gradient[piece.begin - begin : piece.end - begin])\n"
+                "                        found.append(gradient.piece(piece))\n",
+                "                        found.append(gradient.piece(piece))\n"
                 "                    else:\n                        break\n",
             ),
         ),

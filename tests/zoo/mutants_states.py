@@ -97,8 +97,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.state.plain_dicts.scatter",
-                "                target[piece.begin - states.begin : piece.end - states.begin].copy_(source)\n",
-                "                assert target.numel() >= source.numel()\n",
+                "                target.piece(piece).copy_(source)\n",
+                "                assert target.data.numel() >= source.numel()\n",
             ),
         ),
         (f"{RESUME}[2-3]",),

@@ -16,7 +16,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.runtime.accumulator.GradAccumulator._launch",
-                "start = (self._saved_sum if self._saved_sum is not None else self._sum()) if self.has_sum else None",
+                "start = None if before is None else before.data",
                 "start = None",
             ),
         ),
@@ -30,8 +30,8 @@ MUTANTS = (
             Edit(
                 "zero.runtime.accumulator.GradAccumulator._launch",
                 "        if not self._prefilled:\n            for slot in self._unwritten:\n"
-                "                self._view(slot).fill_(-0.0)\n        if self._local.dtype",
-                "        if self._local.dtype",
+                "                self._view(slot).fill_(-0.0)\n        if self._local.data.dtype",
+                "        if self._local.data.dtype",
             ),
             Edit(
                 "zero.runtime.accumulator.GradAccumulator._cat_list",
@@ -121,7 +121,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.runtime.accumulator.GradAccumulator.divide",
-                "            self._sum().div_(divisor)\n",
+                "            self._sum().data.div_(divisor)\n",
                 "            pass\n",
             ),
         ),
@@ -134,8 +134,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.runtime.accumulator.GradAccumulator.divide",
-                "self._sum().div_(divisor)",
-                "self._sum().mul_(1 / divisor)",
+                "self._sum().data.div_(divisor)",
+                "self._sum().data.mul_(1 / divisor)",
             ),
         ),
         ("contract/test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),

@@ -15,10 +15,12 @@ from .layout import BucketSpec, Dtypes
 
 
 class Placement(Enum):
-    """Whether a rank holds all elements (WHOLE) or only its own shards (SHARD)."""
+    """Which elements of a bucket a rank holds: all (WHOLE), its own shard (SHARD), or all, but of a sum only this
+    rank's contribution (PARTIAL)."""
 
     WHOLE = "whole"
     SHARD = "shard"
+    PARTIAL = "partial"
 
 
 @dataclass(frozen=True)

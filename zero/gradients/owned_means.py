@@ -58,8 +58,7 @@ class OwnedMeans:
         for store in self._stores:
             gradient = store.final_grad()
             if gradient is not None:
-                begin, _ = self._stage.update_interval(store.bucket, self._rank)
                 for piece in pieces_of(store):
                     if self._used[store.bucket.slots[piece.slot].parameter]:
-                        found.append(gradient[piece.begin - begin : piece.end - begin])
+                        found.append(gradient.piece(piece))
         return found

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from collectives import Chain, Collective, Kind, Tag, Transport
 
-from ..consistency import gather_slot
 from ..core.layout import Layout
 from ..core.parameter_specs import as_plain, changed
 from ..core.stage import Placement, Stage
 from ..events import Event
 from ..runtime.accumulator import GradAccumulator
+from ..runtime.flat_buffer import gather_slot
 from ..streams import Streams
 from .agreement import Record, check
 from .backward_schedule import BackwardSchedule
@@ -388,7 +388,7 @@ class Reducer:
             total = store.running_sum()
             assert total is not None  # used by some rank, and nothing is pending
             tag = Tag(Kind.ALL_GATHER, purpose, self._schedule.number, store.bucket.index)
-            whole = gather_slot(self._collective, self._place, store.bucket, slot, (store.low, total), tag)
+            whole = gather_slot(total, slot, store.bucket.cuts, self._place, self._collective, tag)
             if self._progress.is_open:
                 whole.div_(self.divisor)
         return whole.as_strided(spec.shape, spec.stride)

@@ -17,7 +17,7 @@ A missing gradient contributes -0.0, the identity of IEEE addition: +0.0 would t
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,10 +25,11 @@ from torch import Tensor
 from collectives import Collective, Kind, Tag, Transport, Work
 from collectives.torch_internals import foreach_add_, foreach_copy_
 
-from ..core.bits import first_unequal, same_bits, strided
+from ..core.bits import first_unequal, same_bits
 from ..core.layout import BucketSpec, Layout
-from ..core.stage import Stage
+from ..core.stage import Placement, Stage
 from ..events import Event, Waited
+from .flat_buffer import FlatBuffer, redistribute
 
 
 class _Reduction:
@@ -69,11 +70,11 @@ class GradAccumulator:
         self._waiting_for_means = Event(f"wait_for_all_gather_gradients bucket {number}", rank)
         self._in_place = stage.contributes_in_place(bucket.dtypes)
         self._sum_apart = stage.sum_lies_apart(bucket.dtypes)
-        self._whole: Tensor | None = None  # the whole bucket: contributions, means, or first these and then those
+        self._whole: FlatBuffer | None = None  # contributions, means, or first these and then those
         self._views: dict[int, Tensor] = {}  # slot -> its view of the whole
-        self._kept_sum: Tensor | None = None
-        self._local: Tensor | None = None
-        self._saved_sum: Tensor | None = None  # a copy of the running sum, while a contribution uses its memory
+        self._kept_sum: FlatBuffer | None = None
+        self._local: FlatBuffer | None = None  # the contribution, perhaps in the memory of the whole
+        self._saved_sum: FlatBuffer | None = None  # a copy of the running sum, while a contribution uses its memory
         self._unwritten: set[int] = set()  # slots of the contribution without a gradient
         self._prefilled = False  # the unwritten slots are -0.0 already
         self.has_sum = False
@@ -135,7 +136,7 @@ class GradAccumulator:
         self._open(travels=travels)
         assert self._local is not None
         if row is not None:
-            torch.cat(row, out=self._local)
+            torch.cat(row, out=self._local.data)
             self._prefilled = True
         else:
             first = {slot: gradient for slot, gradient in arrived.items() if slot in self._unwritten}
@@ -143,7 +144,7 @@ class GradAccumulator:
             if first:
                 foreach_copy_([self._view(slot) for slot in first], list(first.values()))
             if later:
-                dtype = self._local.dtype  # a gradient of a wider dtype is rounded before it is added
+                dtype = self._local.data.dtype  # a gradient of a wider dtype is rounded before it is added
                 narrowed = [g.to(dtype) if g.itemsize > dtype.itemsize else g for g in later.values()]
                 foreach_add_([self._view(slot) for slot in later], narrowed)
         self._unwritten.difference_update(arrived)
@@ -168,27 +169,29 @@ class GradAccumulator:
         if travels or not self.bucket.dtypes.widens:
             self._local = self._to_travel()
         else:
-            self._local = self._scratch(self.bucket.numel, self.bucket.dtypes.accumulate_dtype)
+            self._local = self._scratch(Placement.PARTIAL, self.bucket.dtypes.accumulate_dtype)
         self._unwritten, self._prefilled = set(range(len(self.bucket.slots))), False
 
-    def _to_travel(self) -> Tensor:
+    def _to_travel(self) -> FlatBuffer:
         """Return a buffer of ``reduce_dtype`` from which the contribution is reduced."""
         bucket = self.bucket
         if self._in_place:
             if self._whole is None:
-                self._whole = self._empty(bucket.numel, bucket.dtypes.reduce_dtype)
+                self._whole = self._empty(Placement.WHOLE, bucket.dtypes.reduce_dtype)
             if self.has_sum and not self._sum_apart:
-                self._saved_sum = self._scratch(self.high - self.low, bucket.dtypes.accumulate_dtype)
-                self._saved_sum.copy_(self._whole[self.low : self.high])
-            return self._whole
+                self._saved_sum = self._scratch(Placement.SHARD, bucket.dtypes.accumulate_dtype)
+                self._saved_sum.data.copy_(self._whole.interval(self.low, self.high))
+            return FlatBuffer(self._whole.data, Placement.PARTIAL)
         if self._shards.world_size == 1 and not self.has_sum and not bucket.dtypes.widens:
-            return self._sum()  # the first contribution of a single rank is the sum: nothing is copied
-        return self._scratch(bucket.numel, bucket.dtypes.reduce_dtype)
+            # the first contribution of a single rank is the sum: nothing is copied
+            return FlatBuffer(self._sum().data, Placement.PARTIAL)
+        return self._scratch(Placement.PARTIAL, bucket.dtypes.reduce_dtype)
 
     def _view(self, slot: int) -> Tensor:
         """Return the slot of this rank's contribution, in the parameter's shape."""
         assert self._local is not None
-        return self.mean_view(slot) if self._local is self._whole else self._slot_of(self._local, slot)
+        in_place = self._whole is not None and self._local.data is self._whole.data
+        return self.mean_view(slot) if in_place else self._slot_of(self._local, slot)
 
     def mean_view(self, slot: int) -> Tensor:
         """Return the slot of the whole buffer, in the parameter's shape: its mean gradient, once means are there."""
@@ -197,10 +200,9 @@ class GradAccumulator:
             self._views[slot] = self._slot_of(self._whole, slot)
         return self._views[slot]
 
-    def _slot_of(self, flat: Tensor, number: int) -> Tensor:
+    def _slot_of(self, buffer: FlatBuffer, number: int) -> Tensor:
         slot = self.bucket.slots[number]
-        spec = self._layout.parameters[slot.parameter]
-        return strided(flat, slot.offset, spec.shape, spec.stride)
+        return buffer.slot(slot, self._layout.parameters[slot.parameter])
 
     # -- reduction ------------------------------------------------------------------------------------------------
 
@@ -220,12 +222,14 @@ class GradAccumulator:
         if not self._prefilled:
             for slot in self._unwritten:
                 self._view(slot).fill_(-0.0)
-        if self._local.dtype is not self.bucket.dtypes.reduce_dtype:
-            self._local = self._to_travel().copy_(self._local)
-        source = self._local
+        if self._local.data.dtype is not self.bucket.dtypes.reduce_dtype:
+            narrow = self._to_travel()
+            narrow.data.copy_(self._local.data)
+            self._local = narrow
         tag = Tag(Kind.REDUCE_SCATTER, label, round_, self.bucket.index, zlib.crc32(bytes(trainable)))
-        start = (self._saved_sum if self._saved_sum is not None else self._sum()) if self.has_sum else None
-        work = collective.reduce_scatter(source, self.bucket.cuts, self._sum(), start=start, tag=tag)
+        before = self.running_sum()
+        start = None if before is None else before.data
+        work = redistribute(self._local, self._sum(), self.bucket.cuts, collective, tag, start=start)
         return _Reduction(self, work)
 
     def reduced(self) -> None:
@@ -238,43 +242,43 @@ class GradAccumulator:
         self._local = self._saved_sum = None
         self._unwritten, self.arrived = set(), {}
 
-    def _sum(self) -> Tensor:
-        """Return the buffer of the owned slice's sum, allocated on the first call."""
+    def _sum(self) -> FlatBuffer:
+        """Return the buffer of the owned shard's sum, allocated on the first call."""
         if not self._sum_apart:
             assert self._whole is not None
-            return self._whole[self.low : self.high]
+            return self._whole.shard(self.bucket.cuts, self._shards.rank)
         if self._kept_sum is None:
-            self._kept_sum = self._empty(self.high - self.low, self.bucket.dtypes.accumulate_dtype)
+            self._kept_sum = self._empty(Placement.SHARD, self.bucket.dtypes.accumulate_dtype)
         return self._kept_sum
 
     # -- sums and means -------------------------------------------------------------------------------------------
 
-    def running_sum(self) -> Tensor | None:
-        """Return the undivided sum of the slice that this rank owns; None before the first reduction."""
+    def running_sum(self) -> FlatBuffer | None:
+        """Return the undivided sum of the shard that this rank owns; None before the first reduction."""
         if not self.has_sum:
             return None
         return self._saved_sum if self._saved_sum is not None else self._sum()
 
-    def final_grad(self) -> Tensor | None:
-        """Return the gradients, 1-D, of the interval that this rank updates; None before the first reduction."""
+    def final_grad(self) -> FlatBuffer | None:
+        """Return the gradients of the interval that this rank updates; None before the first reduction."""
         if not self.has_sum:
             return None
         return self._whole if self._stage.grads_replicated else self._sum()
 
     def divide(self, divisor: float) -> None:
-        """Divide the sum of the owned slice in place. For stages where only the owner needs the mean."""
+        """Divide the sum of the owned shard in place. For stages where only the owner needs the mean."""
         if self.has_sum and divisor != 1:
-            self._sum().div_(divisor)
+            self._sum().data.div_(divisor)
 
     def gather_means(self, collective: Collective, round_: int, divisor: float) -> Work:
         """Launch the all-gather of the means: sum / ``divisor``. All owners of the bucket must call it."""
         with self._gathering():
             if self._whole is None:
-                self._whole = self._empty(self.bucket.numel, self.bucket.dtypes.accumulate_dtype)
-            own = self._whole[self.low : self.high]
-            torch.div(self._sum(), divisor, out=own) if divisor != 1 else own.copy_(self._sum())
+                self._whole = self._empty(Placement.WHOLE, self.bucket.dtypes.accumulate_dtype)
+            own, total = self._whole.shard(self.bucket.cuts, self._shards.rank), self._sum().data
+            torch.div(total, divisor, out=own.data) if divisor != 1 else own.data.copy_(total)
             tag = Tag(Kind.ALL_GATHER, f"means of {self.label}", round_, self.bucket.index)
-            work = collective.all_gather(self._whole, self.bucket.cuts, tag=tag)
+            work = redistribute(own, self._whole, self.bucket.cuts, collective, tag)
             return Waited(work, self._waiting_for_means)
 
     # -- clearing -------------------------------------------------------------------------------------------------
@@ -312,7 +316,7 @@ class GradAccumulator:
             self.mean_view(slot).fill_(value)
         for piece in self.pieces:
             if piece.slot == slot:
-                total[piece.begin - self.low : piece.end - self.low].fill_(value)
+                total.piece(piece).fill_(value)
 
     @property
     def shows_means(self) -> bool:
@@ -323,7 +327,7 @@ class GradAccumulator:
         """Return whether the means of the owned slice were edited since `gather_means`: 0-dim, bool, on the bucket's
         device, without a host synchronisation."""
         assert self._whole is not None
-        own, total = self._whole[self.low : self.high], self._sum()
+        own, total = self._whole.interval(self.low, self.high), self._sum().data
         if not own.numel():
             return torch.zeros((), dtype=torch.bool, device=own.device)
         return first_unequal(own, total / divisor if divisor != 1 else total) >= 0
@@ -335,13 +339,14 @@ class GradAccumulator:
         ``used``: whether each parameter of the layout was used.
         """
         assert self._whole is not None
-        expected = self._sum() / divisor if divisor != 1 else self._sum()
+        total = self._sum()
+        expected = FlatBuffer(total.data / divisor, Placement.SHARD, total.begin) if divisor != 1 else total
         found = []
         for piece in self.pieces:
-            mean = self._whole[piece.begin : piece.end]
+            mean = self._whole.piece(piece)
             if not used[self.bucket.slots[piece.slot].parameter]:
                 continue
-            if same_bits(mean, expected[piece.begin - self.low : piece.end - self.low]):
+            if same_bits(mean, expected.piece(piece)):
                 continue
             if torch.count_nonzero(mean):
                 found.append(piece.slot)
@@ -353,10 +358,16 @@ class GradAccumulator:
 
     def tensors(self) -> list[Tensor]:
         """Return the buffers that are kept between steps."""
-        return [t for t in (self._whole, self._kept_sum) if t is not None]
+        return [buffer.data for buffer in (self._whole, self._kept_sum) if buffer is not None]
 
-    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._shards.empty(numel, dtype, torch.device(self.bucket.device))
+    def _empty(self, placement: Placement, dtype: torch.dtype) -> FlatBuffer:
+        return self._made(self._shards.empty, placement, dtype)
 
-    def _scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._shards.scratch(numel, dtype, torch.device(self.bucket.device))
+    def _scratch(self, placement: Placement, dtype: torch.dtype) -> FlatBuffer:
+        return self._made(self._shards.scratch, placement, dtype)
+
+    def _made(
+        self, allocate: Callable[[int, torch.dtype, torch.device], Tensor], placement: Placement, dtype: torch.dtype
+    ) -> FlatBuffer:
+        begin, end = (self.low, self.high) if placement is Placement.SHARD else (0, self.bucket.numel)
+        return FlatBuffer(allocate(end - begin, dtype, torch.device(self.bucket.device)), placement, begin)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..core.layout import BucketSpec, Piece
+from .flat_buffer import FlatBuffer
 from .master_weights import MasterWeights
 from .offload import OffloadedStates
 from .staging import Staging
@@ -70,9 +71,7 @@ class BucketStates:
         self,
         instance: torch.optim.Optimizer,
         bucket: BucketSpec,
-        begin: int,
-        end: int,
-        parameters: Tensor,
+        parameters: FlatBuffer,
         groups: Sequence[int],
         scalars: Sequence[bool],
         master: MasterWeights | None = None,
@@ -83,9 +82,7 @@ class BucketStates:
         Args:
             instance: of the user's class, for this bucket alone.
             bucket: the bucket.
-            begin: of the interval, in elements of the bucket.
-            end: of the interval.
-            parameters: of the interval, 1-D.
+            parameters: of the interval.
             groups: the number of each slot's param group.
             scalars: of each slot, whether its parameter has no dimensions.
             master: the master weights, which are updated instead of the parameters; None: there are none.
@@ -94,13 +91,13 @@ class BucketStates:
         self._store = store
         self.instance = instance
         self.scalars = scalars
-        self.bucket, self.begin, self.end = bucket, begin, end
-        self._parameters, self.master = parameters, master
-        self.pieces: tuple[Piece, ...] = bucket.pieces(begin, end)
+        self.bucket, self.begin, self.end = bucket, parameters.begin, parameters.end
+        self._parameters, self._placement, self.master = parameters.data, parameters.placement, master
+        self.pieces: tuple[Piece, ...] = bucket.pieces(self.begin, self.end)
         self.groups = [groups[piece.slot] for piece in self.pieces]
-        self.flat: dict[str, Tensor] = {}
+        self.flat: dict[str, FlatBuffer] = {}
         self._states: list[PieceState | None] = [None] * len(self.pieces)
-        self._staging = Staging(parameters.device)
+        self._staging = Staging(parameters.data.device)
         self.stepped_groups: set[int] = set()  # numbers of the groups of the runs
         self.runs: list[_FlatParam] = []
         self._key: tuple[Any, ...] | None = None
@@ -166,7 +163,7 @@ class BucketStates:
             parameter = weights[low:high].detach().view(shape).requires_grad_()
             run = _FlatParam(parameter, low, high, first, last)
             if state is not None:
-                run.views = {name: self.flat[name][low:high].view(shape) for name in state.elementwise}
+                run.views = {name: self.flat[name].data[low:high].view(shape) for name in state.elementwise}
                 self.instance.state[parameter] = {**copy.deepcopy(dict(state.scalars)), **run.views}
             self.runs.append(run)
 
@@ -185,7 +182,7 @@ class BucketStates:
                     continue  # a scalar of the class, not of the parameter
                 if name not in self.flat:
                     self.flat[name] = self._room(name, value.dtype)
-                target = self._staging.tensors.get(name, self.flat[name])
+                target = self._staging.tensors.get(name, self.flat[name].data)
                 view = target[run.begin : run.end].view(run.parameter.shape)
                 view.copy_(value)
                 state[name] = run.views[name] = view
@@ -216,16 +213,18 @@ class BucketStates:
         """Replace the state of a piece; `snapshot` must have been called."""
         self._states[piece] = state
 
-    def allocate(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return the flat tensor of a state; allocate it if there is none yet, or one of another dtype."""
-        if name not in self.flat or self.flat[name].dtype != dtype:
+    def allocate(self, name: str, dtype: torch.dtype) -> FlatBuffer:
+        """Return the buffer of a state; allocate it if there is none yet, or one of another dtype."""
+        if name not in self.flat or self.flat[name].data.dtype != dtype:
             self.flat[name] = self._room(name, dtype)
         return self.flat[name]
 
-    def _room(self, name: str, dtype: torch.dtype) -> Tensor:
+    def _room(self, name: str, dtype: torch.dtype) -> FlatBuffer:
         if self._store is not None:
-            return self._store.tensor(name, dtype)
-        return torch.zeros(self.end - self.begin, dtype=dtype, device=self._parameters.device)
+            room = self._store.tensor(name, dtype)
+        else:
+            room = torch.zeros(self.end - self.begin, dtype=dtype, device=self._parameters.device)
+        return FlatBuffer(room, self._placement, self.begin)
 
     # -- offloaded states ---------------------------------------------------------------------------------------------
 
@@ -253,7 +252,7 @@ class BucketStates:
         self._point_to(self._staging.tensors)
 
     def _fetch(self) -> None:
-        self._staging.fetch({name: flat for name, flat in self.flat.items() if self._is_elsewhere(flat)})
+        self._staging.fetch({name: flat.data for name, flat in self.flat.items() if self._is_elsewhere(flat.data)})
 
     def _is_elsewhere(self, flat: Tensor) -> bool:
         return flat.device != self._parameters.device
@@ -265,8 +264,9 @@ class BucketStates:
 
     def unstage(self) -> None:
         """Launch the copies of staged states back to the host. They keep their memory until `let_go`."""
-        self._staging.put_back(self.flat)
-        self._point_to({name: self.flat[name] for name in self._staging.tensors})
+        flats = {name: self.flat[name].data for name in self._staging.tensors}
+        self._staging.put_back(flats)
+        self._point_to(flats)
 
     def let_go(self) -> None:
         """Release the memory of staged states."""

@@ -62,7 +62,7 @@ class States(Mapping[Tensor, dict[str, Any]]):
             piece = states.pieces[number]
             found.update(state.scalars)
             for name in state.elementwise:
-                flat = states.flat[name][piece.begin - states.begin : piece.end - states.begin]
+                flat = states.flat[name].piece(piece)
                 whole = piece.numel == states.bucket.slots[piece.slot].numel
                 found[name] = strided(flat, 0, spec.shape, spec.stride) if whole else flat
         return found

@@ -152,13 +152,15 @@ def gather(
         flats: dict[str, Tensor] = {}
         states.wait_for_copies()
         for number, (name, dtype) in enumerate(sorted(names.items())):
-            part = states.synced_weights() if name == _MASTER else states.flat.get(name)
+            if name == _MASTER:
+                part = states.synced_weights()
+            elif name in states.flat:
+                part = states.flat[name].data
+            else:
+                part = torch.zeros(states.end - states.begin, dtype=_DTYPES[dtype], device=bucket.device)
             if whole_here:
-                assert part is not None
                 flats[name] = part.cpu()
                 continue
-            if part is None:
-                part = torch.zeros(states.end - states.begin, dtype=_DTYPES[dtype], device=bucket.device)
             one = Tag(Kind.GATHER, f"{tag.label}, {name}"[:70], tag.round, bucket.index * 1000 + number)
             whole = _gather_one(part, bucket.cuts, shards, receivers, one)
             if whole is not None:
@@ -186,7 +188,7 @@ def _state_facts(layout: Layout, inner: InnerOptimizer) -> list[dict[str, Any]]:
             state = inner.state_of(bucket.index, number)
             if state is not None:
                 pieces.append((piece.slot, _encoded(state)))
-        flat = {name: str(flat.dtype) for name, flat in states.flat.items()}
+        flat = {name: str(flat.data.dtype) for name, flat in states.flat.items()}
         has_master = states.master is not None and states.master.exists
         told.append({"pieces": pieces, "flat": flat, "master": has_master})
     return told
@@ -329,7 +331,7 @@ def scatter(
                     )
                 target = states.allocate(name, bucket.dtypes.master_dtype)
                 source = flat_values[key][piece.begin - slot.offset : piece.end - slot.offset]
-                target[piece.begin - states.begin : piece.end - states.begin].copy_(source)
+                target.piece(piece).copy_(source)
             states.set_state(number, PieceState(tuple(names), scalars))
         states.evict()
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options, PieceState
 
 
@@ -78,7 +79,7 @@ class InnerOptimizer:
 
     def step(
         self,
-        gradients: Sequence[Tensor | None],
+        gradients: Sequence[FlatBuffer | None],
         present: Sequence[tuple[bool, ...]],
         groups: Sequence[Options],
         stepped: Callable[[int], None],
@@ -90,7 +91,7 @@ class InnerOptimizer:
         own counters are those of one call.
 
         Args:
-            gradients: of each bucket's interval, 1-D; None if the bucket has none.
+            gradients: of each bucket's interval; None if the bucket has none.
             present: of each bucket, whether each of its pieces is stepped.
             groups: the user's param groups.
             stepped: called with a bucket's number after its step.
@@ -137,7 +138,7 @@ class InnerOptimizer:
             if isinstance(value, Tensor) and name not in run.views
         ]
         wide = [states.master.master] if states.master is not None and states.master.exists else []
-        return [*states.flat.values(), *scalars, *wide]
+        return [*(flat.data for flat in states.flat.values()), *scalars, *wide]
 
     def close(self) -> None:
         """Release all states."""
@@ -173,7 +174,7 @@ def _prefetch(states: BucketStates | None) -> None:
 
 def _step(
     states: BucketStates,
-    gradient: Tensor | None,
+    gradient: FlatBuffer | None,
     present: tuple[bool, ...],
     cut: tuple[bool, ...],
     groups: Sequence[Options],
@@ -187,7 +188,7 @@ def _step(
         states.master.sync_from_param()
     states.plan(present, cut)
     states.stage()
-    wide = None if gradient is None else gradient.to(states.bucket.dtypes.master_dtype)
+    wide = None if gradient is None else gradient.data.to(states.bucket.dtypes.master_dtype)
     for run in states.runs:
         assert wide is not None
         run.parameter.grad = wide[run.begin : run.end].view(run.parameter.shape)

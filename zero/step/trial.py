@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from ..core.cuts import EvenCuts
 from ..core.layout import BucketSpec, Dtypes, Slot
+from ..core.stage import Placement
+from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options, is_elementwise
 from .inner import InnerOptimizer, unhooked_step
 
@@ -142,7 +144,7 @@ class Half:
         self._inner = inner.another()
         self._inner.elementwise = whole.names()
         self.groups = [copy.deepcopy(group) for group in options]
-        self._gradients: list[Tensor] = []
+        self._gradients: list[FlatBuffer] = []
         self.pieces: list[TrialPiece] = []
         for dtypes, device in dict.fromkeys((setting.dtypes, setting.device) for setting in whole.settings):
             self._add(whole, half, dtypes, device)
@@ -167,9 +169,10 @@ class Half:
             values.copy_(self.pieces[-1].of(whole.parameters[slot.parameter]))
         groups = [whole.settings[slot.parameter].options for slot in slots]
         scalars = [whole.parameters[slot.parameter].dim() == 0 for slot in slots]
-        states = BucketStates(self._inner.instance(), bucket, 0, size, flat, groups, scalars)
+        weights = FlatBuffer(flat, Placement.WHOLE)
+        states = BucketStates(self._inner.instance(), bucket, weights, groups, scalars)
         self._inner.add(states, self.groups)
-        self._gradients.append(gradient)
+        self._gradients.append(FlatBuffer(gradient, Placement.WHOLE))
 
     def step(self, gradients: Sequence[Tensor], names: frozenset[str]) -> None:
         """Step all pieces once.

@@ -21,6 +21,7 @@ from ..core.layout import Layout
 from ..core.norm import PowerSum
 from ..core.stage import Stage
 from ..events import Event, Waited
+from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import Options
 from .clip import check_finite, clip_factor
 from .inner import InnerOptimizer
@@ -31,8 +32,8 @@ GATHERS_IN_FLIGHT = 2  # after a step; for each, a copy of the rank's slice may 
 class _Gradient(Protocol):
     """The finalized gradient of one bucket, as in a `GradAccumulator`."""
 
-    def final_grad(self) -> Tensor | None:
-        """Return the mean over the interval that this rank updates, 1-D; None if no rank has a gradient."""
+    def final_grad(self) -> FlatBuffer | None:
+        """Return the mean over the interval that this rank updates; None if no rank has a gradient."""
 
 
 class _Means(Protocol):
@@ -121,7 +122,7 @@ class Update:
             for store in self._reducer.stores:
                 gradient = store.final_grad()
                 if gradient is not None:
-                    gradient.mul_(factor)  # a factor on the host, as in a plain loop: no copy, and one rounding
+                    gradient.data.mul_(factor)  # a factor on the host, as in a plain loop: no copy, and one rounding
         return norm
 
     def step(self, groups: Sequence[Options]) -> dict[int, Options]:
