@@ -220,13 +220,13 @@ def _ours(stage: int, fused: bool) -> Build:
         arguments = {"bucket_cap_mb": how.bucket_cap_mb, **_arguments(fused)}
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, mixed_precision=precision, **arguments)
         training = _training(model, model, optimizer)
-        training.parameters = lambda: [*optimizer._storage.flats, *optimizer._storage.rest_flats()]
+        storage = optimizer._storage
+        training.parameters = lambda: [b.weights.data for b in (*storage.buckets, *storage.rest_buckets())]
         training.clip = optimizer.clip_grad_norm_
-        inner = optimizer._inner
-        training.states = lambda: [tensor for states in inner.states for tensor in inner.tensors_of(states)]
-        training.buckets = lambda: len(optimizer._storage.layout.buckets)
+        training.states = lambda: [tensor for bucket in storage.buckets for tensor in bucket.states.tensors()]
+        training.buckets = lambda: len(storage.buckets)
         training.received = lambda: optimizer.traffic.payload_received
-        training.common = optimizer._storage.in_common
+        training.common = storage.in_common
         return training
 
     return build

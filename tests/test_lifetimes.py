@@ -91,7 +91,11 @@ def test_nothing_waits_for_the_garbage_collector(stage: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert [reference() for reference in activations] == [None] * 3
-        parts = [weakref.ref(optimizer), weakref.ref(optimizer._reducer), weakref.ref(optimizer._storage.flats[0])]
+        parts = [
+            weakref.ref(optimizer),
+            weakref.ref(optimizer._reducer),
+            weakref.ref(optimizer._storage.buckets[0].weights.data),
+        ]
         optimizer.close()
         del optimizer
         assert [reference() for reference in parts] == [None] * 3

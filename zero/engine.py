@@ -51,7 +51,7 @@ class Engine:
         self.parts = parts
         self._transport, self._storage, self._reducer = parts.transport, parts.storage, parts.reducer
         self._inner, self._update = parts.inner, parts.update
-        self.state = States(self._storage, self._inner)
+        self.state = States(self._storage)
         self.dicts = PlainDicts(parts.stage, self._storage, self._inner, parts.transport, parts.shards)
         rank = self._transport.rank_label
         self._stepping, self._clipping = Event("step", rank), Event("clip", rank)
@@ -182,13 +182,14 @@ class Engine:
         """Return a copy of the whole master weights of a parameter."""
         spec = self._storage.layout.parameters[index]
         self._reducer.check_consistency(f"full_master of {spec.name!r}", self._storage.diagnose())
-        bucket, _, slot = next(found for found in self._storage.layout.slots() if found[2].parameter == index)
-        states = self._inner.states[bucket.index]
-        tag = Tag(Kind.ALL_GATHER, f"full_master of {spec.name!r}", index=bucket.index)
+        bucket, number = self._storage.place(index)
+        states = bucket.states
+        tag = Tag(Kind.ALL_GATHER, f"full_master of {spec.name!r}", index=bucket.spec.index)
         held = FlatBuffer(states.synced_weights(), Placement.SHARD, states.begin)
-        whole = gather_slot(held, slot, bucket.cuts, self.parts.shards.rank, self.parts.collective, tag)
+        slot, cuts = bucket.spec.slots[number], bucket.spec.cuts
+        whole = gather_slot(held, slot, cuts, self.parts.shards.rank, self.parts.collective, tag)
         states.evict()
-        self._storage.evict(bucket.index)
+        self._storage.evict(bucket)
         return whole.as_strided(spec.shape, spec.stride)
 
     @contextmanager
@@ -256,7 +257,7 @@ class Engine:
         finally:
             self._closed = "its parameters could not be gathered any more"
             self.parts.release()
-            self.state.forget()
+            self.state.close()
             self._transport.pool.trim()
             self.parts.shards.pool.trim()
             self._closed = "the model is plain again"

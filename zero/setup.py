@@ -30,7 +30,7 @@ from .parameters.materialize import Materializer
 from .parameters.module_hooks import check_not_in_units
 from .parameters.sharded import ShardedStorage
 from .parameters.storage import ParameterStorage
-from .runtime.flat_buffer import FlatBuffer
+from .runtime.bucket import Bucket
 from .runtime.flat_states import BucketStates, Options
 from .runtime.master_weights import MasterWeights
 from .runtime.offload import OffloadBackend, OffloadedStates, backend_for
@@ -211,7 +211,6 @@ class Builder:
         if self.module is not None:
             InputCast.remove(self.module, self)
         self.reducer.close()
-        self.inner.close()
         self.storage.release()
         if self._offload_backend is not None:
             self._offload_backend.close()
@@ -234,7 +233,7 @@ class Builder:
                     described.append(spec)
                 else:
                     replicated[parameter] = spec
-            if not found and not self.storage.flats:
+            if not found and not self.storage.buckets:
                 raise ValueError(NOTHING_TO_TRAIN)
             check_one_device([*self.storage.layout.parameters, *described])
             check_free([(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)])
@@ -248,48 +247,46 @@ class Builder:
         if self._materializer is not None and self.stage.parameters is Placement.WHOLE:
             with self._failing_for_all():
                 self._materializer.finish()
-        buckets, across = len(self.storage.flats), self.storage.buckets_cross_units
+        buckets, across = len(self.storage.buckets), self.storage.buckets_cross_units
         if buckets:
             layout = self.storage.layout.extended(described, self._bucket_bytes, across_units=across)
         else:
             layout = build(described, self.shards.world_size, self._bucket_bytes, across_units=across)
         stores = self._reserve(layout.buckets[buckets:], found)
-        wide: dict[int, Tensor] = {}  # this rank's interval of the values before the cast, by bucket
+        wide: dict[Bucket, Tensor] = {}  # this rank's interval of the values before the cast
 
-        def keep(bucket: BucketSpec, whole: Tensor) -> None:
-            if layout.parameters[bucket.slots[0].parameter].trainable:  # frozen ones may never be updated
-                begin, end = self.stage.update_interval(bucket, self.shards.rank)
-                mine, empty = whole[begin:end], self._room_for_masters(bucket, stores)
-                wide[bucket.index] = mine.clone() if empty is None else empty().copy_(mine)
-                if bucket.index in stores:
-                    stores[bucket.index].evict()
+        def keep(bucket: Bucket, whole: Tensor) -> None:
+            if bucket.specs[0].trainable:  # frozen ones may never be updated
+                begin, end = self.stage.update_interval(bucket.spec, self.shards.rank)
+                mine, empty = whole[begin:end], self._room_for_masters(bucket.spec, stores)
+                wide[bucket] = mine.clone() if empty is None else empty().copy_(mine)
+                if bucket.spec.index in stores:
+                    stores[bucket.spec.index].evict()
 
         with self._failing_for_all():
             self.storage.replicated.update(replicated)
-            self.storage.register(found, layout, keep)
+            new = self.storage.register(found, layout, keep)
             self.streams.use(self.storage.device)
-            for bucket in layout.buckets[buckets:]:
-                begin, end = self.stage.update_interval(bucket, self.shards.rank)
-                slot_groups = [layout.parameters[slot.parameter].group for slot in bucket.slots]
-                scalars = [layout.parameters[slot.parameter].shape == () for slot in bucket.slots]
-                interval = self.storage.interval(bucket, begin, end)
-                master, store = None, stores.get(bucket.index)
-                if bucket.dtypes.has_master:
-                    master = MasterWeights(
-                        interval,
-                        bucket.dtypes.master_dtype,
-                        wide.pop(bucket.index, None),
-                        self._room_for_masters(bucket, stores),
-                    )
-                instance = self.inner.instance()
-                weights = FlatBuffer(interval, self.stage.states, begin)
-                states = BucketStates(instance, bucket, weights, slot_groups, scalars, master, store)
-                self.inner.add(states, all_groups)
-                states.evict()
-        self.reducer.extend(found, layout)
+            for bucket in new:
+                bucket.states = self._states_of(bucket, wide.pop(bucket, None), stores)
+                self.inner.begin(bucket.states, all_groups)
+                bucket.states.evict()
+        self.reducer.extend(new, found, layout)
         self.update.extend()
         for parameter in self.storage.not_updated():
             self.reducer.hooks.take_over(parameter)
+
+    def _states_of(self, bucket: Bucket, wide: Tensor | None, stores: Mapping[int, OffloadedStates]) -> BucketStates:
+        """Return the states of a new bucket. ``wide``: its master weights, if they are known more precisely than from
+        the parameters."""
+        spec, weights = bucket.spec, bucket.updated_weights(self.stage, self.shards.rank)
+        master = None
+        if spec.dtypes.has_master:
+            master = MasterWeights(weights.data, spec.dtypes.master_dtype, wide, self._room_for_masters(spec, stores))
+        first = self.storage.buckets[0]
+        instance = self.inner.instance(None if bucket is first else first.states.instance)
+        groups, scalars = [each.group for each in bucket.specs], [each.shape == () for each in bucket.specs]
+        return BucketStates(instance, spec, weights, groups, scalars, master, stores.get(spec.index))
 
     def _reserve(self, buckets: Sequence[BucketSpec], found: Sequence[Tensor]) -> dict[int, OffloadedStates]:
         """Return the place of the states of each new bucket, if they are offloaded; otherwise an empty dict.

@@ -207,15 +207,15 @@ def poison(_: str, __: Odd, optimizer: ZeroOptimizer) -> None:
             if buffer.whole is not None:
                 poison_padding(buffer.whole.data, buffer.bucket, 0, buffer.bucket.numel)
     else:
-        for bucket, flat in zip(storage.layout.buckets, storage.flats, strict=True):
-            poison_padding(flat, bucket, 0, bucket.numel)
-    for store in optimizer._reducer.stores:
-        for tensor in [*store.tensors(), *(t for t in (store._local, store._saved_sum) if t is not None)]:
-            whole = tensor.numel() == store.bucket.numel
-            poison_padding(tensor, store.bucket, *((0, tensor.numel()) if whole else (store.low, store.high)))
-    for bucket, states in zip(storage.layout.buckets, optimizer._inner.states, strict=True):
-        for flat in states.flat.values():
-            poison_padding(flat, bucket, *stage.update_interval(bucket, rank))
+        for bucket in storage.buckets:
+            poison_padding(bucket.weights.data, bucket.spec, 0, bucket.spec.numel)
+    for bucket in storage.buckets:
+        store = bucket.grad
+        for tensor in [*store.tensors(), *(b.data for b in (store._local, store._saved_sum) if b is not None)]:
+            whole = tensor.numel() == bucket.spec.numel
+            poison_padding(tensor, bucket.spec, *((0, tensor.numel()) if whole else (store.low, store.high)))
+        for flat in bucket.states.flat.values():
+            poison_padding(flat.data, bucket.spec, *stage.update_interval(bucket.spec, rank))
     for pool in pools:
         for block in pool._blocks:
             if block.free:

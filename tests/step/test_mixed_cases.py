@@ -648,7 +648,7 @@ def test_a_class_that_begins_with_state_needs_no_masters_for_what_is_frozen(stag
             backward(model, number)
             optimizer.step()
             optimizer.zero_grad()
-        masters = [states.master for states in optimizer._inner.states]
+        masters = [bucket.states.master for bucket in optimizer._storage.buckets]
         frozen = [not bucket.trainable for bucket in optimizer.describe().buckets]
         assert [master is not None and not master.exists for master in masters] == frozen
         assert any(frozen)

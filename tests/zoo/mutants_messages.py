@@ -102,8 +102,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.storage.ParameterStorage.owners",
-                "        first = self._transport.rank - self._shards.rank\n",
-                "        first = 0\n",
+                "first, spec = self._transport.rank - self._shards.rank, bucket.spec",
+                "first, spec = 0, bucket.spec",
             ),
         ),
         (f"{TOLD}::test_states_are_this_ranks_piece_or_say_who_has_them[1-2]",),

@@ -30,8 +30,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.sharded.ShardedStorage._in_registration_order",
-                "            while any(is_meta(params.parameters[slot.parameter]) for slot in bucket.slots):\n"
-                "                next(steps)\n",
+                "            while any(map(is_meta, entries[place][1].parameters)):\n                next(steps)\n",
                 "            for _ in steps:\n                pass\n",
             ),
         ),
@@ -43,9 +42,10 @@ MUTANTS = (
         "The frozen base of an adapted model is whole until what is trained has been sharded.",
         (
             Edit(
-                "zero.parameters.sharded.ShardedStorage.register",
-                "        self._fill_all([params, self._unlisted])\n",
-                "        self._fill_all([params])\n        self._fill_all([self._unlisted])\n",
+                "zero.parameters.sharded.ShardedStorage._fill",
+                "        self._fill_all([_ParamSet(new, self.layout, keep), self._unlisted])\n",
+                "        self._fill_all([_ParamSet(new, self.layout, keep)])\n"
+                "        self._fill_all([self._unlisted])\n",
             ),
         ),
         (f"{SHARDS}[last]",),

@@ -114,7 +114,7 @@ MUTANTS = (
             Edit(
                 "zero.parameters.sharded.ShardedStorage.evict",
                 "        if self._offload_backend is not None:\n"
-                "            self._offload_backend.evict([self.flats[bucket]])\n",
+                "            self._offload_backend.evict([bucket.weights.data])\n",
                 "        return\n",
             ),
         ),

@@ -97,8 +97,8 @@ MASTERS = (
         (
             Edit(
                 "zero.setup.Builder._take_over",
-                "                        wide.pop(bucket.index, None),\n",
-                "                        None if buckets else wide.pop(bucket.index, None),\n",
+                "self._states_of(bucket, wide.pop(bucket, None), stores)",
+                "self._states_of(bucket, None if buckets else wide.pop(bucket, None), stores)",
             ),
         ),
         ("step/test_mixed_cases.py::test_a_group_that_is_added_later_has_masters_of_its_own_wide_values[2]",),
@@ -123,8 +123,8 @@ MASTERS = (
         (
             Edit(
                 "zero.state.plain_dicts.scatter",
-                "value.detach().to(bucket.device, bucket.dtypes.master_dtype)",
-                "value.detach().to(bucket.device, bucket.dtypes.param_dtype)",
+                "value.detach().to(device, dtype)",
+                "value.detach().to(device, bucket.spec.dtypes.param_dtype)",
             ),
         ),
         (f"{RESUMED}[2-0-model first]",),
@@ -141,10 +141,10 @@ MASTERS = (
                 "                InputCast.put(self.module, self.precision.param_dtype, self)\n"
                 "                self.module.register_forward_pre_hook(self._narrowed)\n\n"
                 "    def _narrowed(self, module, _) -> None:\n"
-                "        for states in self.inner.states if not module.training else ():\n"
-                "            if states.master is not None:\n"
-                "                self.inner.snapshot()\n"
-                "                states.master.forget()\n",
+                "        for bucket in self.storage.buckets if not module.training else ():\n"
+                "            if bucket.states.master is not None:\n"
+                "                bucket.states.snapshot()\n"
+                "                bucket.states.master.forget()\n",
             ),
         ),
         (f"{EVALUATION}[2]",),

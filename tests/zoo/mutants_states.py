@@ -14,9 +14,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.state.plain_dicts.scatter",
-                "        for number, piece in enumerate(states.pieces):\n            slot = bucket.slots[piece.slot]\n",
-                "        for number, piece in enumerate(states.pieces[:0]):\n"
-                "            slot = bucket.slots[piece.slot]\n",
+                "        for number, piece in enumerate(states.pieces):\n            slot, spec",
+                "        for number, piece in enumerate(states.pieces[:0]):\n            slot, spec",
             ),
         ),
         (f"{RESUME}[2-3]",),
@@ -124,10 +123,9 @@ MUTANTS = (
         (
             Edit(
                 "zero.state.plain_dicts.gather",
-                "                    values[name] = strided(flats[name], slot.offset, spec.shape, "
-                "spec.stride).clone()\n",
-                "                    end = next((s.offset for s in bucket.slots if s.offset > slot.offset), "
-                "bucket.numel)\n"
+                "                    values[name] = strided(flats[name], slot.offset, of.shape, of.stride).clone()\n",
+                "                    end = next((s.offset for s in spec.slots if s.offset > slot.offset), "
+                "spec.numel)\n"
                 "                    values[name] = flats[name][slot.offset : end].clone()\n",
             ),
         ),
@@ -179,8 +177,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.state.plain_dicts.gather",
-                "                result[spec.index] = values\n",
-                "                result[id(spec)] = values\n",
+                "                result[of.index] = values\n",
+                "                result[id(of)] = values\n",
             ),
         ),
         ("state/test_saving.py::test_a_saved_dict_has_torchs_own_form_and_names",),

@@ -27,12 +27,12 @@ MUTANTS = (
         "Construction takes a step with zero gradients and no learning rate: Adam's count is 1 too high ever after.",
         (
             Edit(
-                "zero.step.inner.InnerOptimizer.add",
+                "zero.step.inner.InnerOptimizer.begin",
                 "        if not self._begins_with_state:\n            return\n",
                 "",
             ),
             Edit(
-                "zero.step.inner.InnerOptimizer.add",
+                "zero.step.inner.InnerOptimizer.begin",
                 "            built = self._class(_param_groups(states, groups), **self._arguments)\n",
                 "            still = [{**group, 'lr': 0.0} for group in _param_groups(states, groups)]\n"
                 "            built = self._class(still, **self._arguments)\n"
@@ -49,9 +49,9 @@ MUTANTS = (
         "Each rank steps the values of rank 0's slice with the gradients of its own: only a fraction is trained.",
         (
             Edit(
-                "zero.parameters.storage.ParameterStorage.interval",
-                "        return self.flats[bucket.index][begin:end]\n",
-                "        return self.flats[bucket.index][: end - begin]\n",
+                "zero.runtime.bucket.Bucket.updated_weights",
+                "        return self.weights.shard(self.spec.cuts, rank)\n",
+                "        return self.weights.shard(self.spec.cuts, 0)\n",
             ),
         ),
         (f"{EXACT}[2-sgd]",),
@@ -155,8 +155,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.step.update.Update.step",
-                "            tuple(used[bucket.slots[piece.slot].parameter] for piece in states.pieces)\n",
-                "            tuple(gradients[bucket.index] is not None for piece in states.pieces)\n",
+                "            tuple(used[bucket.spec.slots[piece.slot].parameter] for piece in bucket.states.pieces)",
+                "            tuple(gradients[bucket.spec.index] is not None for piece in bucket.states.pieces)",
             ),
         ),
         (f"{EXACT}[2-adamw]",),

@@ -17,6 +17,7 @@ from ..core.layout import Layout
 from ..core.parameter_specs import as_plain
 from ..core.stage import Stage
 from ..runtime.accumulator import GradAccumulator
+from ..runtime.bucket import Bucket
 
 
 class BackwardSchedule:
@@ -50,11 +51,12 @@ class BackwardSchedule:
 
         self._queue = BucketQueue(launch, in_flight)
 
-    def extend(self, parameters: Sequence[Tensor], layout: Layout) -> None:
-        """Register further parameters, which ``layout`` has in further buckets."""
+    def extend(self, new: Sequence[Bucket], parameters: Sequence[Tensor], layout: Layout) -> None:
+        """Register further parameters, which ``layout`` has in these new buckets."""
         self.layout = layout
-        new = layout.buckets[len(self.stores) :]
-        self.stores += [GradAccumulator(bucket, layout, self._stage, self._shards) for bucket in new]
+        for bucket in new:
+            bucket.grad = GradAccumulator(bucket.spec, layout, self._stage, self._shards)
+            self.stores.append(bucket.grad)
         self.parameters += parameters
         places = {slot.parameter: (self.stores[bucket.index], number) for bucket, number, slot in layout.slots()}
         self.places = [places[index] for index in range(len(self.parameters))]

@@ -25,6 +25,7 @@ from ..core.parameter_specs import as_plain, changed
 from ..core.stage import Placement, Stage
 from ..events import Event
 from ..runtime.accumulator import GradAccumulator
+from ..runtime.bucket import Bucket
 from ..runtime.flat_buffer import gather_slot
 from ..streams import Streams
 from .agreement import Record, check
@@ -92,10 +93,10 @@ class Reducer:
         """The accumulators of all buckets."""
         return self._schedule.stores
 
-    def extend(self, parameters: Sequence[Tensor], layout: Layout) -> None:
-        """Register further parameters, which ``layout`` has in further buckets."""
+    def extend(self, new: Sequence[Bucket], parameters: Sequence[Tensor], layout: Layout) -> None:
+        """Register further parameters, which ``layout`` has in these new buckets."""
         first = len(self.parameters)
-        self._schedule.extend(parameters, layout)
+        self._schedule.extend(new, parameters, layout)
         self._progress.used += [False] * len(parameters)
         self._access.extend(parameters, layout)
         for index, parameter in enumerate(parameters, first):

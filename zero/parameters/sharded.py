@@ -20,7 +20,10 @@ from ..config import MixedPrecision
 from ..consistency import broadcast, fingerprint
 from ..core.layout import BucketSpec, Dtypes, Layout, ParameterSpec, build
 from ..core.parameter_specs import as_plain, bindings, check_memory, misplaced, replaced, specs
+from ..core.stage import Placement
 from ..core.units import Predicate, find_units
+from ..runtime.bucket import Bucket
+from ..runtime.flat_buffer import FlatBuffer
 from ..streams import Streams
 from .materialize import Materializer, is_meta
 from .storage import Keep, ParameterStorage
@@ -31,15 +34,12 @@ from .unit_manager import UnitManager
 
 @dataclass
 class _ParamSet:
-    """Buckets of a layout, which get their values from these parameters. ``keep``: None for those that the optimizer
-    does not update."""
+    """Buckets of a layout. ``keep``: None for those that the optimizer does not update."""
 
-    buckets: Sequence[BucketSpec]
+    buckets: Sequence[Bucket]
     layout: Layout
-    parameters: Sequence[Tensor]
     keep: Keep | None
-    flats: dict[int, Tensor] = field(default_factory=dict)  # this rank's slices, by bucket
-    buffers: list[UnitBuffer] = field(default_factory=list)  # of these slices
+    buffers: list[UnitBuffer] = field(default_factory=list)  # of these buckets' slices
 
 
 class SliceMemory(Protocol):
@@ -56,8 +56,7 @@ class SliceMemory(Protocol):
 
 
 class ShardedStorage(ParameterStorage):
-    """Parameters in units, of which each rank holds its slices. ``flats`` are this rank's slices of the layout's
-    buckets."""
+    """Parameters in units, of which each rank holds its slices: the weights of its buckets are shards."""
 
     def __init__(
         self,
@@ -117,11 +116,12 @@ class ShardedStorage(ParameterStorage):
     def slices(self, buckets: Sequence[BucketSpec], parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
         if self._offload_backend is None:
             return []
-        adopted = [*self.parameters, *parameters]
-        rest, described = self._describe_rest(adopted)
-        kept = [(bucket, adopted) for bucket in buckets]
+        registered = [*self.parameters, *parameters]
+        rest, described = self._describe_rest(registered)
+        kept = [(bucket, registered) for bucket in buckets]
         kept += [(bucket, rest) for bucket in self._layout_of(described).buckets]
-        kept.sort(key=lambda entry: self._last_of(*entry))  # in the order in which they are filled
+        # in the order in which they are filled
+        kept.sort(key=lambda entry: self._last_of([entry[1][slot.parameter] for slot in entry[0].slots]))
         owned = [(bucket.dtypes.param_dtype, *bucket.owned(self._shards.rank)) for bucket, _ in kept]
         return [(high - low, dtype) for dtype, low, high in owned]
 
@@ -130,16 +130,12 @@ class ShardedStorage(ParameterStorage):
         if self._unlisted is not None:
             self._take_out(self._unlisted.buffers)
             if self._offload_backend is not None:
-                self._offload_backend.give_back(self.rest_flats())
+                self._offload_backend.give_back([bucket.weights.data for bucket in self.rest_buckets()])
             self._unlisted = None
 
-    def register(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> None:
-        new = layout.buckets[len(self.flats) :]
-        self.layout = layout
-        self.parameters += parameters
-        params, self._unlisted = _ParamSet(new, layout, self.parameters, keep), self._lay_out_rest()
-        self._fill_all([params, self._unlisted])
-        self.flats += [params.flats[bucket.index] for bucket in new]
+    def _fill(self, new: Sequence[Bucket], keep: Keep) -> None:
+        self._unlisted = self._lay_out_rest()
+        self._fill_all([_ParamSet(new, self.layout, keep), self._unlisted])
 
     def end(self) -> None:
         if self._materializer is not None:
@@ -172,23 +168,25 @@ class ShardedStorage(ParameterStorage):
     def _lay_out_rest(self) -> _ParamSet:
         parameters, described = self._describe_rest(self.parameters)
         self.rest = self._layout_of(described)
-        return _ParamSet(self.rest.buckets, self.rest, parameters, None)
+        return _ParamSet([Bucket(spec, self.rest, parameters) for spec in self.rest.buckets], self.rest, None)
 
     def _fill_all(self, param_sets: Sequence[_ParamSet]) -> None:
         """Fill buckets with rank 0's values, of which this rank keeps its slices. Collective."""
         entries = [(params, bucket) for params in param_sets for bucket in params.buckets]
-        on_host = all(bucket.device == "cpu" for _, bucket in entries)
-        sizes = [bucket.numel * bucket.dtypes.param_dtype.itemsize for _, bucket in entries]
+        specs = [bucket.spec for _, bucket in entries]
+        on_host = all(spec.device == "cpu" for spec in specs)
+        sizes = [spec.numel * spec.dtypes.param_dtype.itemsize for spec in specs]
         shared = on_host and self._offload_backend is None and self._shards.world_size > 1
         regions = self._agreed(self._shards.common(sizes) if shared else None)
         for number in self._in_registration_order(entries):
             params, bucket = entries[number]
-            self._fill(params, bucket, None if regions is None else regions[number])
+            self._fill_one(params, bucket, None if regions is None else regions[number])
 
-    def _fill(self, params: _ParamSet, bucket: BucketSpec, region: Region | None) -> None:
+    def _fill_one(self, params: _ParamSet, bucket: Bucket, region: Region | None) -> None:
         """Fill a bucket with rank 0's values, in ``region`` if all ranks share its memory. Collective."""
-        whole = self._values(bucket, params.layout, params.parameters, _nothing if params.keep is None else params.keep)
-        low, high = bucket.owned(self._shards.rank)
+        spec = bucket.spec
+        whole = self._values(bucket, _nothing if params.keep is None else params.keep)
+        low, high = spec.owned(self._shards.rank)
         common = None if region is None else SharedBucketMemory(region, whole.dtype)
         flat = whole
         if common is not None:
@@ -197,16 +195,16 @@ class ShardedStorage(ParameterStorage):
             flat = self._offload_backend.empty(high - low, whole.dtype).copy_(whole[low:high])
             self._offload_backend.evict([flat])
         elif self._shards.world_size > 1:
-            flat = self._shards.empty(high - low, whole.dtype, torch.device(bucket.device)).copy_(whole[low:high])
-        for unit, first, last in params.layout.runs(bucket):
-            part, begin = bucket.part(first, last), bucket.slots[first].offset
+            flat = self._shards.empty(high - low, whole.dtype, torch.device(spec.device)).copy_(whole[low:high])
+        bucket.weights = FlatBuffer(flat, Placement.SHARD, low)
+        for unit, first, last in params.layout.runs(spec):
+            part, begin = spec.part(first, last), spec.slots[first].offset
             here, there = (bound + begin - low for bound in part.owned(self._shards.rank))
-            members = [params.parameters[slot.parameter] for slot in part.slots]
             shard = flat[here:there] if there > here else flat[:0]
+            members = bucket.parameters[first:last]
             buffer = UnitBuffer(part, params.layout, members, shard, params.keep is not None, common, begin)
             self.manager.put(unit, buffer)
             params.buffers.append(buffer)
-        params.flats[bucket.index] = flat
 
     def _agreed(self, regions: Sequence[Region] | None) -> Sequence[Region] | None:
         """Return None on every rank if a rank has no shared memory: all replicas of a model must send alike.
@@ -216,25 +214,22 @@ class ShardedStorage(ParameterStorage):
         told = self._transport.exchange(b"" if regions else b"none", Tag(Kind.EXCHANGE, "memory in common"))
         return None if any(told) else regions
 
-    def _in_registration_order(self, entries: Sequence[tuple[_ParamSet, BucketSpec]]) -> Iterator[int]:
+    def _in_registration_order(self, entries: Sequence[tuple[_ParamSet, Bucket]]) -> Iterator[int]:
         """Places in ``entries`` in an order that is equal on all ranks, also if some tensors have no values yet.
 
         It is the order of each bucket's last registered parameter. Only as many meta tensors are materialized at a time
         as a bucket needs.
         """
         steps = iter(()) if self._materializer is None else self._materializer.steps()
-        order = sorted(
-            (self._last_of(bucket, params.parameters), place) for place, (params, bucket) in enumerate(entries)
-        )
+        order = sorted((self._last_of(bucket.parameters), place) for place, (_, bucket) in enumerate(entries))
         for _, place in order:
-            params, bucket = entries[place]
-            while any(is_meta(params.parameters[slot.parameter]) for slot in bucket.slots):
+            while any(map(is_meta, entries[place][1].parameters)):
                 next(steps)
             yield place
 
-    def _last_of(self, bucket: BucketSpec, parameters: Sequence[Tensor]) -> int:
-        """The number of the bucket's parameter, among these, that was registered last."""
-        return max(self._registered[id(parameters[slot.parameter])] for slot in bucket.slots)
+    def _last_of(self, parameters: Sequence[Tensor]) -> int:
+        """The number of the parameter, of these of one bucket, that the module registered last."""
+        return max(self._registered[id(parameter)] for parameter in parameters)
 
     def _take_out(self, buffers: Sequence[UnitBuffer]) -> None:
         """Make the parameters of these buffers plain ones, with memory of their own. Collective."""
@@ -248,9 +243,6 @@ class ShardedStorage(ParameterStorage):
                 self.manager.reshard(number)
 
     # -- access to parameters -------------------------------------------------------------------------------------
-
-    def interval(self, bucket: BucketSpec, begin: int, end: int) -> Tensor:
-        return self.flats[bucket.index]
 
     def fingerprints(self) -> list[tuple[str, bytes]]:
         found: dict[str, bytes] = {}
@@ -354,9 +346,9 @@ class ShardedStorage(ParameterStorage):
         self._hooks.end_iteration()
         return all(unit.state is State.SHARDED for unit in self.manager.units)
 
-    def evict(self, bucket: int) -> None:
+    def evict(self, bucket: Bucket) -> None:
         if self._offload_backend is not None:
-            self._offload_backend.evict([self.flats[bucket]])
+            self._offload_backend.evict([bucket.weights.data])
 
     def stepped(self, used: Sequence[bool]) -> None:
         for buffer in self.manager.buffers():
@@ -369,13 +361,14 @@ class ShardedStorage(ParameterStorage):
         return list(replaced(self._bindings))
 
     def not_updated(self) -> Sequence[Tensor]:
-        return () if self._unlisted is None else self._unlisted.parameters
+        return [parameter for bucket in self.rest_buckets() for parameter in bucket.parameters]
 
-    def rest_flats(self) -> list[Tensor]:
-        return [] if self._unlisted is None else list(self._unlisted.flats.values())
+    def rest_buckets(self) -> Sequence[Bucket]:
+        return () if self._unlisted is None else self._unlisted.buckets
 
     def kept(self) -> list[Tensor]:
-        return [] if self._offload_backend is None else [*self.flats, *self.rest_flats()]
+        buckets = [] if self._offload_backend is None else [*self.buckets, *self.rest_buckets()]
+        return [bucket.weights.data for bucket in buckets]
 
     def transient(self) -> tuple[frozenset[int], int]:
         return self.manager.pool.storages(), self.manager.pool.peak_bytes
@@ -388,7 +381,8 @@ class ShardedStorage(ParameterStorage):
             self._hooks.end_iteration()
             self._hooks.remove()
         self._take_out(list(self.manager.buffers()))
-        self.flats, self._unlisted = [], None
+        self.buckets.clear()
+        self._unlisted = None
 
 
 def _nothing(*_: object) -> None:

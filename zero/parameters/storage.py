@@ -17,7 +17,7 @@ from collectives import Collective, Transport
 from ..config import MixedPrecision
 from ..consistency import broadcast, compare_subclasses, fingerprint
 from ..core.bits import strided
-from ..core.layout import BucketSpec, Layout, ParameterSpec, Slot
+from ..core.layout import BucketSpec, Layout, ParameterSpec
 from ..core.parameter_specs import (
     HELD_ELSEWHERE,
     bindings,
@@ -29,11 +29,12 @@ from ..core.parameter_specs import (
     misplaced,
     replaced,
 )
+from ..core.stage import Placement
+from ..runtime.bucket import Bucket, slots_of
+from ..runtime.flat_buffer import FlatBuffer
 from .casting import cast
 
-Keep = Callable[
-    [BucketSpec, Tensor], None
-]  # called with a bucket's whole values in the master's dtype, before the cast
+Keep = Callable[[Bucket, Tensor], None]  # called with a bucket's whole values in the master's dtype, before the cast
 
 
 class ParameterStorage:
@@ -55,7 +56,8 @@ class ParameterStorage:
         self.rest = Layout((), (), shards.world_size)  # of parameters that are stored here and not updated
         self.parameters: list[Tensor] = []
         self.replicated: dict[Tensor, ParameterSpec] = {}  # listed, and in no bucket; by identity, as torch does
-        self.flats: list[Tensor] = []
+        self.buckets: list[Bucket] = []  # of the layout
+        self._places: dict[int, tuple[Bucket, int]] = {}  # parameter -> bucket and slot, in the layout's order
         self._addresses: list[tuple[int, torch.dtype]] = []  # of each parameter's memory, where it was put
         self._bindings = bindings(module)
         self._indices: dict[Tensor, int] = {}
@@ -94,32 +96,38 @@ class ParameterStorage:
     def begin(self) -> None:
         """Prepare the registration of further parameters. Collective."""
 
-    def register(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> None:
+    def register(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> Sequence[Bucket]:
         """Register further parameters, which ``layout`` has in further buckets, and copy rank 0's values there.
-        Collective."""
-        new = layout.buckets[len(self.flats) :]
-        self.layout = layout
+        Collective. Returns these buckets, with their weights."""
         self.parameters += parameters
+        new = [Bucket(spec, layout, self.parameters) for spec in layout.buckets[len(self.buckets) :]]
+        self.layout = layout
+        self._places.update(slots_of(new))
+        self._fill(new, keep)
+        self.buckets += new
+        return new
+
+    def _fill(self, new: Sequence[Bucket], keep: Keep) -> None:
+        """Give buckets their weights, with rank 0's values. Collective."""
         for bucket in new:
             # Memory of this rank alone: no other rank sees its writes, and a forked process reads its own copy.
-            flat = self._values(bucket, layout, self.parameters, keep)
-            for slot in bucket.slots:
-                spec = layout.parameters[slot.parameter]
-                self.parameters[slot.parameter].data = strided(flat, slot.offset, spec.shape, spec.stride)
-            self.flats.append(flat)
-        self._addresses += [(parameter.data_ptr(), parameter.dtype) for parameter in parameters]
+            bucket.weights = FlatBuffer(self._values(bucket, keep), Placement.WHOLE)
+            for parameter, slot, spec in zip(bucket.parameters, bucket.spec.slots, bucket.specs, strict=True):
+                parameter.data = bucket.weights.slot(slot, spec)
+        added = self.parameters[len(self._addresses) :]
+        self._addresses += [(parameter.data_ptr(), parameter.dtype) for parameter in added]
 
-    def _values(self, bucket: BucketSpec, layout: Layout, parameters: Sequence[Tensor], keep: Keep) -> Tensor:
+    def _values(self, bucket: Bucket, keep: Keep) -> Tensor:
         """Rank 0's values of a bucket, in the dtype with which the model computes. Collective."""
+        dtypes = bucket.spec.dtypes
         # Zero, because padding is sent, too, and must not disclose old contents of the memory.
-        whole = torch.zeros(bucket.numel, dtype=bucket.dtypes.master_dtype, device=bucket.device)
-        for slot in bucket.slots:
-            spec, parameter = layout.parameters[slot.parameter], parameters[slot.parameter]
+        whole = torch.zeros(bucket.spec.numel, dtype=dtypes.master_dtype, device=bucket.spec.device)
+        for parameter, slot, spec in zip(bucket.parameters, bucket.spec.slots, bucket.specs, strict=True):
             strided(whole, slot.offset, spec.shape, spec.stride).copy_(parameter.detach())
         broadcast(self._direct, self._transport, [whole])
-        if bucket.dtypes.has_master:
+        if dtypes.has_master:
             keep(bucket, whole)
-        return whole.to(bucket.dtypes.param_dtype)
+        return whole.to(dtypes.param_dtype)
 
     def end(self) -> None:
         """Complete the registration of parameters: cast and copy the module's other tensors. Collective."""
@@ -169,9 +177,9 @@ class ParameterStorage:
 
     # -- access to parameters -------------------------------------------------------------------------------------
 
-    def interval(self, bucket: BucketSpec, begin: int, end: int) -> Tensor:
-        """The parameters of an interval that this rank steps, 1-D."""
-        return self.flats[bucket.index][begin:end]
+    def place(self, index: int) -> tuple[Bucket, int]:
+        """A parameter's bucket, and the number of its slot there."""
+        return self._places[index]
 
     def index(self, parameter: Tensor) -> int:
         """The parameter's place in the layout. Raises `ValueError` if it is not one of the optimizer's."""
@@ -187,15 +195,16 @@ class ParameterStorage:
 
     def owners(self, index: int) -> list[int]:
         """The ranks that own a part of a parameter, of those that share this rank's copy."""
-        bucket, number, _ = next(found for found in self.layout.slots() if found[2].parameter == index)
-        first = self._transport.rank - self._shards.rank
+        bucket, number = self._places[index]
+        first, spec = self._transport.rank - self._shards.rank, bucket.spec
         places = range(self._shards.world_size)
-        return [first + r for r in places if any(piece.slot == number for piece in bucket.pieces(*bucket.owned(r)))]
+        return [first + r for r in places if any(piece.slot == number for piece in spec.pieces(*spec.owned(r)))]
 
-    def flat_of(self, index: int) -> Tensor:
+    def _flat_of(self, index: int) -> Tensor:
         """A parameter's elements in memory order, 1-D."""
-        bucket, slot = next((b, s) for b, _, s in self.layout.slots() if s.parameter == index)
-        return self.flats[bucket.index][slot.offset : slot.end]
+        bucket, number = self._places[index]
+        slot = bucket.spec.slots[number]
+        return bucket.weights.interval(slot.offset, slot.end)
 
     def places(self, parameters: Sequence[Tensor] | None) -> list[int] | None:
         """The places of parameters among all that are stored here, also those not updated: the argument of `at`."""
@@ -241,7 +250,7 @@ class ParameterStorage:
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        return self.flats[0].device
+        return self.buckets[0].weights.data.device
 
     @property
     def units_need_gather(self) -> bool:
@@ -267,9 +276,9 @@ class ParameterStorage:
         others = self._chosen(self._others(), parameters)
         known = {id(parameter) for _, parameter in others}
         if parameters is None:
-            flats = self.flats
+            flats = [bucket.weights.data for bucket in self.buckets]
         else:
-            flats = [self.flat_of(self.index(parameter)) for parameter in parameters if id(parameter) not in known]
+            flats = [self._flat_of(self.index(parameter)) for parameter in parameters if id(parameter) not in known]
         broadcast(self._direct, self._transport, flats)
         self._copy(others)
         self._compare(others)
@@ -289,7 +298,7 @@ class ParameterStorage:
         """Free the memory that was kept for a backward. Return False if whole parameters are in use."""
         return True
 
-    def evict(self, bucket: int) -> None:
+    def evict(self, bucket: Bucket) -> None:
         """Note that this rank has updated its slice of a bucket, and does not need it for a while."""
 
     def stepped(self, used: Sequence[bool]) -> None:
@@ -299,8 +308,8 @@ class ParameterStorage:
         """Return an error's text if a parameter was moved, cast or replaced since; else None."""
         addresses = [(parameter.data_ptr(), parameter.dtype) for parameter in self.parameters]
         if addresses != self._addresses:
-            for bucket, _, slot in self.layout.slots():
-                problem = self._misplacement(bucket, slot)
+            for index in self._places:
+                problem = self._misplacement(index)
                 if problem is not None:
                     return problem
             self._addresses = addresses  # share_memory() moves a bucket with all its parameters
@@ -317,13 +326,12 @@ class ParameterStorage:
                 )
         return None
 
-    def _misplacement(self, bucket: BucketSpec, slot: Slot) -> str | None:
-        parameter, spec = self.parameters[slot.parameter], self.layout.parameters[slot.parameter]
-        flat = self.flats[bucket.index]
+    def _misplacement(self, index: int) -> str | None:
+        parameter, spec, flat = self.parameters[index], self.layout.parameters[index], self._flat_of(index)
         problem = changed(parameter, spec)
         if problem is not None:
             return problem
-        if slot.numel and parameter.data_ptr() != flat.data_ptr() + slot.offset * flat.itemsize:
+        if flat.numel() and parameter.data_ptr() != flat.data_ptr():
             return (
                 f"the memory of {spec.name!r} was replaced after the optimizer was built (by assigning to .data, "
                 "or by moving the model): edit parameters in place"
@@ -333,10 +341,10 @@ class ParameterStorage:
     def replaced(self) -> list[str]:
         """Return the names of parameters that were replaced: `release` cannot give them this optimizer's values."""
         names = list(replaced(self._bindings))
-        for bucket, _, slot in self.layout.slots():
-            spec = self.layout.parameters[slot.parameter]
-            has_values = changed(self.parameters[slot.parameter], spec) is not None  # it was cast or moved with them
-            if not has_values and self._misplacement(bucket, slot) is not None:
+        for index in self._places:
+            parameter, spec = self.parameters[index], self.layout.parameters[index]
+            has_values = changed(parameter, spec) is not None  # it was cast or moved with them
+            if not has_values and self._misplacement(index) is not None:
                 names.append(spec.name)
         return names
 
@@ -344,9 +352,9 @@ class ParameterStorage:
         """Parameters that are stored here and not updated."""
         return ()
 
-    def rest_flats(self) -> list[Tensor]:
-        """This rank's memory of the parameters of `rest`."""
-        return []
+    def rest_buckets(self) -> Sequence[Bucket]:
+        """The buckets of `rest`, which have weights and nothing else."""
+        return ()
 
     def kept(self) -> list[Tensor]:
         """This rank's memory of parameters that is on disk."""
@@ -365,10 +373,11 @@ class ParameterStorage:
         for index, parameter in enumerate(self.parameters):
             if self._lies_here(index):
                 parameter.data = parameter.detach().clone()
-        self.flats = []
+        self.buckets.clear()
+        self._places.clear()
 
     def _lies_here(self, index: int) -> bool:
-        flat = self.flat_of(index)
+        flat = self._flat_of(index)
         if is_released(self.parameters[index]):  # of an optimizer that took it over
             return False
         return self.parameters[index].untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()

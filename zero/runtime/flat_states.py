@@ -197,6 +197,11 @@ class BucketStates:
                 self._states[run.first : run.last] = [noted] * (run.last - run.first)
         self.runs, self._key = [], None
 
+    def piece_of(self, slot: int) -> int | None:
+        """Return the number of the piece of a slot; None if it has none in this interval."""
+        number = slot - self.pieces[0].slot if self.pieces else -1  # an interval has pieces of neighbouring slots
+        return number if 0 <= number < len(self.pieces) else None
+
     def state_of(self, piece: int) -> PieceState | None:
         """Return the current state of a piece; None if it has none."""
         place = bisect.bisect_right(self.runs, piece, key=lambda run: run.first) - 1
@@ -225,6 +230,17 @@ class BucketStates:
         else:
             room = torch.zeros(self.end - self.begin, dtype=dtype, device=self._parameters.device)
         return FlatBuffer(room, self._placement, self.begin)
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors of the states: flat tensors, scalars of the runs, and master weights."""
+        scalars = [
+            value
+            for run in self.runs
+            for name, value in self.instance.state.get(run.parameter, {}).items()
+            if isinstance(value, Tensor) and name not in run.views
+        ]
+        wide = [self.master.master] if self.master is not None and self.master.exists else []
+        return [*(flat.data for flat in self.flat.values()), *scalars, *wide]
 
     # -- offloaded states ---------------------------------------------------------------------------------------------
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from collectives import Choice
 
 from ..core.formulas import formula_bytes, formula_traffic
-from ..core.layout import BucketSpec
 from ..core.parameter_specs import parts_of
 from ..core.stage import Stage
 from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
+from ..runtime.bucket import Bucket
 from ..step.inner import InnerOptimizer
 
 
@@ -94,12 +94,13 @@ def describe(
     """Describe one rank. Local; changes nothing. ``reshard_group_size`` is the result of `check_reshard`."""
     layout, collective = storage.layout, choice.collective
     transport, shards = collective.transport, choice.shards
-    parameters = [*storage.flats, *storage.rest_flats()]
+    buckets = storage.buckets
+    parameters = [bucket.weights.data for bucket in (*buckets, *storage.rest_buckets())]
     gathered, gathered_peak = storage.transient()
     units_need_gather = storage.units_need_gather
-    gradients = [tensor for store in reducer.stores for tensor in store.tensors()]
-    states = [tensor for held in inner.states for tensor in inner.tensors_of(held)]
-    tensors_of_state = max((len(held.flat) for held in inner.states), default=0)
+    gradients = [tensor for bucket in buckets for tensor in bucket.grad.tensors()]
+    states = [tensor for bucket in buckets for tensor in bucket.states.tensors()]
+    tensors_of_state = max((len(bucket.states.flat) for bucket in buckets), default=0)
     return Description(
         stage.number,
         transport.rank,
@@ -107,7 +108,7 @@ def describe(
         shards.world_size,
         collective.name,
         choice.reason,
-        tuple(_bucket(bucket, storage, reducer, inner, collective.name) for bucket in layout.buckets),
+        tuple(_bucket(bucket, collective.name) for bucket in buckets),
         {
             "parameters": _storages(parameters),
             "gradients": _storages(gradients),
@@ -132,7 +133,7 @@ def describe(
             slices_are_exposed=bool(stage.gathers(1)) and units_need_gather and shards.memory is not None,
         ),
         {name: sum(part.nbytes for part in parts_of(parameter)) for name, parameter in storage.replicas()},
-        _bytes([*storage.kept(), *(tensor for held in inner.states for tensor in held.kept())]),
+        _bytes([*storage.kept(), *(tensor for bucket in buckets for tensor in bucket.states.kept())]),
         lambda backwards, synchronised: formula_traffic(
             layout,
             stage,
@@ -147,18 +148,16 @@ def describe(
     )
 
 
-def _bucket(
-    bucket: BucketSpec, storage: ParameterStorage, reducer: Reducer, inner: InnerOptimizer, collective: str
-) -> BucketDescription:
-    flat, slots = storage.flats[bucket.index], bucket.slots
+def _bucket(bucket: Bucket, collective: str) -> BucketDescription:
+    weights = bucket.weights.data
     return BucketDescription(
-        tuple(storage.layout.parameters[slot.parameter].name for slot in slots),
-        str(flat.dtype),
-        any(reducer.parameters[slot.parameter].requires_grad for slot in slots),
-        _bytes([flat]),
-        _bytes(reducer.stores[bucket.index].tensors()),
-        _bytes(inner.tensors_of(inner.states[bucket.index])),
-        tuple(bucket.cuts),
+        tuple(spec.name for spec in bucket.specs),
+        str(weights.dtype),
+        any(parameter.requires_grad for parameter in bucket.parameters),
+        _bytes([weights]),
+        _bytes(bucket.grad.tensors()),
+        _bytes(bucket.states.tensors()),
+        tuple(bucket.spec.cuts),
         collective,
     )
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ..core.bits import strided
 from ..parameters.storage import ParameterStorage
-from ..runtime.flat_states import BucketStates
-from ..step.inner import InnerOptimizer
 
 
 class ParameterStates(dict[str, Any]):
@@ -31,40 +29,34 @@ class States(Mapping[Tensor, dict[str, Any]]):
     shape.
     """
 
-    def __init__(self, storage: ParameterStorage, inner: InnerOptimizer) -> None:
-        self._storage, self._inner = storage, inner
-        self._pieces: dict[int, list[tuple[BucketStates, int]]] = {}  # by parameter, in the buckets seen so far
-        self._seen = 0
+    def __init__(self, storage: ParameterStorage) -> None:
+        self._storage = storage
+        self._closed = False
 
-    def forget(self) -> None:
-        """Drop all references to states, because the optimizer is closed."""
-        self._pieces, self._seen = {}, 0
-
-    def _pieces_of(self, index: int) -> list[tuple[BucketStates, int]]:
-        for states in self._inner.states[self._seen :]:
-            for number, piece in enumerate(states.pieces):
-                self._pieces.setdefault(states.bucket.slots[piece.slot].parameter, []).append((states, number))
-        self._seen = len(self._inner.states)
-        return self._pieces.get(index, [])
+    def close(self) -> None:
+        """Have no states from now on: the optimizer is closed."""
+        self._closed = True
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         if parameter in self._storage.replicated:
             return {}
+        if self._closed:
+            return ParameterStates(lambda: "this optimizer is closed")
         index = self._storage.index(parameter)
-        spec = self._storage.layout.parameters[index]
-        pieces = self._pieces_of(index)
-        found = ParameterStates(lambda: self._absence(index, spec.name, here=bool(pieces)))
-        for states, number in pieces:
-            state = self._inner.state_of(states.bucket.index, number)
-            if state is None:
-                continue
-            states.wait_for_copies()
-            piece = states.pieces[number]
-            found.update(state.scalars)
-            for name in state.elementwise:
-                flat = states.flat[name].piece(piece)
-                whole = piece.numel == states.bucket.slots[piece.slot].numel
-                found[name] = strided(flat, 0, spec.shape, spec.stride) if whole else flat
+        bucket, slot = self._storage.place(index)
+        spec, states = bucket.specs[slot], bucket.states
+        number = states.piece_of(slot)
+        found = ParameterStates(lambda: self._absence(index, spec.name, here=number is not None))
+        state = None if number is None else states.state_of(number)
+        if number is None or state is None:
+            return found
+        states.wait_for_copies()
+        piece = states.pieces[number]
+        found.update(state.scalars)
+        for name in state.elementwise:
+            flat = states.flat[name].piece(piece)
+            whole = piece.numel == bucket.spec.slots[slot].numel
+            found[name] = strided(flat, 0, spec.shape, spec.stride) if whole else flat
         return found
 
     def _absence(self, index: int, name: str, *, here: bool) -> str:

@@ -18,9 +18,10 @@ from collectives import Kind, Tag, Transport, Work
 
 from ..core.bits import flattened, strided
 from ..core.cuts import Cuts
-from ..core.layout import Layout, ParameterSpec
+from ..core.layout import ParameterSpec
 from ..core.stage import Placement, Stage
 from ..parameters.storage import ParameterStorage
+from ..runtime.bucket import Bucket
 from ..runtime.flat_states import Options, PieceState
 from ..step.elementwise import check_elementwise
 from ..step.inner import InnerOptimizer
@@ -63,7 +64,7 @@ class PlainDicts:
         """Send all states to rank ``to``, or to every rank. Collective. ``purpose`` names the call in errors."""
         whole_here = self._stage.states is Placement.WHOLE or self._shards.world_size == 1
         tag = Tag(Kind.EXCHANGE, purpose)
-        found = gather(self._storage.layout, self._inner, self._transport, self._shards, to, whole_here, tag)
+        found = gather(self._storage.buckets, self._transport, self._shards, to, whole_here, tag)
         if found is not None:
             self._consolidated = found
 
@@ -94,21 +95,20 @@ class PlainDicts:
         Nothing changes unless the whole dict fits; `ValueError` names the first misfit.
         """
         saved_groups = state_dict.get("param_groups", [])
-        layout, inner = self._storage.layout, self._inner
-        known = [spec for spec in layout.parameters if spec.group < len(saved_groups)]
+        buckets, inner = self._storage.buckets, self._inner
+        known = [spec for spec in self._storage.layout.parameters if spec.group < len(saved_groups)]
         names = inner.elementwise | check_elementwise(inner, saved_groups, known)
         mapping = check(state_dict, groups, self._storage.listed(), names)
         for group, saved in zip(groups, state_dict["param_groups"], strict=True):
             options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
             group.update(copy.deepcopy(options))
-        scatter(state_dict["state"], mapping, groups, layout, inner, names)
-        scatter_masters(state_dict.get("masters", {}), mapping, layout, inner)
+        scatter(state_dict["state"], mapping, groups, buckets, names)
+        scatter_masters(state_dict.get("masters", {}), mapping, buckets)
         inner.elementwise, self._consolidated = names, None
 
 
 def gather(
-    layout: Layout,
-    inner: InnerOptimizer,
+    buckets: Sequence[Bucket],
     transport: Transport,
     shards: Transport,
     to: int | None,
@@ -118,8 +118,7 @@ def gather(
     """Gather whole states, and whole master weights if there are any, on rank ``to``. Collective.
 
     Args:
-        layout: the layout of the parameters.
-        inner: the states of this rank.
+        buckets: all, with the states of this rank.
         transport: all ranks.
         shards: the ranks that share one copy. Those in the replica of ``to`` send.
         to: the rank that gets the result; None for every rank.
@@ -129,7 +128,7 @@ def gather(
     Returns:
         (states, master weights), each by torch.optim's index; None on ranks that do not get them.
     """
-    told = _state_facts(layout, inner)
+    told = _state_facts(buckets)
     lists = [told] if whole_here else [json.loads(d) for d in transport.exchange(json.dumps(told).encode(), tag)]
     here, receivers = to in (None, transport.rank), range(shards.world_size)
     if to is not None:
@@ -139,16 +138,17 @@ def gather(
             return None
     result: dict[int, Any] = {}
     masters: dict[int, Tensor] = {}
-    for bucket, states in zip(layout.buckets, inner.states, strict=True):
+    for bucket in buckets:
+        spec, states = bucket.spec, bucket.states
         slots: dict[int, PieceState] = {}
         for entries in lists:
-            for number, entry in entries[bucket.index]["pieces"]:
+            for number, entry in entries[spec.index]["pieces"]:
                 slots.setdefault(number, _decoded(entry))
         names: dict[str, str] = {}
         for entries in lists:
-            names |= entries[bucket.index]["flat"]
-        if any(entries[bucket.index]["master"] for entries in lists):
-            names[_MASTER] = str(bucket.dtypes.master_dtype)
+            names |= entries[spec.index]["flat"]
+        if any(entries[spec.index]["master"] for entries in lists):
+            names[_MASTER] = str(spec.dtypes.master_dtype)
         flats: dict[str, Tensor] = {}
         states.wait_for_copies()
         for number, (name, dtype) in enumerate(sorted(names.items())):
@@ -157,35 +157,34 @@ def gather(
             elif name in states.flat:
                 part = states.flat[name].data
             else:
-                part = torch.zeros(states.end - states.begin, dtype=_DTYPES[dtype], device=bucket.device)
+                part = torch.zeros(states.end - states.begin, dtype=_DTYPES[dtype], device=spec.device)
             if whole_here:
                 flats[name] = part.cpu()
                 continue
-            one = Tag(Kind.GATHER, f"{tag.label}, {name}"[:70], tag.round, bucket.index * 1000 + number)
-            whole = _gather_one(part, bucket.cuts, shards, receivers, one)
+            one = Tag(Kind.GATHER, f"{tag.label}, {name}"[:70], tag.round, spec.index * 1000 + number)
+            whole = _gather_one(part, spec.cuts, shards, receivers, one)
             if whole is not None:
                 flats[name] = whole.cpu()
         if here:
-            for number, slot in enumerate(bucket.slots):
-                spec = layout.parameters[slot.parameter]
+            for number, (slot, of) in enumerate(zip(spec.slots, bucket.specs, strict=True)):
                 if number in slots:
                     values: dict[str, Any] = dict(slots[number].scalars)
                     for name in slots[number].elementwise:
-                        values[name] = strided(flats[name], slot.offset, spec.shape, spec.stride).clone()
-                    result[spec.index] = values
+                        values[name] = strided(flats[name], slot.offset, of.shape, of.stride).clone()
+                    result[of.index] = values
                 if _MASTER in flats:
-                    masters[spec.index] = strided(flats[_MASTER], slot.offset, spec.shape, spec.stride).clone()
+                    masters[of.index] = strided(flats[_MASTER], slot.offset, of.shape, of.stride).clone()
         states.evict()
     return (dict(sorted(result.items())), dict(sorted(masters.items()))) if here else None
 
 
-def _state_facts(layout: Layout, inner: InnerOptimizer) -> list[dict[str, Any]]:
+def _state_facts(buckets: Sequence[Bucket]) -> list[dict[str, Any]]:
     """Return the metadata of this rank's states by bucket: names, dtypes and scalars, but no tensors."""
     told = []
-    for bucket, states in zip(layout.buckets, inner.states, strict=True):
-        pieces = []
+    for bucket in buckets:
+        states, pieces = bucket.states, []
         for number, piece in enumerate(states.pieces):
-            state = inner.state_of(bucket.index, number)
+            state = states.state_of(number)
             if state is not None:
                 pieces.append((piece.slot, _encoded(state)))
         flat = {name: str(flat.data.dtype) for name, flat in states.flat.items()}
@@ -298,20 +297,19 @@ def scatter(
     state: Mapping[int, Mapping[str, Any]],
     mapping: Mapping[int, int],
     groups: Sequence[Options],
-    layout: Layout,
-    inner: InnerOptimizer,
+    buckets: Sequence[Bucket],
     elementwise: frozenset[str],
 ) -> None:
     """Copy this rank's pieces out of whole states. Local. The dict must have been checked."""
-    for states in inner.states:
-        states.wait_for_copies()
-    inner.snapshot()
-    for bucket, states in zip(layout.buckets, inner.states, strict=True):
+    for bucket in buckets:
+        bucket.states.wait_for_copies()
+        bucket.states.snapshot()
+    for bucket in buckets:
+        states, device, dtype = bucket.states, bucket.spec.device, bucket.spec.dtypes.master_dtype
         states.flat.clear()
         flat_values: dict[tuple[int, str], Tensor] = {}
         for number, piece in enumerate(states.pieces):
-            slot = bucket.slots[piece.slot]
-            spec = layout.parameters[slot.parameter]
+            slot, spec = bucket.spec.slots[piece.slot], bucket.specs[piece.slot]
             values = state.get(mapping[spec.index])
             if not values:
                 states.set_state(number, None)
@@ -321,15 +319,13 @@ def scatter(
             names = []
             for name, value in values.items():
                 if name not in elementwise or value is None:
-                    scalars[name] = _scalar(name, value, fused, bucket.device)
+                    scalars[name] = _scalar(name, value, fused, device)
                     continue
                 names.append(name)
                 key = (piece.slot, name)
                 if key not in flat_values:
-                    flat_values[key] = flattened(
-                        value.detach().to(bucket.device, bucket.dtypes.master_dtype), spec.stride
-                    )
-                target = states.allocate(name, bucket.dtypes.master_dtype)
+                    flat_values[key] = flattened(value.detach().to(device, dtype), spec.stride)
+                target = states.allocate(name, dtype)
                 source = flat_values[key][piece.begin - slot.offset : piece.end - slot.offset]
                 target.piece(piece).copy_(source)
             states.set_state(number, PieceState(tuple(names), scalars))
@@ -349,23 +345,21 @@ def _scalar(name: str, value: Any, on_device: bool, device: str) -> Any:
     return value.detach().clone()
 
 
-def scatter_masters(
-    masters: Mapping[int, Tensor], mapping: Mapping[int, int], layout: Layout, inner: InnerOptimizer
-) -> None:
+def scatter_masters(masters: Mapping[int, Tensor], mapping: Mapping[int, int], buckets: Sequence[Bucket]) -> None:
     """Copy this rank's pieces out of whole master weights. Local. The dict must have been checked.
 
     Master weights that the dict lacks will be made from the parameters.
     """
-    for bucket, states in zip(layout.buckets, inner.states, strict=True):
+    for bucket in buckets:
+        states = bucket.states
         if states.master is None:
             continue
         states.master.forget()
         for piece in states.pieces:
-            slot = bucket.slots[piece.slot]
-            spec = layout.parameters[slot.parameter]
+            slot, spec = bucket.spec.slots[piece.slot], bucket.specs[piece.slot]
             whole = masters.get(mapping[spec.index])
             if whole is not None:
-                values = flattened(whole.detach().to(bucket.device, bucket.dtypes.master_dtype), spec.stride)
+                values = flattened(whole.detach().to(bucket.spec.device, bucket.spec.dtypes.master_dtype), spec.stride)
                 target = states.master.master[piece.begin - states.begin : piece.end - states.begin]
                 target.copy_(values[piece.begin - slot.offset : piece.end - slot.offset])
         states.evict()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.flat_buffer import FlatBuffer
-from ..runtime.flat_states import BucketStates, Options, PieceState
+from ..runtime.flat_states import BucketStates, Options
 
 
 class InnerOptimizer:
@@ -34,7 +34,6 @@ class InnerOptimizer:
             self._begins_with_state = bool(optimizer_class([torch.zeros(1)], **defaults).state)
         except Exception as error:
             raise not_elementwise(optimizer_class.__name__, f"it refuses a flat parameter ({error})") from error
-        self.states: list[BucketStates] = []
         self.elementwise: frozenset[str] = frozenset()  # names of the states that are as large as the parameter
 
     @property
@@ -50,21 +49,20 @@ class InnerOptimizer:
         """Return an empty `InnerOptimizer` of the same class, with the arguments in ``changed`` replaced."""
         return InnerOptimizer(self._class, {**copy.deepcopy(self._arguments), **changed})
 
-    def instance(self) -> torch.optim.Optimizer:
-        """Return an instance of the class without parameters, whose own counters equal those of the other instances."""
+    def instance(self, other: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+        """Return an instance of the class without parameters, whose own counters equal those of an ``other``."""
         made = self._class([torch.zeros(1)], **self._arguments)
         made.param_groups.clear()
         made.state.clear()
-        if self.states:
+        if other is not None:
             kept = {"state", "param_groups", "defaults"}
-            for key, value in vars(self.states[0].instance).items():
+            for key, value in vars(other).items():
                 if key not in kept and not key.startswith("_optimizer_"):
                     vars(made)[key] = copy.deepcopy(value)
         return made
 
-    def add(self, states: BucketStates, groups: Sequence[Options]) -> None:
-        """Add a bucket. A class that creates its states in the constructor (Adagrad) creates them here."""
-        self.states.append(states)
+    def begin(self, states: BucketStates, groups: Sequence[Options]) -> None:
+        """Let a class that creates its states in the constructor (Adagrad) create those of a new bucket."""
         if not self._begins_with_state:
             return
         late = states.master is not None and not states.master.exists
@@ -79,6 +77,7 @@ class InnerOptimizer:
 
     def step(
         self,
+        all_states: Sequence[BucketStates],
         gradients: Sequence[FlatBuffer | None],
         present: Sequence[tuple[bool, ...]],
         groups: Sequence[Options],
@@ -91,6 +90,7 @@ class InnerOptimizer:
         own counters are those of one call.
 
         Args:
+            all_states: of each bucket.
             gradients: of each bucket's interval; None if the bucket has none.
             present: of each bucket, whether each of its pieces is stepped.
             groups: the user's param groups.
@@ -102,11 +102,11 @@ class InnerOptimizer:
         """
         cut = tuple(not group.get("fused") for group in groups)
         found: list[tuple[BucketStates, list[tuple[Options, Options]]]] = []
-        ahead = (states for states, pieces in zip(self.states, present, strict=True) if any(pieces))
+        ahead = (states for states, pieces in zip(all_states, present, strict=True) if any(pieces))
         _prefetch(next(ahead, None))
         before: BucketStates | None = None  # its states may be copied back while the next bucket is stepped
         try:
-            for number, states in enumerate(self.states):
+            for number, states in enumerate(all_states):
                 if any(present[number]):
                     _prefetch(next(ahead, None))
                 with stepping(number):
@@ -121,33 +121,10 @@ class InnerOptimizer:
                     before = states
                 stepped(number)
         finally:
-            for states in self.states:
+            for states in all_states:
                 states.let_go()
         changed = {number: _changed(number, group, found) for number, group in enumerate(groups)}
         return {number: options for number, options in changed.items() if options}
-
-    def state_of(self, index: int, piece: int) -> PieceState | None:
-        return self.states[index].state_of(piece)
-
-    def tensors_of(self, states: BucketStates) -> list[Tensor]:
-        """Return the tensors of a bucket's states: flat tensors, scalars of its runs, and master weights."""
-        scalars = [
-            value
-            for run in states.runs
-            for name, value in states.instance.state.get(run.parameter, {}).items()
-            if isinstance(value, Tensor) and name not in run.views
-        ]
-        wide = [states.master.master] if states.master is not None and states.master.exists else []
-        return [*(flat.data for flat in states.flat.values()), *scalars, *wide]
-
-    def close(self) -> None:
-        """Release all states."""
-        self.states = []
-
-    def snapshot(self) -> None:
-        """Save all states by piece and drop the runs. To be called before states are replaced."""
-        for states in self.states:
-            states.snapshot()
 
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

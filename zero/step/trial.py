@@ -144,6 +144,7 @@ class Half:
         self._inner = inner.another()
         self._inner.elementwise = whole.names()
         self.groups = [copy.deepcopy(group) for group in options]
+        self._states: list[BucketStates] = []
         self._gradients: list[FlatBuffer] = []
         self.pieces: list[TrialPiece] = []
         for dtypes, device in dict.fromkeys((setting.dtypes, setting.device) for setting in whole.settings):
@@ -170,8 +171,9 @@ class Half:
         groups = [whole.settings[slot.parameter].options for slot in slots]
         scalars = [whole.parameters[slot.parameter].dim() == 0 for slot in slots]
         weights = FlatBuffer(flat, Placement.WHOLE)
-        states = BucketStates(self._inner.instance(), bucket, weights, groups, scalars)
-        self._inner.add(states, self.groups)
+        states = BucketStates(self._inner.instance(None), bucket, weights, groups, scalars)
+        self._inner.begin(states, self.groups)
+        self._states.append(states)
         self._gradients.append(FlatBuffer(gradient, Placement.WHOLE))
 
     def step(self, gradients: Sequence[Tensor], names: frozenset[str]) -> None:
@@ -182,14 +184,14 @@ class Half:
         for piece in self.pieces:
             piece.gradient.copy_(piece.of(gradients[piece.parameter]))
         self._inner.elementwise = names
-        present = [(True,) * len(states.pieces) for states in self._inner.states]
-        changed = self._inner.step(self._gradients, present, self.groups, lambda _: None)
+        present = [(True,) * len(states.pieces) for states in self._states]
+        changed = self._inner.step(self._states, self._gradients, present, self.groups, lambda _: None)
         for number, options in changed.items():
             self.groups[number].update(options)
 
     def scalars(self, piece: TrialPiece) -> Mapping[str, Any]:
         """Return the class's state of a piece, without the tensors that are as large as the piece."""
-        state = self._inner.state_of(piece.bucket, piece.slot)
+        state = self._states[piece.bucket].state_of(piece.slot)
         return {} if state is None else state.scalars
 
 

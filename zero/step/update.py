@@ -17,23 +17,16 @@ from torch import Tensor
 
 from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work
 
-from ..core.layout import Layout
 from ..core.norm import PowerSum
 from ..core.stage import Stage
 from ..events import Event, Waited
-from ..runtime.flat_buffer import FlatBuffer
+from ..runtime.bucket import Bucket
+from ..runtime.flat_buffer import redistribute
 from ..runtime.flat_states import Options
 from .clip import check_finite, clip_factor
 from .inner import InnerOptimizer
 
 GATHERS_IN_FLIGHT = 2  # after a step; for each, a copy of the rank's slice may be kept for its peers to read
-
-
-class _Gradient(Protocol):
-    """The finalized gradient of one bucket, as in a `GradAccumulator`."""
-
-    def final_grad(self) -> FlatBuffer | None:
-        """Return the mean over the interval that this rank updates; None if no rank has a gradient."""
 
 
 class _Means(Protocol):
@@ -51,10 +44,6 @@ class _Gradients(Protocol):
     def means(self) -> _Means: ...
 
     @property
-    def stores(self) -> Sequence[_Gradient]:
-        """The gradients of each bucket."""
-
-    @property
     def used(self) -> Sequence[bool]:
         """True for each parameter that some rank used, in the layout's order."""
 
@@ -63,13 +52,9 @@ class _Parameters(Protocol):
     """The parameters of the model, as in a `ParameterStorage`."""
 
     @property
-    def layout(self) -> Layout: ...
+    def buckets(self) -> Sequence[Bucket]: ...
 
-    @property
-    def flats(self) -> Sequence[Tensor]:
-        """The elements of each bucket that this rank holds, 1-D."""
-
-    def evict(self, bucket: int) -> None:
+    def evict(self, bucket: Bucket) -> None:
         """Note that a bucket was updated."""
 
     def stepped(self, used: Sequence[bool]) -> None:
@@ -94,15 +79,16 @@ class Update:
         self._updating: list[Event] = []  # of each bucket, like the next two
         self._gathering: list[Event] = []
         self._waiting: list[Event] = []
+        self._place = shards.rank
         self._is_first_copy = transport.rank < shards.world_size  # among the ranks that hold the same slices
 
     def extend(self) -> None:
         """Register the buckets that were added to the layout."""
         rank = self._transport.rank_label
-        for bucket in self._storage.layout.buckets[len(self._updating) :]:
-            self._updating.append(Event(f"update bucket {bucket.index}", rank))
-            self._gathering.append(Event(f"all_gather bucket {bucket.index}", rank))
-            self._waiting.append(Event(f"wait_for_all_gather bucket {bucket.index}", rank))
+        for number in range(len(self._updating), len(self._storage.buckets)):
+            self._updating.append(Event(f"update bucket {number}", rank))
+            self._gathering.append(Event(f"all_gather bucket {number}", rank))
+            self._waiting.append(Event(f"wait_for_all_gather bucket {number}", rank))
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Scale the means by one factor; return the norm before, 0-dim, fp32 (fp64 if any gradient is). Collective.
@@ -119,8 +105,8 @@ class Update:
             check_finite(norm, norm_type)
         factor = clip_factor(norm, max_norm)
         if not bool(factor == 1.0):
-            for store in self._reducer.stores:
-                gradient = store.final_grad()
+            for bucket in self._storage.buckets:
+                gradient = bucket.grad.final_grad()
                 if gradient is not None:
                     gradient.data.mul_(factor)  # a factor on the host, as in a plain loop: no copy, and one rounding
         return norm
@@ -131,28 +117,30 @@ class Update:
         Returns the options that the user's class changed, by the param group's number.
         """
         used = self._reducer.used
-        buckets = self._storage.layout.buckets
-        gradients = [store.final_grad() for store in self._reducer.stores]
+        buckets = self._storage.buckets
+        all_states, gradients = [b.states for b in buckets], [b.grad.final_grad() for b in buckets]
         present = [
-            tuple(used[bucket.slots[piece.slot].parameter] for piece in states.pieces)
-            for bucket, states in zip(buckets, self._inner.states, strict=True)
+            tuple(used[bucket.spec.slots[piece.slot].parameter] for piece in bucket.states.pieces) for bucket in buckets
         ]
         queue = BucketQueue(self._gather, GATHERS_IN_FLIGHT)
         if self._stage.parameters_are_gathered:
-            queue.begin([bucket.index for bucket in buckets if any(used[slot.parameter] for slot in bucket.slots)])
+            of_slots = {b.spec.index: [used[slot.parameter] for slot in b.spec.slots] for b in buckets}
+            queue.begin([index for index, flags in of_slots.items() if any(flags)])
 
-        def stepped(bucket: int) -> None:
-            self._storage.evict(bucket)
-            queue.ready(bucket)
+        def stepped(number: int) -> None:
+            self._storage.evict(buckets[number])
+            queue.ready(number)
 
-        changed = self._inner.step(gradients, present, groups, stepped, lambda bucket: self._updating[bucket]())
+        changed = self._inner.step(
+            all_states, gradients, present, groups, stepped, lambda number: self._updating[number]()
+        )
         queue.finish()
         self._storage.stepped(used)
         return changed
 
     def _gather(self, index: int) -> Work:
-        cuts = self._storage.layout.buckets[index].cuts
+        weights, cuts = self._storage.buckets[index].weights, self._storage.buckets[index].spec.cuts
         tag = Tag(Kind.ALL_GATHER, f"parameters of bucket {index}", index=index)
         with self._gathering[index]():
-            work = self._collective.all_gather(self._storage.flats[index], cuts, tag=tag)
+            work = redistribute(weights.shard(cuts, self._place), weights, cuts, self._collective, tag)
             return Waited(work, self._waiting[index])

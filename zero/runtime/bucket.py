@@ -1,0 +1,52 @@
+"""A bucket on one rank at run time. Its geometry is a `BucketSpec`.
+
+Knows: what belongs to one bucket. Does not know: other buckets, other ranks, or when anything happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from ..core.layout import BucketSpec, Layout
+from ..core.stage import Stage
+from .accumulator import GradAccumulator
+from .flat_buffer import FlatBuffer
+from .flat_states import BucketStates
+
+
+class Bucket:
+    """All that a rank holds of one bucket. What it holds of which is the stage's row.
+
+    A bucket gets its memory one after the other, while it is registered.
+
+    Attributes:
+        spec: the geometry.
+        specs: the description of each slot's parameter.
+        parameters: the parameter of each slot.
+        weights: the parameters' values, in the dtype with which the model computes.
+        grad: the gradients: this rank's contribution, the sum of the shard that it owns, the mean.
+        states: the optimizer's states and master weights of the interval that this rank updates.
+    """
+
+    weights: FlatBuffer
+    grad: GradAccumulator
+    states: BucketStates
+
+    def __init__(self, spec: BucketSpec, layout: Layout, parameters: Sequence[Tensor]) -> None:
+        """``parameters``: all of the layout, in its order."""
+        self.spec = spec
+        self.specs = [layout.parameters[slot.parameter] for slot in spec.slots]
+        self.parameters = [parameters[slot.parameter] for slot in spec.slots]
+
+    def updated_weights(self, stage: Stage, rank: int) -> FlatBuffer:
+        """Return the weights of the interval that ``rank`` updates, which is this rank."""
+        if self.weights.placement is stage.states:
+            return self.weights
+        return self.weights.shard(self.spec.cuts, rank)
+
+
+def slots_of(buckets: Iterable[Bucket]) -> dict[int, tuple[Bucket, int]]:
+    """Return, for each parameter of the layout by its index, its bucket and the number of its slot there."""
+    return {slot.parameter: (bucket, number) for bucket in buckets for number, slot in enumerate(bucket.spec.slots)}
