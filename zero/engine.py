@@ -175,7 +175,7 @@ class Engine:
     @_followed
     def full_grad(self, index: int) -> Tensor | None:
         """Return a copy of the whole mean gradient of a parameter; None if no rank used it."""
-        return self._reducer.full_gradient(index)
+        return self._reducer.full_gradient(*self._storage.place(index))
 
     @_followed
     def full_master(self, index: int) -> Tensor:

@@ -95,7 +95,7 @@ class Builder:
             agree_on_construction(self.transport, [], error)
             raise  # pragma: no cover - the line before raises it, which a type checker cannot see
         self.reducer = Reducer(
-            self.storage.layout,
+            self.storage.buckets,
             self.stage,
             self.transport,
             self.shards,
@@ -271,7 +271,7 @@ class Builder:
                 bucket.states = self._states_of(bucket, wide.pop(bucket, None), stores)
                 self.inner.begin(bucket.states, all_groups)
                 bucket.states.evict()
-        self.reducer.extend(new, found, layout)
+        self.reducer.extend(new)
         self.update.extend()
         for parameter in self.storage.not_updated():
             self.reducer.hooks.take_over(parameter)

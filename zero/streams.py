@@ -20,6 +20,11 @@ class Streams:
         self._device: torch.device | None = None  # None: a device without streams
         self._last: torch.Stream | None = None
 
+    @property
+    def are_used(self) -> bool:
+        """False on a device without streams."""
+        return self._device is not None
+
     def use(self, device: torch.device) -> None:
         """Set the device on which work is enqueued."""
         self._device = None if device.type == "cpu" else device

@@ -34,6 +34,7 @@ from collectives import (
 from collectives.backend import Pending
 from collectives.backends.threads import ThreadBackend, _Side, _Transfer, _World
 from zero import ZeroOptimizer
+from zero.core.cuts import EvenCuts
 from zero.state.plain_dicts import _gather_one
 
 from ..kills import halves
@@ -143,8 +144,8 @@ def all_gather(collective: Collective, numel: int, tag: Tag) -> None:
 
 def gather_states(collective: Collective, numel: int, tag: Tag) -> None:
     transport = collective.transport
-    bounds = [numel * rank for rank in range(transport.world_size + 1)]
-    _gather_one(torch.ones(numel), bounds, transport, [0], tag)
+    cuts = EvenCuts(numel * transport.world_size, transport.world_size, 1)
+    _gather_one(torch.ones(numel), cuts, transport, [0], tag)
 
 
 def exchange(collective: Collective, numel: int, tag: Tag) -> None:

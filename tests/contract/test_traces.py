@@ -18,7 +18,7 @@ from collectives import CollectiveError, Transport, on_threads
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import is_released
 from zero.core.stage import STAGES
-from zero.gradients.grad_phase import GradPhase, Phase
+from zero.gradients.backward_schedule import BackwardSchedule, Phase
 from zero.parameters.unit_buffer import State, Unit
 
 from ..models import Odd, build, odd_batches, odd_loss
@@ -286,9 +286,9 @@ def a_rank_leaves(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
 
 
 def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arrows are those of the diagrams in `unit_manager` and `grad_phase`, whatever is called or fails."""
+    """The arrows are those of the diagrams in `unit_manager` and `backward_schedule`, whatever is called or fails."""
     units = record_transitions(monkeypatch, Unit, "state")
-    phases = record_transitions(monkeypatch, GradPhase, "phase")
+    phases = record_transitions(monkeypatch, BackwardSchedule, "phase")
 
     def at(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
         if moment == "clear":

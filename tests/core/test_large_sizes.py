@@ -108,12 +108,13 @@ def test_gradients_beyond_two_to_the_31_are_taken_reduced_and_gathered(
     (bucket,) = layout.buckets
 
     def program(transport: Transport) -> Traffic:
-        store = GradAccumulator(bucket, layout, STAGES[stage], transport)
+        specs = [layout.parameters[slot.parameter] for slot in bucket.slots]
+        store = GradAccumulator(bucket, specs, STAGES[stage], transport)
         collective = algorithm(transport)
         for _ in range(2):
             for number, slot in enumerate(bucket.slots):
                 store.stash(number, torch.empty(layout.parameters[slot.parameter].shape, device=META))
-            store.launch(collective, "a backward", 2**40, [True] * len(bucket.slots)).wait()
+            store.launch(collective, "a backward", 2**40, b"\1" * len(bucket.slots)).wait()
         store.divide(3)
         total = store.running_sum()
         assert total is not None
@@ -143,7 +144,7 @@ def test_states_beyond_two_to_the_31_have_a_run_for_every_piece(
     scalars = [spec.shape == () for spec in slots]
     weights = FlatBuffer(master, Placement.SHARD, begin)
     states = BucketStates(inner.instance(None), bucket, weights, [0] * len(slots), scalars)
-    present = (True,) * len(states.pieces)
+    present = b"\1" * len(states.pieces)
     states.plan(present, (False,))
     assert sum(run.end - run.begin for run in states.runs) >= sum(piece.numel for piece in states.pieces) > LIMIT
     groups = [{**inner.defaults, "params": []}]

@@ -88,8 +88,9 @@ MUTANTS = (
         "Where torch refuses a placeholder, what this rank alone has found stays in p.grad, and the backward goes on.",
         (
             Edit(
-                "zero.gradients.grad_slots.GradSlots._give",
-                "            self._parameters[index].grad = self._held[index] = None\n            return refused\n",
+                "zero.gradients.grad_slots.GradSlots.put_placeholder",
+                "            bucket.parameters[slot].grad = bucket.published[slot] = None\n"
+                "            return refused\n",
                 "            return None\n",
             ),
         ),

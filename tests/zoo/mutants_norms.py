@@ -39,7 +39,7 @@ MUTANTS = (
         "The norm covers the first bucket that has a gradient, so that it depends on the bucket size.",
         (
             Edit(
-                "zero.gradients.owned_means.OwnedMeans._pieces",
+                "zero.gradients.owned_means.OwnedMeans._intervals",
                 "            if gradient is not None:\n",
                 "            if gradient is not None and not found:\n",
             ),
@@ -72,11 +72,12 @@ MUTANTS = (
         "A parameter with two names is added to the norm once for each.",
         (
             Edit(
-                "zero.gradients.owned_means.OwnedMeans._pieces",
-                "                        found.append(gradient.piece(piece))\n",
-                "                        names = "
-                "store._layout.parameters[store.bucket.slots[piece.slot].parameter].names\n"
-                "                        found += [gradient.piece(piece)] * len(names)\n",
+                "zero.gradients.owned_means.OwnedMeans._intervals",
+                "                    found.append(gradient.interval(begin, end))\n",
+                "                    found.append(gradient.interval(begin, end))\n"
+                "                for piece in pieces_of(bucket):\n"
+                "                    ties = bucket.specs[piece.slot].names[1:] if bucket.used[piece.slot] else ()\n"
+                "                    found += [gradient.piece(piece)] * len(ties)\n",
             ),
         ),
         (f"{CLIPPING}[2-2.0]",),
@@ -88,9 +89,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.gradients.owned_means.OwnedMeans.slices",
-                "        return self._pieces(lambda store: store.pieces)\n",
-                "        return self._pieces(lambda store: "
-                "store.bucket.pieces(*self._stage.update_interval(store.bucket, self._rank)))\n",
+                "lambda bucket: bucket.grad.pieces",
+                "lambda bucket: bucket.states.pieces",
             ),
         ),
         (f"{CLIPPING}[0-2.0]",),
@@ -130,10 +130,10 @@ MUTANTS = (
         "The norm runs over whole slices, with the uninitialised memory between the parameters.",
         (
             Edit(
-                "zero.gradients.owned_means.OwnedMeans._pieces",
-                "                        found.append(gradient.piece(piece))\n",
-                "                        whole = gradient.data\n"
-                "                        found[-1:] = [*(p for p in found[-1:] if p is not whole), whole]\n",
+                "zero.gradients.owned_means.OwnedMeans._intervals",
+                "                    found.append(gradient.interval(begin, end))\n",
+                "                    whole = gradient.data\n"
+                "                    found[-1:] = [*(p for p in found[-1:] if p is not whole), whole]\n",
             ),
         ),
         ("contract/test_steps.py::test_padding_and_scratch_cannot_be_observed[2]",),

@@ -319,10 +319,9 @@ SUMS = (
         "The norm leaves out what lies in a bucket behind a parameter that no rank used.",
         (
             Edit(
-                "zero.gradients.owned_means.OwnedMeans._pieces",
-                "                        found.append(gradient.piece(piece))\n",
-                "                        found.append(gradient.piece(piece))\n"
-                "                    else:\n                        break\n",
+                "zero.gradients.owned_means.OwnedMeans._intervals",
+                "_joined([piece for piece in pieces_of(bucket) if bucket.used[piece.slot]])",
+                "_joined([p for p in pieces_of(bucket) if all(bucket.used[: p.slot + 1])])",
             ),
         ),
         ("contract/test_exact.py::test_clipping_is_that_of_the_plain_loop_for_every_norm[2-2.0]",),
@@ -334,7 +333,7 @@ SUMS = (
         (
             Edit(
                 "zero.gradients.owned_means.OwnedMeans.any_is_double",
-                "        return any(self._used[slot.parameter] for bucket in doubles for slot in bucket.slots)\n",
+                "        return any(1 in bucket.used for bucket in doubles)\n",
                 "        return bool(doubles)\n",
             ),
         ),
@@ -347,7 +346,7 @@ SUMS = (
         (
             Edit(
                 "zero.gradients.reducer.Reducer._round_is_over",
-                "        self._progress.means_divisor = None\n        if self.means",
+                "        self._schedule.means_divisor = None\n        if self.means",
                 "        if self.means",
             ),
         ),
@@ -360,7 +359,7 @@ SUMS = (
         "ranks' slices it is -0.0.",
         (
             Edit(
-                "zero.gradients.grad_access.GradAccess._used_is_known",
+                "zero.gradients.grad_slots.GradSlots._used_is_known",
                 "        return (self.means_are_shown and not",
                 "        return (self._stage.grads_replicated and not",
             ),
@@ -459,8 +458,8 @@ SCALING = (
         (
             Edit(
                 "zero.gradients.owned_means.OwnedMeans.unscale",
-                "*self._stage.update_interval(store.bucket, self._rank)",
-                "*store.bucket.owned(self._rank)",
+                "lambda bucket: bucket.states.pieces",
+                "lambda bucket: bucket.grad.pieces",
             ),
         ),
         (f"{OVERFLOW}[0-fp16-W2]",),
@@ -493,12 +492,10 @@ SCALING = (
         "`zero_grad` takes gradients that were unscaled and not stepped with for already cleared: an overflow stays.",
         (
             Edit(
-                "zero.gradients.grad_access.GradAccess.zero_grad",
-                "            self._slots.clear()  # also what was there before this object\n"
-                "            self._clear()\n",
-                "            self._slots.clear()  # also what was there before this object\n"
-                "            if self._progress.phase.name != 'DIVIDED':\n"
-                "                self._clear()\n",
+                "zero.gradients.grad_slots.GradSlots.zero_grad",
+                "            self._schedule.clear()\n        else",
+                "            if self._schedule.phase.name != 'DIVIDED':\n"
+                "                self._schedule.clear()\n        else",
             ),
         ),
         (f"{OVERFLOW}[2-None-W3]",),
@@ -574,7 +571,7 @@ JOINING = (
         "those that are still scaled.",
         (
             Edit(
-                "zero.gradients.grad_access.GradAccess.means_are_shown",
+                "zero.gradients.grad_slots.GradSlots.means_are_shown",
                 "return self._means_may_be_shown and not self.inside_join",
                 "return self._means_may_be_shown",
             ),

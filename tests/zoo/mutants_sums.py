@@ -289,10 +289,10 @@ MUTANTS = (
         (
             Edit(
                 "zero.gradients.reducer.Reducer.finalize_grads",
-                "            self._progress.agree_used(used)\n            return\n",
-                "            self._progress.agree_used(used)\n            for store in self.stores:\n"
+                "            self._schedule.agree_used(used)\n            return\n",
+                "            self._schedule.agree_used(used)\n            for bucket in self._buckets:\n"
                 "                if not self._stage.grads_replicated and purpose == 'step()':\n"
-                "                    store.divide(self.divisor)\n            return\n",
+                "                    bucket.grad.divide(self.divisor)\n            return\n",
             ),
         ),
         ("contract/test_exact.py::test_clipping_is_that_of_the_plain_loop_for_every_norm[2-2.0]",),
@@ -304,8 +304,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.gradients.hooks._Arrival.__call__",
-                "listener.gradient_ready(self._index, gradient.detach() if gradient.requires_grad else gradient)",
-                "listener.gradient_ready(self._index, parameter.detach())",
+                "self._slot, gradient.detach() if gradient.requires_grad else gradient)",
+                "self._slot, parameter.detach())",
             ),
         ),
         ("contract/test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop[2-sgd]",),
@@ -330,7 +330,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.gradients.reducer.Reducer.backward_is_near",
-                "        if self.means_are_shown:\n            self._access.withdraw()\n",
+                "        if self.means_are_shown:\n            self._slots.withdraw()\n",
                 "",
             ),
         ),
@@ -343,8 +343,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.gradients.reducer.Reducer.finish_interrupted",
-                "        self._schedule.complete(self._round_is_over)\n        self._access.forget(cleared)\n",
-                "        self._schedule.abandon()\n        self._access.forget(cleared)\n",
+                "        self._schedule.complete(self._round_is_over)\n        self._slots.forget(cleared)\n",
+                "        self._schedule.abandon()\n        self._slots.forget(cleared)\n",
             ),
         ),
         ("test_errors.py::test_an_exception_inside_a_backward_leaves_everything_usable[failing1-2]",),
@@ -356,7 +356,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.gradients.reducer.Reducer.full_gradient",
-                "            if self._progress.is_open:\n                whole.div_(self.divisor)\n",
+                "            if self._schedule.is_open:\n                whole.div_(self.divisor)\n",
                 "",
             ),
         ),
@@ -368,9 +368,9 @@ MUTANTS = (
         "A parameter that is unfrozen later is not counted, and its bucket leaves before its gradient comes.",
         (
             Edit(
-                "zero.gradients.backward_schedule.BackwardSchedule._activate",
-                "can_train = [parameter.requires_grad for parameter in self.parameters]",
-                "can_train = [spec.trainable for spec in self.layout.parameters]",
+                "zero.gradients.grad_slots.GradSlots._read",
+                "[parameter.requires_grad for parameter in bucket.parameters]",
+                "[spec.trainable for spec in bucket.specs]",
             ),
         ),
         ("gradients/test_gradients.py::test_a_parameter_that_is_unfrozen_later_is_trained_from_then_on[2]",),

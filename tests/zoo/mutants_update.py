@@ -83,9 +83,9 @@ MUTANTS = (
         (
             Edit(
                 "zero.step.update.Update.step",
-                "        used = self._reducer.used\n        buckets",
+                "        buckets = self._storage.buckets\n",
                 "        if not hasattr(self, '_warm'):\n            self._warm = True\n            return {}\n"
-                "        used = self._reducer.used\n        buckets",
+                "        buckets = self._storage.buckets\n",
             ),
         ),
         (f"{EXACT}[2-sgd]",),
@@ -155,8 +155,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.step.update.Update.step",
-                "            tuple(used[bucket.spec.slots[piece.slot].parameter] for piece in bucket.states.pieces)",
-                "            tuple(gradients[bucket.spec.index] is not None for piece in bucket.states.pieces)",
+                "bytes([bucket.used[piece.slot] for piece in bucket.states.pieces])",
+                "bytes([gradients[bucket.spec.index] is not None for piece in bucket.states.pieces])",
             ),
         ),
         (f"{EXACT}[2-adamw]",),

@@ -1,46 +1,55 @@
-"""The schedule of rounds. A round is one reduction of every active bucket, in layout order, entered by every rank.
+"""When gradients are reduced, and what may happen to them next.
 
-Knows: the buckets that a backward may reach, which gradients are ready, which buckets are being reduced. A backward is
-a round, or under `no_sync` adds to this rank's contribution. Does not know: p.grad, phases, what ranks agree on.
+Knows: the buckets that a backward may reach, which gradients are ready, which buckets are being reduced, and the phase
+of the gradients since they were cleared. Does not know: p.grad, what ranks agree on.
+
+A *round* is one reduction of every active bucket, in layout order, entered by every rank. A backward is a round, or
+under `no_sync` adds to this rank's contribution.
+
+    OPEN -------- finalize_grads (clip, unscale, step) ------> DIVIDED --- step ---> STEPPED
+      ^  backwards add                                            |                     |
+      +----------------- every gradient was cleared <-------------+---------------------+
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from enum import Enum
 
 from collectives import BucketQueue, Collective, MismatchError, Transport, Work
 
-from ..core.layout import Layout
-from ..core.parameter_specs import as_plain
+from ..core.flags import either
 from ..core.stage import Stage
-from ..runtime.accumulator import GradAccumulator
 from ..runtime.bucket import Bucket
 
 
-class BackwardSchedule:
-    """The rounds of one optimizer on one rank. ``parameters`` are by index in the layout: none, until `extend`."""
+class Phase(Enum):
+    """The phase of gradients, which decides what may happen to them next."""
 
-    def __init__(
-        self, layout: Layout, stage: Stage, transport: Transport, shards: Transport, collective: Collective
-    ) -> None:
-        """``shards``: the ranks that own the slices of buckets."""
-        self._stage, self._transport, self._shards, self._collective = stage, transport, shards, collective
-        self.layout = layout
-        self.parameters: list[Tensor] = []
-        self.stores: list[GradAccumulator] = []
-        self.places: list[tuple[GradAccumulator, int]] = []  # of each parameter: its accumulator, and its slot there
-        self.seen: list[bool] = []  # of each parameter: trainable in a backward since gradients were cleared
+    OPEN = "backwards add to them"
+    DIVIDED = "they are means, perhaps clipped"
+    STEPPED = "a step has used them"
+
+
+class BackwardSchedule:
+    """The rounds and the phase of one optimizer on one rank. All flags are in its buckets."""
+
+    def __init__(self, buckets: Sequence[Bucket], stage: Stage, transport: Transport, collective: Collective) -> None:
+        """``buckets``: the list itself, which may grow."""
+        self.buckets = buckets
+        self._transport, self._collective = transport, collective
         self.number = 0  # rounds that this rank entered
         self._rounds_since_clear = 0  # part of a label, so that a rank that skips a step alone has another tag
         self.at_the_end = False  # a round is entered when its backward ends: all gathers of units come before it
         self._in_round = False  # the backward under way is a round
         self._entered = False  # the round has been entered
-        self._active: list[GradAccumulator] = []
-        self._missing: dict[int, int] = {}
-        self._trainable: dict[int, list[bool]] = {}
+        self._active: list[Bucket] = []
+        self.phase = Phase.OPEN
+        self.divisor: float = transport.world_size  # of the next `finalize_grads`
+        self.means_divisor: float | None = None  # of the means that all ranks hold; None: no means, or out of date
+        self._stale = 0  # gradients that must be cleared before the phase is OPEN again
+        self.finalized_by = ""
         in_flight = 2 if stage.keeps_full_grads else 1  # at most three buckets of scratch with direct exchange
         weak_self = weakref.ref(self)  # a strong one would be a cycle, and buffers would wait for garbage collection
 
@@ -51,21 +60,12 @@ class BackwardSchedule:
 
         self._queue = BucketQueue(launch, in_flight)
 
-    def extend(self, new: Sequence[Bucket], parameters: Sequence[Tensor], layout: Layout) -> None:
-        """Register further parameters, which ``layout`` has in these new buckets."""
-        self.layout = layout
-        for bucket in new:
-            bucket.grad = GradAccumulator(bucket.spec, layout, self._stage, self._shards)
-            self.stores.append(bucket.grad)
-        self.parameters += parameters
-        places = {slot.parameter: (self.stores[bucket.index], number) for bucket, number, slot in layout.slots()}
-        self.places = [places[index] for index in range(len(self.parameters))]
-        self.seen += [False] * len(parameters)
+    # -- rounds -------------------------------------------------------------------------------------------------------
 
     @property
     def pending(self) -> tuple[int, ...]:
         """The buckets for which this rank has a contribution that was not reduced."""
-        return tuple(store.bucket.index for store in self.stores if store.pending)
+        return tuple(bucket.spec.index for bucket in self.buckets if bucket.grad.pending)
 
     def begin(self, *, is_round: bool, also: Sequence[int] = ()) -> None:
         """Begin a backward. Its buckets are those with a parameter that is trainable now, those that were active since
@@ -79,41 +79,30 @@ class BackwardSchedule:
         self._entered = True
         self.number += 1
         self._rounds_since_clear += 1
-        self._queue.begin([store.bucket.index for store in self._active])
+        self._queue.begin([bucket.spec.index for bucket in self._active])
 
     def _activate(self, also: Sequence[int]) -> None:
-        self._active, self._missing, self._trainable = [], {}, {}
-        with as_plain():  # a released parameter would be asked in Python
-            can_train = [parameter.requires_grad for parameter in self.parameters]
-        for store in self.stores:
-            mask = [can_train[slot.parameter] for slot in store.bucket.slots]
-            if any(mask) or store.touched or store.bucket.index in also:
-                for slot, trainable in zip(store.bucket.slots, mask, strict=True):
-                    self.seen[slot.parameter] |= trainable
-                self._active.append(store)
-                self._trainable[store.bucket.index] = mask
-                self._missing[store.bucket.index] = sum(mask)
-                store.touched = True
+        self._active = []
+        for bucket in self.buckets:
+            bucket.missing = 0
+            if 1 in bucket.trainable or bucket.grad.touched or bucket.spec.index in also:
+                bucket.seen = either(bucket.seen, bucket.trainable)
+                self._active.append(bucket)
+                bucket.missing = bucket.trainable.count(1)
+                bucket.grad.touched = True
 
-    def arrived(self, index: int, gradient: Tensor) -> None:
-        """Stash the gradient of a parameter. After the last one of its bucket, the bucket is ready in a round; under
-        `no_sync` it is flushed."""
-        store, slot = self.places[index]
-        if slot in store.arrived:  # pragma: no cover - autograd has never done that; if it did, a sum would be wrong
-            raise RuntimeError(f"{self.layout.parameters[index].name!r} received two gradients in one backward")
-        store.stash(slot, gradient)
-        bucket = store.bucket.index
-        self._missing[bucket] = self._missing.get(bucket, 0) - 1
-        if self._missing[bucket] == 0:
-            if self._entered:
-                self._queue.ready(bucket)
-            elif not self._in_round:
-                store.flush(travels=False)
+    def arrived(self, bucket: Bucket) -> None:
+        """Note that the last gradient of a bucket has arrived. In a round the bucket is ready; under `no_sync` it is
+        flushed."""
+        if self._entered:
+            self._queue.ready(bucket.spec.index)
+        elif not self._in_round:
+            bucket.grad.flush(travels=False)
 
-    def _launch(self, bucket: int) -> Work:
-        store = self.stores[bucket]
-        label = f"backward {self._rounds_since_clear} since zero_grad(), {store.label}"
-        return store.launch(self._collective, label, self.number, self._trainable[bucket])
+    def _launch(self, index: int) -> Work:
+        bucket = self.buckets[index]
+        label = f"backward {self._rounds_since_clear} since zero_grad(), {bucket.grad.label}"
+        return bucket.grad.launch(self._collective, label, self.number, bucket.trainable)
 
     def complete(self, then: Callable[[], None]) -> None:
         """Finish the backward under way. Under `no_sync`: flush. In a round: launch the rest, wait, then call ``then``.
@@ -122,8 +111,8 @@ class BackwardSchedule:
         parameters that are frozen on this rank.
         """
         if not self._in_round:
-            for store in self._active:
-                store.flush(travels=False)
+            for bucket in self._active:
+                bucket.grad.flush(travels=False)
             return
         try:
             if not self._entered:
@@ -131,9 +120,9 @@ class BackwardSchedule:
             self._queue.finish()
             then()
         except MismatchError as error:
-            pairs = zip(self.layout.parameters, self.parameters, strict=True)
-            frozen = [repr(spec.name) for spec, parameter in pairs if not parameter.requires_grad]
-            text = f"{error} (frozen on rank {self._transport.rank}: {', '.join(frozen) or 'none'})"
+            named = [pair for b in self.buckets for pair in zip(b.specs, b.parameters, strict=True)]
+            frozen = [spec.name for spec, parameter in named[::-1] if not parameter.requires_grad]
+            text = f"{error} (frozen on rank {self._transport.rank}: {', '.join(map(repr, frozen)) or 'none'})"
             raise MismatchError(text) from error
         self._in_round = False
 
@@ -143,12 +132,74 @@ class BackwardSchedule:
 
     def clear(self) -> None:
         """Reset all parameters to "no gradient"."""
-        self.seen = [False] * len(self.parameters)
         self._rounds_since_clear = 0
-        for store in self.stores:
-            store.clear()
+        for bucket in self.buckets:
+            bucket.used, bucket.seen = bytearray(len(bucket.used)), bytearray(len(bucket.seen))
+            bucket.grad.clear()
 
     def close(self) -> None:
-        """Release all buffers."""
-        self.stores.clear()
-        self.places, self._active = [], []
+        """Let go of all buckets."""
+        self._active = []
+
+    # -- phases -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """True if backwards may add gradients."""
+        return self.phase is Phase.OPEN
+
+    def check_open(self) -> None:
+        """Raise `RuntimeError` if backwards may not add gradients any more."""
+        if not self.is_open:
+            stale = [
+                (slot.parameter, spec.name)
+                for bucket in self.buckets
+                for slot, spec, is_stale in zip(bucket.spec.slots, bucket.specs, bucket.stale, strict=True)
+                if is_stale
+            ]
+            raise RuntimeError(
+                f"rank {self._transport.rank}: backward() after {self.finalized_by} without zero_grad(): the gradient "
+                f"of {min(stale)[1]!r} was already divided; call optimizer.zero_grad() first"
+            )
+
+    def used(self) -> bytes:
+        """Return the flags "used" of all buckets, one after the other."""
+        return b"".join([bucket.used for bucket in self.buckets])
+
+    def trainable(self) -> bytes:
+        """Return the flags "trainable" of all buckets, one after the other."""
+        return b"".join([bucket.trainable for bucket in self.buckets])
+
+    def agree_used(self, told: Sequence[bytes]) -> None:
+        """Set "used" to the parameters that any rank used. ``told``: the result of `used` on every rank."""
+        merged, begin = bytearray(told[0]), 0
+        for flags in told[1:]:
+            merged = either(merged, flags)
+        for bucket in self.buckets:
+            end = begin + len(bucket.used)
+            bucket.used = merged[begin:end]
+            begin = end
+
+    def finalized(self, purpose: str) -> None:
+        """Note that the sums have become means, in the call ``purpose``."""
+        for bucket in self.buckets:
+            bucket.stale = bytearray(bucket.used)
+        self._stale = self.used().count(1)
+        self.phase, self.finalized_by = Phase.DIVIDED if self._stale else Phase.OPEN, purpose
+
+    def stepped(self) -> None:
+        """Note that a step has used the means."""
+        self.phase, self.finalized_by = Phase.STEPPED if self._stale else Phase.OPEN, "step()"
+
+    def renewed(self, bucket: Bucket, slot: int) -> None:
+        """Note that this gradient was cleared."""
+        self._stale -= bucket.stale[slot]
+        bucket.stale[slot] = 0
+        if not self._stale:
+            self.phase = Phase.OPEN
+
+    def all_renewed(self) -> None:
+        """Note that every gradient was cleared."""
+        for bucket in self.buckets:
+            bucket.stale = bytearray(len(bucket.stale))
+        self._stale, self.phase = 0, Phase.OPEN

@@ -1,131 +1,239 @@
-"""The p.grad of parameters: which tensor was put there, and how the user has changed it since.
+"""What stands in p.grad, and what the user's changes there mean for the sums.
 
-Knows: the tensor that was put into each p.grad: a mean that this rank holds whole, a placeholder, or None. If there is
-another one, the user has put it there. Does not know: when gradients are reduced, or by whom.
+Knows: when means are up to date, so that they may be published; that a gradient was cleared, zeroed, replaced or edited
+in p.grad. Does not know: when a round is due, other ranks.
+
+    mean           if the stage gives every rank whole means, and these contain all gradients that were added
+    placeholder    if there is a gradient that this rank does not hold whole
+    None           if no rank used the parameter, or it was cleared
+
+If another tensor is there than was published, the user has put it there.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from ..core.layout import ParameterSpec
+from ..core.bits import all_zero, host_readable, read_scalars
+from ..core.flags import either, where, without
 from ..core.parameter_specs import as_plain
+from ..core.stage import Stage
+from ..runtime.bucket import Bucket
+from .backward_schedule import BackwardSchedule
 from .hooks import Listener, ShardedGradient
 
-
-@dataclass
-class Changes:
-    """The user's changes of p.grad. ``cleared``: set to None; ``replaced``: tensors in the place of means;
-    ``foreign_grad``: the name of a parameter to whose p.grad the user assigned a tensor in no mean's place."""
-
-    cleared: list[int]
-    replaced: list[tuple[int, Tensor]]
-    foreign_grad: str | None
+Place = tuple[Bucket, int]  # a bucket, and the number of a slot
 
 
 class GradSlots:
-    """The p.grad of each parameter, by its index in the layout."""
+    """The p.grad of all parameters of one optimizer on one rank."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(
+        self, listener: Listener, stage: Stage, schedule: BackwardSchedule, *, means_may_be_shown: bool
+    ) -> None:
+        """``listener``: of the placeholders; ``means_may_be_shown``: whole means, if the stage has them, have the dtype
+        that p.grad must have."""
         self._listener = weakref.ref(listener)
-        self._parameters: list[Tensor] = []
-        self._specs: list[ParameterSpec] = []
-        self._held: list[Tensor | None] = []
-        self._placeholders: list[ShardedGradient | None] = []
+        self._stage, self._schedule = stage, schedule
+        self._means_may_be_shown = stage.grads_replicated and means_may_be_shown
+        self.inside_join = False
 
-    def extend(self, parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> None:
-        """Register further parameters."""
-        self._parameters += parameters
-        self._specs += specs
-        self._held += [None] * len(parameters)
-        self._placeholders += [None] * len(parameters)
+    @property
+    def means_are_shown(self) -> bool:
+        """True if p.grad is the mean after each round. Not inside `join`: the user's changes there would not be made on
+        ranks without batches."""
+        return self._means_may_be_shown and not self.inside_join
 
-    def put(self, index: int, gradient: Tensor | None) -> RuntimeError | None:
-        """Put ``gradient`` into p.grad. If torch refuses it, since the parameter was cast or moved, put None and return
-        the error."""
-        if self._held[index] is not gradient or self._parameters[index].grad is not gradient:
-            return self._give(index, gradient)
-        return None
+    @property
+    def means_are_true(self) -> bool:
+        """True if every rank holds the means of all gradients that were added, divided by the current divisor."""
+        known = self._schedule
+        return self._stage.grads_replicated and not known.pending and known.means_divisor == known.divisor
 
-    def _give(self, index: int, gradient: Tensor | None) -> RuntimeError | None:
+    # -- publishing ---------------------------------------------------------------------------------------------------
+
+    def put_placeholder(self, bucket: Bucket, slot: int) -> RuntimeError | None:
+        """Put a placeholder, since the gradient was taken. If torch refuses it, since the parameter was cast or moved,
+        put None and return the error."""
+        made = bucket.placeholders[slot]
+        if made is None:
+            made = bucket.placeholders[slot] = ShardedGradient(bucket, slot, self._listener)
         try:
-            self._parameters[index].grad = self._held[index] = gradient
+            bucket.parameters[slot].grad = bucket.published[slot] = made
         except RuntimeError as refused:
-            self._parameters[index].grad = self._held[index] = None
+            bucket.parameters[slot].grad = bucket.published[slot] = None
             return refused
         return None
 
-    def put_placeholder(self, index: int) -> RuntimeError | None:
-        """`put` the parameter's placeholder."""
-        made = self._placeholders[index]
-        if made is None:
-            made = ShardedGradient(self._specs[index], index, self._listener)
-            self._placeholders[index] = made
-        return self._give(index, made)
+    def publish(self) -> None:
+        """Put the mean, a placeholder or None into every p.grad, as the state of the gradients is now."""
+        means = self.means_are_shown and self.means_are_true
+        for bucket in self._schedule.buckets:
+            if means and bucket.grad.has_sum:
+                self._publish_means(bucket)
+                continue
+            for slot in where(without(either(bucket.used, bucket.seen), _holding_placeholders(bucket))):
+                self.put_placeholder(bucket, slot)
+
+    def _publish_means(self, bucket: Bucket) -> None:
+        pairs = zip(bucket.grad.mean_views(), bucket.used, strict=True)
+        for slot, mean in enumerate([mean if used else None for mean, used in pairs]):
+            if bucket.published[slot] is mean and bucket.parameters[slot].grad is mean:
+                continue
+            try:
+                bucket.parameters[slot].grad = bucket.published[slot] = mean
+            except RuntimeError:  # the parameter was cast or moved
+                bucket.parameters[slot].grad = bucket.published[slot] = None
 
     def withdraw(self) -> None:
         """Put placeholders in the place of means, so that autograd does not add to these."""
-        for index, held in enumerate(self._held):
-            if held is not None:
-                self.put_placeholder(index)
-
-    def shows_mean(self, index: int) -> bool:
-        """Return True if the mean itself was put into p.grad, where the user may edit or replace it."""
-        held = self._held[index]
-        return held is not None and not isinstance(held, ShardedGradient)
-
-    def mean(self, index: int) -> Tensor | None:
-        """Return the mean that was put into p.grad; None if none was."""
-        return self._held[index] if self.shows_mean(index) else None
-
-    def held(self) -> Iterator[int]:
-        """Yield the indices of the parameters into whose p.grad a tensor was put."""
-        return (index for index, held in enumerate(self._held) if held is not None)
-
-    def detect_changes(self) -> Changes:
-        """Return the user's changes since tensors were put. Cleared gradients are reported once."""
-        with as_plain():  # a released parameter would be asked in Python
-            found = [
-                (index, parameter.grad, held)
-                for index, (parameter, held) in enumerate(zip(self._parameters, self._held, strict=True))
-                if parameter.grad is not held
-            ]
-        changes = Changes([], [], None)
-        for index, gradient, held in found:
-            if gradient is None:
-                changes.cleared.append(index)
-                self._held[index] = None
-            elif held is not None and self.shows_mean(index):
-                changes.replaced.append((index, gradient))
-            elif changes.foreign_grad is None:
-                changes.foreign_grad = self._specs[index].name
-        return changes
-
-    def put_placeholders(self, indices: Sequence[bool]) -> None:
-        """Put placeholders where ``indices`` is true and p.grad is None or the user's."""
-        with as_plain():
-            bare = [
-                index
-                for index, (parameter, held) in enumerate(zip(self._parameters, self._held, strict=True))
-                if held is None or parameter.grad is not held
-            ]
-        for index in bare:
-            if indices[index]:
-                self.put_placeholder(index)
-
-    def clear(self) -> None:
-        """Set every p.grad to None."""
-        with as_plain():
-            for parameter in self._parameters:
-                parameter.grad = None
-        self._held = [None] * len(self._parameters)
+        for bucket in self._schedule.buckets:
+            for slot, published in enumerate(bucket.published):
+                if published is not None:
+                    self.put_placeholder(bucket, slot)
 
     def release(self) -> None:
         """Make p.grad the user's own: a copy of a mean, or None."""
-        for index, held in enumerate(self._held):
-            if held is not None and self._parameters[index].grad is held:
-                self._parameters[index].grad = held.clone() if self.shows_mean(index) else None
+        for bucket in self._schedule.buckets:
+            for slot, published in enumerate(bucket.published):
+                if published is not None and bucket.parameters[slot].grad is published:
+                    bucket.parameters[slot].grad = published.clone() if _is_mean(published) else None
+
+    # -- changes by the user ------------------------------------------------------------------------------------------
+
+    def _read(self, *, trainable: bool) -> list[tuple[Bucket, int, Tensor | None]]:
+        """Read each p.grad, and perhaps whether its parameter is ``trainable``. Return the bucket and the slot of those
+        that are not as they were published, with what is there."""
+        found: list[tuple[Bucket, int, Tensor | None]] = []
+        with as_plain():  # a released parameter would be asked in Python
+            for bucket in self._schedule.buckets:
+                if trainable:
+                    bucket.trainable = bytearray([parameter.requires_grad for parameter in bucket.parameters])
+                found += [
+                    (bucket, slot, parameter.grad)
+                    for slot, (parameter, published) in enumerate(zip(bucket.parameters, bucket.published, strict=True))
+                    if parameter.grad is not published
+                ]
+        return found
+
+    def detect_changes(self) -> str | None:
+        """Apply the user's changes since gradients were published. Return the error for one that is not allowed."""
+        foreign, cleared = "", list[Place]()
+        for bucket, slot, gradient in self._read(trainable=True):
+            published = bucket.published[slot]
+            if gradient is None:
+                bucket.published[slot] = None
+                cleared.append((bucket, slot))
+            elif published is not None and _is_mean(published):
+                bucket.grad.mean_view(slot).copy_(gradient)
+            else:
+                foreign = foreign or bucket.specs[slot].name
+        self.forget(cleared)
+        if self.means_are_shown:  # real tensors, which may have been zeroed in place
+            self._detect_zeroed()
+        if not foreign:
+            return None
+        return (
+            f"the gradient of {foreign!r} was assigned from outside: only backward() can say what this rank contributes"
+        )
+
+    def _detect_zeroed(self) -> None:
+        stale = [(bucket, slot) for bucket in self._schedule.buckets for slot in where(bucket.stale)]
+        # host synchronisation: one for all, while finalized means are still there
+        zero = all_zero([bucket.grad.mean_view(slot) for bucket, slot in stale])
+        for bucket, slot in itertools.compress(stale, zero):
+            self._zero(bucket, slot, known=True)
+            self._schedule.renewed(bucket, slot)
+
+    def cleared(self) -> list[Place]:
+        """Return the gradients that were set to None since they were published. Each is reported once."""
+        found = [(bucket, slot) for bucket, slot, gradient in self._read(trainable=False) if gradient is None]
+        for bucket, slot in found:
+            bucket.published[slot] = None
+        return found
+
+    def forget(self, cleared: Sequence[Place]) -> None:
+        """Reset the sums of gradients that the user set to None."""
+        for bucket, slot in cleared:
+            bucket.grad.clear_slot(slot)
+            bucket.used[slot] = bucket.seen[slot] = 0
+            self._schedule.renewed(bucket, slot)
+        if cleared and all(published is None for b in self._schedule.buckets for published in b.published):
+            self._schedule.clear()
+
+    def zeroed(self, bucket: Bucket, slot: int) -> None:
+        """Set the sum of a gradient to zero whose placeholder the user has zeroed."""
+        self._zero(bucket, slot, self._used_is_known())
+        self._schedule.renewed(bucket, slot)
+
+    def edited(self) -> str | None:
+        """Return the error for a mean that was edited although the means will change once more; None if none was."""
+        known = self._schedule
+        if not self.means_are_shown or known.means_divisor is None or not known.is_open:
+            return None
+        for bucket in self._doubtful(known.means_divisor):
+            for slot in bucket.grad.edits(known.means_divisor, bucket.used):
+                return (
+                    f"the gradient of {bucket.specs[slot].name!r} was edited after a backward, and a further backward "
+                    "or another divisor would lose the edit; edit gradients after the last backward of a step"
+                )
+        return None
+
+    def _doubtful(self, divisor: float) -> list[Bucket]:
+        """Return the buckets whose means may have been edited since they were gathered."""
+        buckets = [bucket for bucket in self._schedule.buckets if bucket.grad.shows_means]
+        if not buckets or host_readable(torch.device(buckets[0].spec.device)):
+            return buckets
+        # host synchronisation: one for all, in a backward that is not the first since gradients were cleared
+        return list(itertools.compress(buckets, read_scalars([bucket.grad.edited(divisor) for bucket in buckets])))
+
+    # -- clearing -----------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear every gradient, or set those that exist to zero."""
+        if set_to_none:  # whatever the user did to them
+            with as_plain():
+                for bucket in self._schedule.buckets:
+                    for parameter in bucket.parameters:
+                        parameter.grad = None
+                    bucket.published = [None] * len(bucket.published)
+            self._schedule.clear()
+        else:
+            self.detect_changes()
+            known = self._used_is_known()
+            for bucket in self._schedule.buckets:
+                for slot in where(either(bucket.used, bucket.seen)):
+                    self._zero(bucket, slot, known)
+                for mean in bucket.published:
+                    if mean is not None and _is_mean(mean):
+                        mean.zero_()
+        self._schedule.all_renewed()
+
+    def _used_is_known(self) -> bool:
+        """Return True if "used" is agreed on by all ranks, rather than this rank's own."""
+        return (self.means_are_shown and not self._schedule.pending) or not self._schedule.is_open
+
+    def _zero(self, bucket: Bucket, slot: int, known: bool) -> None:
+        if not bucket.used[slot]:
+            bucket.grad.clear_slot(slot)
+        elif known:
+            bucket.grad.zero_slot(slot)
+        else:
+            bucket.grad.contribute_zero(slot)
+
+
+def _is_mean(published: Tensor) -> bool:
+    """Return True for a mean, which the user may edit or replace; False for a placeholder."""
+    return not isinstance(published, ShardedGradient)
+
+
+def _holding_placeholders(bucket: Bucket) -> bytes:
+    """Return, of each slot, whether its placeholder is in p.grad, where it was put."""
+    slots = zip(bucket.parameters, bucket.published, bucket.placeholders, strict=True)
+    with as_plain():
+        return bytes([made is not None and published is made is parameter.grad for parameter, published, made in slots])

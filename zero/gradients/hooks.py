@@ -33,7 +33,7 @@ from collectives.torch_internals import (
     queue_callback,
 )
 
-from ..core.layout import ParameterSpec
+from ..runtime.bucket import Bucket
 
 _NO_TASK = -1
 
@@ -43,11 +43,11 @@ class Listener(Protocol):
 
     def backward_began(self) -> None: ...
 
-    def gradient_ready(self, index: int, gradient: Tensor) -> None: ...
+    def gradient_ready(self, bucket: Bucket, slot: int, gradient: Tensor) -> None: ...
 
     def backward_ended(self) -> None: ...
 
-    def gradient_zeroed(self, index: int) -> None: ...
+    def gradient_zeroed(self, bucket: Bucket, slot: int) -> None: ...
 
     def unscale(self, found: Tensor, inverse: Tensor) -> None:
         """A `GradScaler` asks to multiply all gradients by ``inverse``, and to set ``found`` to 1 if any is not finite.
@@ -70,7 +70,8 @@ class ShardedGradient(torch.Tensor):
 
     Attributes:
         owner: the parameter's name.
-        number: the parameter's index in the layout.
+        bucket: the parameter's bucket.
+        slot: the number of its slot there.
         capture: the gradient that autograd added last, until the parameter's hook takes it.
         listener: receives zeroing and unscaling.
         reported_dtype: the dtype of the placeholder: fp32 for fp16, because a `GradScaler` refuses fp16 gradients.
@@ -78,13 +79,15 @@ class ShardedGradient(torch.Tensor):
 
     __torch_function__ = torch.nn.Parameter.__torch_function__  # disabled: `__torch_dispatch__` answers
     owner: str
-    number: int
+    bucket: weakref.ref[Bucket]
+    slot: int
     capture: Tensor | None
     listener: weakref.ref[Listener]
     reported_dtype: torch.dtype
 
     @staticmethod
-    def __new__(cls, like: ParameterSpec, index: int, listener: weakref.ref[Listener]) -> ShardedGradient:
+    def __new__(cls, bucket: Bucket, slot: int, listener: weakref.ref[Listener]) -> ShardedGradient:
+        like = bucket.specs[slot]
         made: ShardedGradient = make_wrapper_subclass(
             cls,
             like.shape,
@@ -93,11 +96,12 @@ class ShardedGradient(torch.Tensor):
             device=torch.device(like.device),
             requires_grad=False,
         )
-        made.owner, made.number, made.capture, made.listener = like.name, index, None, listener
+        made.bucket, made.slot = weakref.ref(bucket), slot
+        made.owner, made.capture, made.listener = like.name, None, listener
         made.reported_dtype = torch.float32 if like.dtypes.param_dtype is torch.float16 else like.dtypes.param_dtype
         return made
 
-    def __init__(self, like: ParameterSpec, index: int, listener: weakref.ref[Listener]) -> None:
+    def __init__(self, bucket: Bucket, slot: int, listener: weakref.ref[Listener]) -> None:
         super().__init__()
 
     @property
@@ -138,9 +142,9 @@ class ShardedGradient(torch.Tensor):
         return next(a for a in _flat(args) if isinstance(a, cls))._refuse(str(func))
 
     def _zero(self) -> None:
-        listener = self.listener()
-        if listener is not None:
-            listener.gradient_zeroed(self.number)
+        listener, bucket = self.listener(), self.bucket()
+        if listener is not None and bucket is not None:
+            listener.gradient_zeroed(bucket, self.slot)
 
     def _refuse(self, action: str) -> NoReturn:
         remedy = "use optimizer.clip_grad_norm_(max_norm) to clip and optimizer.full_grad(p) to read"
@@ -161,11 +165,6 @@ class ShardedGradient(torch.Tensor):
         if TracingContext.try_get() is None:
             self._refuse("untyped_storage()")
         return super().untyped_storage()
-
-    def taken(self) -> Tensor | None:
-        """Return the gradient that autograd added, and forget it."""
-        captured, self.capture = self.capture, None
-        return captured
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
@@ -198,25 +197,26 @@ def _flat(args: Any) -> list[Any]:
 class _Arrival:
     """The post-accumulate hook of one parameter, called once in every backward. It holds its owner weakly."""
 
-    __slots__ = ("_index", "owner")
+    __slots__ = ("_bucket", "_slot", "owner")
 
-    def __init__(self, owner: GradientHooks, index: int) -> None:
-        self.owner, self._index = weakref.ref(owner), index
+    def __init__(self, owner: GradientHooks, bucket: Bucket, slot: int) -> None:
+        self.owner, self._bucket, self._slot = weakref.ref(owner), weakref.ref(bucket), slot
 
     def __call__(self, parameter: Tensor) -> None:
-        owner = self.owner()
+        owner, bucket = self.owner(), self._bucket()
         listener = None if owner is None else owner.listener()
-        if owner is None or listener is None:
+        if owner is None or listener is None or bucket is None:
             return
         if not parameter.requires_grad:  # frozen since its forward: autograd has discarded the gradient
             return
         gradient = parameter.grad
-        if type(gradient) is ShardedGradient:
-            gradient = gradient.taken()
+        if isinstance(gradient, ShardedGradient):
+            placeholder, gradient = gradient, gradient.capture
+            placeholder.capture = None
         assert gradient is not None
         if current_graph_task_id() != owner.task:
-            owner.begin(listener, self._index, parameter)
-        listener.gradient_ready(self._index, gradient.detach() if gradient.requires_grad else gradient)
+            owner.begin(listener, bucket.spec.slots[self._slot].parameter, parameter)
+        listener.gradient_ready(bucket, self._slot, gradient.detach() if gradient.requires_grad else gradient)
 
 
 class GradientHooks:
@@ -259,14 +259,15 @@ class GradientHooks:
         """Mark the interrupted backward as handled."""
         self.task = _NO_TASK
 
-    def watch(self, parameter: Tensor, index: int) -> None:
-        """Register the hooks of ``parameter``, also if it is frozen: it may be unfrozen later."""
+    def watch(self, bucket: Bucket, slot: int) -> None:
+        """Register the hooks of a slot's parameter, also if it is frozen: it may be unfrozen later."""
+        parameter = bucket.parameters[slot]
         self.take_over(parameter)
         trainable = parameter.requires_grad
         parameter.requires_grad_(True)
         try:
-            self._handles.append(_untyped(parameter).register_post_accumulate_grad_hook(_Arrival(self, index)))
-            self._watch_ahead(parameter, index)
+            self._handles.append(_untyped(parameter).register_post_accumulate_grad_hook(_Arrival(self, bucket, slot)))
+            self._watch_ahead(parameter, bucket.spec.slots[slot].parameter)
         finally:
             parameter.requires_grad_(trainable)
 

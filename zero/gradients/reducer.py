@@ -20,8 +20,7 @@ from torch import Tensor
 
 from collectives import Chain, Collective, Kind, Tag, Transport
 
-from ..core.layout import Layout
-from ..core.parameter_specs import as_plain, changed
+from ..core.parameter_specs import changed
 from ..core.stage import Placement, Stage
 from ..events import Event
 from ..runtime.accumulator import GradAccumulator
@@ -29,9 +28,8 @@ from ..runtime.bucket import Bucket
 from ..runtime.flat_buffer import gather_slot
 from ..streams import Streams
 from .agreement import Record, check
-from .backward_schedule import BackwardSchedule
-from .grad_access import GradAccess
-from .grad_phase import GradPhase, Phase
+from .backward_schedule import BackwardSchedule, Phase
+from .grad_slots import GradSlots
 from .hooks import GradientHooks
 from .join import JoinProtocol, Options
 from .owned_means import OwnedMeans
@@ -42,7 +40,7 @@ class Reducer:
 
     def __init__(
         self,
-        layout: Layout,
+        buckets: Sequence[Bucket],
         stage: Stage,
         transport: Transport,
         shards: Transport,
@@ -51,13 +49,13 @@ class Reducer:
         *,
         means_may_be_shown: bool,
     ) -> None:
-        """``shards``: the ranks that own the slices of buckets; ``means_may_be_shown``: of `GradAccess`."""
-        self._stage, self._transport, self._collective = stage, transport, collective
-        self._place, self._streams = shards.rank, streams
-        self._schedule = BackwardSchedule(layout, stage, transport, shards, collective)
-        self._progress = GradPhase(transport.world_size)
-        self.means = OwnedMeans(stage, shards.rank, self.stores, self._progress.used)
-        self._access = GradAccess(self, stage, self._schedule, self._progress, means_may_be_shown=means_may_be_shown)
+        """``buckets``: the list itself, which may grow; ``shards``: the ranks that own their shards;
+        ``means_may_be_shown``: of `GradSlots`."""
+        self._buckets, self._stage, self._transport, self._collective = buckets, stage, transport, collective
+        self._shards, self._streams = shards, streams
+        self._schedule = BackwardSchedule(buckets, stage, transport, collective)
+        self.means = OwnedMeans(buckets)
+        self._slots = GradSlots(self, stage, self._schedule, means_may_be_shown=means_may_be_shown)
         self._meeting = 0
         rank = transport.rank_label
         self._agreeing, self._catching_up = Event("agree", rank), Event("catch_up", rank)
@@ -71,94 +69,81 @@ class Reducer:
     @property
     def means_are_shown(self) -> bool:
         """p.grad is the mean after each round."""
-        return self._access.means_are_shown
-
-    @property
-    def used(self) -> Sequence[bool]:
-        """True for each parameter that some rank used, in the layout's order, once the ranks have agreed."""
-        return self._progress.used
+        return self._slots.means_are_shown
 
     @property
     def divisor(self) -> float:
         """The divisor of the next `finalize_grads`."""
-        return self._progress.divisor
+        return self._schedule.divisor
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters, in the layout's order."""
-        return self._schedule.parameters
-
-    @property
-    def stores(self) -> list[GradAccumulator]:
-        """The accumulators of all buckets."""
-        return self._schedule.stores
-
-    def extend(self, new: Sequence[Bucket], parameters: Sequence[Tensor], layout: Layout) -> None:
-        """Register further parameters, which ``layout`` has in these new buckets."""
-        first = len(self.parameters)
-        self._schedule.extend(new, parameters, layout)
-        self._progress.used += [False] * len(parameters)
-        self._access.extend(parameters, layout)
-        for index, parameter in enumerate(parameters, first):
-            self.hooks.watch(parameter, index)
+    def extend(self, new: Sequence[Bucket]) -> None:
+        """Begin to reduce the gradients of these new buckets."""
+        for bucket in new:
+            bucket.grad = GradAccumulator(bucket.spec, bucket.specs, self._stage, self._shards)
+            for slot in range(len(bucket.parameters)):
+                self.hooks.watch(bucket, slot)
 
     # -- events of autograd (the listener of `GradientHooks`) ---------------------------------------------------------
 
     def backward_is_near(self) -> None:
         self._streams.wait_for_previous()
         self.finish_interrupted()
-        self._assigned = self._access.detect_changes()
+        self._assigned = self._slots.detect_changes()
         if self.means_are_shown:
-            self._access.withdraw()
+            self._slots.withdraw()
 
     def backward_began(self) -> None:
         self._transport.check()
         try:
-            self._progress.check_open(self._transport.rank, self._name)
-            problem = self._assigned or self._access.edited()
+            self._schedule.check_open()
+            problem = self._assigned or self._slots.edited()
             if problem is not None:
                 problem = f"rank {self._transport.rank}: {problem}"
                 if self._transport.world_size > 1:
                     self._transport.abort(problem)  # the others cannot be asked whether they found one
                 raise RuntimeError(problem)
         except RuntimeError:
-            self._access.publish()
+            self._slots.publish()
             raise
         self._schedule.begin(is_round=self._sync)
 
-    def gradient_ready(self, index: int, gradient: Tensor) -> None:
-        self._streams.wait_for_previous()
+    def gradient_ready(self, bucket: Bucket, slot: int, gradient: Tensor) -> None:
+        if self._streams.are_used:
+            self._streams.wait_for_previous()
         if gradient.layout is not torch.strided:
-            self.parameters[index].grad = None
+            bucket.parameters[slot].grad = None
             raise RuntimeError(
-                f"rank {self._transport.rank}: the gradient of {self._name(index)} is {gradient.layout}: sparse "
-                "gradients are not supported; build the Embedding with sparse=False"
+                f"rank {self._transport.rank}: the gradient of {bucket.specs[slot].name!r} is {gradient.layout}: "
+                "sparse gradients are not supported; build the Embedding with sparse=False"
             )
-        self._progress.used[index] = True
-        refused = self._access.put_placeholder(index)
+        bucket.used[slot] = 1
+        refused = self._slots.put_placeholder(bucket, slot)
         if refused is not None:
-            problem = changed(self.parameters[index], self._schedule.layout.parameters[index])
+            problem = changed(bucket.parameters[slot], bucket.specs[slot])
             raise RuntimeError(
-                f"rank {self._transport.rank}: {problem or f'the gradient of {self._name(index)}: {refused}'}"
+                f"rank {self._transport.rank}: {problem or f'the gradient of {bucket.specs[slot].name!r}: {refused}'}"
             ) from refused
-        self._schedule.arrived(index, gradient)
+        bucket.grad.stash(slot, gradient)
+        bucket.missing -= 1
+        if not bucket.missing:
+            self._schedule.arrived(bucket)
 
     def backward_ended(self) -> None:
         self._streams.wait_for_previous()
         self._schedule.complete(self._round_is_over)
-        self._access.publish()
+        self._slots.publish()
 
     def outside_backward(self) -> None:
-        self._access.publish()
+        self._slots.publish()
 
-    def gradient_zeroed(self, index: int) -> None:
-        self._access.zeroed(index)
+    def gradient_zeroed(self, bucket: Bucket, slot: int) -> None:
+        self._slots.zeroed(bucket, slot)
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
     def _round_is_over(self) -> None:
         """Note that the sums have changed; gather the new means at stage 0."""
-        self._progress.means_divisor = None
+        self._schedule.means_divisor = None
         if self.means_are_shown:
             self._gather_means()
 
@@ -167,34 +152,34 @@ class Reducer:
         tag = Tag(Kind.EXCHANGE, "which parameters were used", self._schedule.number)
         with self._agreeing():
             records = [Record.unpack(r) for r in self._transport.exchange(self._record().pack(), tag)]
-        self._progress.agree_used([record.used for record in records])
+        self._schedule.agree_used([record.used for record in records])
         if any(record.divisor != self.divisor for record in records):
             # no rank's p.grad would be right; `finalize_grads` agrees on a divisor and calls this again
-            self._progress.means_divisor = None
+            self._schedule.means_divisor = None
             return
-        stores = [store for store in self.stores if store.has_sum]
-        Chain(store.gather_means(self._collective, self._schedule.number, self.divisor) for store in stores).wait()
-        self._progress.means_divisor = self.divisor
+        summed = [bucket.grad for bucket in self._buckets if bucket.grad.has_sum]
+        Chain(grad.gather_means(self._collective, self._schedule.number, self.divisor) for grad in summed).wait()
+        self._schedule.means_divisor = self.divisor
 
     def _empty_round(self, also: Sequence[int] = ()) -> None:
         """Take part in a round of the other ranks: contribute what is pending here, and -0.0 otherwise."""
         with self._catching_up():
             self._schedule.begin(is_round=True, also=also)
             self._schedule.complete(self._round_is_over)
-            self._access.publish()
+            self._slots.publish()
 
     def finish_interrupted(self) -> None:
         """Complete the round of a backward that an exception left, so that collectives stay matched."""
         if not self.hooks.interrupted:
             return
-        cleared = self._access.cleared()  # after the exception, and so after the round that is completed here
+        cleared = self._slots.cleared()  # after the exception, and so after the round that is completed here
         self.hooks.forget()
         if self._transport.broken:
             self._schedule.abandon()
             return
         self._schedule.complete(self._round_is_over)
-        self._access.forget(cleared)
-        self._access.publish()
+        self._slots.forget(cleared)
+        self._slots.publish()
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
@@ -219,21 +204,21 @@ class Reducer:
             )
         records = self.check_consistency(purpose, problem, scale=scale, options=options)
         used = [record.used for record in records]
-        if not self._progress.is_open:
-            self._progress.agree_used(used)
+        if not self._schedule.is_open:
+            self._schedule.agree_used(used)
             return
         pending = sorted({bucket for record in records for bucket in record.pending})
         if pending:
             self._empty_round(pending)
-        self._progress.agree_used(used)
+        self._schedule.agree_used(used)
         if self._stage.grads_replicated:
-            if self._progress.means_divisor != self.divisor:
+            if self._schedule.means_divisor != self.divisor:
                 self._gather_means()
         else:
-            for store in self.stores:
-                store.divide(self.divisor)
-        self._progress.finalized(purpose)
-        self._access.publish()
+            for bucket in self._buckets:
+                bucket.grad.divide(self.divisor)
+        self._schedule.finalized(purpose)
+        self._slots.publish()
 
     def check_consistency(
         self,
@@ -247,9 +232,9 @@ class Reducer:
         rank."""
         self._streams.wait_for_previous()
         self.finish_interrupted()
-        assigned = self._access.detect_changes()
-        if self._progress.is_open and self._progress.means_divisor != self.divisor:  # the means will be gathered anew
-            problem = problem or self._access.edited()
+        assigned = self._slots.detect_changes()
+        if self._schedule.is_open and self._schedule.means_divisor != self.divisor:  # the means will be gathered anew
+            problem = problem or self._slots.edited()
         problem = problem or assigned
         with self._agreeing():
             self._meet(purpose)
@@ -266,24 +251,23 @@ class Reducer:
     def _record(
         self, problem: str | None = None, scale: float | None = None, options: Mapping[str, int] | None = None
     ) -> Record:
-        with as_plain():
-            trainable = bytes([p.requires_grad for p in self.parameters])
-        known = self._progress
+        known = self._schedule
         return Record(
             known.divisor,
             scale,
             dict(options or {}),
             known.phase.name.lower(),
-            self._schedule.pending,
+            known.pending,
             problem,
-            bytes(known.used),
-            trainable,
+            known.used(),
+            known.trainable(),
         )
 
     # -- errors -------------------------------------------------------------------------------------------------------
 
-    def _name(self, index: int) -> str:
-        return repr(self._schedule.layout.parameters[index].name)
+    def _name(self, number: int) -> str:
+        """Return the name of a parameter by its number among the flags of a record."""
+        return repr([spec.name for bucket in self._buckets for spec in bucket.specs][number])
 
     # -- for the optimizer --------------------------------------------------------------------------------------------
 
@@ -295,20 +279,20 @@ class Reducer:
         def meet(purpose: str) -> None:
             if not self.hooks.inside_backward:
                 self.finish_interrupted()
-                self._access.detect_changes()
+                self._slots.detect_changes()
             self._meet(purpose)
 
         self.finish_interrupted()
-        self._access.detect_changes()
+        self._slots.detect_changes()
         self._schedule.at_the_end = not needs_no_gather
-        self._join_protocol, self._access.inside_join = JoinProtocol(self._transport, meet, groups), True
-        self._access.withdraw()
+        self._join_protocol, self._slots.inside_join = JoinProtocol(self._transport, meet, groups), True
+        self._slots.withdraw()
         return self._join_protocol
 
     def end_join(self) -> None:
         """End `join`: calls are not broadcast any more."""
-        self._join_protocol, self._access.inside_join, self._schedule.at_the_end = None, False, False
-        self._access.publish()
+        self._join_protocol, self._slots.inside_join, self._schedule.at_the_end = None, False, False
+        self._slots.publish()
 
     @property
     def joining(self) -> bool:
@@ -342,27 +326,27 @@ class Reducer:
 
     def stepped(self) -> None:
         """Note that a step has used the gradients."""
-        self._progress.stepped()
+        self._schedule.stepped()
 
     def set_divisor(self, value: float) -> None:
         """Set the divisor of the next `finalize_grads`."""
         if not self.hooks.interrupted:
-            self._access.detect_changes()
-        if self._progress.phase is Phase.DIVIDED:
+            self._slots.detect_changes()
+        if self._schedule.phase is Phase.DIVIDED:
             raise RuntimeError(
-                f"the divisor was set after {self._progress.finalized_by}, which has already divided by "
+                f"the divisor was set after {self._schedule.finalized_by}, which has already divided by "
                 f"{self.divisor:g}: set it before the first clip, unscale or step of a step"
             )
-        self._progress.divisor = value
-        if self.means_are_shown and self._progress.is_open:
-            self._access.publish()
+        self._schedule.divisor = value
+        if self.means_are_shown and self._schedule.is_open:
+            self._slots.publish()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear every gradient, or set those that exist to zero."""
         if self.hooks.inside_backward:
             raise RuntimeError("zero_grad() inside a backward")
         self.finish_interrupted()
-        self._access.zero_grad(set_to_none)
+        self._slots.zero_grad(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -373,29 +357,29 @@ class Reducer:
         finally:
             self._sync = before
 
-    def full_gradient(self, index: int) -> Tensor | None:
+    def full_gradient(self, bucket: Bucket, slot_number: int) -> Tensor | None:
         """Return the whole mean gradient of a parameter; None if no rank used it. Collective."""
-        purpose = f"full_grad of {self._name(index)}"
+        spec, slot = bucket.specs[slot_number], bucket.spec.slots[slot_number]
+        purpose = f"full_grad of {spec.name!r}"
         records = self.check_consistency(purpose)
-        store, slot_number = self._schedule.places[index]
         if any(record.pending for record in records):
             raise RuntimeError(f"{purpose}: what no_sync() left is not reduced yet; run a backward outside it, or clip")
-        if not any(record.used[index] for record in records):
+        number = sum(len(before.used) for before in self._buckets[: bucket.spec.index]) + slot_number
+        if not any(record.used[number] for record in records):
             return None
-        spec, slot = self._schedule.layout.parameters[index], store.bucket.slots[slot_number]
-        if self._access.means_are_true:
-            whole = store.mean_view(slot_number).as_strided((slot.numel,), (1,)).clone()
+        if self._slots.means_are_true:
+            whole = bucket.grad.mean_view(slot_number).as_strided((slot.numel,), (1,)).clone()
         else:
-            total = store.running_sum()
+            total = bucket.grad.running_sum()
             assert total is not None  # used by some rank, and nothing is pending
-            tag = Tag(Kind.ALL_GATHER, purpose, self._schedule.number, store.bucket.index)
-            whole = gather_slot(total, slot, store.bucket.cuts, self._place, self._collective, tag)
-            if self._progress.is_open:
+            tag = Tag(Kind.ALL_GATHER, purpose, self._schedule.number, bucket.spec.index)
+            whole = gather_slot(total, slot, bucket.spec.cuts, self._shards.rank, self._collective, tag)
+            if self._schedule.is_open:
                 whole.div_(self.divisor)
         return whole.as_strided(spec.shape, spec.stride)
 
     def close(self) -> None:
         """Remove the hooks; gradients that this rank holds whole become the user's own."""
         self.hooks.remove()
-        self._access.release()
+        self._slots.release()
         self._schedule.close()

@@ -18,6 +18,7 @@ from collectives import Choice, Collective, Kind, Region, Tag, Transport
 
 from ..config import MixedPrecision
 from ..consistency import broadcast, fingerprint
+from ..core.flags import where
 from ..core.layout import BucketSpec, Dtypes, Layout, ParameterSpec, build
 from ..core.parameter_specs import as_plain, bindings, check_memory, misplaced, replaced, specs
 from ..core.stage import Placement
@@ -91,6 +92,7 @@ class ShardedStorage(ParameterStorage):
         self._keeps_whole = keeps_whole
         self._hooks: UnitHooks | None = None
         self._unlisted: _ParamSet | None = None
+        self._updated: list[tuple[Bucket, int, UnitBuffer]] = []  # of each buffer: its bucket, and its first slot there
 
     # -- construction ---------------------------------------------------------------------------------------------
 
@@ -205,6 +207,8 @@ class ShardedStorage(ParameterStorage):
             buffer = UnitBuffer(part, params.layout, members, shard, params.keep is not None, common, begin)
             self.manager.put(unit, buffer)
             params.buffers.append(buffer)
+            if buffer.updated:
+                self._updated.append((bucket, first, buffer))
 
     def _agreed(self, regions: Sequence[Region] | None) -> Sequence[Region] | None:
         """Return None on every rank if a rank has no shared memory: all replicas of a model must send alike.
@@ -350,11 +354,10 @@ class ShardedStorage(ParameterStorage):
         if self._offload_backend is not None:
             self._offload_backend.evict([bucket.weights.data])
 
-    def stepped(self, used: Sequence[bool]) -> None:
-        for buffer in self.manager.buffers():
-            if buffer.updated:
-                slots = enumerate(buffer.bucket.slots)
-                self.manager.changed(buffer, [number for number, slot in slots if used[slot.parameter]])
+    def stepped(self) -> None:
+        for bucket, first, buffer in self._updated:
+            used = bucket.used[first : first + len(buffer.parameters)]
+            self.manager.changed(buffer, list(where(used)))
         self.manager.announce()
 
     def replaced(self) -> list[str]:
@@ -382,7 +385,8 @@ class ShardedStorage(ParameterStorage):
             self._hooks.remove()
         self._take_out(list(self.manager.buffers()))
         self.buckets.clear()
-        self._unlisted = None
+        self._places.clear()
+        self._updated, self._unlisted = [], None
 
 
 def _nothing(*_: object) -> None:

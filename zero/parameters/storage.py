@@ -301,8 +301,8 @@ class ParameterStorage:
     def evict(self, bucket: Bucket) -> None:
         """Note that this rank has updated its slice of a bucket, and does not need it for a while."""
 
-    def stepped(self, used: Sequence[bool]) -> None:
-        """Note that a step has changed these parameters."""
+    def stepped(self) -> None:
+        """Note that a step has changed the parameters that some rank used."""
 
     def diagnose(self) -> str | None:
         """Return an error's text if a parameter was moved, cast or replaced since; else None."""

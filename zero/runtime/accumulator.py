@@ -26,7 +26,7 @@ from collectives import Collective, Kind, Tag, Transport, Work
 from collectives.torch_internals import foreach_add_, foreach_copy_
 
 from ..core.bits import first_unequal, same_bits
-from ..core.layout import BucketSpec, Layout
+from ..core.layout import BucketSpec, ParameterSpec
 from ..core.stage import Placement, Stage
 from ..events import Event, Waited
 from .flat_buffer import FlatBuffer, redistribute
@@ -54,14 +54,14 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 class GradAccumulator:
     """The gradients of one bucket on one rank. Buffers are allocated with the first gradient."""
 
-    def __init__(self, bucket: BucketSpec, layout: Layout, stage: Stage, shards: Transport) -> None:
-        """Create an accumulator without gradients. ``shards``: the ranks that own the bucket's slices, and their pool
-        of memory."""
+    def __init__(self, bucket: BucketSpec, specs: Sequence[ParameterSpec], stage: Stage, shards: Transport) -> None:
+        """Create an accumulator without gradients. ``specs``: of each slot's parameter; ``shards``: the ranks that own
+        the bucket's shards, and their pool of memory."""
         self.bucket = bucket
-        self._layout, self._stage, self._shards = layout, stage, shards
+        self._specs, self._stage, self._shards = specs, stage, shards
         self.low, self.high = bucket.owned(shards.rank)
         self.pieces = bucket.pieces(self.low, self.high)
-        names = [layout.parameters[slot.parameter].name for slot in bucket.slots]
+        names = [spec.name for spec in specs]
         self.label = f"bucket {bucket.index} ({names[0]}{' ... ' + names[-1] if len(names) > 1 else ''})"
         number, rank = bucket.index, shards.rank_label
         self._launching = Event(f"reduce_scatter bucket {number}", rank)
@@ -71,7 +71,7 @@ class GradAccumulator:
         self._in_place = stage.contributes_in_place(bucket.dtypes)
         self._sum_apart = stage.sum_lies_apart(bucket.dtypes)
         self._whole: FlatBuffer | None = None  # contributions, means, or first these and then those
-        self._views: dict[int, Tensor] = {}  # slot -> its view of the whole
+        self._views: list[Tensor] = []  # of the whole, by slot
         self._kept_sum: FlatBuffer | None = None
         self._local: FlatBuffer | None = None  # the contribution, perhaps in the memory of the whole
         self._saved_sum: FlatBuffer | None = None  # a copy of the running sum, while a contribution uses its memory
@@ -81,10 +81,7 @@ class GradAccumulator:
         self.arrived: dict[int, Tensor] = {}  # slot -> stashed gradient, not copied yet
         self._versions: dict[int, int] = {}  # slot -> version of the gradient when it was stashed
         self._empty_row, self._row_places = self._nothing()
-        shapes = [
-            (layout.parameters[slot.parameter].shape, layout.parameters[slot.parameter].stride) for slot in bucket.slots
-        ]
-        self._contiguous = all(stride == _contiguous_stride(shape) for shape, stride in shapes)
+        self._contiguous = all(spec.stride == _contiguous_stride(spec.shape) for spec in specs)
         self.touched = False  # a backward ran with this bucket active, and its contribution has not been reduced
 
     def _nothing(self) -> tuple[list[Tensor], list[int]]:
@@ -113,6 +110,8 @@ class GradAccumulator:
 
     def stash(self, slot: int, gradient: Tensor) -> None:
         """Hold the gradient of a slot, as autograd returned it, until the next `flush`."""
+        if slot in self.arrived:  # pragma: no cover - autograd has never done that; if it did, a sum would be wrong
+            raise RuntimeError(f"{self._specs[slot].name!r} received two gradients in one backward")
         self.arrived[slot] = gradient
         self._versions[slot] = gradient._version
 
@@ -127,7 +126,7 @@ class GradAccumulator:
             return
         edited = [slot for slot, gradient in arrived.items() if gradient._version != self._versions[slot]]
         if edited:
-            name = self._layout.parameters[self.bucket.slots[edited[0]].parameter].name
+            name = self._specs[edited[0]].name
             raise RuntimeError(
                 f"the gradient of {name!r} was modified in place after autograd had handed it over: a hook must "
                 "return a new tensor instead"
@@ -195,18 +194,21 @@ class GradAccumulator:
 
     def mean_view(self, slot: int) -> Tensor:
         """Return the slot of the whole buffer, in the parameter's shape: its mean gradient, once means are there."""
-        if slot not in self._views:
+        return self.mean_views()[slot]
+
+    def mean_views(self) -> list[Tensor]:
+        """Return `mean_view` of each slot."""
+        if not self._views:
             assert self._whole is not None
-            self._views[slot] = self._slot_of(self._whole, slot)
-        return self._views[slot]
+            self._views = [self._slot_of(self._whole, slot) for slot in range(len(self.bucket.slots))]
+        return self._views
 
     def _slot_of(self, buffer: FlatBuffer, number: int) -> Tensor:
-        slot = self.bucket.slots[number]
-        return buffer.slot(slot, self._layout.parameters[slot.parameter])
+        return buffer.slot(self.bucket.slots[number], self._specs[number])
 
     # -- reduction ------------------------------------------------------------------------------------------------
 
-    def launch(self, collective: Collective, label: str, round_: int, trainable: Sequence[bool]) -> Work:
+    def launch(self, collective: Collective, label: str, round_: int, trainable: bytes | bytearray) -> Work:
         """Launch the reduce-scatter of this rank's contribution. All owners of the bucket must call it.
 
         ``trainable``: whether each slot's parameter is trainable; must be equal on all ranks. ``label`` and ``round_``
@@ -215,7 +217,7 @@ class GradAccumulator:
         with self._launching():
             return self._launch(collective, label, round_, trainable)
 
-    def _launch(self, collective: Collective, label: str, round_: int, trainable: Sequence[bool]) -> Work:
+    def _launch(self, collective: Collective, label: str, round_: int, trainable: bytes | bytearray) -> Work:
         self.flush(travels=True)
         self._open(travels=True)
         assert self._local is not None
@@ -226,7 +228,7 @@ class GradAccumulator:
             narrow = self._to_travel()
             narrow.data.copy_(self._local.data)
             self._local = narrow
-        tag = Tag(Kind.REDUCE_SCATTER, label, round_, self.bucket.index, zlib.crc32(bytes(trainable)))
+        tag = Tag(Kind.REDUCE_SCATTER, label, round_, self.bucket.index, zlib.crc32(trainable))
         before = self.running_sum()
         start = None if before is None else before.data
         work = redistribute(self._local, self._sum(), self.bucket.cuts, collective, tag, start=start)
@@ -332,11 +334,11 @@ class GradAccumulator:
             return torch.zeros((), dtype=torch.bool, device=own.device)
         return first_unequal(own, total / divisor if divisor != 1 else total) >= 0
 
-    def edits(self, divisor: float, used: Sequence[bool]) -> list[int]:
+    def edits(self, divisor: float, used: bytearray) -> list[int]:
         """Return the slots whose mean was edited since `gather_means`, as far as the owned slice shows it.
 
         A mean that was set to zero is no edit: its gradient counts as zeroed, and its sum is set to zero, too.
-        ``used``: whether each parameter of the layout was used.
+        ``used``: whether each slot's parameter was used.
         """
         assert self._whole is not None
         total = self._sum()
@@ -344,7 +346,7 @@ class GradAccumulator:
         found = []
         for piece in self.pieces:
             mean = self._whole.piece(piece)
-            if not used[self.bucket.slots[piece.slot].parameter]:
+            if not used[piece.slot]:
                 continue
             if same_bits(mean, expected.piece(piece)):
                 continue

@@ -28,6 +28,16 @@ class Bucket:
         weights: the parameters' values, in the dtype with which the model computes.
         grad: the gradients: this rank's contribution, the sum of the shard that it owns, the mean.
         states: the optimizer's states and master weights of the interval that this rank updates.
+
+    Of each slot, one flag in a `bytearray`, or one entry:
+        used: this rank has added a gradient since gradients were cleared; once ranks have agreed: any rank has.
+        trainable: whether the parameter required a gradient when p.grad was last read.
+        seen: it was trainable in a backward since gradients were cleared.
+        stale: its gradient must be cleared before a backward may add to it.
+        published: the tensor that was put into p.grad; None if none was.
+        placeholders: what is put there for a gradient that this rank does not hold whole; None until it is needed.
+
+    ``missing``: how many gradients the backward under way has not brought yet.
     """
 
     weights: FlatBuffer
@@ -39,6 +49,11 @@ class Bucket:
         self.spec = spec
         self.specs = [layout.parameters[slot.parameter] for slot in spec.slots]
         self.parameters = [parameters[slot.parameter] for slot in spec.slots]
+        slots = len(spec.slots)
+        self.used, self.trainable, self.seen, self.stale = (bytearray(slots) for _ in range(4))
+        self.published: list[Tensor | None] = [None] * slots
+        self.placeholders: list[Tensor | None] = [None] * slots
+        self.missing = 0
 
     def updated_weights(self, stage: Stage, rank: int) -> FlatBuffer:
         """Return the weights of the interval that ``rank`` updates, which is this rank."""

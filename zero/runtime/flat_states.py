@@ -113,7 +113,7 @@ class BucketStates:
             return self._parameters
         return self.master.synced()
 
-    def cast(self, present: Sequence[bool]) -> None:
+    def cast(self, present: bytes) -> None:
         """Cast the master weights of the pieces that were ``present`` in a step to the parameters."""
         if self.master is not None:
             for is_present, pieces in itertools.groupby(zip(self.pieces, present, strict=True), lambda pair: pair[1]):
@@ -121,7 +121,7 @@ class BucketStates:
                 if is_present:
                     self.master.cast(members[0].begin - self.begin, members[-1].end - self.begin)
 
-    def plan(self, present: tuple[bool, ...], cut: tuple[bool, ...]) -> None:
+    def plan(self, present: bytes, cut: tuple[bool, ...]) -> None:
         """Make the runs over the pieces that are ``present``. ``cut``: whether to cut long runs of each group."""
         key = (present, cut)
         if key == self._key:

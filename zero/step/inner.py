@@ -66,7 +66,7 @@ class InnerOptimizer:
         if not self._begins_with_state:
             return
         late = states.master is not None and not states.master.exists
-        states.plan((True,) * len(states.pieces), (False,) * len(groups))
+        states.plan(b"\1" * len(states.pieces), (False,) * len(groups))
         if states.runs:
             built = self._class(_param_groups(states, groups), **self._arguments)
             states.instance.state.update(built.state)
@@ -79,7 +79,7 @@ class InnerOptimizer:
         self,
         all_states: Sequence[BucketStates],
         gradients: Sequence[FlatBuffer | None],
-        present: Sequence[tuple[bool, ...]],
+        present: Sequence[bytes],
         groups: Sequence[Options],
         stepped: Callable[[int], None],
         stepping: Callable[[int], AbstractContextManager[Any]] = nullcontext,
@@ -92,7 +92,7 @@ class InnerOptimizer:
         Args:
             all_states: of each bucket.
             gradients: of each bucket's interval; None if the bucket has none.
-            present: of each bucket, whether each of its pieces is stepped.
+            present: of each bucket, whether each of its pieces is stepped, in a byte, 0 or 1.
             groups: the user's param groups.
             stepped: called with a bucket's number after its step.
             stepping: returns a context for the step of a bucket, by its number.
@@ -152,7 +152,7 @@ def _prefetch(states: BucketStates | None) -> None:
 def _step(
     states: BucketStates,
     gradient: FlatBuffer | None,
-    present: tuple[bool, ...],
+    present: bytes,
     cut: tuple[bool, ...],
     groups: Sequence[Options],
 ) -> list[tuple[Options, Options]]:

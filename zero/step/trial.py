@@ -184,7 +184,7 @@ class Half:
         for piece in self.pieces:
             piece.gradient.copy_(piece.of(gradients[piece.parameter]))
         self._inner.elementwise = names
-        present = [(True,) * len(states.pieces) for states in self._states]
+        present = [b"\1" * len(states.pieces) for states in self._states]
         changed = self._inner.step(self._states, self._gradients, present, self.groups, lambda _: None)
         for number, options in changed.items():
             self.groups[number].update(options)

@@ -43,10 +43,6 @@ class _Gradients(Protocol):
     @property
     def means(self) -> _Means: ...
 
-    @property
-    def used(self) -> Sequence[bool]:
-        """True for each parameter that some rank used, in the layout's order."""
-
 
 class _Parameters(Protocol):
     """The parameters of the model, as in a `ParameterStorage`."""
@@ -57,8 +53,8 @@ class _Parameters(Protocol):
     def evict(self, bucket: Bucket) -> None:
         """Note that a bucket was updated."""
 
-    def stepped(self, used: Sequence[bool]) -> None:
-        """Note that all buckets were updated; ``used``: that of the gradients."""
+    def stepped(self) -> None:
+        """Note that all buckets were updated."""
 
 
 class Update:
@@ -116,16 +112,12 @@ class Update:
 
         Returns the options that the user's class changed, by the param group's number.
         """
-        used = self._reducer.used
         buckets = self._storage.buckets
         all_states, gradients = [b.states for b in buckets], [b.grad.final_grad() for b in buckets]
-        present = [
-            tuple(used[bucket.spec.slots[piece.slot].parameter] for piece in bucket.states.pieces) for bucket in buckets
-        ]
+        present = [bytes([bucket.used[piece.slot] for piece in bucket.states.pieces]) for bucket in buckets]
         queue = BucketQueue(self._gather, GATHERS_IN_FLIGHT)
         if self._stage.parameters_are_gathered:
-            of_slots = {b.spec.index: [used[slot.parameter] for slot in b.spec.slots] for b in buckets}
-            queue.begin([index for index, flags in of_slots.items() if any(flags)])
+            queue.begin([bucket.spec.index for bucket in buckets if 1 in bucket.used])
 
         def stepped(number: int) -> None:
             self._storage.evict(buckets[number])
@@ -135,7 +127,7 @@ class Update:
             all_states, gradients, present, groups, stepped, lambda number: self._updating[number]()
         )
         queue.finish()
-        self._storage.stepped(used)
+        self._storage.stepped()
         return changed
 
     def _gather(self, index: int) -> Work:
