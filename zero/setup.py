@@ -272,7 +272,6 @@ class Builder:
                 self.inner.begin(bucket.states, all_groups)
                 bucket.states.evict()
         self.reducer.extend(new)
-        self.update.extend()
         for parameter in self.storage.not_updated():
             self.reducer.hooks.take_over(parameter)
 

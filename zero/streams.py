@@ -17,17 +17,14 @@ class Streams:
     """The streams on which one optimizer enqueues work."""
 
     def __init__(self) -> None:
+        self.exist = False  # the device has streams
         self._device: torch.device | None = None  # None: a device without streams
         self._last: torch.Stream | None = None
-
-    @property
-    def are_used(self) -> bool:
-        """False on a device without streams."""
-        return self._device is not None
 
     def use(self, device: torch.device) -> None:
         """Set the device on which work is enqueued."""
         self._device = None if device.type == "cpu" else device
+        self.exist = self._device is not None
 
     def wait_for_previous(self) -> None:
         """Let the current stream wait for all work so far on the stream that this optimizer used before.

@@ -64,7 +64,13 @@ MUTANTS = (
         "an-interrupted-step-leaves-its-states",
         ("S52",),
         "Copies of states that an interrupted step left take the place of those that were loaded since.",
-        (Edit("zero.step.inner.InnerOptimizer.step", "                states.let_go()\n", "                pass\n"),),
+        (
+            Edit(
+                "zero.step.inner.InnerOptimizer.step",
+                "                update.states.let_go()\n",
+                "                pass\n",
+            ),
+        ),
         ("runtime/test_staging.py::test_what_an_interrupted_step_left_is_no_state_of_the_next[True]",),
     ),
     Mutant(

@@ -156,7 +156,7 @@ MUTANTS = (
             Edit(
                 "zero.step.update.Update.step",
                 "bytes([bucket.used[piece.slot] for piece in bucket.states.pieces])",
-                "bytes([gradients[bucket.spec.index] is not None for piece in bucket.states.pieces])",
+                "bytes([bucket.grad.final_grad() is not None for piece in bucket.states.pieces])",
             ),
         ),
         (f"{EXACT}[2-adamw]",),
@@ -194,10 +194,10 @@ MUTANTS = (
         (
             Edit(
                 "zero.step.inner.InnerOptimizer.step",
-                "        ahead = (states for states,",
+                "        ahead = (update.states for",
                 "        self._kept = getattr(self, '_kept', None) or copy.deepcopy([{**g, 'params': []} for g "
                 "in groups])\n"
-                "        groups = self._kept\n        ahead = (states for states,",
+                "        groups = self._kept\n        ahead = (update.states for",
             ),
         ),
         ("contract/test_public_calls.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),

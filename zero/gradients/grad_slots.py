@@ -123,7 +123,7 @@ class GradSlots:
 
     def detect_changes(self) -> str | None:
         """Apply the user's changes since gradients were published. Return the error for one that is not allowed."""
-        foreign, cleared = "", list[Place]()
+        foreign, cleared = dict[int, str](), list[Place]()
         for bucket, slot, gradient in self._read(trainable=True):
             published = bucket.published[slot]
             if gradient is None:
@@ -132,21 +132,26 @@ class GradSlots:
             elif published is not None and _is_mean(published):
                 bucket.grad.mean_view(slot).copy_(gradient)
             else:
-                foreign = foreign or bucket.specs[slot].name
+                foreign[bucket.spec.slots[slot].parameter] = bucket.specs[slot].name
         self.forget(cleared)
         if self.means_are_shown:  # real tensors, which may have been zeroed in place
             self._detect_zeroed()
         if not foreign:
             return None
         return (
-            f"the gradient of {foreign!r} was assigned from outside: only backward() can say what this rank contributes"
+            f"the gradient of {foreign[min(foreign)]!r} was assigned from outside: only backward() can say what this "
+            "rank contributes"
         )
 
     def _detect_zeroed(self) -> None:
-        stale = [(bucket, slot) for bucket in self._schedule.buckets for slot in where(bucket.stale)]
+        stale = list[tuple[Bucket, int, Tensor]]()
+        for bucket in self._schedule.buckets:
+            if 1 in bucket.stale:
+                views = enumerate(bucket.grad.mean_views())
+                stale += [(bucket, slot, mean) for slot, mean in views if bucket.stale[slot]]
         # host synchronisation: one for all, while finalized means are still there
-        zero = all_zero([bucket.grad.mean_view(slot) for bucket, slot in stale])
-        for bucket, slot in itertools.compress(stale, zero):
+        zero = all_zero([mean for _, _, mean in stale])
+        for bucket, slot, _ in itertools.compress(stale, zero):
             self._zero(bucket, slot, known=True)
             self._schedule.renewed(bucket, slot)
 

@@ -108,7 +108,7 @@ class Reducer:
         self._schedule.begin(is_round=self._sync)
 
     def gradient_ready(self, bucket: Bucket, slot: int, gradient: Tensor) -> None:
-        if self._streams.are_used:
+        if self._streams.exist:
             self._streams.wait_for_previous()
         if gradient.layout is not torch.strided:
             bucket.parameters[slot].grad = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,29 @@ from torch import Tensor
 
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class BucketUpdate:
+    """A step of one bucket's interval.
+
+    Attributes:
+        states: of the interval.
+        gradient: the mean over the interval; None if the bucket has none.
+        present: whether each piece is stepped, in a byte, 0 or 1.
+        event: returns the context of the step.
+        done: called after the step.
+    """
+
+    states: BucketStates
+    gradient: FlatBuffer | None
+    present: bytes
+    event: Callable[[], AbstractContextManager[Any]] = nullcontext
+    done: Callable[[], object] = _nothing
 
 
 class InnerOptimizer:
@@ -75,54 +99,43 @@ class InnerOptimizer:
             states.snapshot()  # drop the runs: they are views of master weights that may never be updated
             states.master.forget()
 
-    def step(
-        self,
-        all_states: Sequence[BucketStates],
-        gradients: Sequence[FlatBuffer | None],
-        present: Sequence[bytes],
-        groups: Sequence[Options],
-        stepped: Callable[[int], None],
-        stepping: Callable[[int], AbstractContextManager[Any]] = nullcontext,
-    ) -> dict[int, Options]:
+    def step(self, updates: Sequence[BucketUpdate], groups: Sequence[Options]) -> dict[int, Options]:
         """Step all pieces that are present, bucket by bucket.
 
         Each instance is stepped once, with all groups, also those without elements on this rank, so that the class's
         own counters are those of one call.
 
         Args:
-            all_states: of each bucket.
-            gradients: of each bucket's interval; None if the bucket has none.
-            present: of each bucket, whether each of its pieces is stepped, in a byte, 0 or 1.
+            updates: of all buckets.
             groups: the user's param groups.
-            stepped: called with a bucket's number after its step.
-            stepping: returns a context for the step of a bucket, by its number.
 
         Returns:
             The options that the class changed, by the group's number.
         """
         cut = tuple(not group.get("fused") for group in groups)
         found: list[tuple[BucketStates, list[tuple[Options, Options]]]] = []
-        ahead = (states for states, pieces in zip(all_states, present, strict=True) if any(pieces))
+        ahead = (update.states for update in updates if 1 in update.present)
         _prefetch(next(ahead, None))
         before: BucketStates | None = None  # its states may be copied back while the next bucket is stepped
         try:
-            for number, states in enumerate(all_states):
-                if any(present[number]):
+            for update in updates:
+                states = update.states
+                if 1 in update.present:
                     _prefetch(next(ahead, None))
-                with stepping(number):
-                    found.append((states, _step(states, gradients[number], present[number], cut, groups)))
+                with update.event():
+                    found.append((states, _step(update, cut, groups)))
                     states.adopt_states(self.elementwise)
                     states.unstage()
-                    states.cast(present[number])
+                    states.cast(update.present)
                     states.evict()
-                if any(present[number]):
+                if 1 in update.present:
                     if before is not None:
                         before.let_go()
                     before = states
-                stepped(number)
+                update.done()
         finally:
-            for states in all_states:
-                states.let_go()
+            for update in updates:
+                update.states.let_go()
         changed = {number: _changed(number, group, found) for number, group in enumerate(groups)}
         return {number: options for number, options in changed.items() if options}
 
@@ -149,21 +162,15 @@ def _prefetch(states: BucketStates | None) -> None:
         states.prefetch()
 
 
-def _step(
-    states: BucketStates,
-    gradient: FlatBuffer | None,
-    present: bytes,
-    cut: tuple[bool, ...],
-    groups: Sequence[Options],
-) -> list[tuple[Options, Options]]:
+def _step(update: BucketUpdate, cut: tuple[bool, ...], groups: Sequence[Options]) -> list[tuple[Options, Options]]:
     """Step a bucket. Return each group's options after the step, and the copies that the instance was given.
 
     The class may edit tensors among these copies in place.
     """
-    groups = [_apart(group) for group in groups]
+    groups, states, gradient = [_apart(group) for group in groups], update.states, update.gradient
     if states.master is not None:
         states.master.sync_from_param()
-    states.plan(present, cut)
+    states.plan(update.present, cut)
     states.stage()
     wide = None if gradient is None else gradient.data.to(states.bucket.dtypes.master_dtype)
     for run in states.runs:

@@ -23,7 +23,7 @@ from ..core.layout import BucketSpec, Dtypes, Slot
 from ..core.stage import Placement
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options, is_elementwise
-from .inner import InnerOptimizer, unhooked_step
+from .inner import BucketUpdate, InnerOptimizer, unhooked_step
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,9 @@ class Half:
         for piece in self.pieces:
             piece.gradient.copy_(piece.of(gradients[piece.parameter]))
         self._inner.elementwise = names
-        present = [b"\1" * len(states.pieces) for states in self._states]
-        changed = self._inner.step(self._states, self._gradients, present, self.groups, lambda _: None)
+        pairs = zip(self._states, self._gradients, strict=True)
+        updates = [BucketUpdate(states, gradient, b"\1" * len(states.pieces)) for states, gradient in pairs]
+        changed = self._inner.step(updates, self.groups)
         for number, options in changed.items():
             self.groups[number].update(options)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from ..runtime.bucket import Bucket
 from ..runtime.flat_buffer import redistribute
 from ..runtime.flat_states import Options
 from .clip import check_finite, clip_factor
-from .inner import InnerOptimizer
+from .inner import BucketUpdate, InnerOptimizer
 
 GATHERS_IN_FLIGHT = 2  # after a step; for each, a copy of the rank's slice may be kept for its peers to read
 
@@ -57,6 +58,15 @@ class _Parameters(Protocol):
         """Note that all buckets were updated."""
 
 
+class _Events:
+    """The profiler's events of one bucket."""
+
+    def __init__(self, bucket: int, rank: str) -> None:
+        self.updating = Event(f"update bucket {bucket}", rank)
+        self.gathering = Event(f"all_gather bucket {bucket}", rank)
+        self.waiting = Event(f"wait_for_all_gather bucket {bucket}", rank)
+
+
 class Update:
     """The clip and the step of one optimizer on one rank. All ranks must call each, after `Reducer.finalize_grads`."""
 
@@ -72,19 +82,9 @@ class Update:
     ) -> None:
         self._stage, self._transport, self._collective = stage, transport, collective
         self._storage, self._reducer, self._inner = storage, reducer, inner
-        self._updating: list[Event] = []  # of each bucket, like the next two
-        self._gathering: list[Event] = []
-        self._waiting: list[Event] = []
+        self._events: WeakKeyDictionary[Bucket, _Events] = WeakKeyDictionary()
         self._place = shards.rank
         self._is_first_copy = transport.rank < shards.world_size  # among the ranks that hold the same slices
-
-    def extend(self) -> None:
-        """Register the buckets that were added to the layout."""
-        rank = self._transport.rank_label
-        for number in range(len(self._updating), len(self._storage.buckets)):
-            self._updating.append(Event(f"update bucket {number}", rank))
-            self._gathering.append(Event(f"all_gather bucket {number}", rank))
-            self._waiting.append(Event(f"wait_for_all_gather bucket {number}", rank))
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Scale the means by one factor; return the norm before, 0-dim, fp32 (fp64 if any gradient is). Collective.
@@ -113,26 +113,33 @@ class Update:
         Returns the options that the user's class changed, by the param group's number.
         """
         buckets = self._storage.buckets
-        all_states, gradients = [b.states for b in buckets], [b.grad.final_grad() for b in buckets]
-        present = [bytes([bucket.used[piece.slot] for piece in bucket.states.pieces]) for bucket in buckets]
         queue = BucketQueue(self._gather, GATHERS_IN_FLIGHT)
         if self._stage.parameters_are_gathered:
             queue.begin([bucket.spec.index for bucket in buckets if 1 in bucket.used])
 
-        def stepped(number: int) -> None:
-            self._storage.evict(buckets[number])
-            queue.ready(number)
+        def update(bucket: Bucket) -> BucketUpdate:
+            def done() -> None:
+                self._storage.evict(bucket)
+                queue.ready(bucket.spec.index)
 
-        changed = self._inner.step(
-            all_states, gradients, present, groups, stepped, lambda number: self._updating[number]()
-        )
+            present = bytes([bucket.used[piece.slot] for piece in bucket.states.pieces])
+            event = self._events_of(bucket).updating
+            return BucketUpdate(bucket.states, bucket.grad.final_grad(), present, event, done)
+
+        changed = self._inner.step([update(bucket) for bucket in buckets], groups)
         queue.finish()
         self._storage.stepped()
         return changed
 
     def _gather(self, index: int) -> Work:
-        weights, cuts = self._storage.buckets[index].weights, self._storage.buckets[index].spec.cuts
+        bucket = self._storage.buckets[index]
+        weights, cuts, events = bucket.weights, bucket.spec.cuts, self._events_of(bucket)
         tag = Tag(Kind.ALL_GATHER, f"parameters of bucket {index}", index=index)
-        with self._gathering[index]():
+        with events.gathering():
             work = redistribute(weights.shard(cuts, self._place), weights, cuts, self._collective, tag)
-            return Waited(work, self._waiting[index])
+            return Waited(work, events.waiting)
+
+    def _events_of(self, bucket: Bucket) -> _Events:
+        if bucket not in self._events:
+            self._events[bucket] = _Events(bucket.spec.index, self._transport.rank_label)
+        return self._events[bucket]
