@@ -1,0 +1,103 @@
+"""What a step calls in Python for each parameter: counts, which do not depend on the machine."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.call_counter import CallCounter
+from collectives import Transport
+from collectives.backends.threads import on_threads
+from zero import ZeroOptimizer
+from zero.gradients.hooks import _Arrival
+from zero.runtime.accumulator import GradAccumulator
+
+ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+pytestmark = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="a comprehension is a call on Python 3.11")
+
+
+class Scales(nn.Module):
+    """Many parameters in one bucket, each used once."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(16) for _ in range(number))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.stack([scale.mul(inputs).sum() for scale in self.scales]).sum()
+
+
+def counted(stage: int, number: int) -> tuple[Counter[str], Counter[str]]:
+    """Return how often each function is called in a step with a clip, and in `close`, on one of two ranks."""
+
+    def program(transport: Transport) -> tuple[Counter[str], Counter[str]]:
+        model = Scales(number)
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=stage, process_group=transport)
+
+        def step() -> None:
+            model(torch.ones(16)).backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        in_step, in_close = CallCounter(["zero"]), CallCounter(["zero"])
+        with in_step.counting():
+            step()
+        with in_close.counting():
+            optimizer.close()
+        return _by_function(in_step), _by_function(in_close)
+
+    return on_threads(2, program, timeout=60)[0]
+
+
+def _by_function(counter: CallCounter) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for (_, _, function), calls in counter.calls.items():
+        found[function] += calls
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_only_the_arrival_of_a_gradient_is_called_for_each_parameter(stage: int) -> None:
+    few, many = counted(stage, 20)[0], counted(stage, 60)[0]
+    grown = {function: many[function] - few[function] for function in many if many[function] > few[function]}
+    assert {function.rpartition(":")[2]: calls for function, calls in grown.items()} == {
+        "_Arrival.__call__": 40,
+        "Reducer.gradient_ready": 40,
+        "GradSlots.put_placeholder": 40,
+        "GradAccumulator.stash": 40,
+    }
+
+
+@ALL_STAGES
+def test_closing_is_linear_in_the_number_of_parameters(stage: int) -> None:
+    few, more, most = (counted(stage, number)[1].total() for number in (20, 60, 100))
+    assert most - more <= more - few
+
+
+@ALL_STAGES
+def test_a_gradient_reaches_its_bucket_in_three_frames(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    depths: list[int] = []
+
+    def stash(_: GradAccumulator, slot: int, gradient: torch.Tensor) -> None:
+        frame: FrameType | None = sys._getframe()
+        depth = 1
+        while frame is not None and frame.f_code is not _Arrival.__call__.__code__:
+            frame, depth = frame.f_back, depth + 1
+        depths.append(depth)
+        plain(_, slot, gradient)
+
+    plain: Any = GradAccumulator.stash
+    monkeypatch.setattr(GradAccumulator, "stash", stash)
+    model = Scales(3)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=stage)
+    model(torch.ones(16)).backward()
+    optimizer.close()
+    assert depths == [3, 3, 3]
