@@ -20,6 +20,7 @@ from .algorithms.ring import Ring
 from .algorithms.shared import Shared
 from .backend import Region
 from .backends.threads import Loopback, on_threads, solo
+from .broadcast import ring_broadcast
 from .messages import (
     Chain,
     CollectiveError,
@@ -112,5 +113,6 @@ __all__ = [
     "build",
     "check_name",
     "on_threads",
+    "ring_broadcast",
     "solo",
 ]

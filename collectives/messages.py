@@ -32,6 +32,7 @@ class Kind(IntEnum):
     GATHER = 4
     MEET = 5
     ABORT = 6
+    BROADCAST = 7
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from collectives import (
     Ring,
     Tag,
     Transport,
+    ring_broadcast,
     shared,
 )
 from collectives.backends.gloo import connect
@@ -124,6 +125,8 @@ def launch(collective: Collective, what: str, number: int, numel: int) -> Callab
         return collective.reduce_scatter(source, bounds, out, start=None, tag=tag).wait
     if what == "all_gather":
         return collective.all_gather(torch.ones(numel), bounds, tag=Tag(Kind.ALL_GATHER, LABEL, number, number)).wait
+    if what == "broadcast":
+        return lambda: ring_broadcast(t, [torch.ones(numel)], Tag(Kind.BROADCAST, LABEL, number, number))
     if what == "exchange":
         return lambda: t.exchange(bytes(numel), Tag(Kind.EXCHANGE, LABEL, number, number))
     return lambda: t.meet(Tag(Kind.MEET, LABEL, 0, number), lambda: None)
@@ -275,7 +278,7 @@ def drawn(seed: int) -> Case:
     algorithm = source.choice(sorted(ALGORITHMS))
     return Case(
         algorithm,
-        source.choice(["reduce_scatter", "all_gather", "exchange", "meet"]),
+        source.choice(["reduce_scatter", "all_gather", "broadcast", "exchange", "meet"]),
         world_size,
         source.randrange(world_size),
         numel=source.choice([0, 7, 5000, 1 << 20]),

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from collectives import Collective, Kind, Tag, Transport
+from collectives import Kind, Tag, Transport, ring_broadcast
 
 from .config import Config
 from .core.parameter_specs import flattened, parts_of
@@ -66,14 +67,22 @@ def agree_on_sharing(group: Transport, config: Config) -> int:
     return check_reshard(reshard, group.world_size if factor is None else factor, stage)
 
 
-def broadcast(collective: Collective, transport: Transport, tensors: Iterable[Tensor]) -> None:
+def broadcast(transport: Transport, tensors: Sequence[Tensor]) -> None:
     """Copy group rank 0's values of ``tensors`` to all ranks, in place. Any dtype, any strides. Collective."""
-    if transport.world_size == 1:
+    if transport.world_size == 1 or not tensors:
         return
-    for number, tensor in enumerate(tensors):
+    sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
+    label = f"the copy of rank 0's values (tensors: {len(sizes)}, bytes: {sum(sizes)})"
+    tag = Tag(Kind.BROADCAST, label, digest=zlib.crc32(repr(sizes).encode()))
+    ring_broadcast(transport, _flat(tensors), tag)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the bytes of each tensor, 1-D. What was written into them is in the tensor when the next ones are asked
+    for."""
+    for tensor in tensors:
         flat = _bytes(tensor)
-        tag = Tag(Kind.ALL_GATHER, f"copy {number} of rank 0's values", index=number)
-        collective.all_gather(flat, [0] + [flat.numel()] * transport.world_size, tag=tag).wait()
+        yield flat
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 

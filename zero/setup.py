@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from collectives import Choice, Collective, Pairwise, Transport
+from collectives import Choice, Collective, Transport
 from collectives import build as build_collective
 
 from .config import Config
@@ -108,9 +108,8 @@ class Builder:
         )
 
     def _make_storage(self, config: Config, post_forward_group: Choice | None) -> ParameterStorage:
-        direct = Pairwise(self.transport)
         if self.stage.parameters is Placement.WHOLE:
-            return ParameterStorage(self.transport, self.shards, direct, config.module, config.precision)
+            return ParameterStorage(self.transport, self.shards, config.module, config.precision)
         if config.module is None:
             raise ValueError(
                 f"stage {self.stage.number} gathers parameters for the forwards of their modules: pass the module "
@@ -119,7 +118,6 @@ class Builder:
         return ShardedStorage(
             self.transport,
             self.shards,
-            direct,
             config.module,
             self.collective,
             config.units,

@@ -23,7 +23,7 @@ from zero import ZeroOptimizer
 from ..kills import ALGORITHMS, Case, End, Group, drawn, enter, run
 
 RAISED, LEFT = End.RAISED, End.LEFT
-KINDS = ["reduce_scatter", "all_gather", "exchange", "meet"]
+KINDS = ["reduce_scatter", "all_gather", "exchange", "meet", "broadcast"]
 NETWORKED = ["pairwise", "ring", "hierarchical"]
 CASES = [
     *(Case("shared", kind, 3, 1, stays=True) for kind in KINDS),

@@ -30,6 +30,7 @@ from collectives import (
     Tag,
     Transport,
     Work,
+    broadcast,
     transport,
 )
 
@@ -54,6 +55,7 @@ def _small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport, "LEAST", PART)
         patch.setattr(transport, "CHUNK", 4 * PART)
+        patch.setattr(broadcast, "CHUNK", 4 * PART)
         yield
 
 
@@ -81,7 +83,7 @@ def until_one_fails(collective: Collective, what: str, numel: int) -> str:
             return str(error)
 
 
-@pytest.mark.parametrize("what", ["reduce_scatter", "all_gather", "exchange", "meet"])
+@pytest.mark.parametrize("what", ["reduce_scatter", "all_gather", "broadcast", "exchange", "meet"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @given(
     world_size=st.integers(2, 4),

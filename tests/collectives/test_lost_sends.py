@@ -30,6 +30,7 @@ from collectives import (
     Tag,
     Transport,
     messenger,
+    ring_broadcast,
 )
 from collectives.backend import Pending
 from collectives.backends.threads import ThreadBackend, _Side, _Transfer, _World
@@ -152,6 +153,10 @@ def exchange(collective: Collective, numel: int, tag: Tag) -> None:
     collective.transport.exchange(bytes(numel), tag)
 
 
+def broadcast(collective: Collective, numel: int, tag: Tag) -> None:
+    ring_broadcast(collective.transport, [torch.ones(numel)] * 4, replace(tag, kind=Kind.BROADCAST))
+
+
 def meet(collective: Collective, numel: int, tag: Tag) -> None:
     collective.transport.meet(replace(tag, round=0), lambda: None)
 
@@ -165,7 +170,7 @@ ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
 CALLS = [
     *((name, reduce_scatter) for name in ALGORITHMS),
     *((name, all_gather) for name in ("pairwise", "ring", "hierarchical")),
-    *(("pairwise", call) for call in (gather_states, exchange, meet)),
+    *(("pairwise", call) for call in (gather_states, broadcast, exchange, meet)),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
+BROADCAST = "collectives/test_broadcast.py"
 EXACT = "contract/test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
 DIFFERENT = "test_errors.py::test_ranks_that_built_different_models_learn_the_first_difference"
 
@@ -311,11 +312,55 @@ RANKS = (
         (
             Edit(
                 "zero.parameters.storage.ParameterStorage._values",
-                "        broadcast(self._direct, self._transport, [whole])\n",
+                "        broadcast(self._transport, [whole])\n",
                 "",
             ),
         ),
         ("contract/test_public_calls.py::test_construction_copies_rank_0s_parameters_and_buffers",),
+    ),
+    Mutant(
+        "a-chunk-is-sent-on-before-it-came",
+        ("L10",),
+        "A rank sends a chunk on before it was received: the ranks behind it get this rank's own values.",
+        (
+            Edit(
+                "collectives.broadcast._arriving",
+                "        if len(recvs) == AHEAD:\n            yield _arrived(recvs)\n",
+                "        yield chunk\n",
+            ),
+            Edit(
+                "collectives.broadcast._arriving",
+                "    while recvs:\n        yield _arrived(recvs)\n",
+                "    while recvs:\n        _arrived(recvs)\n",
+            ),
+        ),
+        (f"{BROADCAST}::test_several_tensors_follow_each_other_whatever_is_late",),
+    ),
+    Mutant(
+        "the-last-chunk-stays-behind",
+        ("L10",),
+        "A broadcast sends whole chunks: the rest of a tensor keeps each rank's own values.",
+        (
+            Edit(
+                "collectives.broadcast.ring_broadcast",
+                "torch.split(as_bytes(buffer), CHUNK)",
+                "torch.split(as_bytes(buffer)[: as_bytes(buffer).numel() // CHUNK * CHUNK or None], CHUNK)",
+            ),
+        ),
+        (f"{BROADCAST}::test_every_rank_has_rank_0s_bytes_and_sends_each_at_most_once[5-more than one]",),
+    ),
+    Mutant(
+        "all-chunks-are-under-way-at-once",
+        ("L7",),
+        "A broadcast waits for no send before the last: a copy of the whole tensor may be under way.",
+        (
+            Edit(
+                "collectives.broadcast.ring_broadcast",
+                "            if len(sends) > AHEAD:\n                sends.popleft().wait()\n",
+                "",
+            ),
+        ),
+        (f"{BROADCAST}::test_few_chunks_are_under_way_at_a_time_however_large_the_tensor_is",),
     ),
     Mutant(
         "names-are-not-in-the-digest",

@@ -63,7 +63,6 @@ class ShardedStorage(ParameterStorage):
         self,
         transport: Transport,
         shards: Transport,
-        direct: Collective,
         module: nn.Module,
         collective: Collective,
         predicate: Predicate | None,
@@ -78,7 +77,7 @@ class ShardedStorage(ParameterStorage):
         """``post_forward_group``: the ranks, of those that share a copy, that share the slices kept for a backward;
         None: all of them; ``keeps_whole``: each keeps the whole. ``offload_backend``: the memory of this rank's slices,
         if not beside the model; ``materializer``: of tensors on the meta device."""
-        super().__init__(transport, shards, direct, module, precision)
+        super().__init__(transport, shards, module, precision)
         self._root, self._bucket_bytes, self._streams = module, bucket_bytes, streams
         self._materializer = materializer
         self._meta = None if materializer is None else materializer.device  # where meta tensors get memory
@@ -335,7 +334,7 @@ class ShardedStorage(ParameterStorage):
                 slots = [n for n, p in enumerate(buffer.parameters) if chosen is None or id(p) in chosen]
                 assert buffer.whole is not None
                 flats = [buffer.whole[buffer.bucket.slots[n].offset : buffer.bucket.slots[n].end] for n in slots]
-                broadcast(self._direct, self._transport, flats)
+                broadcast(self._transport, flats)
                 self.manager.commit(buffer, slots)
         self.manager.announce()
         replicas = self._chosen(self.replicas(), parameters)

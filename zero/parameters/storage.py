@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from collectives import Collective, Transport
+from collectives import Transport
 
 from ..config import MixedPrecision
 from ..consistency import broadcast, compare_subclasses, fingerprint
@@ -44,13 +44,11 @@ class ParameterStorage:
         self,
         transport: Transport,
         shards: Transport,
-        direct: Collective,
         module: nn.Module | None,
         precision: MixedPrecision | None,
     ) -> None:
-        """``shards``: the ranks that own the slices of buckets; ``direct``: a collective among all ranks for slices of
-        any size."""
-        self._transport, self._shards, self._direct = transport, shards, direct
+        """``shards``: the ranks that own the slices of buckets."""
+        self._transport, self._shards = transport, shards
         self._module, self._precision = module, precision
         self.layout = Layout((), (), shards.world_size)
         self.rest = Layout((), (), shards.world_size)  # of parameters that are stored here and not updated
@@ -124,7 +122,7 @@ class ParameterStorage:
         whole = torch.zeros(bucket.spec.numel, dtype=dtypes.master_dtype, device=bucket.spec.device)
         for parameter, slot, spec in zip(bucket.parameters, bucket.spec.slots, bucket.specs, strict=True):
             strided(whole, slot.offset, spec.shape, spec.stride).copy_(parameter.detach())
-        broadcast(self._direct, self._transport, [whole])
+        broadcast(self._transport, [whole])
         if dtypes.has_master:
             keep(bucket, whole)
         return whole.to(dtypes.param_dtype)
@@ -143,7 +141,7 @@ class ParameterStorage:
 
     def _copy(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Copy rank 0's values of replicated tensors to all ranks. Collective."""
-        broadcast(self._direct, self._transport, [tensor.detach() for _, tensor in tensors if is_copied(tensor)])
+        broadcast(self._transport, [tensor.detach() for _, tensor in tensors if is_copied(tensor)])
 
     def _compare(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Raise `ValueError`, on every rank, if tensors that are not copied differ. Collective."""
@@ -279,7 +277,7 @@ class ParameterStorage:
             flats = [bucket.weights.data for bucket in self.buckets]
         else:
             flats = [self._flat_of(self.index(parameter)) for parameter in parameters if id(parameter) not in known]
-        broadcast(self._direct, self._transport, flats)
+        broadcast(self._transport, flats)
         self._copy(others)
         self._compare(others)
 

@@ -1,0 +1,64 @@
+"""A broadcast from rank 0 along a ring, in chunks.
+
+    rank 0   send 0  send 1  send 2
+    rank 1           send 0  send 1  send 2          a rank sends a chunk on while it receives the next
+    rank 2                                           the last rank sends nothing
+
+Every rank but the last sends each byte once. Sent directly, each byte would leave rank 0 once for every other rank.
+
+A rank hears from its two neighbours alone. So all ranks announce themselves to each other first: a rank that is
+elsewhere, or that failed before, is named by all.
+
+Knows: the order of chunks. Does not know: what the tensors are, how a message travels.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .messages import Chain, Tag, Work, as_bytes
+from .transport import Transport
+
+CHUNK = 1 << 21  # bytes: a message costs little beside them, and the last rank is W - 2 chunks behind the second
+AHEAD = 2  # chunks: one that travels, and one that follows it without a pause. So many may be copied on the way
+
+
+def ring_broadcast(transport: Transport, buffers: Iterable[Tensor], tag: Tag) -> None:
+    """Copy rank 0's values of 1-D contiguous tensors to all ranks, in place. Collective.
+
+    ``buffers``: as many on each rank, of equal sizes in bytes; each is complete when the next one is asked for.
+    ``tag``: must differ between ranks whose sizes differ.
+    """
+    transport.announce(tag).wait()
+    sends = deque[Work]()
+    for buffer in buffers:
+        for chunk in _arriving(transport, torch.split(as_bytes(buffer), CHUNK), tag):
+            if transport.rank + 1 < transport.world_size:
+                sends.append(transport.isend(chunk, transport.rank + 1, tag, whole=True, one_way=True))
+            if len(sends) > AHEAD:
+                sends.popleft().wait()
+    Chain(sends).wait()
+
+
+def _arriving(transport: Transport, chunks: Sequence[Tensor], tag: Tag) -> Iterator[Tensor]:
+    """Yield each chunk when it holds rank 0's values, while later ones arrive."""
+    if transport.rank == 0:
+        yield from chunks
+        return
+    recvs = deque[tuple[Tensor, Work]]()
+    for chunk in chunks:
+        recvs.append((chunk, transport.irecv(chunk, transport.rank - 1, tag, whole=True, one_way=True)))
+        if len(recvs) == AHEAD:
+            yield _arrived(recvs)
+    while recvs:
+        yield _arrived(recvs)
+
+
+def _arrived(recvs: deque[tuple[Tensor, Work]]) -> Tensor:
+    chunk, work = recvs.popleft()
+    work.wait()
+    return chunk
