@@ -8,6 +8,10 @@ A message is a header of `HEADER_BYTES` on one port and its bytes on another:
 The receiver knows which header it expects. Another header is an error that names both collectives, on both sides. An
 abort is a header, too.
 
+A control message (a meeting, an exchange) has a size that its receiver does not know before. Its bytes travel on a port
+of their own, and before its header: when the header has come, they are on their way, and nothing has to be asked for.
+If they are many, they follow as a message, after all headers have come.
+
 If a peer dies, a network may not report it for the receive of a large message, nor for a send, but it does for the
 receive of a short message. So over a network a short message follows each large one: its header, or, if the payload is
 used part by part, a marker of one byte behind each part. Its arrival proves that the bytes before it arrived. And the
@@ -20,14 +24,24 @@ Knows: which message follows which. Does not know: what is sent, or what a colle
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .backend import Backend, Pending, PendingBytes
 from .messages import Kind, Tag, header_offset, is_abort
-from .peer_links import ACK, ACK_PORT, FAILED, MARKER_PORT, NOTHING_READ, PAYLOAD_PORT, Expected, PeerLinks
+from .peer_links import (
+    ACK,
+    ACK_PORT,
+    CONTROL_PORT,
+    FAILED,
+    MARKER_PORT,
+    NOTHING_READ,
+    PAYLOAD_PORT,
+    Expected,
+    PeerLinks,
+)
 
 MARKER = b"h"
 SMALL = 1 << 16  # bytes that a network accepts at once
@@ -104,6 +118,7 @@ class Messenger(PeerLinks):
                     raise self.aborted(work.source, first.tag)
                 theirs, size = Tag.unpack(header)
                 if theirs.kind is Kind.MEET and theirs.round < first.tag.round:
+                    ControlRecv(self, work.source, theirs, size).wait()
                     continue  # the rank had nothing to contribute to this round, and will catch up
                 raise self.mismatch(work.source, first.tag, theirs, first.size, size)
             first.offset = header_offset(header)
@@ -218,43 +233,25 @@ class Messenger(PeerLinks):
         while len(self.deferred) > MOST_DEFERRED:
             self.deferred.pop(0).wait()
 
-    def send_control(self, data: bytes, to: int, tag: Tag) -> list[Send]:
-        """Send a header with the number of bytes, and the bytes themselves if the rank is not remote."""
+    def send_control(self, data: bytes, to: int, tag: Tag) -> Send:
+        """Send the bytes of a control message, unless they are many, and a header with their number."""
+        pendings: list[Pending] = []
+        few = len(data) if len(data) <= SMALL else 0
         try:
-            pendings = [self.send_header(self.packed(tag, len(data)), to)]
-            size = 0 if self.states[to].remote else len(data)
-            if size:
-                pendings.append(self.backend.send_bytes(data, self.ranks[to], self.slot(PAYLOAD_PORT)))
+            if few:
+                pendings.append(self.backend.send_bytes(data, self.ranks[to], self.slot(CONTROL_PORT)))
+            pendings.append(self.send_header(self.packed(tag, len(data)), to))
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
-        self.counted.control_sent += len(data)
-        return [Send(self, to, tag, size, pendings)]
+        self.counted.control_sent += few
+        return Send(self, to, tag, few, pendings)
 
     def send_rest(self, data: bytes, to: int, tag: Tag) -> list[Send]:
-        """Send the bytes that `send_control` left. Called when the receives from all other ranks are posted."""
-        if not data or not self.states[to].remote:
+        """Send the bytes that `send_control` left. Called when the headers of all other ranks have come."""
+        if len(data) <= SMALL:
             return []
+        self.counted.control_sent += len(data)
         return [self.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], to, tag)]
-
-    def recv_control(self, source: int, tag: Tag) -> Callable[[], bytes]:
-        """Read how many bytes come next from ``source``. Return a function that waits for them."""
-        self.confirm_expected(source)
-        theirs, size = Tag.unpack(self.next_header(source, tag))
-        if not theirs.same(tag):
-            raise self.mismatch(source, tag, theirs)
-        self.counted.control_received += size
-        if not size:
-            return bytes
-        if not self.states[source].remote:
-            return lambda: self.wait_bytes(self.recv_bytes(size, source, PAYLOAD_PORT, tag), source, tag)
-        data = torch.empty(size, dtype=torch.uint8, device="cpu")
-        (work,) = self.recv([data], source, tag)
-
-        def wait() -> bytes:
-            work.wait()
-            return data.numpy().tobytes()
-
-        return wait
 
 
 def _size(parts: Sequence[Tensor]) -> int:
@@ -296,6 +293,37 @@ class DeferredSends:
             send.wait()
         deferred[:] = [send for send in self._sends if send.remote and send.size <= SMALL]
         self._sends = ()
+
+
+class ControlRecv:
+    """The bytes of a control message whose header has come."""
+
+    def __init__(self, messenger: Messenger, source: int, tag: Tag, size: int) -> None:
+        """``tag``, ``size``: those of the header."""
+        self._messenger, self._source, self._tag, self._size = messenger, source, tag, size
+        self._pending: PendingBytes | None = None
+        self._rest: tuple[Recv, Tensor] | None = None
+        if 0 < size <= SMALL:
+            self._pending = messenger.recv_bytes(size, source, CONTROL_PORT, tag)
+            messenger.counted.control_received += size
+
+    def post_rest(self) -> None:
+        """Post the receive of many bytes, which are sent when all headers have come."""
+        if self._size > SMALL:
+            data = torch.empty(self._size, dtype=torch.uint8, device="cpu")
+            (work,) = self._messenger.recv([data], self._source, self._tag)
+            self._rest = work, data
+            self._messenger.counted.control_received += self._size
+
+    def wait(self) -> bytes:
+        """Return the bytes; none if they are many and were not asked for."""
+        if self._pending is not None:
+            return self._messenger.wait_bytes(self._pending, self._source, self._tag)
+        if self._rest is None:
+            return b""
+        work, data = self._rest
+        work.wait()
+        return data.numpy().tobytes()
 
 
 class Recv:

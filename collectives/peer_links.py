@@ -6,6 +6,7 @@
     port 3   release: "I have read the memory that you exposed" (`exposed_buffers`)
     port 4   ack: "I have read your message", for a message over a network that is large or goes one way
     port 5   marker: "a part of the payload was sent", behind each part
+    port 6   control: the bytes of a meeting or an exchange, unless they are many
 
 Each port is first-in-first-out for a pair of ranks. A rank that fails sends on all of them, so every rank that waits
 for it learns at once why nothing more will come. The backend itself remains usable, unless a
@@ -51,7 +52,7 @@ from .messages import (
     with_offset,
 )
 
-HEADER_PORT, PAYLOAD_PORT, FAILURE_PORT, RELEASE_PORT, ACK_PORT, MARKER_PORT, PORTS = 0, 1, 2, 3, 4, 5, 6
+HEADER_PORT, PAYLOAD_PORT, FAILURE_PORT, RELEASE_PORT, ACK_PORT, MARKER_PORT, CONTROL_PORT, PORTS = range(8)
 FAILED = b"g"
 ACK = struct.Struct("<Q")  # the number of a message that was read
 NOTHING_READ = ACK.pack(0)
@@ -301,7 +302,11 @@ class PeerLinks:
                     for port, failed in ((ACK_PORT, NOTHING_READ), (MARKER_PORT, FAILED)):
                         kept.append(self.backend.send_bytes(failed, self.ranks[to], self.slot(port)))
                 if self.memory is not None:
-                    for port in (PAYLOAD_PORT, RELEASE_PORT):  # where it may wait for an answer of this rank
+                    for port in (
+                        PAYLOAD_PORT,
+                        RELEASE_PORT,
+                        CONTROL_PORT,
+                    ):  # where it may wait for an answer of this rank
                         self.memory.close_slot(self.ranks[to], self.slot(port))
             except Exception:  # a peer that is gone gets no report; the others still do
                 unreached.append(to)

@@ -19,7 +19,7 @@ from torch import Tensor, UntypedStorage
 from .backend import Backend, Region
 from .exposed_buffers import ExposedBuffer, PeerBuffers
 from .messages import Chain, Kind, Tag, Traffic, Work, as_bytes, describe
-from .messenger import DeferredSends, Messenger, Send
+from .messenger import ControlRecv, DeferredSends, Messenger, Send
 from .pool import Pool
 
 LOG = logging.getLogger("collectives")
@@ -232,21 +232,40 @@ class Transport:
         """
         self.check()
         self._log("exchanges bytes", tag)
-        messenger, result = self._messenger, [data] * self.world_size
         sends = self._enter(data, tag)
-        recvs = {source: messenger.recv_control(source, tag) for source in self.peers()}
-        for to in self.peers():
-            sends += messenger.send_rest(data, to, tag)
-        for source, wait in recvs.items():
-            result[source] = wait()
-        DeferredSends(messenger, sends).wait()
-        return result
+        arriving = self._arriving(tag)
+        assert arriving is not None, "no rank is behind in an exchange"
+        return self._complete(data, arriving, sends, tag)
 
     def _enter(self, data: bytes, tag: Tag) -> list[Send]:
         """Post the receive of a header of every other rank, then begin a message to each."""
         for source in self.peers():
             self._messenger.post_next_header(source, tag)
-        return [send for to in self.peers() for send in self._messenger.send_control(data, to, tag)]
+        return [self._messenger.send_control(data, to, tag) for to in self.peers()]
+
+    def _arriving(self, tag: Tag) -> dict[int, ControlRecv] | None:
+        """Return what every other rank sends at ``tag``; None if one has entered a round that this rank has not."""
+        arriving = dict[int, ControlRecv]()
+        for source in self.peers():
+            found = self._arrived(source, tag)
+            if found is None:
+                for recv in arriving.values():
+                    recv.wait()  # it is out of date
+                return None
+            arriving[source] = found
+        return arriving
+
+    def _complete(self, data: bytes, arriving: dict[int, ControlRecv], sends: list[Send], tag: Tag) -> list[bytes]:
+        """Return every rank's bytes when the headers of all have come."""
+        result = [data] * self.world_size
+        for recv in arriving.values():
+            recv.post_rest()
+        for to in arriving:
+            sends += self._messenger.send_rest(data, to, tag)
+        for source, recv in arriving.items():
+            result[source] = recv.wait()
+        DeferredSends(self._messenger, sends).wait()
+        return result
 
     def announce(self, tag: Tag) -> Work:
         """Send every other rank the header of ``tag`` without any bytes, and expect the same from each."""
@@ -264,26 +283,30 @@ class Transport:
         self._announced_round = tag.round
         return self.announce(tag)
 
-    def meet(self, tag: Tag, catch_up: Callable[[], None]) -> Tag:
-        """A barrier that catches up. Return when all ranks are here, at the same ``tag.round``, with the agreed tag.
-        Collective.
+    def meet(self, tag: Tag, catch_up: Callable[[], None], message: Callable[[], bytes] = bytes) -> list[bytes]:
+        """An exchange that catches up. Return every rank's ``message()``, in rank order, when all ranks are here, at
+        the same ``tag.round``. Collective.
 
         ``tag.round`` is the number of rounds of collectives that this rank has entered. If a rank learns that another
-        one has entered a later round, it calls ``catch_up``, which enters one more round, and sends its header again.
-        So a rank that has nothing to contribute still takes part in every round that others begin.
+        one has entered a later round, it calls ``catch_up``, which enters one more round, and sends a message again.
+        So a rank that has nothing to contribute still takes part in every round that others begin. ``message`` is
+        called anew for each message: what a rank returns was made by every rank after the last round.
 
-        Messages of a pair of ranks are in order, so a rank reads the headers of a peer's rounds before the header of
-        this barrier. A header of this barrier that is out of date, because its sender has entered a later round since,
-        is dropped by its reader (`Messenger.confirm`).
+        If all headers that a rank reads have one round, no rank has entered a later one before it sent its own, and so
+        none ever will in this meeting: the messages of that round are final.
+
+        Messages of a pair of ranks are in order, so a rank reads the headers of a peer's rounds before that of this
+        meeting. A message that is out of date, since its sender has entered a later round, is dropped by its reader.
         """
         self.check()
         self._log("meets all ranks", tag)
         sends: list[Send] = []
         while True:
-            sends += self._enter(b"", tag)
-            if all(self._arrived(source, tag) for source in self.peers()):
-                DeferredSends(self._messenger, sends).wait()
-                return tag
+            data = message()
+            sends += self._enter(data, tag)
+            arriving = self._arriving(tag)
+            if arriving is not None:
+                return self._complete(data, arriving, sends, tag)
             self._log("catches up", tag)
             catch_up()
             tag = replace(tag, round=tag.round + 1)
@@ -292,19 +315,20 @@ class Transport:
         if LOG.isEnabledFor(logging.DEBUG):
             LOG.debug("%s: %s, in %s", self.rank_label, what, describe(tag))
 
-    def _arrived(self, source: int, tag: Tag) -> bool:
-        """Return True if ``source`` is at ``tag``, False if it has entered a round that this rank has not."""
+    def _arrived(self, source: int, tag: Tag) -> ControlRecv | None:
+        """Return what ``source`` sends at ``tag``, or None if it has entered a round that this rank has not."""
         self._messenger.confirm_expected(source)
         while True:
             header = self._messenger.next_header(source, tag)
-            theirs, _ = Tag.unpack(header)
+            theirs, size = Tag.unpack(header)
             if theirs.same(tag):
-                return True
-            if theirs.round > tag.round and theirs.kind in (Kind.REDUCE_SCATTER, Kind.MEET):
+                return ControlRecv(self._messenger, source, tag, size)
+            if theirs.round > tag.round and tag.kind is Kind.MEET and theirs.kind in (Kind.REDUCE_SCATTER, Kind.MEET):
                 self._messenger.states[source].unread_header = header
-                return False
+                return None
             if not (theirs.kind is Kind.MEET and theirs.round < tag.round):
                 raise self._messenger.mismatch(source, tag, theirs)
+            ControlRecv(self._messenger, source, theirs, size).wait()
 
     # -- failures and counts --------------------------------------------------------------------------------------
 

@@ -129,7 +129,7 @@ def launch(collective: Collective, what: str, number: int, numel: int) -> Callab
         return lambda: ring_broadcast(t, [torch.ones(numel)], Tag(Kind.BROADCAST, LABEL, number, number))
     if what == "exchange":
         return lambda: t.exchange(bytes(numel), Tag(Kind.EXCHANGE, LABEL, number, number))
-    return lambda: t.meet(Tag(Kind.MEET, LABEL, 0, number), lambda: None)
+    return lambda: t.meet(Tag(Kind.MEET, LABEL, 0, number), lambda: None, lambda: bytes(numel))
 
 
 def end_self(end: End) -> None:

@@ -316,7 +316,7 @@ def test_at_debug_a_rank_says_what_it_does(caplog: pytest.LogCaptureFixture) -> 
             f"rank {rank}: agree"  # at close
         ]
         said = lines_of(caplog, "collectives", logging.DEBUG, rank)
-        assert f"rank {rank}: exchanges bytes, in step() [exchange, round 1, index 2]" in said
+        assert f"rank {rank}: meets all ranks, in step() [meet, round 1, index 2]" in said
 
 
 def test_at_debug_a_rank_that_is_behind_says_that_it_catches_up(caplog: pytest.LogCaptureFixture) -> None:

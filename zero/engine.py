@@ -136,10 +136,12 @@ class Engine:
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the mean gradient by its norm. Returns the norm before clipping."""
         with self._clipping():
-            self._reducer.finalize_grads(
-                "clip_grad_norm_()", self._storage.diagnose() or self._storage.diagnose_unfrozen()
+            parts = self._reducer.finalize_grads(
+                "clip_grad_norm_()",
+                self._storage.diagnose() or self._storage.diagnose_unfrozen(),
+                norm=lambda: self._update.norm_part(norm_type),
             )
-            return self._update.clip(max_norm, norm_type, error_if_nonfinite)
+            return self._update.clip(max_norm, norm_type, error_if_nonfinite, parts)
 
     def step(self, groups: Sequence[Options]) -> None:
         """Update every parameter that any rank used."""

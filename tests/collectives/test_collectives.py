@@ -33,6 +33,7 @@ from collectives import (
 )
 from collectives.algorithms.ordered_sum import BLOCK
 from collectives.messages import HEADER_BYTES
+from collectives.messenger import SMALL
 from collectives.transport import CHUNK, LEAST, chunks
 
 from ..carried import (
@@ -265,15 +266,19 @@ def test_pairwise_sends_all_but_its_own_slice() -> None:
 
 
 def test_an_exchange_is_control_traffic() -> None:
-    """One header has the number of bytes. Over a network, another one acknowledges them."""
+    """A header has the number of bytes. If they are many, they follow as a message, which has a header, too."""
 
-    def program(transport: Transport) -> Traffic:
+    def program(transport: Transport) -> tuple[Traffic, Traffic]:
         transport.exchange(b"x" * (10 + transport.rank), Tag(Kind.EXCHANGE, "step()"))
-        return transport.traffic
+        few = transport.traffic
+        transport.exchange(b"x" * (SMALL + 1), Tag(Kind.EXCHANGE, "step()"))
+        return few, transport.traffic - few
 
-    first, second = on_threads(2, program)
-    assert first == Traffic(0, 0, 2 * HEADER_BYTES + 10, 2 * HEADER_BYTES + 11, 2)
-    assert second == Traffic(0, 0, 2 * HEADER_BYTES + 11, 2 * HEADER_BYTES + 10, 2)
+    many = Traffic(0, 0, 2 * HEADER_BYTES + SMALL + 1, 2 * HEADER_BYTES + SMALL + 1, 2)
+    assert on_threads(2, program) == [
+        (Traffic(0, 0, HEADER_BYTES + 10, HEADER_BYTES + 11, 1), many),
+        (Traffic(0, 0, HEADER_BYTES + 11, HEADER_BYTES + 10, 1), many),
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
@@ -285,7 +290,8 @@ def test_a_single_rank_sends_nothing(name: str) -> None:
     collective.all_gather(out, [0, 2], tag=Tag(Kind.ALL_GATHER, "bucket 0")).wait()
     assert out.tolist() == [11.0, 22.0]
     assert transport.exchange(b"mine", Tag(Kind.EXCHANGE, "step()")) == [b"mine"]
-    assert transport.meet(Tag(Kind.MEET, "step()", 3), lambda: pytest.fail("nobody is ahead")).round == 3
+    meeting = Tag(Kind.MEET, "step()", 3)
+    assert transport.meet(meeting, lambda: pytest.fail("nobody is ahead"), lambda: b"mine") == [b"mine"]
     assert transport.fork().rank == 0
     assert transport.traffic == Traffic()
 

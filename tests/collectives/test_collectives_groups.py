@@ -53,17 +53,19 @@ def test_exchange_gives_every_rank_all_bytes_in_rank_order(data: list[list[bytes
 def test_exchange_and_meet_are_possible_while_a_collective_is_under_way(world_size: int) -> None:
     bounds = [2 * rank for rank in range(world_size + 1)]
 
-    def program(transport: Transport) -> tuple[list[bytes], int, list[float]]:
+    def program(transport: Transport) -> tuple[list[bytes], list[bytes], list[float]]:
         out = torch.empty(2)
         work = Pairwise(transport).reduce_scatter(
             torch.ones(bounds[-1]), bounds, out, start=None, tag=reduction(round_=1)
         )
-        met = transport.meet(Tag(Kind.MEET, "step()", 1), lambda: pytest.fail("nobody is ahead"))
-        data = transport.exchange(bytes([transport.rank]), Tag(Kind.EXCHANGE, "step()", 1))
+        mine = bytes([transport.rank])
+        met = transport.meet(Tag(Kind.MEET, "step()", 1), lambda: pytest.fail("nobody is ahead"), lambda: mine)
+        data = transport.exchange(mine, Tag(Kind.EXCHANGE, "step()", 1))
         work.wait()
-        return data, met.round, out.tolist()
+        return data, met, out.tolist()
 
-    expected = ([bytes([rank]) for rank in range(world_size)], 1, [float(world_size)] * 2)
+    told = [bytes([rank]) for rank in range(world_size)]
+    expected = (told, told, [float(world_size)] * 2)
     assert on_threads(world_size, program) == [expected] * world_size
 
 

@@ -67,8 +67,13 @@ class Rounds:
 
     def meet(self) -> None:
         self.meetings += 1
-        agreed = self.transport.meet(Tag(Kind.MEET, "step()", self.entered, self.meetings), self.catch_up)
-        assert agreed == Tag(Kind.MEET, "step()", self.entered, self.meetings)
+        tag = Tag(Kind.MEET, "step()", self.entered, self.meetings)
+        told = self.transport.meet(tag, self.catch_up, lambda: self.message(self.transport.rank))
+        assert told == [self.message(rank) for rank in range(self.transport.world_size)]
+
+    def message(self, rank: int) -> bytes:
+        """A message of a rank that has entered as many rounds as this one: short, empty, long, or very long."""
+        return bytes([rank, self.entered]) * [1, 0, 3000, 40_000][(rank + self.entered) % 4]
 
 
 def check_meetings(
@@ -128,8 +133,12 @@ def test_rounds_in_which_nothing_is_sent_count_too() -> None:
 
     def program(transport: Transport) -> int:
         caught_up: list[int] = []
-        met = transport.meet(Tag(Kind.MEET, "step()", transport.rank), lambda: caught_up.append(1))
-        assert met.round == 2
+        told = transport.meet(
+            Tag(Kind.MEET, "step()", transport.rank),
+            lambda: caught_up.append(1),
+            lambda: bytes([transport.rank + len(caught_up)]),
+        )
+        assert told == [bytes([2])] * 3
         return len(caught_up)
 
     assert on_threads(3, program) == [2, 1, 0]

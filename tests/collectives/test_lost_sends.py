@@ -43,7 +43,7 @@ from ..plain import assert_same_model, plain_step
 from ..pool import GlooPool
 
 LARGE = 300  # a unit's buckets have as many rows and columns
-NUMELS = [1, 12, messenger.SMALL]  # some slices are empty, small, large
+NUMELS = [1, 12, messenger.SMALL, messenger.SMALL + 1]  # some slices are empty, small, large
 
 
 class Clock:
@@ -158,7 +158,7 @@ def broadcast(collective: Collective, numel: int, tag: Tag) -> None:
 
 
 def meet(collective: Collective, numel: int, tag: Tag) -> None:
-    collective.transport.meet(replace(tag, round=0), lambda: None)
+    collective.transport.meet(replace(tag, round=0), lambda: None, lambda: bytes(numel))
 
 
 ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {

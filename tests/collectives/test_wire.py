@@ -25,7 +25,7 @@ from collectives import Kind, Loopback, Pairwise, Tag, Transport, Work, on_threa
 from collectives.backend import Backend, Pending
 from collectives.backends.threads import Interference
 from collectives.messages import HEADER_BYTES
-from collectives.peer_links import ACK, ACK_PORT
+from collectives.peer_links import ACK, ACK_PORT, PORTS
 from zero import ZeroOptimizer
 from zero.core.stage import STAGES
 
@@ -44,7 +44,7 @@ from ..contract.test_steps import (
 )
 from ..models import Odd, build
 
-HEADERS, PORTS = 0, 6
+HEADERS = 0
 
 
 # -- order and number -------------------------------------------------------------------------------------------------

@@ -63,7 +63,13 @@ MUTANTS = (
         "the-norm-of-this-rank",
         ("S31",),
         "Each rank clips by the norm of its own slices.",
-        (Edit("zero.step.update.Update.clip", "        norm = total.norm(", "        norm = mine.norm("),),
+        (
+            Edit(
+                "zero.step.update.Update.clip",
+                "        norm = total.norm(",
+                "        norm = PowerSum.from_bytes(parts[self._transport.rank]).norm(",
+            ),
+        ),
         (f"{CLIPPING}[2-2.0]",),
     ),
     Mutant(
@@ -102,9 +108,9 @@ MUTANTS = (
         (
             Edit(
                 "zero.step.update.Update.clip",
-                "        mine = PowerSum.of(pieces, norm_type)",
-                "        if not pieces:\n            return torch.zeros(())\n"
-                "        mine = PowerSum.of(pieces, norm_type)",
+                "        if parts is None:\n",
+                "        if not self._reducer.means.slices():\n            return torch.zeros(())\n"
+                "        if parts is None:\n",
             ),
         ),
         ("core/test_norm.py::test_a_rank_that_owns_nothing_takes_part[2]",),
@@ -118,8 +124,7 @@ MUTANTS = (
                 "zero.step.update.Update.clip",
                 "        norm = total.norm(torch.float64 if self._reducer.means.any_is_double() else torch.float32)\n",
                 "        dtype = torch.float64 if self._reducer.means.any_is_double() else torch.float32\n"
-                "        roots = [PowerSum.from_bytes(data).norm(dtype) for data in self._transport.exchange("
-                'mine.to_bytes(), Tag(Kind.EXCHANGE, "norms"))]\n        norm = torch.stack(roots).sum()\n',
+                "        norm = torch.stack([PowerSum.from_bytes(data).norm(dtype) for data in parts]).sum()\n",
             ),
         ),
         (f"{CLIPPING}[2-2.0]",),

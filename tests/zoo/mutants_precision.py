@@ -346,8 +346,8 @@ SUMS = (
         (
             Edit(
                 "zero.gradients.reducer.Reducer._round_is_over",
-                "        self._schedule.means_divisor = None\n        if self.means",
-                "        if self.means",
+                "        self._schedule.means_divisor = None\n        if not self.means",
+                "        if not self.means",
             ),
         ),
         (f"{TRAINING}[0-bf16-W2]",),
@@ -638,7 +638,13 @@ JOINING = (
         "who-left-does-not-catch-up",
         ("L14",),
         "A rank that has run out of batches listens without entering the rounds that the others began.",
-        (Edit("zero.gradients.join.JoinProtocol._exchange", '        self._meet("join()")\n', ""),),
+        (
+            Edit(
+                "zero.gradients.reducer.Reducer.join.meet",
+                "self.agreement.meet(purpose, self._schedule.number, self._empty_round, lambda: data)",
+                "self._transport.exchange(data, Tag(Kind.EXCHANGE, purpose))",
+            ),
+        ),
         (f"{LEFT}[2-counts0-None]",),
     ),
     Mutant(

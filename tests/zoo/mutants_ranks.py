@@ -187,9 +187,8 @@ RANKS = (
         (
             Edit(
                 "zero.step.update.Update.clip",
-                'for data in self._transport.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):',
-                "world = Transport(self._transport.backend, channel=77)\n"
-                '        for data in world.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):',
+                "            parts = self._transport.exchange(",
+                "            parts = Transport(self._transport.backend, channel=77).exchange(",
             ),
         ),
         ("test_lifetimes.py::test_groups_of_one_world_train_apart[2]",),
@@ -213,13 +212,69 @@ RANKS = (
         "A rank with fewer backwards does not catch up: the others' reductions wait for it in vain.",
         (
             Edit(
-                "zero.gradients.reducer.Reducer._meet",
-                "        self._transport.meet(Tag(Kind.MEET, purpose, self._schedule.number, self._meeting), "
-                "self._empty_round)\n",
-                "",
+                "zero.gradients.agreement.Agreement.meet",
+                "self._transport.meet(Tag(Kind.MEET, purpose, rounds, self.number), catch_up, message)",
+                "self._transport.exchange(message(), Tag(Kind.EXCHANGE, purpose, 0, self.number))",
             ),
         ),
         ("contract/test_exact.py::test_ranks_that_have_fewer_micro_batches_contribute_nothing[2]",),
+    ),
+    Mutant(
+        "a-record-of-before-the-catch-up-is-final",
+        ("L8",),
+        "A rank that catches up sends again the record that it made before: what it has contributed since is pending.",
+        (
+            Edit(
+                "collectives.transport.Transport.meet",
+                "        while True:\n            data = message()\n",
+                "        data = message()\n        while True:\n",
+            ),
+        ),
+        ("gradients/test_agreement.py::test_a_record_is_that_of_its_rank_after_it_has_caught_up[1-1]",),
+    ),
+    Mutant(
+        "a-message-that-is-out-of-date-stays-unread",
+        ("L8",),
+        "A message of a rank that has caught up since is skipped by its header alone: its bytes pass for later ones.",
+        (
+            Edit(
+                "collectives.transport.Transport._arrived",
+                "            ControlRecv(self._messenger, source, theirs, size).wait()\n",
+                "",
+            ),
+            Edit(
+                "collectives.messenger.Messenger.confirm",
+                "                    ControlRecv(self, work.source, theirs, size).wait()\n",
+                "",
+            ),
+        ),
+        ("collectives/test_collectives_meetings.py::test_rounds_in_which_nothing_is_sent_count_too",),
+    ),
+    Mutant(
+        "a-rank-steps-before-all-agreed",
+        ("L8",),
+        "A rank compares its record with those of the ranks before it alone: it steps although a later one refuses.",
+        (
+            Edit(
+                "zero.gradients.agreement.Agreement.agree",
+                "        check(records, purpose, name)\n",
+                "        check(records[: self._transport.rank + 1], purpose, name)\n",
+            ),
+        ),
+        ("gradients/test_agreement.py::test_reports_come_also_where_the_ranks_do_not_agree",),
+    ),
+    Mutant(
+        "parts-of-a-norm-that-differ-are-added",
+        ("L11",),
+        "A clip adds up parts of the norm that were made before the ranks agreed which gradients exist.",
+        (
+            Edit(
+                "zero.gradients.reducer.Reducer.finalize_grads",
+                " if norm is not None and len(set(used)) == 1 else None",
+                " if norm is not None else None",
+            ),
+        ),
+        ("gradients/test_agreement.py::test_one_norm_on_all_ranks_although_one_has_forgotten_a_gradient[1-1]",),
     ),
     Mutant(
         "an-abort-is-not-told",

@@ -97,7 +97,7 @@ REPLICAS = (
         "Each replica's slices are added to the norm, which is larger by the root of their number.",
         (
             Edit(
-                "zero.step.update.Update.clip",
+                "zero.step.update.Update.norm_part",
                 "self._reducer.means.slices() if self._is_first_copy else []",
                 "self._reducer.means.slices()",
             ),

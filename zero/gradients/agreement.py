@@ -1,13 +1,18 @@
-"""The record that ranks exchange when gradients are finalized, and the check that they agree.
+"""Agreement of all ranks before a call changes anything: a meeting whose messages are the ranks' records.
 
-Knows: the fields of a record and how they compare. Does not know: how records are sent, or what follows from them.
+Knows: the fields of a record and how they compare, and the numbers of meetings. Does not know: how a message is sent,
+or what follows from a record.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+from collectives import Kind, Tag, Transport
+
+LONGEST_REPORT = 500  # characters: reports travel in every record
 
 
 @dataclass(frozen=True)
@@ -18,11 +23,13 @@ class Record:
         divisor: of the sums.
         scale: the loss scale, if gradients are being unscaled.
         options: a digest of each option of the param groups, if a step will use them.
-        phase: the phase of the gradients, see `GradPhase`.
+        phase: the phase of the gradients, see `Phase`.
         pending: indices of the buckets for which this rank has a contribution that was not reduced.
         error: an error that this rank found; every rank raises it.
         used: one byte, 0 or 1, per parameter in the layout's order: whether it was used.
         trainable: likewise, whether it is trainable.
+        norm: this rank's part of the gradient norm, if a clip needs it and the gradients are means already.
+        reports: of `Agreement.report`.
     """
 
     divisor: float
@@ -33,23 +40,27 @@ class Record:
     error: str | None
     used: bytes
     trainable: bytes
+    norm: bytes = b""
+    reports: dict[str, str] = field(default_factory=dict)
 
     def pack(self) -> bytes:
         head = {
+            "parameters": len(self.used),
             "divisor": float(self.divisor).hex(),
             "scale": self.scale,
             "options": self.options,
             "phase": self.phase,
             "pending": self.pending,
             "error": self.error,
+            "reports": self.reports,
         }
-        return json.dumps(head).encode() + b"\0" + self.used + self.trainable
+        return b"\0".join([json.dumps(head).encode(), self.used + self.trainable + self.norm])
 
     @classmethod
     def unpack(cls, data: bytes) -> Record:
-        head, _, masks = data.partition(b"\0")
+        head, _, rest = data.partition(b"\0")
         fields = json.loads(head)
-        half = len(masks) // 2
+        count = fields["parameters"]
         return cls(
             float.fromhex(fields["divisor"]),
             fields["scale"],
@@ -57,9 +68,58 @@ class Record:
             fields["phase"],
             tuple(fields["pending"]),
             fields["error"],
-            masks[:half],
-            masks[half:],
+            rest[:count],
+            rest[count : 2 * count],
+            rest[2 * count :],
+            fields["reports"],
         )
+
+
+class Agreement:
+    """The meetings of the ranks of one optimizer."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._own_reports: dict[str, str] = {}
+        self.number = 0  # of the last meeting
+        self.reports: list[dict[str, str]] = [{} for _ in range(transport.world_size)]  # by rank, of the last agreement
+
+    def report(self, name: str, text: str | None) -> None:
+        """Let all ranks have a short text in `reports` after each further agreement; None withdraws it. Local.
+
+        Agreements are what every clip, step and check of the replicas begins with. A text is cut after
+        `LONGEST_REPORT` characters.
+        """
+        if text is None:
+            self._own_reports.pop(name, None)
+        else:
+            self._own_reports[name] = text[:LONGEST_REPORT]
+
+    def meet(
+        self, purpose: str, rounds: int, catch_up: Callable[[], None], message: Callable[[], bytes]
+    ) -> list[bytes]:
+        """Return the messages of all ranks when all have entered the same rounds; see `Transport.meet`. Collective.
+
+        ``purpose``: the call that errors name. ``rounds``: the number of rounds that this rank has entered.
+        """
+        self.number += 1
+        return self._transport.meet(Tag(Kind.MEET, purpose, rounds, self.number), catch_up, message)
+
+    def agree(
+        self,
+        purpose: str,
+        rounds: int,
+        catch_up: Callable[[], None],
+        record: Callable[[], Record],
+        name: Callable[[int], str],
+    ) -> list[Record]:
+        """Return the records of all ranks if they agree. Collective; otherwise `check` raises the same error on every
+        rank. ``record``: is called again after each round that this rank catches up."""
+        told = self.meet(purpose, rounds, catch_up, lambda: replace(record(), reports=self._own_reports).pack())
+        records = [Record.unpack(data) for data in told]
+        self.reports = [record.reports for record in records]
+        check(records, purpose, name)
+        return records
 
 
 def check(records: Sequence[Record], purpose: str, name: Callable[[int], str]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives import Kind, Tag, Transport
+from collectives import Transport
 
 Options = dict[str, Any]
 
@@ -49,11 +49,13 @@ FAILED = b"!"  # before an error's text
 class JoinProtocol:
     """Broadcasts the calls of one optimizer inside `join`."""
 
-    def __init__(self, transport: Transport, meet: Callable[[str], object], groups: Sequence[Options]) -> None:
+    def __init__(
+        self, transport: Transport, meet: Callable[[str, bytes], list[bytes]], groups: Sequence[Options]
+    ) -> None:
         """Create the protocol.
 
-        ``meet``: a barrier that returns when all ranks have reached it and have entered the same rounds. ``groups``:
-        the param groups themselves, not a copy.
+        ``meet``: returns every rank's bytes when all ranks have reached it and have entered the same rounds.
+        ``groups``: the param groups themselves, not a copy.
         """
         self._transport, self._meet, self._groups = transport, meet, groups
         self._inside = False  # inside a call, whose nested calls are not broadcast
@@ -68,7 +70,7 @@ class JoinProtocol:
         if self._inside:
             yield
             return
-        self._compare(self._exchange(Call(name, arguments, divisor, options_of(self._groups)).pack()))
+        self._compare(self._meet("join()", Call(name, arguments, divisor, options_of(self._groups)).pack()))
         self._inside = True
         try:
             yield
@@ -78,7 +80,7 @@ class JoinProtocol:
     def others(self) -> Iterator[Call]:
         """Yield the calls of the ranks that have batches, until none has any. Collective; for ranks without batches."""
         while True:
-            told = self._exchange(LEAVING)
+            told = self._meet("join()", LEAVING)
             self._compare(told)
             calls = [data for data in told if data != LEAVING]
             if not calls:
@@ -96,7 +98,7 @@ class JoinProtocol:
         """
         if not self._over and not self._transport.broken:
             self._over = True
-            self._exchange(FAILED + f"{type(error).__name__}: {error}".encode())
+            self._meet("join()", FAILED + f"{type(error).__name__}: {error}".encode())
 
     def _compare(self, told: Sequence[bytes]) -> None:
         try:
@@ -104,10 +106,6 @@ class JoinProtocol:
         except RuntimeError:
             self._over = True
             raise
-
-    def _exchange(self, data: bytes) -> list[bytes]:
-        self._meet("join()")
-        return self._transport.exchange(data, Tag(Kind.EXCHANGE, "what comes next, inside join()"))
 
 
 def _check(told: Sequence[bytes]) -> None:

@@ -11,8 +11,9 @@ up), which parameters were used, which buckets are pending, the divisor, and err
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from ..runtime.accumulator import GradAccumulator
 from ..runtime.bucket import Bucket
 from ..runtime.flat_buffer import gather_slot
 from ..streams import Streams
-from .agreement import Record, check
+from .agreement import Agreement, Record
 from .backward_schedule import BackwardSchedule, Phase
 from .grad_slots import GradSlots
 from .hooks import GradientHooks
@@ -56,7 +57,7 @@ class Reducer:
         self._schedule = BackwardSchedule(buckets, stage, transport, collective)
         self.means = OwnedMeans(buckets)
         self._slots = GradSlots(self, stage, self._schedule, means_may_be_shown=means_may_be_shown)
-        self._meeting = 0
+        self.agreement = Agreement(transport)
         rank = transport.rank_label
         self._agreeing, self._catching_up = Event("agree", rank), Event("catch_up", rank)
         self._unscaling = Event("unscale", rank)
@@ -142,21 +143,19 @@ class Reducer:
     # -- rounds -------------------------------------------------------------------------------------------------------
 
     def _round_is_over(self) -> None:
-        """Note that the sums have changed; gather the new means at stage 0."""
+        """Note that the sums have changed. At stage 0 agree which gradients exist, and gather the new means."""
         self._schedule.means_divisor = None
-        if self.means_are_shown:
-            self._gather_means()
-
-    def _gather_means(self) -> None:
-        """Give every rank the means, and agree which gradients exist: p.grad is None as in a plain loop."""
+        if not self.means_are_shown:
+            return
         tag = Tag(Kind.EXCHANGE, "which parameters were used", self._schedule.number)
         with self._agreeing():
             records = [Record.unpack(r) for r in self._transport.exchange(self._record().pack(), tag)]
         self._schedule.agree_used([record.used for record in records])
-        if any(record.divisor != self.divisor for record in records):
-            # no rank's p.grad would be right; `finalize_grads` agrees on a divisor and calls this again
-            self._schedule.means_divisor = None
-            return
+        if all(record.divisor == self.divisor for record in records):  # otherwise `finalize_grads` agrees on one
+            self._gather_means()
+
+    def _gather_means(self) -> None:
+        """Give every rank the means. Ranks have agreed on the divisor, and which gradients exist."""
         summed = [bucket.grad for bucket in self._buckets if bucket.grad.has_sum]
         Chain(grad.gather_means(self._collective, self._schedule.number, self.divisor) for grad in summed).wait()
         self._schedule.means_divisor = self.divisor
@@ -190,11 +189,13 @@ class Reducer:
         *,
         scale: float | None = None,
         options: Mapping[str, int] | None = None,
-    ) -> None:
+        norm: Callable[[], bytes] | None = None,
+    ) -> list[bytes] | None:
         """Turn the sums into means, once. Collective; ``purpose``: the call that errors name.
 
         ``problem``: an error that this rank alone may have found; every rank raises it, and nothing has changed.
         ``scale``: the loss scale of the gradients, if they are about to be unscaled; ``options``: of `Record`.
+        Returns every rank's ``norm()``, a part of the norm of the means, if the gradients were means before, else None.
         """
         if self.hooks.inside_backward:
             raise RuntimeError(f"{purpose} inside a backward")
@@ -202,11 +203,11 @@ class Reducer:
             raise RuntimeError(
                 f"{purpose} inside no_sync(): leave the block first, what it left pending is reduced then"
             )
-        records = self.check_consistency(purpose, problem, scale=scale, options=options)
+        records = self.check_consistency(purpose, problem, scale=scale, options=options, norm=norm)
         used = [record.used for record in records]
         if not self._schedule.is_open:
             self._schedule.agree_used(used)
-            return
+            return [record.norm for record in records] if norm is not None and len(set(used)) == 1 else None
         pending = sorted({bucket for record in records for bucket in record.pending})
         if pending:
             self._empty_round(pending)
@@ -219,6 +220,7 @@ class Reducer:
                 bucket.grad.divide(self.divisor)
         self._schedule.finalized(purpose)
         self._slots.publish()
+        return None
 
     def check_consistency(
         self,
@@ -227,6 +229,7 @@ class Reducer:
         *,
         scale: float | None = None,
         options: Mapping[str, int] | None = None,
+        norm: Callable[[], bytes] | None = None,
     ) -> list[Record]:
         """Wait for all ranks, with catch-up, and compare their records. Collective; raises the same error on every
         rank."""
@@ -237,19 +240,15 @@ class Reducer:
             problem = problem or self._slots.edited()
         problem = problem or assigned
         with self._agreeing():
-            self._meet(purpose)
-            tag = Tag(Kind.EXCHANGE, purpose, self._schedule.number, self._meeting)
-            record = self._record(problem, scale, options)
-            records = [Record.unpack(r) for r in self._transport.exchange(record.pack(), tag)]
-        check(records, purpose, self._name)
-        return records
-
-    def _meet(self, purpose: str) -> None:
-        self._meeting += 1
-        self._transport.meet(Tag(Kind.MEET, purpose, self._schedule.number, self._meeting), self._empty_round)
+            record = partial(self._record, problem, scale, options, norm)
+            return self.agreement.agree(purpose, self._schedule.number, self._empty_round, record, self._name)
 
     def _record(
-        self, problem: str | None = None, scale: float | None = None, options: Mapping[str, int] | None = None
+        self,
+        problem: str | None = None,
+        scale: float | None = None,
+        options: Mapping[str, int] | None = None,
+        norm: Callable[[], bytes] | None = None,
     ) -> Record:
         known = self._schedule
         return Record(
@@ -261,6 +260,7 @@ class Reducer:
             problem,
             known.used(),
             known.trainable(),
+            b"" if norm is None or known.is_open else norm(),
         )
 
     # -- errors -------------------------------------------------------------------------------------------------------
@@ -276,11 +276,11 @@ class Reducer:
         if self._join_protocol is not None:
             raise RuntimeError("join() inside join()")
 
-        def meet(purpose: str) -> None:
+        def meet(purpose: str, data: bytes) -> list[bytes]:
             if not self.hooks.inside_backward:
                 self.finish_interrupted()
                 self._slots.detect_changes()
-            self._meet(purpose)
+            return self.agreement.meet(purpose, self._schedule.number, self._empty_round, lambda: data)
 
         self.finish_interrupted()
         self._slots.detect_changes()
@@ -319,7 +319,7 @@ class Reducer:
         with self._unscaling(), self.broadcast_call("unscale", inverse=factor):
             self.finalize_grads("GradScaler.unscale_()", scale=1 / factor if factor else math.inf)
             mine = bytes([self.means.unscale(torch.zeros_like(found), inverse)])
-            tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self._schedule.number, self._meeting)
+            tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self._schedule.number, self.agreement.number)
             if any(told[0] for told in self._transport.exchange(mine, tag)):
                 found.fill_(1.0)
         self._unscaled = found

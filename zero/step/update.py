@@ -86,20 +86,27 @@ class Update:
         self._place = shards.rank
         self._is_first_copy = transport.rank < shards.world_size  # among the ranks that hold the same slices
 
-    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Scale the means by one factor; return the norm before, 0-dim, fp32 (fp64 if any gradient is). Collective.
-
-        Raises `RuntimeError` on every rank, before any scaling, if ``error_if_nonfinite`` and the norm is inf or NaN.
-        """
+    def norm_part(self, norm_type: float) -> bytes:
+        """Return this rank's part of the norm of the means, as a `PowerSum`."""
         pieces = self._reducer.means.slices() if self._is_first_copy else []
         mine = PowerSum.of(pieces, norm_type)  # host synchronisation: exact integers, which devices do not have
+        return mine.to_bytes()
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, parts: list[bytes] | None) -> Tensor:
+        """Scale the means by one factor; return the norm before, 0-dim, fp32 (fp64 if any gradient is). Collective.
+
+        ``parts``: every rank's `norm_part`; None if they were not exchanged yet. Raises `RuntimeError` on every rank,
+        before any scaling, if ``error_if_nonfinite`` and the norm is inf or NaN.
+        """
+        if parts is None:
+            parts = self._transport.exchange(self.norm_part(norm_type), Tag(Kind.EXCHANGE, "gradient norm"))
         total = PowerSum.of([], norm_type)
-        for data in self._transport.exchange(mine.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm")):
+        for data in parts:
             total = total.merge(PowerSum.from_bytes(data))
         norm = total.norm(torch.float64 if self._reducer.means.any_is_double() else torch.float32)
         if error_if_nonfinite:
             check_finite(norm, norm_type)
-        factor = clip_factor(norm, max_norm)
+        factor = clip_factor(norm, max_norm)  # no host synchronisation: the norm is in the host's memory
         if not bool(factor == 1.0):
             for bucket in self._storage.buckets:
                 gradient = bucket.grad.final_grad()

@@ -1,0 +1,255 @@
+"""Before a call changes anything, all ranks agree to it: in one round of messages, which carry every rank's record."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from collectives import Loopback, Transport, on_threads
+from collectives.messenger import Messenger
+from zero import MixedPrecision, ZeroOptimizer, clip_grad_norm_
+from zero.gradients.agreement import LONGEST_REPORT
+
+from ..narrowed import BF16
+from ..plain import assert_same_bits, assert_same_model
+from ..small import TwoVectors, plain_two, with_sgd
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+WORLD = 3
+
+
+class Rounds:
+    """Counts the control messages that rank 0 sends to each other rank, by what they are for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seen = Counter[tuple[int, str]]()
+        send = Messenger.send_control
+
+        def sent(messenger: Messenger, data: bytes, to: int, tag: Any) -> Any:
+            if messenger.rank == 0:
+                self.seen[to, tag.label] += 1
+            return send(messenger, data, to, tag)
+
+        patch.setattr(Messenger, "send_control", sent)
+
+    def taken(self) -> Counter[str]:
+        """Return the number of full meshes since the last call."""
+        seen, self.seen = self.seen, Counter()
+        by_rank = [Counter({label: n for (to, label), n in seen.items() if to == rank}) for rank in range(1, WORLD)]
+        assert all(of_rank == by_rank[0] for of_rank in by_rank), "as many to each rank"
+        return by_rank[0]
+
+
+CLIP, STEP, UNSCALE = "clip_grad_norm_()", "step()", "GradScaler.unscale_()"
+NORM, FINITE, USED, JOIN = "gradient norm", "gradients that are not finite", "which parameters were used", "join()"
+EXPECTED = {
+    "step": [STEP],
+    "clip": [CLIP, NORM, STEP],
+    "scaler": [UNSCALE, FINITE, STEP],
+    "scaler and clip": [UNSCALE, FINITE, CLIP, STEP],  # the gradients are means already: the norm travels with the clip
+}
+UNSCALED_BY_TORCH = {"scaler": EXPECTED["step"], "scaler and clip": EXPECTED["clip"]}
+CALLS_INSIDE_JOIN = {"step": 1, "clip": 2, "scaler": 2, "scaler and clip": 3}
+
+
+def one_step(model: nn.Module, optimizer: ZeroOptimizer, scaler: Any, what: str, rounds: Rounds) -> list[Counter[str]]:
+    """Take a step; return the rounds of the backward and of what follows, on rank 0."""
+    found = []
+    rounds.taken() if optimizer.rank == 0 else None
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    optimizer.exchange(b"")  # no rank is behind
+    found.append(rounds.taken() if optimizer.rank == 0 else Counter())
+    if "clip" in what:
+        scaler.unscale_(optimizer)
+        optimizer.clip_grad_norm_(0.1)
+    scaler.step(optimizer)
+    found.append(rounds.taken() if optimizer.rank == 0 else Counter())
+    scaler.update()
+    optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("what", EXPECTED)
+@STAGES
+@pytest.mark.by_default
+def test_the_control_rounds_of_a_step(stage: int, what: str, joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One round without a clip, three with one, four with a scaler and a clip. Inside `join` each call of the user, a
+    clip, an unscaling or a step, is announced in one round more.
+
+    At stage 0 `p.grad` must be None after a backward if no rank used the parameter, so each backward has a round, too.
+    There torch's own scaler unscales whole gradients on every rank, without a message, except inside `join`.
+    """
+    rounds = Rounds(monkeypatch)
+    shown = stage == 0 and not joined
+    expected = Counter(UNSCALED_BY_TORCH.get(what, EXPECTED[what]) if shown else EXPECTED[what])
+    if joined:
+        expected[JOIN] = CALLS_INSIDE_JOIN[what]
+
+    def program(transport: Transport) -> list[list[Counter[str]]]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizer = with_sgd(model, transport, stage=stage, collective="pairwise")
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled="scaler" in what)
+        with optimizer.join() if joined else nullcontext():
+            return [one_step(model, optimizer, scaler, what, rounds) for _ in range(2)]
+
+    for backward, rest in on_threads(WORLD, program)[0]:
+        assert rest == expected
+        backward.pop("exchange()")
+        backward.pop(JOIN, None)
+        assert backward == Counter([USED] if shown else [])
+
+
+def test_a_step_sends_each_rank_one_header() -> None:
+    """At stage 0, where a step moves no gradient and no parameter. Control messages have no second header."""
+
+    def program(transport: Transport) -> int:
+        model = nn.Linear(4, 4)
+        optimizer = with_sgd(model, transport, stage=0)
+        model(torch.ones(2, 4)).sum().backward()
+        before = optimizer.traffic
+        optimizer.step()
+        return (optimizer.traffic - before).messages
+
+    assert on_threads(WORLD, program) == [WORLD - 1] * WORLD
+
+
+@pytest.mark.parametrize("divisor", [None, 2.0])
+def test_means_that_are_gathered_late_need_no_further_round(
+    divisor: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At stage 0 with mixed precision, and with a divisor that is set after the backward."""
+    rounds = Rounds(monkeypatch)
+
+    def program(transport: Transport) -> Counter[str]:
+        model = nn.Linear(4, 4)
+        precision = MixedPrecision(BF16) if divisor is None else None
+        optimizer = with_sgd(model, transport, stage=0, mixed_precision=precision)
+        model(torch.ones(2, 4, dtype=BF16 if divisor is None else None)).sum().backward()
+        optimizer.exchange(b"")
+        if divisor is not None:
+            optimizer.divisor = divisor
+        found = rounds.taken() if transport.rank == 0 else Counter[str]()
+        optimizer.step()
+        return rounds.taken() if transport.rank == 0 else found
+
+    assert on_threads(WORLD, program)[0] == Counter([STEP])
+
+
+# -- a rank that is behind ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+@STAGES
+def test_a_record_is_that_of_its_rank_after_it_has_caught_up(stage: int, behind: int) -> None:
+    """What `no_sync` left is reduced in the round of the other rank, in which the rank behind takes part late. Its
+    record no longer says that something is pending: no further round follows."""
+
+    def program(transport: Transport) -> tuple[nn.Module, int]:
+        model = TwoVectors()
+        optimizer = with_sgd(model, transport, stage=stage, module=model, divisor=2.0)
+        with optimizer.no_sync() if transport.rank == behind else nullcontext():
+            model(1.0 + transport.rank, transport.rank == behind).backward()
+        optimizer.clip_grad_norm_(0.5)
+        rounds = optimizer._engine._reducer._schedule.number
+        optimizer.step()
+        optimizer.close()
+        return model, rounds
+
+    expected = plain_two([(1.0, behind == 0), (2.0, behind == 1)], 2.0, clip=0.5)
+    for model, rounds in on_threads(2, program):
+        assert_same_model(model, expected)
+        assert rounds == 1
+
+
+# -- the norm with the agreement ---------------------------------------------------------------------------------------
+
+
+def clipped_twice(transport: Transport, stage: int, forgets: int | None) -> list[Tensor]:
+    """Clip twice. Between the clips a rank may forget a gradient."""
+    model = TwoVectors()
+    optimizer = with_sgd(model, transport, stage=stage, module=model)
+    model(1.0 + transport.rank).backward()
+    norms = [optimizer.clip_grad_norm_(0.5)]
+    if forgets is None or forgets == transport.rank:
+        model.a.grad = None
+    return [*norms, optimizer.clip_grad_norm_(0.25)]
+
+
+@STAGES
+def test_the_norm_of_means_that_were_clipped_before_is_that_of_a_plain_loop(stage: int) -> None:
+    model = TwoVectors()
+    for rank in range(2):
+        model(1.0 + rank).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.div_(2)
+    first = clip_grad_norm_(model.parameters(), 0.5)
+    model.a.grad = None
+    second = clip_grad_norm_(model.parameters(), 0.25)
+    for norms in on_threads(2, lambda transport: clipped_twice(transport, stage, None)):
+        assert_same_bits(norms[0], first)
+        assert_same_bits(norms[1], second)
+
+
+@pytest.mark.parametrize("forgets", [0, 1])
+@STAGES
+def test_one_norm_on_all_ranks_although_one_has_forgotten_a_gradient(
+    stage: int, forgets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts that travel with the agreement are of gradients that the ranks do not agree on: they are not used."""
+    monkeypatch.setattr(f"{__name__}.WORLD", 2)
+    rounds = Rounds(monkeypatch)
+    ours, theirs = on_threads(2, lambda transport: clipped_twice(transport, stage, forgets))
+    assert rounds.taken()[NORM] == 2
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same_bits(mine, other)
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@STAGES
+def test_a_report_of_one_rank_reaches_all_with_the_next_agreement(stage: int, joined: bool) -> None:
+    def program(transport: Transport) -> list[list[dict[str, str]]]:
+        model = nn.Linear(4, 4)
+        optimizer = with_sgd(model, transport, stage=stage, module=model)
+        agreement = optimizer._engine._reducer.agreement
+        seen = [agreement.reports]
+        if transport.rank == 1:
+            agreement.report("save", "the disk is full")
+            agreement.report("stop", "x" * 2 * LONGEST_REPORT)
+        with optimizer.join() if joined else nullcontext():
+            model(torch.ones(2, 4)).sum().backward()
+            seen.append(agreement.reports)
+            optimizer.clip_grad_norm_(1.0)
+            seen.append(agreement.reports)
+            if transport.rank == 1:
+                agreement.report("save", None)
+            optimizer.step()
+            seen.append(agreement.reports)
+        return seen
+
+    stop = {"stop": "x" * LONGEST_REPORT}
+    nothing: list[dict[str, str]] = [{}, {}, {}]
+    expected = [nothing, nothing, [{}, {"save": "the disk is full", **stop}, {}], [{}, stop, {}]]
+    assert Loopback[Any](WORLD).run(program) == [expected] * WORLD
+
+
+def test_reports_come_also_where_the_ranks_do_not_agree() -> None:
+    def program(transport: Transport) -> list[dict[str, str]]:
+        optimizer = with_sgd(nn.Linear(4, 4), transport)
+        agreement = optimizer._engine._reducer.agreement
+        agreement.report("rank", str(transport.rank))
+        optimizer.param_groups[0]["lr"] = 0.1 + transport.rank
+        with pytest.raises(ValueError, match="'lr' of the param groups is not on rank 1 what it is on rank 0"):
+            optimizer.step()
+        return agreement.reports
+
+    assert on_threads(2, program) == [[{"rank": "0"}, {"rank": "1"}]] * 2
