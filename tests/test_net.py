@@ -31,19 +31,22 @@ TRAINED: dict[str, Any] = {"losses": [1.0, 0.5], "ranks": [{"payload_sent": 3}, 
         (
             ("hashed", "after command 1, Step()", "rank 1", "state 0.b"),
             HASH[::-1],
-            "hashed, after command 1, Step(), rank 1, state 0.b: 0123456789ab -> fedcba987654 (1 of 7 values differ)",
+            "hashed, after command 1, Step(), rank 1, state 0.b: 0123456789ab -> fedcba987654 "
+            "(1 of 7 values differ: state 0.b)",
         ),
         (
             ("undisturbed", "at the start", "rank 0", "traffic payload_sent"),
             "13",
-            "undisturbed, at the start, rank 0, traffic payload_sent: 12 -> 13 (1 of 7 values differ)",
+            "undisturbed, at the start, rank 0, traffic payload_sent: 12 -> 13 "
+            "(1 of 7 values differ: traffic payload_sent)",
         ),
         (
             ("undisturbed", "at the start", "rank 0", "describe line 2"),
             "more",
-            "undisturbed, at the start, rank 0, describe line 2: nothing -> more (1 of 7 values differ)",
+            "undisturbed, at the start, rank 0, describe line 2: nothing -> more "
+            "(1 of 7 values differ: describe line 2)",
         ),
-        (("error",), "ValueError: no", "error: nothing -> ValueError: no (1 of 7 values differ)"),
+        (("error",), "ValueError: no", "error: nothing -> ValueError: no (1 of 7 values differ: error)"),
     ],
 )
 def test_the_first_value_that_differs_is_named(path: tuple[str, ...], value: str, line: str) -> None:
@@ -60,9 +63,9 @@ def test_there_is_a_line_for_each_check_that_differs_or_is_missing_or_fails_on_b
     sent_more = TRAINED | {"ranks": [{"payload_sent": 3}, {"payload_sent": 4}]}
     old = {"a": TRAINED, "b": TRAINED, "c": {"error": "no"}, "d": TRAINED}
     assert differences(old, {"a": TRAINED, "b": sent_more, "c": {"error": "no"}, "e": {}}) == [
-        "b: ranks, 1, payload_sent: 3 -> 4 (1 of 4 values differ)",
+        "b: ranks, 1, payload_sent: 3 -> 4 (1 of 4 values differ: payload_sent)",
         "c: both sides fail: no",
-        "d: losses, 0: 1.0 -> nothing (4 of 4 values differ)",
+        "d: losses, 0: 1.0 -> nothing (4 of 4 values differ: 0, 1, payload_sent)",
         "e: nothing was recorded",
     ]
 

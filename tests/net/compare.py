@@ -10,6 +10,7 @@ from typing import Any
 
 Record = Mapping[str, Any]  # of one check: nested dictionaries whose leaves are texts and numbers
 MISSING = "nothing"
+MOST_NAMED = 12  # values
 ERROR = "error"  # the key under which a side records its failure
 
 
@@ -24,7 +25,7 @@ def differences(old: Mapping[str, Record], new: Mapping[str, Record]) -> list[st
 
 
 def difference(old: Record, new: Record) -> str:
-    """Return the first difference between two records of a check, and the number of differences.
+    """Return the first difference between two records of a check, the number of differences, and which values differ.
 
     The text is empty if the records are equal and no side failed.
     """
@@ -33,7 +34,9 @@ def difference(old: Record, new: Record) -> str:
     if found:
         first = found[0]
         values = " -> ".join(_shortened(side.get(first, MISSING)) for side in (before, after))
-        return f"{', '.join(first)}: {values} ({len(found)} of {len(before)} values differ)"
+        names = list(dict.fromkeys(path[-1] for path in found))
+        named = ", ".join(names[:MOST_NAMED] + (["..."] if len(names) > MOST_NAMED else []))
+        return f"{', '.join(first)}: {values} ({len(found)} of {len(before)} values differ: {named})"
     if (ERROR,) in before:
         return f"both sides fail: {before[ERROR,]}"
     return "" if before else "nothing was recorded"
