@@ -31,7 +31,7 @@ EVENTS = {
     "zero.gradients.hooks:ShardedGradient": PARAMETER,
     "zero.gradients.hooks:GradientHooks": STEP,
     "zero.parameters.released:": PARAMETER,
-    "zero.parameters.saved_tensor_hooks:SavedTensorHooks._hooks": SAVED,
+    "zero.parameters.gathered.saved_tensor_hooks:SavedTensorHooks._hooks": SAVED,
     "zero.parameters.module_hooks:": UNIT,
     "zero.parameters.unit_hooks:": UNIT,
     "zero.parameters.unit_manager:": UNIT,

@@ -34,7 +34,7 @@ MUTANTS = (
         "Dynamo traces the hooks for saved tensors where it passes over a forward: other graphs, of our own code.",
         (
             Edit(
-                "zero.parameters.saved_tensor_hooks.SavedTensorHooks._hooks.pack",
+                "zero.parameters.gathered.saved_tensor_hooks.SavedTensorHooks._hooks.pack",
                 "        @untraced\n        def pack",
                 "        def pack",
             ),

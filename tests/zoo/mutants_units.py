@@ -14,7 +14,7 @@ MUTANTS = (
         "A rank does not put its own slice into the gathered buffer: that part of every weight is what lay there.",
         (
             Edit(
-                "zero.parameters.unit_buffer.UnitGathers.start",
+                "zero.parameters.gathered.gathers.UnitGathers.start",
                 "            target[low:high].copy_(buffer.shard)\n            self._on_idle",
                 "            assert high - low == buffer.shard.numel()\n            self._on_idle",
             ),
@@ -113,7 +113,7 @@ MUTANTS = (
         "A tensor that a graph saved is restored from the beginning of its bucket, where another parameter lies.",
         (
             Edit(
-                "zero.parameters.saved_tensor_index.SavedTensorIndex.restore",
+                "zero.parameters.gathered.saved_tensor_index.SavedTensorIndex.restore",
                 "return buffer.view(place.size, place.stride, place.offset)",
                 "return buffer.view(place.size, place.stride, buffer.offsets[0])",
             ),
@@ -126,7 +126,7 @@ MUTANTS = (
         "What a unit's buffer held is remembered when another unit has it: a graph takes that weight for this one.",
         (
             Edit(
-                "zero.parameters.saved_tensor_index.SavedTensorIndex.forget",
+                "zero.parameters.gathered.saved_tensor_index.SavedTensorIndex.forget",
                 "        if self._buffers.pop(buffer.address, None) is not None:\n            self._known.clear()\n",
                 "        self._buffers.pop(buffer.address, None)\n",
             ),
@@ -168,7 +168,7 @@ MUTANTS = (
         "The guess which unit follows is not corrected when a model uses them in another order: no gather overlaps.",
         (
             Edit(
-                "zero.parameters.prefetch_order.PrefetchOrder.forward",
+                "zero.parameters.gathered.prefetch_order.PrefetchOrder.forward",
                 "        self._forward[position:] = [unit]\n",
                 "        self._forward[position:] = self._forward[position:]\n",
             ),
@@ -194,7 +194,7 @@ MUTANTS = (
         "Graphs hold the gathered tensors themselves: after a forward all weights are here.",
         (
             Edit(
-                "zero.parameters.saved_tensor_hooks.SavedTensorHooks._hooks.pack",
+                "zero.parameters.gathered.saved_tensor_hooks.SavedTensorHooks._hooks.pack",
                 "if manager is not None and (saved := manager.saved_tensors.find(tensor)) is not None:",
                 "if manager is None and (saved := None) is not None:",
             ),
@@ -207,7 +207,7 @@ MUTANTS = (
         "An activation that was edited in place after the forward is used for the gradient without an error.",
         (
             Edit(
-                "zero.parameters.saved_tensor_hooks.SavedTensorHooks._hooks.unpack",
+                "zero.parameters.gathered.saved_tensor_hooks.SavedTensorHooks._hooks.unpack",
                 "            if tensor._version != version:\n",
                 "            if tensor._version < version:\n",
             ),

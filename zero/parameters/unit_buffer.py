@@ -1,4 +1,4 @@
-"""A bucket of a unit on one rank, the ``data`` of its parameters, and its all-gather.
+"""A bucket of a unit on one rank, and the ``data`` of its parameters.
 
 Knows: the slots, this rank's slice, the gathered buffer while there is one. Does not know: when, or why, a unit changes
 its state.
@@ -7,16 +7,15 @@ its state.
 from __future__ import annotations
 
 import bisect
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from collectives import Choice, Collective, Kind, Region, Tag, Work
-from collectives.pool import Pool, holders
+from collectives import Region, Work
+from collectives.pool import holders
 
 from ..core.bits import same_bits
 from ..core.layout import BucketSpec, Layout, ParameterSpec, Piece
@@ -285,53 +284,3 @@ class Unit:
     @property
     def held(self) -> bool:
         return bool(self.forward_refs or self.gather_refs)
-
-
-class UnitGathers:
-    """The all-gathers of units: among the ranks that share a copy, or in the post-forward group."""
-
-    def __init__(
-        self,
-        rank: int,
-        collective: Collective,
-        post_forward_group: Choice | None,
-        pool: Pool,
-        on_idle: Callable[[Tensor], None],
-    ) -> None:
-        """``rank``: among those that share a copy; ``on_idle``: is called with a shard after it was read."""
-        self.post_forward_group = post_forward_group
-        self._rank, self._collective, self._pool, self._on_idle = rank, collective, pool, on_idle
-
-    def room(self, buffer: UnitBuffer) -> Tensor:
-        """A buffer for the whole of a bucket."""
-        bucket = buffer.bucket
-        return self._pool.take(bucket.numel, bucket.dtypes.param_dtype, torch.device(bucket.device))
-
-    def start(self, unit: Unit, buffer: UnitBuffer, target: Tensor) -> Work:
-        """Start to gather a bucket into ``target``. Collective."""
-        bucket, (post_forward_shard, buffer.post_forward_shard) = buffer.bucket, (buffer.post_forward_shard, None)
-        if post_forward_shard is not None and self.post_forward_group is not None:
-            group = self.post_forward_group.shards
-            cuts = bucket.even_cuts(group.world_size)
-            low, high = cuts.owned(group.rank)
-            target[low:high].copy_(post_forward_shard)
-            return self.post_forward_group.collective.all_gather(target, cuts, tag=_tag(unit, buffer))
-        low, high = bucket.owned(self._rank)
-        if target is not buffer.shard:
-            target[low:high].copy_(buffer.shard)
-            self._on_idle(buffer.shard)
-        return self._collective.all_gather(target, bucket.cuts, tag=_tag(unit, buffer))
-
-    def keep(self, buffer: UnitBuffer) -> Tensor:
-        """A copy of the slice of a whole bucket that this rank keeps for the post-forward group."""
-        assert buffer.whole is not None
-        assert self.post_forward_group is not None
-        group = self.post_forward_group.shards
-        low, high = buffer.bucket.even_cuts(group.world_size).owned(group.rank)
-        post_forward_shard = self._pool.take(high - low, buffer.bucket.dtypes.param_dtype, buffer.whole.device)
-        return post_forward_shard.copy_(buffer.whole.data[low:high])
-
-
-def _tag(unit: Unit, buffer: UnitBuffer) -> Tag:
-    digest = zlib.crc32(f"{unit.name} {buffer.updated}".encode())  # the label may be cut
-    return Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=buffer.bucket.index, digest=digest)

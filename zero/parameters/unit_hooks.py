@@ -37,10 +37,10 @@ from collectives.torch_internals import (
 
 from ..core.units import ROOT, Units
 from ..streams import Streams
+from .gathered.prefetch_order import PrefetchOrder
+from .gathered.saved_tensor_hooks import SavedTensorHooks
 from .module_hooks import ForwardMethod, ModuleHooks
-from .prefetch_order import PrefetchOrder
 from .released import refuse_transforms
-from .saved_tensor_hooks import SavedTensorHooks
 from .unit_manager import UnitManager
 
 _NO_TASK = -1

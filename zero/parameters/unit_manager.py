@@ -27,9 +27,10 @@ from collectives.pool import Pool
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import as_plain
 from .edit_detector import EditDetector
+from .gathered.gathers import UnitGathers
+from .gathered.saved_tensor_index import SavedTensorIndex
 from .released import refuse_transforms, released_class, weakly
-from .saved_tensor_index import SavedTensorIndex
-from .unit_buffer import State, Unit, UnitBuffer, UnitGathers
+from .unit_buffer import State, Unit, UnitBuffer
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 

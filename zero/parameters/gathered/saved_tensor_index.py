@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .unit_buffer import UnitBuffer
+from ..unit_buffer import UnitBuffer
 
 _MOST_KNOWN = 1 << 16  # views; a program that makes ever new ones would fill the memory otherwise
 

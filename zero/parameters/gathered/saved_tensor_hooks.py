@@ -21,9 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from collectives.torch_internals import top_saved_tensors_hooks
 
-from .compiled_calls import untraced
+from ..compiled_calls import untraced
+from ..unit_manager import UnitManager
 from .saved_tensor_index import PackedParam
-from .unit_manager import UnitManager
 
 _Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Any]]
 
