@@ -161,7 +161,7 @@ BACKWARD = (
         "What ranks nearby kept for a backward that never came is gathered after the step as if it were new.",
         (
             Edit(
-                "zero.parameters.unit_manager.UnitManager.changed",
+                "zero.parameters.gathered.units.GatheredUnits.changed",
                 "        buffer.post_forward_shard = None\n        for slot in slots:\n",
                 "        for slot in slots:\n",
             ),

@@ -292,8 +292,11 @@ class ParameterStorage:
     def evict(self, bucket: int) -> None:
         """Note that this rank has updated its slice of a bucket, and does not need it for a while."""
 
-    def stepped(self, used: Sequence[bool]) -> None:
-        """Note that a step has changed these parameters."""
+    def stepping(self, used: Sequence[bool]) -> None:
+        """Note that a step changes these parameters. Every rank calls it before its first write."""
+
+    def stepped(self) -> None:
+        """Return when every rank has changed its slices. Collective."""
 
     def diagnose(self) -> str | None:
         """Return an error's text if a parameter was moved, cast or replaced since; else None."""

@@ -12,6 +12,13 @@ unshard, install, uninstall and reshard is `UnitManager`'s work.
 So at most the root's own unit, the running unit and the prefetched one are gathered, and the memory that is kept of the
 others for the backward. Therefore one thread at a time may be inside forwards, or inside a backward; another one that
 begins either gets an error. Which thread that is may change whenever none is inside.
+
+A graph holds no parameter of a unit that travels: a tensor that the unit's forward saved brings it back. Of a resident
+unit a graph holds the parameter itself, and only the graph of the unit's outputs tells that a backward reaches it. So
+two kinds of resident units stay installed longer:
+
+    its output hides tensors in an object that is not opened     from its forward until the backward or step ends
+    its forward runs another unit's forward                      in a backward, until that ends
 """
 
 from __future__ import annotations
@@ -67,7 +74,9 @@ class UnitHooks:
         self._task_thread = 0
         self._starting = False  # a backward began, and no unit was needed yet
         self._warned = False  # that a graph was broken
-        self._saver = SavedTensorHooks(manager, self._needed_again)
+        self._opaque: set[int] = set()  # resident units whose outputs have hidden tensors
+        self._enclosing: set[int] = set()  # resident units whose forward has run that of another one
+        self._saver = SavedTensorHooks(manager.gathered.saved_tensors, self._needed_again)
         self._hooks = [ModuleHooks(self, entry) for entry in units.entries]
 
     def remove(self) -> None:
@@ -75,6 +84,11 @@ class UnitHooks:
         for hooks in self._hooks:
             hooks.remove()
         self._hooks = []
+
+    @property
+    def saves(self) -> bool:
+        """True if saved-tensor hooks are needed: some unit travels."""
+        return self._manager.some_travel
 
     def busy(self) -> bool:
         """True inside a forward or a backward."""
@@ -137,15 +151,16 @@ class UnitHooks:
         hooks.refused.add(thread)
         self._manager.shards.check_process()  # before a lock that another thread may have held at the fork
         refuse_transforms(hooks.name or "the root's rest")
-        pushed = self._saver.push()  # torch may refuse
+        pushed = self.saves and self._saver.push()  # torch may refuse
         hooks.refused.discard(thread)
         last = self._running[-1:]  # read once: another thread may leave its forward at any moment
         if last and last[0][1] == thread:
             self._running.append((hooks, thread, pushed))
+            self._note_enclosing(hooks)
         else:
             self._begin_outermost(hooks, thread, pushed)
         for unit in hooks.needs:
-            self._manager.acquire(unit)
+            self._manager.units[unit].forward_refs += 1
         self._begin()
         if hooks.is_root and all(hooks is not other for other, _, _ in self._running[:-1]) and not _in_backward():
             self._order.begin_forward()
@@ -166,6 +181,12 @@ class UnitHooks:
                 self._saver.pop()
             raise
 
+    def _note_enclosing(self, hooks: ModuleHooks) -> None:
+        """Remember the units whose forwards run this one."""
+        for outer, _, _ in self._running[:-1]:
+            if hooks.needs and outer.needs != hooks.needs:
+                self._enclosing.update(outer.needs)
+
     def left(self, hooks: ModuleHooks, output: Any) -> None:
         """A module's forward has ended, perhaps with an exception (then ``output`` is None)."""
         thread = threading.get_ident()
@@ -176,11 +197,19 @@ class UnitHooks:
         if not last or last[0][:2] != (hooks, thread):  # it was refused, or a hook before ours raised
             return
         with self._beginning if len(self._running) == 1 else nullcontext():  # others begin after this
-            self._end()
-            if not _in_backward():
-                graphs = hooks.watch(output)
-                if not self._running and not graphs:
-                    self._reshard_all()
+            try:
+                graphs = _in_backward() or self._watch(hooks, output)
+            finally:
+                self._end()
+            if not graphs and not self._running:
+                self._reshard_all()
+
+    def _watch(self, hooks: ModuleHooks, output: Any) -> bool:
+        """Prepare for a backward through a forward's output. Return False if there can be none."""
+        watched, hides = hooks.watch(output)
+        if hides and torch.is_grad_enabled():
+            self._opaque.update(hooks.needs)
+        return watched or (hides and torch.is_grad_enabled())
 
     def _end(self) -> None:
         hooks, thread, pushed = self._running[-1]
@@ -188,7 +217,7 @@ class UnitHooks:
             self._pop_saver_again(hooks, thread)
             self._running.pop()
             for unit in hooks.needs:
-                self._manager.release(unit)
+                self._manager.units[unit].forward_refs -= 1
         finally:
             if pushed and thread == threading.get_ident():
                 self._saver.pop()
@@ -196,14 +225,15 @@ class UnitHooks:
             self._manager.abandon()
         elif not _in_backward():
             for unit in hooks.needs:
-                if unit in (ROOT, self._current):
-                    self._manager.uninstall(unit)
-                else:
+                if unit not in (ROOT, self._current):
                     self._has_run(unit)
+                elif not self._stays(unit, self._opaque):
+                    self._manager.uninstall(unit)
 
     def push_saver_again(self, hooks: ModuleHooks) -> None:
         """Push the saved-tensor hooks again if others were pushed on top of them since a module was entered."""
-        hooks.pushed.append((threading.get_ident(), len(self._running), self._saver.push()))
+        pushed = self.saves and self._saver.push()
+        hooks.pushed.append((threading.get_ident(), len(self._running), pushed))
 
     def pop_saver_again(self, hooks: ModuleHooks) -> None:
         """Undo `push_saver_again` in the forward that runs, if it was called: a hook before it may have raised."""
@@ -219,12 +249,17 @@ class UnitHooks:
 
     def _has_run(self, unit: int) -> None:
         """Free a unit that is not needed now; keep it if a backward may need it and the settings say so."""
+        if self._stays(unit, self._opaque) or (_in_backward() and self._stays(unit, self._enclosing)):
+            return
         if _in_backward() or not torch.is_grad_enabled():
             self._manager.reshard(unit)
         elif self._keeps_whole:
             self._manager.uninstall(unit)
         else:
             self._manager.reshard(unit, for_now=True)
+
+    def _stays(self, unit: int, longer: set[int]) -> bool:
+        return unit in longer and not self._manager.units[unit].travels
 
     def graph_broken(self, hooks: ModuleHooks) -> None:
         """Warn, once, that the graph of a compiled call around several units was broken at a module."""
@@ -248,12 +283,16 @@ class UnitHooks:
             for number in (before, expected):
                 if number is not None and number != unit:
                     self._has_run(number)
-            self._manager.unshard(unit)
-            following = (self._order.backward if _in_backward() else self._order.forward)(unit)
-            if following not in (None, unit) and self._expects_next_unit():
-                self._ahead = following
-                self._manager.unshard(following)
+            if self._manager.some_travel:
+                self._unshard(unit)
         self._manager.install(unit)
+
+    def _unshard(self, unit: int) -> None:
+        self._manager.unshard(unit)
+        following = (self._order.backward if _in_backward() else self._order.forward)(unit)
+        if following is not None and following != unit and self._expects_next_unit():
+            self._ahead = following
+            self._manager.unshard(following)
 
     def _expects_next_unit(self) -> bool:
         """False if a unit is called alone and gradients are off: no other unit is expected."""
@@ -283,7 +322,7 @@ class UnitHooks:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Push the saved-tensor hooks outside forwards, too."""
-        pushed = self._saver.push()
+        pushed = self.saves and self._saver.push()
         try:
             yield
         finally:
@@ -293,7 +332,7 @@ class UnitHooks:
     def _needed_again(self, unit: int) -> None:
         """A graph unpacks a tensor that a unit's forward saved."""
         self._begin()
-        if unit != self._current or self._starting or not self._manager.is_installed(unit):
+        if unit != self._current or self._starting or not self._manager.units[unit].installed:
             self._demand_in_backward(unit)
 
     def _begin(self) -> None:
@@ -313,6 +352,9 @@ class UnitHooks:
         if task != _NO_TASK:
             self._order.begin_backward()
             queue_callback(self._over)
+            for unit in self._opaque:
+                if self._stays(unit, self._opaque):
+                    self._manager.install(unit)  # another backward may have ended since its forward
 
     def _over(self) -> None:
         self._task = _NO_TASK

@@ -71,8 +71,11 @@ class _Parameters(Protocol):
     def evict(self, bucket: int) -> None:
         """Note that a bucket was updated."""
 
-    def stepped(self, used: Sequence[bool]) -> None:
-        """Note that all buckets were updated; ``used``: that of the gradients."""
+    def stepping(self, used: Sequence[bool]) -> None:
+        """Note that buckets will be updated; ``used``: that of the gradients."""
+
+    def stepped(self) -> None:
+        """Note that all buckets were updated."""
 
 
 class Update:
@@ -144,9 +147,10 @@ class Update:
             self._storage.evict(bucket)
             queue.ready(bucket)
 
+        self._storage.stepping(used)
         changed = self._inner.step(gradients, present, groups, stepped, lambda bucket: self._updating[bucket]())
         queue.finish()
-        self._storage.stepped(used)
+        self._storage.stepped()
         return changed
 
     def _gather(self, index: int) -> Work:

@@ -14,7 +14,7 @@ from torch import Tensor
 from collectives import Choice, Collective, Kind, Tag, Work
 from collectives.pool import Pool
 
-from ..unit_buffer import Unit, UnitBuffer
+from .buffers import GatheredBuffer, GatheredUnit
 
 
 class UnitGathers:
@@ -32,12 +32,12 @@ class UnitGathers:
         self.post_forward_group = post_forward_group
         self._rank, self._collective, self._pool, self._on_idle = rank, collective, pool, on_idle
 
-    def room(self, buffer: UnitBuffer) -> Tensor:
+    def room(self, buffer: GatheredBuffer) -> Tensor:
         """A buffer for the whole of a bucket."""
         bucket = buffer.bucket
         return self._pool.take(bucket.numel, bucket.dtypes.param_dtype, torch.device(bucket.device))
 
-    def start(self, unit: Unit, buffer: UnitBuffer, target: Tensor) -> Work:
+    def start(self, unit: GatheredUnit, buffer: GatheredBuffer, target: Tensor) -> Work:
         """Start to gather a bucket into ``target``. Collective."""
         bucket, (post_forward_shard, buffer.post_forward_shard) = buffer.bucket, (buffer.post_forward_shard, None)
         if post_forward_shard is not None and self.post_forward_group is not None:
@@ -47,12 +47,11 @@ class UnitGathers:
             target[low:high].copy_(post_forward_shard)
             return self.post_forward_group.collective.all_gather(target, cuts, tag=_tag(unit, buffer))
         low, high = bucket.owned(self._rank)
-        if target is not buffer.shard:
-            target[low:high].copy_(buffer.shard)
-            self._on_idle(buffer.shard)
+        target[low:high].copy_(buffer.shard)
+        self._on_idle(buffer.shard)
         return self._collective.all_gather(target, bucket.cuts, tag=_tag(unit, buffer))
 
-    def keep(self, buffer: UnitBuffer) -> Tensor:
+    def keep(self, buffer: GatheredBuffer) -> Tensor:
         """A copy of the slice of a whole bucket that this rank keeps for the post-forward group."""
         assert buffer.whole is not None
         assert self.post_forward_group is not None
@@ -62,6 +61,6 @@ class UnitGathers:
         return post_forward_shard.copy_(buffer.whole.data[low:high])
 
 
-def _tag(unit: Unit, buffer: UnitBuffer) -> Tag:
+def _tag(unit: GatheredUnit, buffer: GatheredBuffer) -> Tag:
     digest = zlib.crc32(f"{unit.name} {buffer.updated}".encode())  # the label may be cut
     return Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=buffer.bucket.index, digest=digest)
