@@ -10,8 +10,9 @@ Each action has a process of its own, so that a crash of the interpreter is repo
     goes on    training continues with the bits of the plain loop, as if nothing had been done
     keeps      ... as if the plain loop's parameter had been edited
 
-Each program runs on ranks between which units travel, on ranks with common memory, and on one rank. Where units do not
-travel, what reads past the class of a released parameter finds its value. Where outcomes differ, a table has all three.
+Each program runs on ranks between which units travel, on one rank, and (`test_released_common`) on ranks with common
+memory. Where units do not travel, what passes the class of a released parameter by finds its value. Where outcomes
+differ, a table has all three.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 
 from ..plain import bits
-from ..sockets import on_sockets
 from ..wrong_moments import (
     NAME,
     OF_A_UNIT,
@@ -115,6 +115,7 @@ def plain_optimizer(run: Run) -> bool:
     return run.p.grad is None
 
 
+MOMENTS = (*OUTSIDE, *OF_A_UNIT)
 Outcome = str | tuple[str, str, str]  # everywhere; or where units travel, in common memory, on one rank
 PAST_THE_CLASS = ("nan", "right", "right")
 
@@ -354,6 +355,7 @@ EDITS: dict[str, tuple[str, str, Action]] = {
 }
 """What comes of an edit on two ranks, and on one, which has no other that could not see it."""
 
+OF_KEPT = ("nan, goes on", RIGHT, RIGHT)
 KEPT: dict[str, Action] = {
     "a view from gathered(), after a step": later(gathered(Tensor.detach)),
     "an array from gathered(), after a step": later(gathered(lambda p: p.detach().numpy())),
@@ -385,27 +387,34 @@ def act(transport: Transport, name: str) -> str:
     return f"{outcome(action, run)}, {run.go_on()}"
 
 
-def play(name: str) -> list[Any]:
-    """Run an action in a process of its own: on two ranks, on two with common memory, and on one."""
-    if name == "crash":
-        os.kill(os.getpid(), signal.SIGSEGV)
+def program_of(name: str) -> Callable[[Transport], Any]:
+    """Return what a rank does with an action."""
     plain()  # run torch's very first step on a single thread
     program = ask if name in ACTIONS or name in WHOLE or name in UNCHANGED else act
-    return [
-        ranks(size, lambda transport: program(transport, name), timeout=5)
-        for ranks, size in ((on_threads, 2), (on_sockets, 2), (on_threads, 1))
-    ]
+    return lambda transport: program(transport, name)
 
 
-def by_ranks(outcome: Outcome) -> list[Any]:
-    """Return the results of `play` if this is the outcome of an action."""
-    travels, common, alone = (outcome, outcome, outcome) if isinstance(outcome, str) else outcome
-    return [[travels] * 2, [common] * 2, [alone]]
+def play(name: str) -> list[Any]:
+    """Run an action in a process of its own: on two ranks between which units travel, and on one."""
+    if name == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return [on_threads(size, program_of(name), timeout=5) for size in (2, 1)]
 
 
-def at_all(moments: Sequence[str], outcome: Outcome) -> list[Any]:
-    """Return the results of `play` if this is the outcome of an action at these moments, and training goes on."""
-    return [[{**dict.fromkeys(moments, one), "then": "goes on"} for one in ranks] for ranks in by_ranks(outcome)]
+def expected(outcome: Outcome, moments: Sequence[str] = ()) -> list[Any]:
+    """Return the results of an action on ranks between which units travel, in common memory, and on one rank.
+
+    ``moments``: those at which the action has this outcome, if it was asked at several.
+    """
+    by_ranks = (outcome, outcome, outcome) if isinstance(outcome, str) else outcome
+    found: list[Any] = list(by_ranks)
+    if moments:
+        found = [{**dict.fromkeys(moments, one), "then": "goes on"} for one in by_ranks]
+    return [[found[0]] * 2, [found[1]] * 2, [found[2]]]
+
+
+def travelling_and_alone(outcome: Outcome, moments: Sequence[str] = ()) -> list[Any]:
+    return expected(outcome, moments)[::2]
 
 
 @pytest.fixture(scope="module")
@@ -418,25 +427,25 @@ def forks() -> Iterator[Forks]:
 @pytest.mark.parametrize("name", ACTIONS)
 @pytest.mark.by_default("p + 1", "p.numpy()", "p.mul_()", "p.to(float64)", "torch.tensor(p)", "repr(model)")
 def test_a_released_parameter_gives_no_value_and_harms_nothing_at_any_moment(forks: Forks, name: str) -> None:
-    assert forks.play(name) == at_all((*OUTSIDE, *OF_A_UNIT), ACTIONS[name][0])
+    assert forks.play(name) == travelling_and_alone(ACTIONS[name][0], MOMENTS)
 
 
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.by_default("model.state_dict()", "model.load_state_dict()", "copy.deepcopy(model)", "model.half()")
 def test_a_model_of_released_parameters_says_so_and_stays_whole(forks: Forks, name: str) -> None:
-    assert forks.play(name) == at_all(OUTSIDE, "raises")
+    assert forks.play(name) == travelling_and_alone("raises", OUTSIDE)
 
 
 @pytest.mark.parametrize("name", UNCHANGED)
 @pytest.mark.by_default("model.float()", "model.to('cpu')")
 def test_what_changes_nothing_about_a_model_is_nothing(forks: Forks, name: str) -> None:
-    assert forks.play(name) == at_all(OUTSIDE, "right")
+    assert forks.play(name) == travelling_and_alone("right", OUTSIDE)
 
 
 @pytest.mark.parametrize("name", SCENES)
 @pytest.mark.full
 def test_what_is_read_edited_moved_or_kept_is_right_or_told(forks: Forks, name: str) -> None:
-    assert forks.play(name) == by_ranks(SCENES[name][0])
+    assert forks.play(name) == travelling_and_alone(SCENES[name][0])
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -448,13 +457,13 @@ def test_what_is_read_edited_moved_or_kept_is_right_or_told(forks: Forks, name: 
 )
 def test_an_edit_is_told_or_kept(forks: Forks, name: str) -> None:
     several, one, _ = EDITS[name]
-    assert forks.play(name) == by_ranks((several, several, one))
+    assert forks.play(name) == travelling_and_alone((several, several, one))
 
 
 @pytest.mark.parametrize("name", KEPT)
 @pytest.mark.by_default("a view from gathered(), after a step", "an array from a forward, after a step")
 def test_what_is_kept_over_a_step_is_nan_or_follows(forks: Forks, name: str) -> None:
-    assert forks.play(name) == by_ranks(("nan, goes on", RIGHT, RIGHT))
+    assert forks.play(name) == travelling_and_alone(OF_KEPT)
 
 
 def test_a_crash_would_be_seen(forks: Forks) -> None:

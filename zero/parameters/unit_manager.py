@@ -212,7 +212,7 @@ class UnitManager:
         """Return the first edit since the last call that would be lost, or what cannot be undone, as an error's text;
         None if there is none."""
         self.resident.find_edits()
-        found = self.edits.take() or self.edits.lasting
+        found = self.edits.lasting or self.edits.take()
         if found is not None:
             return found
         with as_plain():
