@@ -101,9 +101,9 @@ class ShardedStorage(ParameterStorage):
 
     @property
     def buckets_cross_units(self) -> bool:
-        return (
-            self._on_host and self._offload_backend is None and self._shards.has_common and self._shards.world_size > 1
-        )
+        if self._offload_backend is not None:  # of a bucket, which a step has in memory, no more than a unit
+            return False
+        return self._shards.world_size == 1 or (self._on_host and self._shards.has_common)
 
     def lines(self) -> list[str]:
         units = zip(self._units.names, self._units.parameters, strict=True)

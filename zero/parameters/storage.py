@@ -68,8 +68,8 @@ class ParameterStorage:
 
     @property
     def buckets_cross_units(self) -> bool:
-        """True if units need no gather when shared memory can be allocated. Shards of a unit may then differ in
-        length."""
+        """True if units need no gather, provided that shared memory can be allocated. Shards of a unit may then differ
+        in length."""
         return False
 
     def lines(self) -> list[str]:
