@@ -158,9 +158,13 @@ class UnitManager:
     def uninstall(self, number: int) -> None:
         """Release a unit's parameters, unless the unit is held. Gathered buffers stay."""
         unit = self.units[number]
-        if unit.installed and not (unit.forward_refs or unit.gather_refs):
+        if not unit.installed or unit.forward_refs or unit.gather_refs:
+            return
+        if unit.gathered.buffers:
             with unit.uninstalling():
                 self._uninstall(unit)
+        else:
+            self._uninstall(unit)
 
     def _uninstall(self, unit: Unit) -> None:
         self.resident.uninstall(unit.resident)
