@@ -12,8 +12,9 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
     _cdata                          UntypedStorage   collectives.pool
     _get_backend                    ProcessGroup     collectives.backends.gloo (without it: the default time limit)
     _timeout                        its options      collectives.backends.gloo (as above)
-    _version                        Tensor           zero.runtime.accumulator, zero.parameters.saved_tensor_index,
-                                                     zero.parameters.saved_tensor_hooks, zero.parameters.unit_buffer,
+    _version                        Tensor           zero.runtime.accumulator, zero.parameters.unit_buffer,
+                                                     zero.parameters.gathered.saved_tensor_index,
+                                                     zero.parameters.gathered.saved_tensor_hooks,
                                                      zero.commands.verify.ranks
     _backward_hooks                 Tensor           zero.parameters.materialize, zero.parameters.released
     _post_accumulate_grad_hooks     Tensor           zero.gradients.hooks, zero.parameters.materialize,

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport, on_threads
+from collectives.pool import holders
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import FLOATS, is_released
+from zero.parameters.gathered.buffers import State
 from zero.parameters.sharded import ShardedStorage
-from zero.parameters.unit_buffer import State
 from zero.parameters.unit_manager import UnitManager
 
 from .plain import assert_same_bits, share
@@ -257,8 +258,9 @@ def assert_nothing_is_here(model: nn.Module, optimizer: ZeroOptimizer, lends: bo
     """
     manager = manager_of(optimizer)
     for unit in manager.units:
-        assert (unit.state, unit.held, unit.work) == (State.SHARDED, False, []), unit
-        assert all(buffer.whole is None for buffer in unit.buffers), unit.name
+        assert (unit.installed, unit.held) == (False, False), unit
+        assert (unit.gathered.state, unit.gathered.work) == (State.SHARDED, []), unit
+        assert all(buffer.whole is None for buffer in unit.gathered.buffers), unit.name
     for name, parameter in model.named_parameters():
         assert is_released(parameter) == (parameter.dtype in FLOATS), name
     if not lends and externally_held(manager):
@@ -270,8 +272,9 @@ def externally_held(manager: UnitManager) -> list[str]:
     """Return the names of the parameters whose memory is still held outside the library."""
     buffers = [
         buffer
-        for buffer in manager.buffers()
-        if buffer.externally_held is not None and buffer.external_refs(buffer.externally_held)
+        for unit in manager.units
+        for buffer in unit.gathered.buffers
+        if buffer.externally_held is not None and holders(buffer.externally_held)
     ]
     return [buffer.name(slot) for buffer in buffers for slot in range(len(buffer.parameters))]
 

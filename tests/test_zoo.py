@@ -101,7 +101,7 @@ def write_places(root: Path) -> None:
     """Write a package with a module and a sub-package with a module, all with the same text."""
     for file in (
         "zero/__init__.py",
-        "zero/parameters/saved_tensor_index.py",
+        "zero/parameters/gathered/saved_tensor_index.py",
         "zero/core/__init__.py",
         "zero/core/places.py",
     ):
@@ -123,7 +123,7 @@ def write_places(root: Path) -> None:
     ("module", "file"),
     [
         ("zero", "zero/__init__.py"),
-        ("zero.parameters.saved_tensor_index", "zero/parameters/saved_tensor_index.py"),
+        ("zero.parameters.gathered.saved_tensor_index", "zero/parameters/gathered/saved_tensor_index.py"),
         ("zero.core", "zero/core/__init__.py"),
         ("zero.core.places", "zero/core/places.py"),
     ],
@@ -142,8 +142,8 @@ def test_a_patch_changes_the_named_definition_alone(
 @pytest.mark.parametrize(("place", "times"), [("", 5), (".C", 3), (".C.p", 2)])
 def test_old_text_is_counted_in_the_named_definition_alone(place: str, times: int, tmp_path: Path) -> None:
     write_places(tmp_path)
-    edit = Edit(f"zero.parameters.saved_tensor_index{place}", "a = 1", "b = 1")
-    where = rf"zero\.parameters\.saved_tensor_index{place}"
+    edit = Edit(f"zero.parameters.gathered.saved_tensor_index{place}", "a = 1", "b = 1")
+    where = rf"zero\.parameters\.gathered\.saved_tensor_index{place}"
     with pytest.raises(PatchError, match=rf"occurs {times} times in {where}, not once"):
         patched(Mutant("a mutant", (), "", (edit,), ()), tmp_path)
 

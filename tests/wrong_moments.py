@@ -1,7 +1,7 @@
 """Helpers of `test_released`: a small training run that reports each moment to a callback, and processes for actions.
 
-A helper process imports torch once and forks for each action. In the fork two ranks, and then a single one, train as
-threads, act, and continue training; the outcome is returned as JSON. A crash ends only the fork, and is reported.
+A helper process imports torch once and forks for each action. In the fork ranks train as threads, act, and continue
+training; the outcome is returned as JSON. A crash ends only the fork, and is reported.
 """
 
 from __future__ import annotations
@@ -89,15 +89,16 @@ def _batches(step: int) -> list[Tensor]:
 
 
 @functools.cache
-def plain(edited: bool = False) -> list[list[Tensor]]:
-    """Return the parameters before each step of the plain loop. ``edited``: ``p`` was doubled after the first step."""
+def plain(times: float = 1) -> list[list[Tensor]]:
+    """Return the parameters before each step of the plain loop. ``times``: the factor of an edit of ``p`` after the
+    first step."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     trace = []
     for step in range(STEPS):
-        if edited and step == 1:
+        if step == 1:
             with torch.no_grad():
-                model.block(1).weight.mul_(2)
+                model.block(1).weight.mul_(times)
         trace.append([parameter.detach().clone() for parameter in model.parameters()])
         plain_step(model, optimizer, loss_of, _batches(step), 2)
         optimizer.zero_grad()
@@ -169,7 +170,7 @@ class Run:
                 return "told for good" if _NAMED.search(str(again)) else f"told for good {again}"
             self.train()
         self.optimizer.close()
-        for word, trace in {"goes on": plain(), "keeps the edit": plain(edited=True)}.items():
+        for word, trace in {"goes on": plain(), "keeps the edit": plain(2), "keeps the zeros": plain(0)}.items():
             pairs = zip(self.model.parameters(), trace[self.steps], strict=True)
             if all(torch.equal(bits(a), bits(b)) for a, b in pairs):
                 return said + word

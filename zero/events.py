@@ -6,7 +6,7 @@ buckets and units are registered. No event belongs to a single parameter.
 
     zero::unshard unit U               launch the all-gathers of a unit
     zero::wait_for_unshard unit U      wait for them
-    zero::install unit U               make the parameters views of the gathered buffer
+    zero::install unit U               give the parameters their values: views of the gathered buffer
     zero::reshard unit U               release the parameters and free the buffer
     zero::uninstall unit U             release the parameters, and keep the buffer
     zero::reduce_scatter bucket B      copy the gradients of a bucket, and launch their reduce-scatter

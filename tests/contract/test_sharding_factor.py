@@ -348,8 +348,9 @@ def test_after_an_evaluation_or_a_step_nothing_is_kept(reshard: bool | int) -> N
         manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
 
         def kept() -> int:
-            whole = sum(buffer.whole is not None for buffer in manager.buffers())
-            return whole + sum(buffer.post_forward_shard is not None for buffer in manager.buffers())
+            buffers = [buffer for unit in manager.units for buffer in unit.gathered.buffers]
+            whole = sum(buffer.whole is not None for buffer in buffers)
+            return whole + sum(buffer.post_forward_shard is not None for buffer in buffers)
 
         with torch.no_grad():
             model(torch.ones(2, 67))
@@ -575,7 +576,7 @@ def test_ranks_that_share_what_is_kept_are_called_what_the_group_calls_them() ->
         model = locked_build(0)
         optimizer = ZeroOptimizer(model, stage=3, process_group=transport, reshard_after_forward=2)
         manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
-        post_forward_group = manager._gathers.post_forward_group.shards
+        post_forward_group = manager.gathered._gathers.post_forward_group.shards
         return [post_forward_group.rank_label, optimizer._builder.shards.rank_label]
 
     assert on_wires(4, program) == [[f"rank {rank}"] * 2 for rank in range(4)]

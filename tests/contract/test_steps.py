@@ -201,7 +201,7 @@ def poison(_: str, __: Odd, optimizer: ZeroOptimizer) -> None:
     storage, rank = optimizer._storage, optimizer.rank
     pools, stage = [optimizer._transport.pool], optimizer._builder.stage
     if isinstance(storage, ShardedStorage):
-        pools.append(storage.manager.pool)
+        pools.append(storage.manager.gathered.pool)
         for buffer in storage.manager.buffers():
             poison_padding(buffer.shard, buffer.bucket, *buffer.bucket.owned(rank))
             if buffer.whole is not None:

@@ -19,7 +19,8 @@ from zero import ZeroOptimizer
 from zero.core.parameter_specs import is_released
 from zero.core.stage import STAGES
 from zero.gradients.backward_schedule import BackwardSchedule, Phase
-from zero.parameters.unit_buffer import State, Unit
+from zero.parameters.gathered.buffers import GatheredUnit, State
+from zero.parameters.unit_manager import Unit
 
 from ..models import Odd, build, odd_batches, odd_loss
 from ..plain import assert_same_model, assert_same_states, plain_step
@@ -286,8 +287,9 @@ def a_rank_leaves(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
 
 
 def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arrows are those of the diagrams in `unit_manager` and `backward_schedule`, whatever is called or fails."""
-    units = record_transitions(monkeypatch, Unit, "state")
+    """The arrows are those of the diagrams in `gathered.units` and `backward_schedule`, whatever is called or fails."""
+    units = record_transitions(monkeypatch, GatheredUnit, "state")
+    installed = record_transitions(monkeypatch, Unit, "installed")
     phases = record_transitions(monkeypatch, BackwardSchedule, "phase")
 
     def at(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
@@ -305,10 +307,9 @@ def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) 
     assert {arrow for arrow in units if arrow[0] is not arrow[1]} == {
         (State.SHARDED, State.GATHERING),
         (State.GATHERING, State.WHOLE),
-        (State.WHOLE, State.INSTALLED),
-        (State.INSTALLED, State.WHOLE),
         (State.WHOLE, State.SHARDED),
     }
+    assert installed == {(False, False), (False, True), (True, False)}
     assert {arrow for arrow in phases if arrow[0] is not arrow[1]} == {
         (Phase.OPEN, Phase.DIVIDED),
         (Phase.DIVIDED, Phase.STEPPED),

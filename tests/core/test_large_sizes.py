@@ -20,7 +20,7 @@ from zero.core.bits import dense_stride
 from zero.core.formulas import formula_bytes, formula_traffic
 from zero.core.layout import Dtypes, Layout, ParameterSpec, build
 from zero.core.stage import STAGES, Placement
-from zero.parameters.unit_buffer import UnitBuffer
+from zero.parameters.gathered.buffers import GatheredBuffer
 from zero.runtime.accumulator import GradAccumulator
 from zero.runtime.flat_buffer import FlatBuffer
 from zero.runtime.flat_states import BucketStates
@@ -70,7 +70,8 @@ def test_slots_and_slices_beyond_two_to_the_31_tile_the_bucket(world_size: int, 
             end = piece.end
     assert covered == {number: slot.numel for number, slot in enumerate(bucket.slots)}
     parameters = [torch.empty_strided(spec.shape, spec.stride, device=META) for spec in layout.parameters]
-    buffer = UnitBuffer(bucket, layout, [parameters[slot.parameter] for slot in bucket.slots], flat, True, whole=flat)
+    members = [parameters[slot.parameter] for slot in bucket.slots]
+    buffer = GatheredBuffer(bucket, layout, members, flat, True, whole=flat)
     buffer.put_whole()
     for number, (slot, view) in enumerate(zip(bucket.slots, buffer.parameters, strict=True)):
         spec = layout.parameters[slot.parameter]

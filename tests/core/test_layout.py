@@ -20,7 +20,6 @@ from zero.core.cuts import Cuts, EvenCuts, PartOfCuts
 from zero.core.formulas import formula_bytes, formula_traffic
 from zero.core.layout import (
     ALIGNMENT_BYTES,
-    JOINED_BYTES,
     BucketSpec,
     Dtypes,
     Layout,
@@ -334,25 +333,13 @@ def test_a_slot_begins_where_the_one_before_ends_also_beyond_two_to_the_31() -> 
 
 
 @given(lists_with_units, world_sizes, bucket_sizes)
-def test_units_share_a_bucket_until_it_is_large_enough(
+def test_across_units_buckets_are_those_without_units(
     parameters: list[ParameterSpec], world_size: int, nbytes: int
 ) -> None:
     across = build(parameters, world_size, nbytes, across_units=True)
+    without = [dataclasses.replace(parameter, unit=0) for parameter in parameters]
     assert across.parameters == tuple(parameters)
-    for bucket in across.buckets:
-        *before, (_, first, _) = across.runs(bucket)
-        if before:
-            assert bucket.part(0, first).numel * bucket.dtypes.param_dtype.itemsize < JOINED_BYTES
-    if sum(bucket.numel * bucket.dtypes.param_dtype.itemsize for bucket in across.buckets) < JOINED_BYTES:
-        without = [dataclasses.replace(parameter, unit=0) for parameter in parameters]
-        assert across.buckets == build(without, world_size, nbytes).buckets
-
-
-def test_a_unit_that_fills_a_bucket_is_alone_in_it_and_small_ones_are_together() -> None:
-    sizes = [JOINED_BYTES // 4] * 2 + [JOINED_BYTES // 4 // 3] * 5  # in elements of 4 bytes
-    parameters = [spec(f"p{unit}", (size,), unit=unit, index=unit) for unit, size in enumerate(sizes)]
-    layout = build(parameters, 2, 100 * JOINED_BYTES, across_units=True)
-    assert [[unit for unit, _, _ in layout.runs(bucket)] for bucket in layout.buckets] == [[6, 5, 4], [3, 2, 1], [0]]
+    assert across.buckets == build(without, world_size, nbytes).buckets
 
 
 @given(lists_with_units, world_sizes, bucket_sizes)

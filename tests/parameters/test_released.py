@@ -9,6 +9,10 @@ Each action has a process of its own, so that a crash of the interpreter is repo
     told       the next step raises on every rank, names the parameter, and changes nothing
     goes on    training continues with the bits of the plain loop, as if nothing had been done
     keeps      ... as if the plain loop's parameter had been edited
+
+Each program runs on ranks between which units travel, on one rank, and (`test_released_common`) on ranks with common
+memory. Where units do not travel, what passes the class of a released parameter by finds its value. Where outcomes
+differ, a table has all three.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import pickle
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,7 +115,11 @@ def plain_optimizer(run: Run) -> bool:
     return run.p.grad is None
 
 
-ACTIONS: dict[str, tuple[str, Action]] = {
+MOMENTS = (*OUTSIDE, *OF_A_UNIT)
+Outcome = str | tuple[str, str, str]  # everywhere; or where units travel, in common memory, on one rank
+PAST_THE_CLASS = ("nan", "right", "right")
+
+ACTIONS: dict[str, tuple[Outcome, Action]] = {
     "p + 1": ("raises", lambda run: run.p + 1),
     "1 - p": ("raises", lambda run: 1 - run.p),
     "repr(p)": ("right", lambda run: repr(run.p) == INSTALLED),
@@ -174,11 +182,11 @@ ACTIONS: dict[str, tuple[str, Action]] = {
     "copy.deepcopy(p)": ("raises", lambda run: copy.deepcopy(run.p)),
     "pickle.dumps(p)": ("raises", lambda run: pickle.dumps(run.p)),
     "torch.save(p)": ("raises", lambda run: saved(run.p)),
-    "torch.tensor(p)": ("nan", lambda run: torch.tensor(run.p)),
-    "torch.Tensor(p)": ("nan", lambda run: torch.Tensor(run.p)),
-    "p.as_subclass(Tensor)": ("nan", lambda run: run.p.as_subclass(Tensor)),
-    "a scripted function": ("nan", lambda run: scripted(doubled)(run.p)),
-    "torch.func.vmap": ("nan", lambda run: torch.func.vmap(lambda row: row * 2)(run.p)),
+    "torch.tensor(p)": (PAST_THE_CLASS, lambda run: torch.tensor(run.p)),
+    "torch.Tensor(p)": (PAST_THE_CLASS, lambda run: torch.Tensor(run.p)),
+    "p.as_subclass(Tensor)": (PAST_THE_CLASS, lambda run: run.p.as_subclass(Tensor)),
+    "a scripted function": (PAST_THE_CLASS, lambda run: scripted(doubled)(run.p) / 2),
+    "torch.func.vmap": (PAST_THE_CLASS, lambda run: torch.func.vmap(lambda row: row * 2)(run.p) / 2),
     "autograd.grad(p, p)": ("raises", lambda run: torch.autograd.grad(run.p, run.p, torch.ones(3, 3))),
     "autograd.backward(p)": ("raises", lambda run: torch.autograd.backward(run.p, torch.ones(3, 3))),
     "autograd.backward(x, p)": ("raises", lambda run: torch.autograd.backward(ones(), run.p, inputs=[run.p])),
@@ -309,7 +317,8 @@ def loaded_by_assignment(run: Run) -> None:
 
 
 RIGHT, TOLD, FOR_GOOD, REFUSED = "right, goes on", "done, told, goes on", "done, told for good", "raises, goes on"
-SCENES: dict[str, tuple[str, Action]] = {
+KEEPS, ZEROS = "done, keeps the edit", "done, keeps the zeros"
+SCENES: dict[str, tuple[Outcome, Action]] = {
     "read in gathered()": (RIGHT, gathered(Tensor.clone)),
     "save and copy in gathered()": (RIGHT, whole_model),
     "model.to() that changes nothing, elsewhere": (RIGHT, unchanged),
@@ -319,12 +328,12 @@ SCENES: dict[str, tuple[str, Action]] = {
     "p.data = ... in gathered()": (TOLD, gathered(assigned)),
     "model.to(float64) in gathered()": (TOLD, cast(nn.Module.double)),
     "model.half() in gathered()": (TOLD, cast(nn.Module.half)),
-    "model.share_memory() in gathered()": (TOLD, cast(nn.Module.share_memory)),
+    "model.share_memory() in gathered()": ((TOLD, FOR_GOOD, "done, goes on"), cast(nn.Module.share_memory)),
     "model.to('meta') in gathered()": (FOR_GOOD, cast(lambda model: model.to("meta"))),
     "p.data = ... in its forward": (REFUSED, in_forward(assigned)),
     "p.set_()": (TOLD, between(lambda p: p.set_(torch.ones(9).untyped_storage()))),
-    "a scripted p.zero_()": (TOLD, between(lambda p: scripted(zeroed)(p))),
-    "p.as_subclass(Tensor).zero_()": (TOLD, between(lambda p: p.as_subclass(Tensor).zero_())),
+    "a scripted p.zero_()": ((TOLD, TOLD, ZEROS), between(lambda p: scripted(zeroed)(p))),
+    "p.as_subclass(Tensor).zero_()": ((TOLD, TOLD, ZEROS), between(lambda p: p.as_subclass(Tensor).zero_())),
     "torch.utils.swap_tensors": (FOR_GOOD, between(swapped)),
     "module.weight = ...": (FOR_GOOD, replaced),
     "load_state_dict(assign=True)": (FOR_GOOD, loaded_by_assignment),
@@ -334,7 +343,6 @@ SCENES: dict[str, tuple[str, Action]] = {
 }
 """What comes at once, and then, on any number of ranks."""
 
-KEEPS = "done, keeps the edit"
 EDITS: dict[str, tuple[str, str, Action]] = {
     "p.mul_() in gathered()": (TOLD, KEEPS, gathered(doubled_in_place)),
     "p.detach().mul_() in gathered()": (TOLD, KEEPS, gathered(lambda p: doubled_in_place(p.detach()))),
@@ -347,13 +355,14 @@ EDITS: dict[str, tuple[str, str, Action]] = {
 }
 """What comes of an edit on two ranks, and on one, which has no other that could not see it."""
 
+OF_KEPT = ("nan, goes on", RIGHT, RIGHT)
 KEPT: dict[str, Action] = {
     "a view from gathered(), after a step": later(gathered(Tensor.detach)),
     "an array from gathered(), after a step": later(gathered(lambda p: p.detach().numpy())),
     "a view from a forward, after a step": in_forward(Tensor.detach),
     "an array from a forward, after a step": in_forward(lambda p: p.detach().numpy()),
 }
-"""What is read after a step: NaN where this rank has no such values any more, and right where it has all."""
+"""What is read after a step: NaN where units travel, and right where they do not."""
 
 
 def ask(transport: Transport, name: str) -> dict[str, str]:
@@ -378,13 +387,34 @@ def act(transport: Transport, name: str) -> str:
     return f"{outcome(action, run)}, {run.go_on()}"
 
 
-def play(name: str) -> list[Any]:
-    """Run an action on two ranks, and then on one, in a process of its own."""
-    if name == "crash":
-        os.kill(os.getpid(), signal.SIGSEGV)
+def program_of(name: str) -> Callable[[Transport], Any]:
+    """Return what a rank does with an action."""
     plain()  # run torch's very first step on a single thread
     program = ask if name in ACTIONS or name in WHOLE or name in UNCHANGED else act
-    return [on_threads(size, lambda transport: program(transport, name), timeout=5) for size in (2, 1)]
+    return lambda transport: program(transport, name)
+
+
+def play(name: str) -> list[Any]:
+    """Run an action in a process of its own: on two ranks between which units travel, and on one."""
+    if name == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return [on_threads(size, program_of(name), timeout=5) for size in (2, 1)]
+
+
+def expected(outcome: Outcome, moments: Sequence[str] = ()) -> list[Any]:
+    """Return the results of an action on ranks between which units travel, in common memory, and on one rank.
+
+    ``moments``: those at which the action has this outcome, if it was asked at several.
+    """
+    by_ranks = (outcome, outcome, outcome) if isinstance(outcome, str) else outcome
+    found: list[Any] = list(by_ranks)
+    if moments:
+        found = [{**dict.fromkeys(moments, one), "then": "goes on"} for one in by_ranks]
+    return [[found[0]] * 2, [found[1]] * 2, [found[2]]]
+
+
+def travelling_and_alone(outcome: Outcome, moments: Sequence[str] = ()) -> list[Any]:
+    return expected(outcome, moments)[::2]
 
 
 @pytest.fixture(scope="module")
@@ -395,31 +425,27 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.mark.parametrize("name", ACTIONS)
-@pytest.mark.by_default("p + 1", "p.numpy()", "p.mul_()", "p.to(float64)", "p.data_ptr()", "repr(model)")
+@pytest.mark.by_default("p + 1", "p.numpy()", "p.mul_()", "p.to(float64)", "torch.tensor(p)", "repr(model)")
 def test_a_released_parameter_gives_no_value_and_harms_nothing_at_any_moment(forks: Forks, name: str) -> None:
-    expected = {**dict.fromkeys((*OUTSIDE, *OF_A_UNIT), ACTIONS[name][0]), "then": "goes on"}
-    assert forks.play(name) == [[expected, expected], [expected]]
+    assert forks.play(name) == travelling_and_alone(ACTIONS[name][0], MOMENTS)
 
 
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.by_default("model.state_dict()", "model.load_state_dict()", "copy.deepcopy(model)", "model.half()")
 def test_a_model_of_released_parameters_says_so_and_stays_whole(forks: Forks, name: str) -> None:
-    expected = {**dict.fromkeys(OUTSIDE, "raises"), "then": "goes on"}
-    assert forks.play(name) == [[expected, expected], [expected]]
+    assert forks.play(name) == travelling_and_alone("raises", OUTSIDE)
 
 
 @pytest.mark.parametrize("name", UNCHANGED)
 @pytest.mark.by_default("model.float()", "model.to('cpu')")
 def test_what_changes_nothing_about_a_model_is_nothing(forks: Forks, name: str) -> None:
-    expected = {**dict.fromkeys(OUTSIDE, "right"), "then": "goes on"}
-    assert forks.play(name) == [[expected, expected], [expected]]
+    assert forks.play(name) == travelling_and_alone("right", OUTSIDE)
 
 
 @pytest.mark.parametrize("name", SCENES)
 @pytest.mark.full
 def test_what_is_read_edited_moved_or_kept_is_right_or_told(forks: Forks, name: str) -> None:
-    expected = SCENES[name][0]
-    assert forks.play(name) == [[expected, expected], [expected]]
+    assert forks.play(name) == travelling_and_alone(SCENES[name][0])
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -430,14 +456,14 @@ def test_what_is_read_edited_moved_or_kept_is_right_or_told(forks: Forks, name: 
     "p.data.mul_() in gathered(write=True)",
 )
 def test_an_edit_is_told_or_kept(forks: Forks, name: str) -> None:
-    two, one, _ = EDITS[name]
-    assert forks.play(name) == [[two, two], [one]]
+    several, one, _ = EDITS[name]
+    assert forks.play(name) == travelling_and_alone((several, several, one))
 
 
 @pytest.mark.parametrize("name", KEPT)
 @pytest.mark.by_default("a view from gathered(), after a step", "an array from a forward, after a step")
 def test_what_is_kept_over_a_step_is_nan_or_follows(forks: Forks, name: str) -> None:
-    assert forks.play(name) == [["nan, goes on"] * 2, ["right, goes on"]]
+    assert forks.play(name) == travelling_and_alone(OF_KEPT)
 
 
 def test_a_crash_would_be_seen(forks: Forks) -> None:

@@ -6,7 +6,9 @@ borders.
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -19,7 +21,8 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
-from zero.parameters.unit_buffer import SharedBucketMemory
+from zero.parameters.resident_units import SharedBucketMemory
+from zero.parameters.unit_manager import UnitManager
 
 from ..plain import assert_same_bits, assert_same_model, plain_step
 from ..sockets import on_sockets
@@ -93,12 +96,12 @@ def then_trained(width: int, transport: Transport, act: Callable[[Blocks, ZeroOp
 
 
 @contextmanager
-def late(owner: Any, name: str, moment: threading.Event) -> Iterator[None]:
-    """Delay calls of ``owner.name`` until a moment."""
+def late(owner: Any, name: str, seconds: float) -> Iterator[None]:
+    """Delay calls of ``owner.name``."""
     call = getattr(owner, name)
 
     def waiting(*arguments: Any) -> Any:
-        assert moment.wait(LIMIT)
+        time.sleep(seconds)
         return call(*arguments)
 
     setattr(owner, name, waiting)
@@ -254,31 +257,39 @@ def test_what_happens_inside_a_block_that_writes_undoes_nothing(
         assert_same_model(model, plain(width, 1, doubled=1))
 
 
-@RANKS
 @WIDTHS
-def test_what_was_written_stays_in_an_outer_block_before_its_owners_have_it(ranks: Ranks, width: int) -> None:
-    """Rank 1 takes over its slices only after rank 0 has read them.
+def test_a_block_that_writes_ends_on_a_rank_when_every_rank_has_written(width: int) -> None:
+    """Also if the block raises, inside another one. A view of before shows the new values then."""
+    ended = threading.Event()
 
-    So until then the shared memory has the old values.
-    """
-    looked = threading.Event()
-
-    def act(model: Blocks, optimizer: ZeroOptimizer) -> Tensor:
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[bool, Tensor, Tensor]:
         manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
+        with optimizer.gathered():
+            view = model.weight(1).detach()
         with optimizer.gathered(model.weight(1)):
-            with late(manager, "commit", looked if optimizer.rank else done), suppress(PlannedError):  # noqa: SIM117
+            with late(manager, "commit", 0.3 if optimizer.rank else 0.0), suppress(PlannedError):  # noqa: SIM117
                 with optimizer.gathered(model.weight(1), write=True):
                     model.weight(1).data.mul_(2)
                     raise PlannedError
+            waited = ended.is_set() or optimizer.rank == 1
             with optimizer.gathered(model.weight(1)):
                 seen = model.weight(1).detach().clone()
-            looked.set()
-        return seen
+        return waited, seen, view.clone()
 
-    done = threading.Event()
-    done.set()
-    for seen, model in ranks(2, lambda t: then_trained(width, t, act), timeout=LIMIT):
+    commit = UnitManager.commit
+
+    def noted(manager: UnitManager, buffer: Any, slots: Any) -> None:
+        commit(manager, buffer, slots)
+        if manager.shards.rank:
+            ended.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UnitManager, "commit", noted)
+        results = on_sockets(2, lambda t: then_trained(width, t, act), timeout=LIMIT)
+    for (waited, seen, view), model in results:
+        assert waited
         assert_same_bits(seen, plain(width, 0, doubled=1).weight(1))
+        assert_same_bits(view, seen)
         assert_same_model(model, plain(width, 1, doubled=1))
 
 
@@ -311,41 +322,52 @@ def test_what_a_forward_wrote_is_not_kept_over_a_step(ranks: Ranks) -> None:
 # -- external references ----------------------------------------------------------------------------------------------
 
 
-@RANKS
 @WIDTHS
 @pytest.mark.parametrize("held", [0, 1, 2])
-def test_a_view_of_one_unit_makes_no_other_out_of_date(ranks: Ranks, width: int, held: int) -> None:
-    """Rank 0 has ended its step, and its view shows that, before rank 1 begins to write."""
-    ended = threading.Event()
+def test_a_step_ends_on_a_rank_when_every_rank_has_written(width: int, held: int) -> None:
+    """Rank 1 writes late. A view that rank 0 has of any unit shows only new values as soon as its step ends."""
 
-    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[bool, list[Tensor], str]:
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[Tensor, list[Tensor], str]:
         with optimizer.gathered():
             view = model.weight(held).detach()
-        old = view.clone()
         backward(model)
-        if optimizer.rank == 0:
+        with late(optimizer._inner, "step", 0.3 if optimizer.rank else 0.0):
             optimizer.step()
-            ended.set()
-        else:
-            with late(optimizer._inner, "step", ended):
-                optimizer.step()
-        optimizer.exchange(b"")
-        shows_old = bool((view == old).any())
+        shown = view.clone()
         with optimizer.gathered():
             seen = [parameter.detach().clone() for parameter in model.parameters()]
-        return shows_old, seen, error_of(optimizer.check_replicas)
+        return shown, seen, error_of(optimizer.check_replicas)
 
-    for (shows_old, seen, message), model in ranks(2, lambda t: then_trained(width, t, act), timeout=LIMIT):
-        assert not shows_old
+    for (shown, seen, message), model in on_sockets(2, lambda t: then_trained(width, t, act), timeout=LIMIT):
+        assert_same_bits(shown, plain(width, 1).weight(held))
         for value, expected in zip(seen, plain(width, 1).parameters(), strict=True):
             assert_same_bits(value, expected)
         assert message == "nothing"
         assert_same_model(model, plain(width, 2))
 
 
-@RANKS
 @WIDTHS
-def test_what_is_written_into_an_array_after_its_block_reaches_no_other_unit(ranks: Ranks, width: int) -> None:
+@pytest.mark.parametrize("held", [0, 1, 2])
+def test_a_view_of_one_unit_that_travels_makes_no_other_out_of_date(width: int, held: int) -> None:
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[Tensor, list[Tensor], str]:
+        with optimizer.gathered():
+            view = model.weight(held).detach()
+        train(model, optimizer)
+        shown = view.clone()
+        with optimizer.gathered():
+            seen = [parameter.detach().clone() for parameter in model.parameters()]
+        return shown, seen, error_of(optimizer.check_replicas)
+
+    for (shown, seen, message), model in on_threads(2, lambda t: then_trained(width, t, act), timeout=LIMIT):
+        assert bool(shown.isnan().all())
+        for value, expected in zip(seen, plain(width, 1).parameters(), strict=True):
+            assert_same_bits(value, expected)
+        assert message == "nothing"
+        assert_same_model(model, plain(width, 2))
+
+
+@WIDTHS
+def test_what_is_written_into_an_array_of_a_unit_that_travels_is_lost(width: int) -> None:
     def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[str, list[Tensor]]:
         with optimizer.gathered():
             array = model.weight(1).detach().numpy()
@@ -358,11 +380,40 @@ def test_what_is_written_into_an_array_after_its_block_reaches_no_other_unit(ran
             seen = [parameter.detach().clone() for parameter in model.parameters()]
         return error_of(optimizer.check_replicas), seen
 
-    for (message, seen), model in ranks(2, lambda t: then_trained(width, t, act), timeout=LIMIT):
+    for (message, seen), model in on_threads(2, lambda t: then_trained(width, t, act), timeout=LIMIT):
         assert message == "nothing"
         for value, expected in zip(seen, plain(width, 2).parameters(), strict=True):
             assert_same_bits(value, expected)
         assert_same_model(model, plain(width, 3))
+
+
+@WIDTHS
+@pytest.mark.parametrize("runs", [False, True], ids=["no forward", "a forward"])
+def test_what_is_written_into_an_array_after_its_block_is_told_and_undone(width: int, runs: bool) -> None:
+    """Also on a rank that ran no forward since; and nothing stays of it when the other ranks have written there."""
+
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[str, str, list[Tensor], Tensor]:
+        with optimizer.gathered():
+            array = model.weight(1).detach().numpy()
+        if optimizer.rank == 0:
+            array.fill(77)
+        if optimizer.rank == 1 or runs:
+            backward(model)
+        message = error_of(optimizer.step)
+        optimizer.zero_grad()
+        backward(model)
+        again = error_of(optimizer.step)
+        with optimizer.gathered():
+            seen = [parameter.detach().clone() for parameter in model.parameters()]
+        return message, again, seen, torch.from_numpy(array).clone()
+
+    for (message, again, seen, array), model in on_sockets(2, lambda t: then_trained(width, t, act), timeout=LIMIT):
+        assert "rank 0: '1.weight' was edited while its unit was gathered" in message
+        assert again == "nothing"
+        for value, expected in zip(seen, plain(width, 1).parameters(), strict=True):
+            assert_same_bits(value, expected)
+        assert_same_bits(array, plain(width, 1).weight(1))
+        assert_same_model(model, plain(width, 2))
 
 
 class Windows(torch.autograd.Function):
@@ -381,15 +432,12 @@ class Windows(torch.autograd.Function):
 
 
 @RANKS
-def test_views_that_a_backward_needs_are_right_and_few_stay_and_one_that_is_kept_over_a_step_shows_no_old_value(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+def test_views_that_a_backward_needs_are_right_and_one_that_is_kept_over_a_step_shows_no_old_value(
+    ranks: Ranks,
 ) -> None:
-    monkeypatch.setattr("zero.parameters.unit_buffer._MOST_RESTORED", 7)
-
-    def program(transport: Transport) -> tuple[list[Tensor], bool, int, list[int]]:
+    def program(transport: Transport) -> tuple[list[Tensor], Tensor]:
         model = Blocks(4)
         optimizer = zero(model, transport)
-        manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
         seen: list[Tensor] = []
 
         def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -398,25 +446,20 @@ def test_views_that_a_backward_needs_are_right_and_few_stay_and_one_that_is_kept
         with model[1].register_forward_pre_hook(before):
             backward(model)
             values, kept = [view.detach().clone() for view in seen], seen[3]
-            seen.clear()
+            optimizer.zero_grad()
             backward(model)
-            seen.clear()
         optimizer.step()
-        shows_old = bool((kept == values[3]).any())
-        waiting = [len(manager._externally_held)]
-        del kept
-        optimizer.zero_grad()
-        train(model, optimizer)
-        waiting.append(len(manager._externally_held))
-        return values, shows_old, max(len(buffer._restored) for buffer in manager.buffers()), waiting
+        return values, kept.detach().clone()
 
-    weight = Blocks(4).weight(1).detach().reshape(-1)
-    for values, shows_old, most, waiting in ranks(2, program, timeout=LIMIT):
+    old = Blocks(4).weight(1).detach().reshape(-1)
+    new = plain(4, 1).weight(1).detach().reshape(-1)
+    for values, kept in ranks(2, program, timeout=LIMIT):
         for place, value in enumerate(values):
-            assert_same_bits(value, weight[place : place + 2])
-        assert not shows_old
-        assert most <= 7
-        assert waiting == [1, 0]
+            assert_same_bits(value, old[place : place + 2])
+        if ranks is on_sockets:
+            assert_same_bits(kept, new[3:5])
+        else:
+            assert bool(kept.isnan().all())
 
 
 # -- all of it at once ------------------------------------------------------------------------------------------------
@@ -466,7 +509,7 @@ class Sharded:
         elif name == "free":
             self._held.pop(number, None)
         elif name == "scribble" and number in self._held:
-            self._held[number].fill(77)
+            self._scribble(number)
         elif name == "edit":
             self._edit(weight, number)
         elif name == "write":
@@ -474,6 +517,13 @@ class Sharded:
                 weight.data.mul_(0.5 + 3 * self._optimizer.rank)
                 for action in inside:
                     self._act_inside(*action)
+
+    def _scribble(self, number: int) -> None:
+        """Write into memory that somebody holds: in common memory an edit of the parameter, elsewhere nothing."""
+        self._held[number].fill(77)
+        if not self._optimizer._storage.units_need_gather:
+            message = error_of(self._optimizer.check_replicas)
+            assert f"'{number}.weight' was edited while its unit was gathered" in message
 
     def _edit(self, weight: Tensor, number: int) -> None:
         with self._optimizer.gathered(weight):
@@ -535,14 +585,15 @@ def test_what_lies_where_a_buffer_was_before_it_was_moved_is_not_taken_for_it() 
         manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
         found = []
         with optimizer.gathered():
-            (buffer,) = manager.units[2].buffers
-            there = buffer.common.whole(buffer.begin, buffer.begin + buffer.bucket.numel)
-            found.append(manager.saved_tensors.find(there) is not None)
+            (buffer,) = manager.units[2].gathered.buffers
+            address, size = buffer.whole.data_ptr(), buffer.whole.numel()
+            there = torch.frombuffer((ctypes.c_float * size).from_address(address), dtype=torch.float32)
+            found.append(manager.gathered.saved_tensors.find(there) is not None)
             model.weight(1).detach().share_memory_()  # type: ignore[no-untyped-call]
-            found.append(manager.saved_tensors.find(there) is not None)
+            found.append(manager.gathered.saved_tensors.find(there) is not None)
         return found
 
-    assert on_sockets(2, program, timeout=LIMIT) == [[True, False]] * 2
+    assert on_threads(2, program, timeout=LIMIT) == [[True, False]] * 2
 
 
 @RANKS

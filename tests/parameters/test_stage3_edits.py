@@ -257,12 +257,43 @@ def test_a_view_follows_its_parameter_also_where_its_memory_was_moved() -> None:
         with optimizer.gathered():
             return message, view.clone(), model.block(1).weight.detach().clone()
 
-    for ranks in (on_two, on_two_with_common_memory):
-        for (message, view, weight), model in ranks(act):
-            assert "'blocks.1.scalar' was edited while its unit was gathered" in message
-            assert_same_bits(view, weight)
-            assert_same_bits(weight, plain(1).block(1).weight)
-            assert_same_model(model, plain(2))
+    for (message, view, weight), model in on_two(act):
+        assert "'blocks.1.scalar' was edited while its unit was gathered" in message
+        assert_same_bits(view, weight)
+        assert_same_bits(weight, plain(1).block(1).weight)
+        assert_same_model(model, plain(2))
+
+
+def test_with_one_rank_parameters_move_with_their_memory() -> None:
+    def act(model: Net, optimizer: ZeroOptimizer) -> Tensor:
+        with optimizer.gathered():
+            view = model.block(1).weight.detach().share_memory_()
+        optimizer.step()
+        train(model, optimizer)
+        return view
+
+    for view, model in on_threads(1, lambda transport: then_train(transport, act), timeout=5):
+        assert_same_model(model, plain(2))
+        assert_same_bits(view, plain(2).block(1).weight)
+
+
+def test_memory_that_was_moved_away_from_all_ranks_is_told_for_good() -> None:
+    def program(transport: Transport) -> list[str]:
+        model = Net()
+        optimizer = zero(model, transport)
+        with optimizer.gathered():
+            if transport.rank:
+                model.block(1).weight.detach().share_memory_()  # type: ignore[no-untyped-call]
+        messages = [error_of(optimizer.step) for _ in range(2)]
+        train_again = error_of(train, model, optimizer)
+        with optimizer.gathered():
+            assert_same_model(model, Net())
+        return [*messages, train_again]
+
+    for messages in on_sockets(2, program, timeout=5):
+        for message in messages:
+            assert "rank 1: the memory of 'blocks.1." in message
+            assert "was moved (by share_memory_()" in message
 
 
 def test_an_edit_between_forward_and_backward_makes_the_backward_raise_and_stays() -> None:

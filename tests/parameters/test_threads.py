@@ -361,17 +361,17 @@ def test_a_thread_whose_generators_come_and_go_is_inside_its_forward_still() -> 
 
 def test_a_forward_begins_when_all_of_another_threads_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     releasing = threading.Event()
-    release = UnitManager._release
+    release = UnitManager._uninstall
 
-    def slowly(manager: UnitManager, buffer: Any) -> None:
+    def slowly(manager: UnitManager, unit: Any) -> None:
         if threading.current_thread().name == "first" and not releasing.is_set():
             releasing.set()
             threading.Event().wait(0.3)  # long enough for another forward to begin, unless it is blocked
-        release(manager, buffer)
+        release(manager, unit)
 
     def evaluate(run: Rank) -> None:
         expected = run.evaluate()
-        monkeypatch.setattr(UnitManager, "_release", slowly)
+        monkeypatch.setattr(UnitManager, "_uninstall", slowly)
         thread = Thread(run.enter_a_unit, "first")  # the unit itself is the outermost call
         thread.start()
         assert releasing.wait(LIMIT)

@@ -28,6 +28,7 @@ from ..cases import (
     train,
 )
 from ..plain import assert_same_bits, assert_same_model
+from ..sockets import on_sockets
 
 SIZES = [1, 2, 3]
 
@@ -95,9 +96,10 @@ def without_saved_tensor_hooks(model: nn.Module, x: Tensor) -> None:
         model(x)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("enter", [differentiated, without_saved_tensor_hooks])
-def test_a_forward_that_torch_refuses_leaves_nothing_behind(world_size: int, enter: Any) -> None:
+@pytest.mark.parametrize(
+    ("enter", "world_size"), [(differentiated, 1), (differentiated, 2), (without_saved_tensor_hooks, 2)]
+)
+def test_a_forward_that_torch_refuses_leaves_nothing_behind(enter: Any, world_size: int) -> None:
     case = Case()
 
     def program(transport: Transport) -> nn.Module:
@@ -116,6 +118,25 @@ def test_a_forward_that_torch_refuses_leaves_nothing_behind(world_size: int, ent
     first, *others = on_threads(world_size, program, timeout=20)
     for other in others:
         assert_same_model(other, first)
+
+
+@pytest.mark.parametrize(("ranks", "world_size"), [(on_sockets, 2), (on_threads, 1)])
+def test_units_that_do_not_travel_need_no_saved_tensor_hooks(ranks: Any, world_size: int) -> None:
+    def program(transport: Transport, refused: bool = True) -> nn.Module:
+        model, optimizer = sharded(Case(), transport)
+        if refused:
+            without_saved_tensor_hooks(model, batches_of(0, 1)[0].x)
+            with torch.autograd.graph.disable_saved_tensors_hooks("not here"), optimizer.gathered():
+                loss_of(model, batches_of(0, 1)[0])
+        assert_nothing_is_here(model, optimizer)
+        train(Case(), model, optimizer, 0)
+        optimizer.step()
+        optimizer.close()
+        return model
+
+    first, *_ = on_threads(world_size, lambda transport: program(transport, False), timeout=20)
+    for model in ranks(world_size, program, timeout=20):
+        assert_same_model(model, first)
 
 
 @pytest.mark.parametrize("world_size", SIZES)

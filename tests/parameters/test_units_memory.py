@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Pairwise, Tag, Transport, Work, on_threads
-from zero.parameters.unit_buffer import State
+from zero.parameters.gathered.buffers import State
 from zero.parameters.unit_manager import UnitManager
 
 from ..cases import (
@@ -42,7 +42,7 @@ Events = list[tuple[str, str]]
 
 def in_use(manager: UnitManager) -> int:
     """Return the bytes of gathered buffers that are referenced, also by a graph."""
-    return sum(block.storage.nbytes() for block in manager.pool._blocks if not block.free)
+    return sum(block.storage.nbytes() for block in manager.gathered.pool._blocks if not block.free)
 
 
 def whole_bytes(manager: UnitManager, units: Sequence[int]) -> int:
@@ -60,7 +60,7 @@ def test_after_a_forward_the_graph_holds_no_weights(world_size: int) -> None:
         manager = manager_of(optimizer)
         for step in range(2):
             loss = loss_of(model, batches_of(step, 1)[0])
-            here = [number for number, unit in enumerate(manager.units) if unit.state is not State.SHARDED]
+            here = [number for number, unit in enumerate(manager.units) if unit.gathered.state is not State.SHARDED]
             assert here == [0, DEEP]
             assert in_use(manager) == whole_bytes(manager, here)
             loss.backward()
@@ -143,8 +143,9 @@ def record_blocks(model: Any, events: Events) -> None:
         block.register_forward_hook(leave(f"blocks.{number}"))
 
 
-@WORLD_SIZES
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("build", [Net, Backwards])
+@pytest.mark.by_default("Net-3", "Backwards-3")
 def test_the_next_unit_is_gathered_while_one_runs(build: type[Net], world_size: int) -> None:
     """A forward uses the order of the last one, a backward its reverse. No gather begins before the preceding unit has
     ended."""
@@ -264,7 +265,7 @@ def test_a_unit_that_was_fetched_in_vain_is_given_back() -> None:
         for order in ((0, 1, 2), (0, 2)):
             model.order = order
             loss = model(torch.ones(1, 4)).sum()
-            here.append([unit.state is not State.SHARDED for unit in units])
+            here.append([unit.gathered.state is not State.SHARDED for unit in units])
             loss.backward()
             optimizer.zero_grad()
         return here

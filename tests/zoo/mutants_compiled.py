@@ -34,7 +34,7 @@ MUTANTS = (
         "Dynamo traces the hooks for saved tensors where it passes over a forward: other graphs, of our own code.",
         (
             Edit(
-                "zero.parameters.saved_tensor_hooks.SavedTensorHooks._hooks.pack",
+                "zero.parameters.gathered.saved_tensor_hooks.SavedTensorHooks._hooks.pack",
                 "        @untraced\n        def pack",
                 "        def pack",
             ),
@@ -48,8 +48,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.module_hooks.ModuleHooks.arrange",
-                "        if len(module._forward_pre_hooks) > 1 and self._surrounded is None:\n",
-                "        if len(module._forward_pre_hooks) > 1 and self._surrounded is not None:\n",
+                "if owner is not None and owner.saves() and self._surrounded is None:\n",
+                "if owner is not None and owner.saves() and self._surrounded is not None:\n",
             ),
         ),
         (

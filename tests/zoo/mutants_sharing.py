@@ -140,7 +140,7 @@ BACKWARD = (
         "A unit that ranks nearby share is used in the backward before their parts have arrived.",
         (
             Edit(
-                "zero.parameters.unit_buffer.UnitGathers.start",
+                "zero.parameters.gathered.gathers.UnitGathers.start",
                 "            return self.post_forward_group.collective.all_gather("
                 "target, cuts, tag=_tag(unit, buffer))\n",
                 "            self.post_forward_group.collective.all_gather("
@@ -148,7 +148,7 @@ BACKWARD = (
                 "            return Chain(())\n",
             ),
             Edit(
-                "zero.parameters.unit_buffer",
+                "zero.parameters.gathered.gathers",
                 "from collectives import Choice, Collective, Kind",
                 "from collectives import Chain, Choice, Collective, Kind",
             ),
@@ -161,7 +161,7 @@ BACKWARD = (
         "What ranks nearby kept for a backward that never came is gathered after the step as if it were new.",
         (
             Edit(
-                "zero.parameters.unit_manager.UnitManager.changed",
+                "zero.parameters.gathered.units.GatheredUnits.changed",
                 "        buffer.post_forward_shard = None\n        for slot in slots:\n",
                 "        for slot in slots:\n",
             ),

@@ -47,9 +47,9 @@ MUTANTS = (
         "the values before.",
         (
             Edit(
-                "zero.parameters.unit_manager.UnitManager.commit",
-                "                if piece.slot in slots:\n                    buffer.shard",
-                "                if piece.slot in slots and not buffer.updated:\n                    buffer.shard",
+                "zero.parameters.gathered.units.GatheredUnits.commit",
+                "            if piece.slot in slots:\n                buffer.shard",
+                "            if piece.slot in slots and not buffer.updated:\n                buffer.shard",
             ),
         ),
         ("parameters/test_stage3_edits.py::test_an_assigned_state_dict_is_rank_0s_on_every_rank",),

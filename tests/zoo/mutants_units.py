@@ -14,9 +14,9 @@ MUTANTS = (
         "A rank does not put its own slice into the gathered buffer: that part of every weight is what lay there.",
         (
             Edit(
-                "zero.parameters.unit_buffer.UnitGathers.start",
-                "            target[low:high].copy_(buffer.shard)\n            self._on_idle",
-                "            assert high - low == buffer.shard.numel()\n            self._on_idle",
+                "zero.parameters.gathered.gathers.UnitGathers.start",
+                "        target[low:high].copy_(buffer.shard)\n        self._on_idle",
+                "        assert high - low == buffer.shard.numel()\n        self._on_idle",
             ),
         ),
         (f"{EXACT}[3-sgd]",),
@@ -27,15 +27,15 @@ MUTANTS = (
         "A unit's forward begins while its weights are on their way.",
         (
             Edit(
-                "zero.parameters.unit_manager.UnitManager._wait",
+                "zero.parameters.gathered.units.GatheredUnits.wait",
                 "            with unit.waiting():\n                while unit.work:\n"
                 "                    unit.work[0].wait()\n                    unit.work.pop(0)\n",
                 "            unit.under_way, unit.work = list(unit.work), []\n",
             ),
             Edit(
-                "zero.parameters.unit_buffer.Unit",
-                "    work: list[Work] = field(default_factory=list)\n",
-                "    work: list[Work] = field(default_factory=list)\n"
+                "zero.parameters.gathered.buffers.GatheredUnit",
+                "    work: list[Work] = field(default_factory=list)  # the all-gathers under way\n",
+                "    work: list[Work] = field(default_factory=list)  # the all-gathers under way\n"
                 "    under_way: list[Work] = field(default_factory=list)\n",
             ),
         ),
@@ -48,13 +48,13 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_manager.UnitManager.reshard_all",
-                '''"""Reshard every unit that is not held."""\n        for number in range(len(self.units)):\n''',
-                '''"""Reshard every unit that is not held."""\n        self.uninstall(0)\n'''
-                """        for number in range(1, len(self.units)):\n""",
+                "            if unit.installed or unit.gathered.state is not State.SHARDED:\n",
+                "            if number == 0:\n                self.uninstall(number)\n"
+                "            elif unit.installed or unit.gathered.state is not State.SHARDED:\n",
             ),
             Edit(
                 "zero.parameters.sharded.ShardedStorage.end_iteration",
-                "all(unit.state is State.SHARDED for unit in self.manager.units)",
+                "self.manager.all_released()",
                 "not any(unit.held for unit in self.manager.units)",
             ),
         ),
@@ -73,7 +73,7 @@ MUTANTS = (
         "A step does not change what graphs know of a weight: a backward after it uses the new values in silence.",
         (
             Edit(
-                "zero.parameters.unit_manager.UnitManager.changed",
+                "zero.parameters.gathered.units.GatheredUnits.changed",
                 "            buffer.versions[slot] += 1\n",
                 "            buffer.versions[slot] += 0\n",
             ),
@@ -86,7 +86,7 @@ MUTANTS = (
         "A view that a module kept over a step shows the values before it instead of NaN.",
         (
             Edit(
-                "zero.parameters.unit_manager.UnitManager.changed",
+                "zero.parameters.gathered.units.GatheredUnits.changed",
                 '            buffer.externally_held.fill_(float("nan"))\n',
                 "            assert buffer.externally_held.numel()\n",
             ),
@@ -99,8 +99,8 @@ MUTANTS = (
         "A buffer of which somebody holds a view is taken for free: the view shows a neighbouring unit's weights.",
         (
             Edit(
-                "zero.parameters.unit_manager.UnitManager._sweep",
-                "if buffer.externally_held is not None and buffer.external_refs(buffer.externally_held) == 0:",
+                "zero.parameters.gathered.units.GatheredUnits._sweep",
+                "if buffer.externally_held is not None and holders(buffer.externally_held) == 0:",
                 "if buffer.externally_held is not None:",
             ),
             Edit("collectives.pool._Block.free", "return _uses(self.storage) == 1", "return _uses(self.storage) <= 2"),
@@ -113,9 +113,9 @@ MUTANTS = (
         "A tensor that a graph saved is restored from the beginning of its bucket, where another parameter lies.",
         (
             Edit(
-                "zero.parameters.saved_tensor_index.SavedTensorIndex.restore",
-                "return buffer.view(place.size, place.stride, place.offset)",
-                "return buffer.view(place.size, place.stride, buffer.offsets[0])",
+                "zero.parameters.gathered.saved_tensor_index.SavedTensorIndex.restore",
+                "return buffer.whole.as_strided(place.size, place.stride, place.offset)",
+                "return buffer.whole.as_strided(place.size, place.stride, buffer.offsets[0])",
             ),
         ),
         (f"{EXACT}[3-sgd]",),
@@ -126,7 +126,7 @@ MUTANTS = (
         "What a unit's buffer held is remembered when another unit has it: a graph takes that weight for this one.",
         (
             Edit(
-                "zero.parameters.saved_tensor_index.SavedTensorIndex.forget",
+                "zero.parameters.gathered.saved_tensor_index.SavedTensorIndex.forget",
                 "        if self._buffers.pop(buffer.address, None) is not None:\n            self._known.clear()\n",
                 "        self._buffers.pop(buffer.address, None)\n",
             ),
@@ -168,7 +168,7 @@ MUTANTS = (
         "The guess which unit follows is not corrected when a model uses them in another order: no gather overlaps.",
         (
             Edit(
-                "zero.parameters.prefetch_order.PrefetchOrder.forward",
+                "zero.parameters.gathered.prefetch_order.PrefetchOrder.forward",
                 "        self._forward[position:] = [unit]\n",
                 "        self._forward[position:] = self._forward[position:]\n",
             ),
@@ -194,9 +194,9 @@ MUTANTS = (
         "Graphs hold the gathered tensors themselves: after a forward all weights are here.",
         (
             Edit(
-                "zero.parameters.saved_tensor_hooks.SavedTensorHooks._hooks.pack",
-                "if manager is not None and (saved := manager.saved_tensors.find(tensor)) is not None:",
-                "if manager is None and (saved := None) is not None:",
+                "zero.parameters.gathered.saved_tensor_hooks.SavedTensorHooks._hooks.pack",
+                "if index is not None and (saved := index.find(tensor)) is not None:",
+                "if index is None and (saved := None) is not None:",
             ),
         ),
         (f"{MEMORY}::test_after_a_forward_the_graph_holds_no_weights[2]",),
@@ -207,7 +207,7 @@ MUTANTS = (
         "An activation that was edited in place after the forward is used for the gradient without an error.",
         (
             Edit(
-                "zero.parameters.saved_tensor_hooks.SavedTensorHooks._hooks.unpack",
+                "zero.parameters.gathered.saved_tensor_hooks.SavedTensorHooks._hooks.unpack",
                 "            if tensor._version != version:\n",
                 "            if tensor._version < version:\n",
             ),
@@ -224,8 +224,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.edit_detector.EditDetector.compare",
-                "        if same_bits(buffer.whole[low:high], buffer.shard):\n",
-                "        if buffer.whole[low:high].numel() == buffer.shard.numel():\n",
+                "        if same_bits(whole[low:high], buffer.shard):\n",
+                "        if whole[low:high].numel() == buffer.shard.numel():\n",
             ),
         ),
         ("parameters/test_stage3_edits.py::test_an_edit_past_the_version_counter_is_told_by_the_owner",),
@@ -236,9 +236,9 @@ MUTANTS = (
         "Pages of common memory that a rank has written are not compared: an edit is used there and lost in silence.",
         (
             Edit(
-                "zero.parameters.unit_buffer.SharedBucketMemory.edited",
-                "found += [(buffer, piece.slot) for piece in self._differing(buffer, begin, end)]",
-                "self._differing(buffer, begin, end)",
+                "zero.parameters.resident_units.SharedBucketMemory.edited",
+                "yield from ((buffer, piece.slot) for piece in self._differing(buffer, begin, end))",
+                "yield from ()",
             ),
         ),
         (f"{EDITS}::test_an_edit_of_what_a_block_does_not_write_is_told_on_every_rank_and_undone",),

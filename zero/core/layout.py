@@ -21,7 +21,6 @@ import torch
 
 from .cuts import Cuts, EvenCuts, PartOfCuts
 
-JOINED_BYTES = 1 << 20  # a reduction of a bucket this large costs more for its bytes than for its launch
 ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every vector register: cuts there do not change bits
 
 
@@ -266,11 +265,11 @@ def build(
 ) -> Layout:
     """Lay out ``parameters`` (in order of registration) in buckets of at most ``bucket_bytes`` each.
 
-    A bucket is homogeneous in dtypes, device, trainability and unit. It holds at least one whole parameter, however
-    large. Buckets are in the order in which a backward completes them.
+    A bucket is homogeneous in dtypes, device, trainability and, without ``across_units``, unit. It holds at least one
+    whole parameter, however large. Buckets are in the order in which a backward completes them.
 
-    With ``across_units`` small units share a bucket until it has `JOINED_BYTES`. The ranks' shards of a unit then
-    differ in length. This is for ranks that gather without moving bytes: they launch fewer reductions.
+    With ``across_units`` units share buckets, as if there were none. The ranks' shards of a unit then differ in length.
+    This is for ranks between which no unit travels: they launch fewer reductions.
     """
     if world_size < 1:
         raise ValueError(f"world size must be at least 1, not {world_size}")
@@ -293,8 +292,7 @@ def _buckets(
         spec = parameters[position]
         key = (spec.dtypes, spec.device, spec.trainable, 0 if across_units else spec.unit)
         filling, nbytes = keys.setdefault(key, []), _padded(spec) * spec.dtypes.param_dtype.itemsize
-        full = filling and used[key] + nbytes > bucket_bytes
-        if full or (filling and used[key] >= JOINED_BYTES and parameters[filling[-1]].unit != spec.unit):
+        if filling and used[key] + nbytes > bucket_bytes:
             complete.append(filling)
             filling, used[key] = [], 0
             keys[key] = filling

@@ -1,7 +1,7 @@
-"""Detection of edits of gathered parameters. The other ranks do not have such an edit, so it is an error, never lost.
+"""Detection of edits of a unit's parameters. The other ranks do not have such an edit, so it is an error, never lost.
 
-Knows: how to find an edit that no version counter shows. In memory that all ranks share, the written pages show it;
-elsewhere, a comparison of the gathered slice with this rank's shard. Does not know: when units are gathered.
+Knows: an error's text, and how to find an edit of gathered memory that no version counter shows. Does not know: when
+units are gathered, or how edits of memory that all ranks share are found.
 """
 
 from __future__ import annotations
@@ -10,31 +10,17 @@ import torch
 from torch import Tensor
 
 from ..core.bits import first_unequal, host_readable, read_scalars, same_bits
-from .unit_buffer import SharedBucketMemory, UnitBuffer
+from .unit_buffer import UnitBuffer
 
 
 class EditDetector:
     """Collects the edits of one rank until `take` returns the first of them."""
 
     def __init__(self, rank: int) -> None:
-        self.common: list[SharedBucketMemory] = []
         self._rank = rank
         self._found: str | None = None  # the first edit, as an error's text
-        self.is_checked = True  # shared memory was checked since a unit was last installed
+        self.lasting: str | None = None  # an error that cannot be undone; reported at every agreement
         self._pending_checks: dict[UnitBuffer, Tensor] = {}  # index of an edited element of the slice; -1: none
-
-    def add(self, buffer: UnitBuffer) -> None:
-        """Register a buffer."""
-        if buffer.common is not None:
-            buffer.common.buffers.append(buffer)
-            if buffer.common not in self.common:
-                self.common.append(buffer.common)
-
-    def remove(self, buffer: UnitBuffer) -> None:
-        """Unregister a buffer."""
-        if buffer.common is not None:
-            buffer.common.buffers.remove(buffer)
-            self.common = [common for common in self.common if common.buffers]
 
     def take(self) -> str | None:
         """Return the first edit since the last call, as an error's text, or None. Waits for devices."""
@@ -50,7 +36,7 @@ class EditDetector:
     def note_slot(self, buffer: UnitBuffer, slot: int) -> None:
         """Record that the parameter of a slot was edited or cast while it was installed."""
         now = buffer.parameters[slot].dtype
-        if now is not buffer.nans[slot].dtype:
+        if now is not buffer.bucket.dtypes.param_dtype:
             self._found = self._found or (
                 f"{buffer.name(slot)!r} was cast to {now} while its unit was gathered, which was undone: cast the "
                 "model before the optimizer is built"
@@ -61,47 +47,33 @@ class EditDetector:
             "forward), which the other ranks cannot see"
         )
 
+    def note_released(self, buffer: UnitBuffer, slot: int) -> None:
+        """Record that the parameter of a slot was edited, or swapped for another tensor, while it was released."""
+        if type(buffer.parameters[slot]) is not buffer.released[slot]:
+            self.lasting = f"{buffer.name(slot)!r} was swapped for another tensor: build a new model and optimizer"
+        else:
+            self.note(f"{buffer.name(slot)!r} was edited while it was released")
+
     def note(self, problem: str) -> None:
         """Record an edit. Only the first one is kept."""
         self._found = self._found or f"{problem}: edit it inside gathered(write=True)"
 
-    # -- shared memory --------------------------------------------------------------------------------------------
-
-    def find(self) -> None:
-        """Check all shared memory."""
-        in_use = [common for common in self.common if not self._find_in(common)]
-        self.is_checked = not in_use
-
-    def find_in(self, common: SharedBucketMemory) -> None:
-        """Check the shared memory of one bucket."""
-        self.is_checked = self._find_in(common) and self.is_checked
-
-    def _find_in(self, common: SharedBucketMemory) -> bool:
-        """Check a bucket; return False if a part of it is in use and must be checked again later."""
-        found, everywhere = common.edited()
-        for buffer, slot in found:
-            self.note_slot(buffer, slot)
-        return everywhere
-
-    # -- memory of one rank ---------------------------------------------------------------------------------------
-
-    def compare(self, buffer: UnitBuffer) -> None:
+    def compare(self, buffer: UnitBuffer, whole: Tensor) -> None:
         """Compare the gathered copy of this rank's slice with its shard, which no edit has reached."""
-        assert buffer.whole is not None
         low, high = buffer.bucket.owned(self._rank)
         if not host_readable(buffer.shard.device):
-            self._doubt(buffer, low, high)
+            self._doubt(buffer, whole[low:high])
             return
-        if same_bits(buffer.whole[low:high], buffer.shard):
+        if same_bits(whole[low:high], buffer.shard):
             return
         for piece in buffer.bucket.pieces(low, high):
             kept = buffer.shard[piece.begin - low : piece.end - low]
-            if not same_bits(buffer.whole[piece.begin : piece.end], kept):
+            if not same_bits(whole[piece.begin : piece.end], kept):
                 self.note_slot(buffer, piece.slot)
 
-    def _doubt(self, buffer: UnitBuffer, low: int, high: int) -> None:
+    def _doubt(self, buffer: UnitBuffer, copy: Tensor) -> None:
         """Launch the comparison on a device, where the host would have to wait for the result; `take` reads it."""
-        if buffer.whole is not None and high > low:
-            check = first_unequal(buffer.whole[low:high], buffer.shard)
+        if copy.numel():
+            check = first_unequal(copy, buffer.shard)
             before = self._pending_checks.get(buffer)
             self._pending_checks[buffer] = check if before is None else torch.maximum(before, check)

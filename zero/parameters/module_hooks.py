@@ -10,15 +10,17 @@ import dataclasses
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ..core.parameter_specs import is_released
 from ..core.units import UnitModule
 from .compiled_calls import inside_compiled_call, interrupting, untraced, wrap_compiled_call
 
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)  # they hide no tensor
 Before = Callable[[nn.Module], None]
 After = Callable[[nn.Module, Any, Any], None]  # called with the module, None, and the output (None: it raised)
 
@@ -90,6 +92,9 @@ def check_method(module: nn.Module, name: str) -> Callable[..., Any]:
 class HookListener(Protocol):
     """The receiver of the events of modules. ``hooks``: those of the module."""
 
+    def saves(self) -> bool:
+        """Return whether it needs saved-tensor hooks in forwards."""
+
     def entered(self, hooks: ModuleHooks) -> None:
         """A forward begins."""
 
@@ -148,15 +153,17 @@ class ModuleHooks:
         The user's hooks then run while parameters are installed. Exception: a hook that the user prepended to the
         outermost module since its last forward still runs first.
         """
-        module = self._module()
+        module, owner = self._module(), self._owner()
         if module is None or self._first.id not in module._forward_pre_hooks:  # removed by `_enter_compiled`
             return
         if module._compiled_call_impl is not self._surrounded:
             self._surround(module)
-        _ordered(module._forward_pre_hooks).move_to_end(self._first.id, last=False)
-        _ordered(module._forward_hooks).move_to_end(self._last.id)
-        if len(module._forward_pre_hooks) > 1 and self._surrounded is None:
-            self._arrange_inner(module)
+        if len(module._forward_hooks) > 1:
+            _ordered(module._forward_hooks).move_to_end(self._last.id)
+        if len(module._forward_pre_hooks) > 1:
+            _ordered(module._forward_pre_hooks).move_to_end(self._first.id, last=False)
+            if owner is not None and owner.saves() and self._surrounded is None:
+                self._arrange_inner(module)
         others = len(module._backward_pre_hooks) - (self._back is not None)
         if others and self._back is None:  # without the user's, ours would add a node to every graph
             self._back = module.register_full_backward_pre_hook(_Hook(self, self._reached), prepend=True)
@@ -238,15 +245,18 @@ class ModuleHooks:
             return
         owner.graph_broken(self)
 
-    def watch(self, output: Any) -> bool:
-        """Report to the owner when a backward reaches ``output``. Return False if none can: it needs no gradient."""
-        nodes = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
+    def watch(self, output: Any) -> tuple[bool, bool]:
+        """Report to the owner when a backward reaches ``output``. Return whether one can, since a tensor there needs a
+        gradient, and whether the output has objects that may hide further tensors."""
+        tensors: list[Tensor] = []
+        hides = _open(output, tensors)
+        nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         for node in nodes:
             notes: Any = node.metadata
             if self._owner not in notes:  # an output that was passed on belongs to the module that made it
                 notes[self._owner] = True
                 node.register_prehook(self._reached)
-        return bool(nodes)
+        return bool(nodes), hides
 
     def _reached(self, *_: Any) -> None:
         owner = self._owner()
@@ -335,19 +345,25 @@ def check_not_in_units(module: nn.Module | None) -> None:
             raise ValueError(f"{where} belongs to another stage-3 optimizer: close() that one first")
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a forward's output, also those in sequences, mappings and dataclasses."""
+def _open(output: Any, tensors: list[Tensor]) -> bool:
+    """Append the tensors of a forward's output, also those in sequences, mappings and dataclasses. Return True if it
+    has objects that may hide others."""
     if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for item in output.values():
-            yield from _tensors(item)
+        tensors.append(output)
+        return False
+    items: Iterable[Any]
+    if isinstance(output, Mapping):
+        items = output.values()
     elif isinstance(output, (list, tuple)):
-        for item in output:
-            yield from _tensors(item)
+        items = output
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            yield from _tensors(getattr(output, field.name, None))
+        items = [getattr(output, field.name, None) for field in dataclasses.fields(output)]
+    else:
+        return not (output is None or isinstance(output, _PLAIN))
+    hides = False
+    for item in items:
+        hides |= _open(item, tensors)
+    return hides
 
 
 def _ordered(hooks: Any) -> OrderedDict[int, Any]:

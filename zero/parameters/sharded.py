@@ -20,17 +20,18 @@ from ..config import MixedPrecision
 from ..consistency import broadcast, fingerprint
 from ..core.flags import where
 from ..core.layout import BucketSpec, Dtypes, Layout, ParameterSpec, build
-from ..core.parameter_specs import as_plain, bindings, check_memory, misplaced, replaced, specs
+from ..core.parameter_specs import bindings, check_memory, misplaced, replaced, specs
 from ..core.stage import Placement
 from ..core.units import Predicate, find_units
 from ..runtime.bucket import Bucket
 from ..runtime.flat_buffer import FlatBuffer
 from ..streams import Streams
+from .gathered.buffers import GatheredBuffer
 from .materialize import Materializer, is_meta
+from .resident_units import ResidentBuffer, SharedBucketMemory
 from .storage import Keep, ParameterStorage
-from .unit_buffer import SharedBucketMemory, State, UnitBuffer
 from .unit_hooks import UnitHooks
-from .unit_manager import UnitManager
+from .unit_manager import Buffer, UnitManager
 
 
 @dataclass
@@ -40,7 +41,7 @@ class _ParamSet:
     buckets: Sequence[Bucket]
     layout: Layout
     keep: Keep | None
-    buffers: list[UnitBuffer] = field(default_factory=list)  # of these buckets' slices
+    buffers: list[Buffer] = field(default_factory=list)  # of these buckets' slices
 
 
 class SliceMemory(Protocol):
@@ -91,7 +92,7 @@ class ShardedStorage(ParameterStorage):
         self._keeps_whole = keeps_whole
         self._hooks: UnitHooks | None = None
         self._unlisted: _ParamSet | None = None
-        self._updated: list[tuple[Bucket, int, UnitBuffer]] = []  # of each buffer: its bucket, and its first slot there
+        self._updated: list[tuple[Bucket, int, Buffer]] = []  # of each buffer: its bucket, and its first slot there
 
     # -- construction ---------------------------------------------------------------------------------------------
 
@@ -100,9 +101,9 @@ class ShardedStorage(ParameterStorage):
 
     @property
     def buckets_cross_units(self) -> bool:
-        return (
-            self._on_host and self._offload_backend is None and self._shards.has_common and self._shards.world_size > 1
-        )
+        if self._offload_backend is not None:  # of a bucket, which a step has in memory, no more than a unit
+            return False
+        return self._shards.world_size == 1 or (self._on_host and self._shards.has_common)
 
     def lines(self) -> list[str]:
         units = zip(self._units.names, self._units.parameters, strict=True)
@@ -147,7 +148,7 @@ class ShardedStorage(ParameterStorage):
             self._unlisted = self._lay_out_rest()
             self._fill_all([self._unlisted])
         self._cast_rest()
-        self.manager.announce()
+        self.manager.resident.announce()
         self._copy(self.replicas())
         if self._hooks is None:
             self._hooks = UnitHooks(self._units, self.manager, self._streams, keeps_whole=self._keeps_whole)
@@ -203,7 +204,11 @@ class ShardedStorage(ParameterStorage):
             here, there = (bound + begin - low for bound in part.owned(self._shards.rank))
             shard = flat[here:there] if there > here else flat[:0]
             members = bucket.parameters[first:last]
-            buffer = UnitBuffer(part, params.layout, members, shard, params.keep is not None, common, begin)
+            buffer: Buffer
+            if common is not None or self._shards.world_size == 1:
+                buffer = ResidentBuffer(part, params.layout, members, shard, params.keep is not None, common, begin)
+            else:
+                buffer = GatheredBuffer(part, params.layout, members, shard, params.keep is not None)
             self.manager.put(unit, buffer)
             params.buffers.append(buffer)
             if buffer.updated:
@@ -234,9 +239,9 @@ class ShardedStorage(ParameterStorage):
         """The number of the parameter, of these of one bucket, that the module registered last."""
         return max(self._registered[id(parameter)] for parameter in parameters)
 
-    def _take_out(self, buffers: Sequence[UnitBuffer]) -> None:
+    def _take_out(self, buffers: Sequence[Buffer]) -> None:
         """Make the parameters of these buffers plain ones, with memory of their own. Collective."""
-        self.manager.find_edits()  # before edited values become the parameters' own
+        self.manager.resident.find_edits()  # before edited values become the parameters' own
         for number, unit in enumerate(self.manager.units):
             leaving = [buffer for buffer in unit.buffers if buffer in buffers]
             if leaving:
@@ -250,7 +255,7 @@ class ShardedStorage(ParameterStorage):
     def fingerprints(self) -> list[tuple[str, bytes]]:
         found: dict[str, bytes] = {}
         for number in range(len(self.manager.units)):
-            with self.manager.gathered([number]):
+            with self.manager.whole([number]):
                 for buffer in self.manager.units[number].buffers:
                     if buffer.updated:
                         for slot, parameter in enumerate(buffer.parameters):
@@ -260,20 +265,10 @@ class ShardedStorage(ParameterStorage):
         return [(spec.name, found[spec.name]) for spec in self.listed()]
 
     def diagnose(self) -> str | None:
-        found = self.manager.edits() or self.manager.lasting
-        if found is not None:
-            return found
-        with as_plain():
-            for buffer in self.manager.buffers():
-                for slot in buffer.displaced():
-                    return (
-                        f"the memory of {buffer.name(slot)!r} was replaced after the optimizer was built (by moving "
-                        "or casting the model): move and cast it before that"
-                    )
-        return misplaced(self._bindings)
+        return self.manager.diagnose() or misplaced(self._bindings)
 
     def set_join_announcer(self, join_announcer: Callable[..., AbstractContextManager[None]] | None) -> None:
-        self.manager.join_announcer = None if self.needs_no_gather else join_announcer
+        self.manager.gathered.join_announcer = None if self.needs_no_gather else join_announcer
         self.reset_order()
 
     def reset_order(self) -> None:
@@ -286,17 +281,17 @@ class ShardedStorage(ParameterStorage):
 
     @property
     def needs_no_gather(self) -> bool:
-        return self._shards.world_size == 1 or not self.units_need_gather
+        return not self.units_need_gather
 
     @property
     def units_need_gather(self) -> bool:
-        return all(buffer.common is None for buffer in self.manager.buffers())
+        return self.manager.some_travel
 
     def common_memory(self) -> str:
-        if not self.units_need_gather:
-            return "yes (the ranks that share a copy are on one host)"
         if self._shards.world_size == 1:
             return "no (one rank holds the whole copy)"
+        if not self.units_need_gather:
+            return "yes (the ranks that share a copy are on one host)"
         if self._offload_backend is not None:
             return "no (the slices are on disk)"
         if not self._on_host:
@@ -324,19 +319,24 @@ class ShardedStorage(ParameterStorage):
     @contextmanager
     def _gathered(self, numbers: Sequence[int]) -> Iterator[None]:
         assert self._hooks is not None
-        with self._hooks.saving(), self.manager.gathered(numbers):
+        with self._hooks.saving(), self.manager.whole(numbers):
             yield
 
     def overwrite(self, parameters: Sequence[Tensor] | None) -> None:
         chosen = None if parameters is None else {id(parameter) for parameter in parameters}
-        for number in self._numbers(parameters):
-            for buffer in self.manager.units[number].buffers:
-                slots = [n for n, p in enumerate(buffer.parameters) if chosen is None or id(p) in chosen]
-                assert buffer.whole is not None
-                flats = [buffer.whole[buffer.bucket.slots[n].offset : buffer.bucket.slots[n].end] for n in slots]
-                broadcast(self._transport, flats)
-                self.manager.commit(buffer, slots)
-        self.manager.announce()
+        slots = {
+            buffer: [n for n, p in enumerate(buffer.parameters) if chosen is None or id(p) in chosen]
+            for number in self._numbers(parameters)
+            for buffer in self.manager.units[number].buffers
+        }
+        for buffer, written in slots.items():
+            self.manager.changed(buffer, written)  # before any rank's first write
+        for buffer, written in slots.items():
+            assert buffer.whole is not None
+            flats = [buffer.whole[buffer.bucket.slots[n].offset : buffer.bucket.slots[n].end] for n in written]
+            broadcast(self._transport, flats)
+            self.manager.commit(buffer, written)
+        self.manager.resident.announce()
         replicas = self._chosen(self.replicas(), parameters)
         self._copy(replicas)
         self._compare(replicas)
@@ -347,17 +347,19 @@ class ShardedStorage(ParameterStorage):
     def end_iteration(self) -> bool:
         assert self._hooks is not None
         self._hooks.end_iteration()
-        return all(unit.state is State.SHARDED for unit in self.manager.units)
+        return self.manager.all_released()
 
     def evict(self, bucket: Bucket) -> None:
         if self._offload_backend is not None:
             self._offload_backend.evict([bucket.weights.data])
 
-    def stepped(self) -> None:
+    def stepping(self) -> None:
         for bucket, first, buffer in self._updated:
             used = bucket.used[first : first + len(buffer.parameters)]
             self.manager.changed(buffer, list(where(used)))
-        self.manager.announce()
+
+    def stepped(self) -> None:
+        self.manager.resident.announce()
 
     def replaced(self) -> list[str]:
         return list(replaced(self._bindings))
@@ -373,10 +375,10 @@ class ShardedStorage(ParameterStorage):
         return [bucket.weights.data for bucket in buckets]
 
     def transient(self) -> tuple[frozenset[int], int]:
-        return self.manager.pool.storages(), self.manager.pool.peak_bytes
+        return self.manager.gathered.pool.storages(), self.manager.gathered.pool.peak_bytes
 
     def in_common(self) -> frozenset[int]:
-        return frozenset(address for buffer in self.manager.buffers() if (address := buffer.common_address))
+        return self.manager.resident.in_common()
 
     def release(self) -> None:
         if self._hooks is not None:

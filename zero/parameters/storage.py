@@ -68,8 +68,8 @@ class ParameterStorage:
 
     @property
     def buckets_cross_units(self) -> bool:
-        """True if units need no gather when shared memory can be allocated. Shards of a unit may then differ in
-        length."""
+        """True if units need no gather, provided that shared memory can be allocated. Shards of a unit may then differ
+        in length."""
         return False
 
     def lines(self) -> list[str]:
@@ -299,8 +299,11 @@ class ParameterStorage:
     def evict(self, bucket: Bucket) -> None:
         """Note that this rank has updated its slice of a bucket, and does not need it for a while."""
 
+    def stepping(self) -> None:
+        """Note that a step changes the parameters that some rank used. Every rank calls it before its first write."""
+
     def stepped(self) -> None:
-        """Note that a step has changed the parameters that some rank used."""
+        """Return when every rank has changed its slices. Collective."""
 
     def diagnose(self) -> str | None:
         """Return an error's text if a parameter was moved, cast or replaced since; else None."""

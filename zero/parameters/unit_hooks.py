@@ -12,6 +12,13 @@ unshard, install, uninstall and reshard is `UnitManager`'s work.
 So at most the root's own unit, the running unit and the prefetched one are gathered, and the memory that is kept of the
 others for the backward. Therefore one thread at a time may be inside forwards, or inside a backward; another one that
 begins either gets an error. Which thread that is may change whenever none is inside.
+
+A graph holds no parameter of a unit that travels: a tensor that the unit's forward saved brings it back. Of a resident
+unit a graph holds the parameter itself, and only the graph of the unit's outputs tells that a backward reaches it. So
+two kinds of resident units stay installed longer:
+
+    its output hides tensors in an object that is not opened     from its forward until the backward or step ends
+    its forward runs another unit's forward                      in a backward, until that ends
 """
 
 from __future__ import annotations
@@ -37,10 +44,10 @@ from collectives.torch_internals import (
 
 from ..core.units import ROOT, Units
 from ..streams import Streams
+from .gathered.prefetch_order import PrefetchOrder
+from .gathered.saved_tensor_hooks import SavedTensorHooks
 from .module_hooks import ForwardMethod, ModuleHooks
-from .prefetch_order import PrefetchOrder
 from .released import refuse_transforms
-from .saved_tensor_hooks import SavedTensorHooks
 from .unit_manager import UnitManager
 
 _NO_TASK = -1
@@ -67,7 +74,10 @@ class UnitHooks:
         self._task_thread = 0
         self._starting = False  # a backward began, and no unit was needed yet
         self._warned = False  # that a graph was broken
-        self._saver = SavedTensorHooks(manager, self._needed_again)
+        # resident units that stay longer, remembered for good
+        self._opaque: set[int] = set()  # their outputs have hidden tensors
+        self._enclosing: set[int] = set()  # their forwards have run those of others
+        self._saver = SavedTensorHooks(manager.gathered.saved_tensors, self._needed_again)
         self._hooks = [ModuleHooks(self, entry) for entry in units.entries]
 
     def remove(self) -> None:
@@ -75,6 +85,10 @@ class UnitHooks:
         for hooks in self._hooks:
             hooks.remove()
         self._hooks = []
+
+    def saves(self) -> bool:
+        """True if saved-tensor hooks are needed: some unit travels."""
+        return self._manager.some_travel
 
     def busy(self) -> bool:
         """True inside a forward or a backward."""
@@ -105,7 +119,7 @@ class UnitHooks:
     def _end_interrupted(self) -> None:
         while (last := self._running[-1:]) and not self._inside_a_forward():
             if last == self._running[-1:]:  # else its thread has left it meanwhile
-                self._end()
+                self._end(_in_backward())
 
     def _check_no_other_forward(self) -> None:
         """Raise `RuntimeError` if another thread is inside a forward."""
@@ -137,15 +151,17 @@ class UnitHooks:
         hooks.refused.add(thread)
         self._manager.shards.check_process()  # before a lock that another thread may have held at the fork
         refuse_transforms(hooks.name or "the root's rest")
-        pushed = self._saver.push()  # torch may refuse
+        pushed = self._manager.some_travel and self._saver.push()  # torch may refuse
         hooks.refused.discard(thread)
         last = self._running[-1:]  # read once: another thread may leave its forward at any moment
         if last and last[0][1] == thread:
             self._running.append((hooks, thread, pushed))
+            if not last[0][0].is_root:
+                self._note_enclosing(hooks)
         else:
             self._begin_outermost(hooks, thread, pushed)
         for unit in hooks.needs:
-            self._manager.acquire(unit)
+            self._manager.units[unit].forward_refs += 1
         self._begin()
         if hooks.is_root and all(hooks is not other for other, _, _ in self._running[:-1]) and not _in_backward():
             self._order.begin_forward()
@@ -166,6 +182,15 @@ class UnitHooks:
                 self._saver.pop()
             raise
 
+    def _note_enclosing(self, hooks: ModuleHooks) -> None:
+        """Remember the units whose forwards run this one."""
+        for outer, _, _ in self._running[:-1]:
+            if hooks.needs and outer.needs != hooks.needs:
+                self._enclosing.update(self._resident(outer))
+
+    def _resident(self, hooks: ModuleHooks) -> list[int]:
+        return [unit for unit in hooks.needs if not self._manager.units[unit].travels]
+
     def left(self, hooks: ModuleHooks, output: Any) -> None:
         """A module's forward has ended, perhaps with an exception (then ``output`` is None)."""
         thread = threading.get_ident()
@@ -176,34 +201,46 @@ class UnitHooks:
         if not last or last[0][:2] != (hooks, thread):  # it was refused, or a hook before ours raised
             return
         with self._beginning if len(self._running) == 1 else nullcontext():  # others begin after this
-            self._end()
-            if not _in_backward():
-                graphs = hooks.watch(output)
-                if not self._running and not graphs:
-                    self._reshard_all()
+            backward = _in_backward()
+            try:
+                graphs = backward or self._watch(hooks, output)
+            finally:
+                self._end(backward)
+            if not graphs and not self._running:
+                self._reshard_all()
 
-    def _end(self) -> None:
+    def _watch(self, hooks: ModuleHooks, output: Any) -> bool:
+        """Prepare for a backward through a forward's output. Return False if there can be none."""
+        watched, hides = hooks.watch(output)
+        if hides and torch.is_grad_enabled():
+            self._opaque.update(self._resident(hooks))
+            return True
+        return watched
+
+    def _end(self, backward: bool) -> None:
         hooks, thread, pushed = self._running[-1]
         try:
-            self._pop_saver_again(hooks, thread)
+            if hooks.pushed:
+                self._pop_saver_again(hooks, thread)
             self._running.pop()
             for unit in hooks.needs:
-                self._manager.release(unit)
+                self._manager.units[unit].forward_refs -= 1
         finally:
             if pushed and thread == threading.get_ident():
                 self._saver.pop()
         if self._manager.shards.broken:
             self._manager.abandon()
-        elif not _in_backward():
+        elif not backward:
             for unit in hooks.needs:
-                if unit in (ROOT, self._current):
+                if unit not in (ROOT, self._current):
+                    self._has_run(unit, backward)
+                elif unit not in self._opaque:
                     self._manager.uninstall(unit)
-                else:
-                    self._has_run(unit)
 
     def push_saver_again(self, hooks: ModuleHooks) -> None:
         """Push the saved-tensor hooks again if others were pushed on top of them since a module was entered."""
-        hooks.pushed.append((threading.get_ident(), len(self._running), self._saver.push()))
+        pushed = self._manager.some_travel and self._saver.push()
+        hooks.pushed.append((threading.get_ident(), len(self._running), pushed))
 
     def pop_saver_again(self, hooks: ModuleHooks) -> None:
         """Undo `push_saver_again` in the forward that runs, if it was called: a hook before it may have raised."""
@@ -217,9 +254,11 @@ class UnitHooks:
             if pushed and thread == threading.get_ident():
                 self._saver.pop()
 
-    def _has_run(self, unit: int) -> None:
+    def _has_run(self, unit: int, backward: bool) -> None:
         """Free a unit that is not needed now; keep it if a backward may need it and the settings say so."""
-        if _in_backward() or not torch.is_grad_enabled():
+        if unit in self._opaque or (backward and unit in self._enclosing):
+            return
+        if backward or not torch.is_grad_enabled():
             self._manager.reshard(unit)
         elif self._keeps_whole:
             self._manager.uninstall(unit)
@@ -243,21 +282,26 @@ class UnitHooks:
     def _demand(self, unit: int) -> None:
         """Install a unit, and prefetch the one that will probably follow."""
         if unit != ROOT and (unit != self._current or self._starting):
-            self._starting = False
+            self._starting, backward, some_travel = False, _in_backward(), self._manager.some_travel
             before, expected, self._current, self._ahead = self._current, self._ahead, unit, None
-            for number in (before, expected):
-                if number is not None and number != unit:
-                    self._has_run(number)
-            self._manager.unshard(unit)
-            following = (self._order.backward if _in_backward() else self._order.forward)(unit)
-            if following not in (None, unit) and self._expects_next_unit():
-                self._ahead = following
-                self._manager.unshard(following)
+            if backward or some_travel:  # else the unit before was released when its forward ended
+                for number in (before, expected):
+                    if number is not None and number != unit:
+                        self._has_run(number, backward)
+            if some_travel:
+                self._unshard(unit, backward)
         self._manager.install(unit)
 
-    def _expects_next_unit(self) -> bool:
+    def _unshard(self, unit: int, backward: bool) -> None:
+        self._manager.unshard(unit)
+        following = (self._order.backward if backward else self._order.forward)(unit)
+        if following is not None and following != unit and self._expects_next_unit(backward):
+            self._ahead = following
+            self._manager.unshard(following)
+
+    def _expects_next_unit(self, backward: bool) -> bool:
         """False if a unit is called alone and gradients are off: no other unit is expected."""
-        return _in_backward() or len(self._running) > 1 or torch.is_grad_enabled()
+        return backward or len(self._running) > 1 or torch.is_grad_enabled()
 
     def _reshard_all(self) -> None:
         self._current = self._ahead = None
@@ -276,14 +320,15 @@ class UnitHooks:
         self._manager.shards.check_process()
         try:
             self._demand(unit)
-        finally:
+        except BaseException:
             if self._manager.shards.broken:
                 self._manager.abandon()
+            raise
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Push the saved-tensor hooks outside forwards, too."""
-        pushed = self._saver.push()
+        pushed = self._manager.some_travel and self._saver.push()
         try:
             yield
         finally:
@@ -293,7 +338,7 @@ class UnitHooks:
     def _needed_again(self, unit: int) -> None:
         """A graph unpacks a tensor that a unit's forward saved."""
         self._begin()
-        if unit != self._current or self._starting or not self._manager.is_installed(unit):
+        if unit != self._current or self._starting or not self._manager.units[unit].installed:
             self._demand_in_backward(unit)
 
     def _begin(self) -> None:
@@ -313,6 +358,8 @@ class UnitHooks:
         if task != _NO_TASK:
             self._order.begin_backward()
             queue_callback(self._over)
+            for unit in self._opaque:
+                self._manager.install(unit)  # another backward may have ended since its forward
 
     def _over(self) -> None:
         self._task = _NO_TASK

@@ -54,6 +54,9 @@ class _Parameters(Protocol):
     def evict(self, bucket: Bucket) -> None:
         """Note that a bucket was updated."""
 
+    def stepping(self) -> None:
+        """Note that buckets will be updated."""
+
     def stepped(self) -> None:
         """Note that all buckets were updated."""
 
@@ -133,6 +136,7 @@ class Update:
             event = self._events_of(bucket).updating
             return BucketUpdate(bucket.states, bucket.grad.final_grad(), present, event, done)
 
+        self._storage.stepping()
         changed = self._inner.step([update(bucket) for bucket in buckets], groups)
         queue.finish()
         self._storage.stepped()

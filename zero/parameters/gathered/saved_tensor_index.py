@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .unit_buffer import UnitBuffer
+from .buffers import GatheredBuffer
 
 _MOST_KNOWN = 1 << 16  # views; a program that makes ever new ones would fill the memory otherwise
 
@@ -23,7 +23,7 @@ class ParamView:
 
     home: object  # identifies the index
     unit: int
-    buffer: UnitBuffer
+    buffer: GatheredBuffer
     slot: int
     dtype: torch.dtype
     offset: int
@@ -41,15 +41,13 @@ class PackedParam(NamedTuple):
 class SavedTensorIndex:
     """The buffers of gathered units, and resharded ones with external references."""
 
-    def __init__(self, *, alone: bool) -> None:
-        """``alone``: buffers are the shards themselves (one rank); edits are kept there, and so count as changes."""
+    def __init__(self) -> None:
         self.home = object()
-        self._alone = alone
-        self._buffers: dict[int, tuple[int, UnitBuffer]] = {}  # address of a buffer -> its unit, and the buffer
+        self._buffers: dict[int, tuple[int, GatheredBuffer]] = {}  # address of a buffer -> its unit, and the buffer
         self._low, self._high = sys.maxsize, 0  # the range of addresses that buffers have had
         self._known: dict[tuple[object, ...], ParamView] = {}  # a tensor's address and geometry -> its place
 
-    def remember(self, unit: int, buffer: UnitBuffer, whole: Tensor) -> None:
+    def remember(self, unit: int, buffer: GatheredBuffer, whole: Tensor) -> None:
         """Register the memory of a unit's buffer."""
         address = _address(whole)
         if not address:  # a tensor without elements has no memory
@@ -61,7 +59,7 @@ class SavedTensorIndex:
             end = address + whole.untyped_storage().nbytes()
             self._low, self._high = min(self._low, address), max(self._high, end)
 
-    def forget(self, buffer: UnitBuffer) -> None:
+    def forget(self, buffer: GatheredBuffer) -> None:
         """Unregister a buffer: its address may be used by other tensors."""
         if self._buffers.pop(buffer.address, None) is not None:
             self._known.clear()
@@ -79,7 +77,7 @@ class SavedTensorIndex:
             return None
         if place is None or tensor.is_conj() or tensor.is_neg() or not self._is_there(place.buffer):
             return None
-        return PackedParam(place, self._version(place))
+        return PackedParam(place, place.buffer.versions[place.slot])
 
     def _find(self, tensor: Tensor, key: tuple[object, ...]) -> ParamView | None:
         found = self._buffers.get(_address(tensor))
@@ -96,20 +94,15 @@ class SavedTensorIndex:
             self._known[key] = place
         return place
 
-    def _is_there(self, buffer: UnitBuffer) -> bool:
+    def _is_there(self, buffer: GatheredBuffer) -> bool:
         """False after share_memory(): a buffer's address may be used by other tensors."""
-        whole = buffer.shard if self._alone else buffer.externally_held if buffer.whole is None else buffer.whole
+        whole = buffer.externally_held if buffer.whole is None else buffer.whole
         return whole is not None and whole.data_ptr() == buffer.address
-
-    def _version(self, place: ParamView) -> int:
-        """How often a parameter's values were changed; edits count if they are kept."""
-        buffer, slot = place.buffer, place.slot
-        return buffer.versions[slot] + (buffer.parameters[slot]._version if self._alone else 0)
 
     def restore(self, saved: PackedParam) -> Tensor:
         """Return the tensor at a place. Its unit must be gathered."""
         place, buffer = saved.place, saved.place.buffer
-        if self._version(place) != saved.version:
+        if buffer.versions[place.slot] != saved.version:
             raise RuntimeError(
                 f"{buffer.name(place.slot)!r}, which this backward needs, was changed by a step or an edit after the "
                 "forward that used it: run the backward before, or the forward again"
@@ -120,7 +113,7 @@ class SavedTensorIndex:
                 "close()) after the forward that used it: run the forward again"
             )
         if place.dtype is buffer.whole.dtype:
-            return buffer.view(place.size, place.stride, place.offset)
+            return buffer.whole.as_strided(place.size, place.stride, place.offset)
         made = torch.empty(0, dtype=place.dtype, device=buffer.whole.device)
         return made.set_(buffer.whole.untyped_storage(), place.offset, place.size, place.stride)
 

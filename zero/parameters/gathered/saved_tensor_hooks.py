@@ -21,9 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from collectives.torch_internals import top_saved_tensors_hooks
 
-from .compiled_calls import untraced
-from .saved_tensor_index import PackedParam
-from .unit_manager import UnitManager
+from ..compiled_calls import untraced
+from .saved_tensor_index import PackedParam, SavedTensorIndex
 
 _Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Any]]
 
@@ -32,9 +31,9 @@ class SavedTensorHooks:
     """The hooks of one optimizer. ``needed`` is called with a unit before a tensor of it is restored. torch has one
     stack of saved-tensor hooks per thread."""
 
-    def __init__(self, manager: UnitManager, needed: Callable[[int], None]) -> None:
-        self._home = manager.saved_tensors.home
-        self._manager, self._needed = weakref.ref(manager), weakref.WeakMethod(needed)
+    def __init__(self, index: SavedTensorIndex, needed: Callable[[int], None]) -> None:
+        self._home = index.home
+        self._index, self._needed = weakref.ref(index), weakref.WeakMethod(needed)
         self._alone = saved_tensors_hooks(*self._hooks(None))  # without others below, as almost always
 
     def push(self) -> bool:
@@ -54,12 +53,12 @@ class SavedTensorHooks:
         self._alone.__exit__()  # pops the hooks that were pushed last, whichever they are
 
     def _hooks(self, before: _Pair | None) -> _Pair:
-        known, needed, home = self._manager, self._needed, self._home  # weakly: a graph may outlive the optimizer
+        known, needed, home = self._index, self._needed, self._home  # weakly: a graph may outlive the optimizer
 
         @untraced
         def pack(tensor: Tensor, _owner: object = home) -> Any:  # the default identifies the function in `push`
-            manager = known()
-            if manager is not None and (saved := manager.saved_tensors.find(tensor)) is not None:
+            index = known()
+            if index is not None and (saved := index.find(tensor)) is not None:
                 return saved
             if before is not None:
                 return before[0](tensor)
@@ -69,11 +68,11 @@ class SavedTensorHooks:
         @untraced
         def unpack(kept: Any) -> Any:
             if isinstance(kept, PackedParam) and kept.place.home is home:
-                manager, need = known(), needed()
-                if manager is None or need is None:
+                index, need = known(), needed()
+                if index is None or need is None:
                     raise RuntimeError("this graph belongs to an optimizer that is gone: its parameters are, too")
                 need(kept.place.unit)
-                return manager.saved_tensors.restore(kept)
+                return index.restore(kept)
             if before is not None:
                 return before[1](kept)
             tensor, version = kept

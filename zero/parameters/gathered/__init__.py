@@ -1,0 +1,1 @@
+"""Units that are gathered from the ranks that share a copy, and what a graph saves of them."""

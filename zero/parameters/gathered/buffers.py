@@ -1,0 +1,80 @@
+"""A unit that is gathered, and its buckets: the gathered buffer while there is one, and the ``data`` of parameters.
+
+Knows: views of the buffer, the NaN in its place. Does not know: when, or why, a unit changes its state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from collectives import Work
+
+from ...events import Event
+from ..unit_buffer import UnitBuffer
+
+
+@dataclass(eq=False)
+class GatheredBuffer(UnitBuffer):
+    """A bucket, or the part of one that belongs to a unit, whose slices are gathered from the ranks."""
+
+    whole: Tensor | None = None
+    post_forward_shard: Tensor | None = None  # slice of the whole, between a forward and its backward, for the group
+    externally_held: Tensor | None = None  # a resharded buffer with external references
+    address: int = 0  # of the memory of the whole, or of the externally held buffer, when it was gathered
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.versions = [0] * len(self.parameters)  # of each slot: how often its values were changed
+        dtype = self.bucket.dtypes.param_dtype
+        self._nans = [nan_like(parameter, dtype) for parameter in self.parameters]
+
+    def put_whole(self) -> None:
+        """Make the parameters, which must have their own classes, views of the whole. This counts as no edit."""
+        assert self.whole is not None
+        for parameter, view in zip(self.parameters, self.views(self.whole), strict=True):
+            parameter.data = view
+        self.note()
+
+    def put_nans(self) -> None:
+        """Put a NaN into the data of each parameter, which must have its own class."""
+        for parameter, nan in zip(self.parameters, self._nans, strict=True):
+            parameter.data = nan
+        self.note()
+
+    def renew_nan(self, slot: int) -> None:
+        """Put another NaN in the place of one that was edited."""
+        self._nans[slot] = nan_like(self._nans[slot], self._nans[slot].dtype)
+
+
+def nan_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    nan = torch.full((1,), float("nan"), dtype=dtype, device=parameter.device)
+    return nan.expand(parameter.shape) if parameter.dim() else nan.view(())
+
+
+class State(Enum):
+    """Where the whole of a unit is."""
+
+    SHARDED = "nowhere: each rank has its slices"
+    GATHERING = "on its way"
+    WHOLE = "in buffers"
+
+
+@dataclass(eq=False)
+class GatheredUnit:
+    """The buckets of one unit that are gathered."""
+
+    number: int
+    name: str
+    rank: InitVar[str]
+    buffers: list[GatheredBuffer] = field(default_factory=list)
+    state: State = State.SHARDED
+    work: list[Work] = field(default_factory=list)  # the all-gathers under way
+
+    def __post_init__(self, rank: str) -> None:
+        self.unsharding = Event(f"unshard unit {self.name}", rank)
+        self.waiting = Event(f"wait_for_unshard unit {self.name}", rank)
+        self.resharding = Event(f"reshard unit {self.name}", rank)

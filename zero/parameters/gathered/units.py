@@ -1,0 +1,193 @@
+"""Units that are gathered from the ranks that share a copy: the shard, which is always here, and the whole.
+
+Knows: shards, gathered buffers, the tensor in each parameter's ``data``. Does not know: modules, autograd, or when a
+unit is needed: its caller unshards, installs, uninstalls and reshards.
+
+    SHARDED --unshard--> GATHERING --wait--> WHOLE     installed in WHOLE alone: parameters are views of the buffers
+       ^                                       |       else: each parameter's data is one NaN
+       +--------------- reshard ---------------+
+
+A buffer lives as long as its storage is referenced. If something outside of this package references it (a view that a
+module cached, an array that shares the memory), the next gather writes into the same buffer, so that the view follows
+the parameter as it would in a plain loop. If a step changes the parameter in between, the buffer is filled with NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collectives import Choice, Collective, Transport, Work
+from collectives.pool import Pool, holders
+
+from ...core.parameter_specs import as_plain
+from ..edit_detector import EditDetector
+from .buffers import GatheredBuffer, GatheredUnit, State
+from .gathers import UnitGathers
+from .saved_tensor_index import SavedTensorIndex
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class GatheredUnits:
+    """The policy of units that are gathered."""
+
+    def __init__(
+        self,
+        shards: Transport,
+        collective: Collective,
+        post_forward_group: Choice | None,
+        edits: EditDetector,
+        on_idle: Callable[[Tensor], None],
+    ) -> None:
+        """``post_forward_group``: the ranks that share the slices kept between a forward and its backward; ``on_idle``:
+        is called with a shard that will not be needed for a while."""
+        self._rank, self._edits, self._on_idle = shards.rank, edits, on_idle
+        self.pool = Pool(exact=True)
+        self._gathers = UnitGathers(shards.rank, collective, post_forward_group, self.pool, on_idle)
+        self.saved_tensors = SavedTensorIndex()
+        self._externally_held: list[GatheredBuffer] = []
+        self.join_announcer: Callable[..., AbstractContextManager[None]] | None = None  # around a gather, inside `join`
+
+    def put(self, unit: GatheredUnit, buffer: GatheredBuffer) -> None:
+        """Add a buffer. Its parameters lose their own memory."""
+        unit.buffers.append(buffer)
+        buffer.put_nans()
+
+    def part(self, unit: GatheredUnit, buffer: GatheredBuffer) -> None:
+        """Remove a buffer, whose parameters have other memory now."""
+        unit.buffers.remove(buffer)
+        buffer.whole = None
+        self.saved_tensors.forget(buffer)
+
+    # -- unshard and reshard --------------------------------------------------------------------------------------
+
+    def unshard(self, unit: GatheredUnit) -> None:
+        """Launch the all-gathers of a unit that is sharded. Collective."""
+        if unit.state is not State.SHARDED:
+            return
+        if self.join_announcer is None:
+            self._unshard(unit)
+        else:
+            with self.join_announcer("gather", unit=unit.number):
+                self._unshard(unit)
+                self.wait(unit)  # a rank that gathers only for others waits until all have read its slices
+
+    def _unshard(self, unit: GatheredUnit) -> None:
+        with unit.unsharding():
+            with _usable_later():
+                self._sweep()
+                for buffer in unit.buffers:
+                    unit.work.append(self._gather(unit, buffer))
+                    assert buffer.whole is not None
+                    self.saved_tensors.remember(unit.number, buffer, buffer.whole)
+            unit.state = State.GATHERING
+
+    def _gather(self, unit: GatheredUnit, buffer: GatheredBuffer) -> Work:
+        if buffer.externally_held is not None:
+            self._externally_held.remove(buffer)
+            buffer.whole, buffer.externally_held = buffer.externally_held, None
+        else:
+            buffer.whole = self._gathers.room(buffer)
+        target = buffer.whole.data  # with a version counter of its own: to gather again is no edit
+        return self._gathers.start(unit, buffer, target)
+
+    def wait(self, unit: GatheredUnit) -> None:
+        """Wait for the all-gathers under way."""
+        if unit.state is State.GATHERING:
+            with unit.waiting():
+                while unit.work:
+                    unit.work[0].wait()
+                    unit.work.pop(0)
+            unit.state = State.WHOLE
+
+    def reshard(self, unit: GatheredUnit, for_now: bool) -> None:
+        """Free the buffers of a unit that is whole and not installed. ``for_now``: a backward will need it; the slices
+        of the ``post_forward_group`` are kept."""
+        unit.state = State.SHARDED
+        for buffer in unit.buffers:
+            if for_now and self._gathers.post_forward_group and self.join_announcer is None:
+                buffer.post_forward_shard = self._gathers.keep(buffer)
+            buffer.externally_held, buffer.whole = buffer.whole, None
+            self._externally_held.append(buffer)
+        self._sweep()
+
+    def abandon(self, unit: GatheredUnit) -> None:
+        """Abandon the all-gathers under way, after a failure of the ranks' communication."""
+        unit.work = []
+        if unit.state is State.GATHERING:
+            unit.state = State.WHOLE
+
+    def _sweep(self) -> None:
+        """Reclaim the resharded buffers that have no external references any more."""
+        for buffer in list(self._externally_held):
+            if buffer.externally_held is not None and holders(buffer.externally_held) == 0:
+                self.saved_tensors.forget(buffer)
+                buffer.externally_held = None
+                self._externally_held.remove(buffer)
+
+    # -- install and uninstall ------------------------------------------------------------------------------------
+
+    def install(self, unit: GatheredUnit) -> None:
+        """Give the parameters of a whole unit, which are released, their own classes, and make them views of its
+        buffers."""
+        with _usable_later():
+            for buffer in unit.buffers:
+                with as_plain():
+                    edited = buffer.edited()
+                for slot in edited:
+                    self._edits.note_released(buffer, slot)
+                    buffer.renew_nan(slot)
+                buffer.set_classes(buffer.bases)
+                buffer.put_whole()
+
+    def uninstall(self, unit: GatheredUnit) -> None:
+        """Release the parameters of a unit, and put a NaN into each. Edits are noted."""
+        for buffer in unit.buffers:
+            for slot in buffer.edited():
+                self._edits.note_slot(buffer, slot)
+            buffer.put_nans()
+            buffer.set_classes(buffer.released)
+            if buffer.whole is not None:
+                self._edits.compare(buffer, buffer.whole)
+            self._on_idle(buffer.shard)
+
+    # -- changes --------------------------------------------------------------------------------------------------
+
+    def changed(self, buffer: GatheredBuffer, slots: Sequence[int]) -> None:
+        """Note that the values of these slots change: saved tensors and external references are out of date."""
+        buffer.post_forward_shard = None
+        for slot in slots:
+            buffer.versions[slot] += 1
+        self._sweep()
+        if buffer.whole is not None:
+            torch.autograd.graph.increment_version(buffer.whole)
+        if buffer.externally_held is not None:
+            buffer.externally_held.fill_(float("nan"))
+
+    def commit(self, buffer: GatheredBuffer, slots: Sequence[int]) -> None:
+        """Copy the values of these slots, which are whole and equal on all ranks, into this rank's shard."""
+        assert buffer.whole is not None
+        low, high = buffer.bucket.owned(self._rank)
+        for piece in buffer.bucket.pieces(low, high):
+            if piece.slot in slots:
+                buffer.shard[piece.begin - low : piece.end - low].copy_(buffer.whole[piece.begin : piece.end])
+        self._on_idle(buffer.shard)
+
+    def undo_edits(self, unit: GatheredUnit) -> None:
+        """Undo the edits of an installed unit."""
+        for buffer in unit.buffers:
+            buffer.note()
+            if buffer.whole is not None:
+                low, high = buffer.bucket.owned(self._rank)
+                buffer.whole.data[low:high].copy_(buffer.shard)
+                self._on_idle(buffer.shard)
+
+
+def _usable_later() -> AbstractContextManager[Any]:
+    """Leave inference mode in the block: memory that is allocated in it cannot be used in a backward later."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
