@@ -5,7 +5,7 @@ Knows: bytes. Does not know: what a flag means.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 
 
 def either(one: bytes | bytearray, other: bytes | bytearray) -> bytearray:
@@ -18,12 +18,9 @@ def without(one: bytes | bytearray, other: bytes | bytearray) -> bytearray:
     return _flags(_number(one) & ~_number(other), len(one))
 
 
-def where(flags: bytes | bytearray) -> Iterator[int]:
-    """Yield the places of the flags that are set, in order."""
-    place = flags.find(1)
-    while place >= 0:
-        yield place
-        place = flags.find(1, place + 1)
+def where(flags: bytes | bytearray) -> list[int]:
+    """Return the places of the flags that are set, in order."""
+    return list(itertools.compress(range(len(flags)), flags))
 
 
 def _number(flags: bytes | bytearray) -> int:

@@ -356,7 +356,7 @@ class ShardedStorage(ParameterStorage):
     def stepping(self) -> None:
         for bucket, first, buffer in self._updated:
             used = bucket.used[first : first + len(buffer.parameters)]
-            self.manager.changed(buffer, list(where(used)))
+            self.manager.changed(buffer, where(used))
 
     def stepped(self) -> None:
         self.manager.resident.announce()
