@@ -52,6 +52,28 @@ def test_a_view_shows_the_new_values_of_all_ranks_as_soon_as_step_returns(ranks:
         assert_same_bits(torch.from_numpy(shown), next(iter(plain(build, world_size, 1).parameters())))
 
 
+def test_nobody_writes_while_another_rank_reads() -> None:
+    """Rank 1 is slow in its forward, while rank 0 is inside a block that writes, where nothing is gathered."""
+
+    def program(transport: Transport) -> tuple[Tensor, nn.Module]:
+        model = build()
+        optimizer = zero(model, transport)
+        if transport.rank == 1:
+            model.blocks[0].register_forward_hook(lambda *_: time.sleep(0.3))
+        with torch.no_grad():
+            output = model(X)
+        with optimizer.gathered(model.weight(1), write=True):
+            model.weight(1).data.mul_(2)
+        optimizer.close()
+        return output, model
+
+    edited = build()
+    edited.weight(1).data.mul_(2)
+    for output, model in on_sockets(2, program, timeout=LIMIT):
+        assert_same_bits(output, build()(X))
+        assert_same_model(model, edited)
+
+
 def test_an_interrupt_of_the_wait_for_the_others_is_made_up_for() -> None:
     """The wait is interrupted on rank 0 while rank 1 writes; the next forward waits instead."""
 

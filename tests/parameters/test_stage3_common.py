@@ -395,6 +395,7 @@ def test_what_is_written_into_an_array_after_its_block_is_told_and_undone(width:
     def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[str, str, list[Tensor], Tensor]:
         with optimizer.gathered():
             array = model.weight(1).detach().numpy()
+        optimizer.step()  # without gradients; edits of before are looked for
         if optimizer.rank == 0:
             array.fill(77)
         if optimizer.rank == 1 or runs:

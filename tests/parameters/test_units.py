@@ -190,15 +190,22 @@ REFUSALS: dict[str, tuple[type[Net], Wrong, str]] = {
         r"'givers\.0\.norm\.weight' is released: .*gathered\(\)",
     ),
     "a re-entrant checkpoint": (Recomputed, reentrant, "use_reentrant=False"),
-    "torch.func.grad inside a unit": (net_of(TakesDerivatives), derivative, "saved tensor hooks"),
+    "torch.func.grad inside a unit": (net_of(TakesDerivatives), derivative, "saved tensor hooks"),  # where units travel
     "an edit of what a unit saved": (Net, edit_what_a_unit_saved, EDITED),
     "an edit of the input": (Net, edit_the_input, EDITED),
     "an edit without gradient of what a unit saved": (Net, edit_a_saved_result, EDITED),
 }
 
 
-@WORLD_SIZES
-@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        pytest.param(name, world_size, id=f"{name}-{world_size}", marks=pytest.mark.slow if world_size == 2 else ())
+        for world_size in (1, 2, 3)
+        for name in REFUSALS
+        if (name, world_size) != ("torch.func.grad inside a unit", 1)
+    ],
+)
 @pytest.mark.by_default(
     "a weight before its unit-3",
     "a weight outside of any forward-3",

@@ -26,7 +26,7 @@ from ..core.bits import same_bits
 from ..core.layout import Piece
 from ..core.parameter_specs import as_plain
 from .edit_detector import EditDetector
-from .unit_buffer import UnitBuffer
+from .unit_buffer import UnitBuffer, usable_later
 
 
 @dataclass(eq=False)
@@ -202,7 +202,8 @@ class ResidentUnits:
                 "what was moved does not follow the parameter: send a copy; build a new model and optimizer"
             )
         if buffer.displaced():
-            buffer.put_whole()
+            with usable_later():
+                buffer.put_whole()
         buffer.note()
 
     # -- edits and changes ----------------------------------------------------------------------------------------

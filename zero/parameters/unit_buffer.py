@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.layout import BucketSpec, Layout, ParameterSpec
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 @dataclass(eq=False)
@@ -93,3 +97,8 @@ class UnitBuffer:
         """Set the classes of the parameters: ``bases`` or ``released``."""
         for parameter, its_class in zip(self.parameters, classes, strict=True):
             parameter.__class__ = its_class
+
+
+def usable_later() -> AbstractContextManager[Any]:
+    """Leave inference mode in the block: memory that is allocated in it cannot be used in a backward later."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING

@@ -15,8 +15,7 @@ the parameter as it would in a plain loop. If a step changes the parameter in be
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -26,11 +25,10 @@ from collectives.pool import Pool, holders
 
 from ...core.parameter_specs import as_plain
 from ..edit_detector import EditDetector
+from ..unit_buffer import usable_later
 from .buffers import GatheredBuffer, GatheredUnit, State
 from .gathers import UnitGathers
 from .saved_tensor_index import SavedTensorIndex
-
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class GatheredUnits:
@@ -79,7 +77,7 @@ class GatheredUnits:
 
     def _unshard(self, unit: GatheredUnit) -> None:
         with unit.unsharding():
-            with _usable_later():
+            with usable_later():
                 self._sweep()
                 for buffer in unit.buffers:
                     unit.work.append(self._gather(unit, buffer))
@@ -135,7 +133,7 @@ class GatheredUnits:
     def install(self, unit: GatheredUnit) -> None:
         """Give the parameters of a whole unit, which are released, their own classes, and make them views of its
         buffers."""
-        with _usable_later():
+        with usable_later():
             for buffer in unit.buffers:
                 with as_plain():
                     edited = buffer.edited()
@@ -186,8 +184,3 @@ class GatheredUnits:
                 low, high = buffer.bucket.owned(self._rank)
                 buffer.whole.data[low:high].copy_(buffer.shard)
                 self._on_idle(buffer.shard)
-
-
-def _usable_later() -> AbstractContextManager[Any]:
-    """Leave inference mode in the block: memory that is allocated in it cannot be used in a backward later."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING

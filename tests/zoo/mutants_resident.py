@@ -1,0 +1,162 @@
+"""Mutants of stage 3: units that do not travel, in memory that all ranks write."""
+
+from __future__ import annotations
+
+from .mutant import Edit, Mutant
+
+GRAPHS, MEMORY = "parameters/test_resident_graphs.py", "parameters/test_resident_memory.py"
+TRAIN = f"{GRAPHS}::test_units_train_as_in_the_plain_loop"
+
+MUTANTS = (
+    Mutant(
+        "a-rank-writes-before-all-have-read",
+        ("L5",),
+        "A block that writes does not wait for the other ranks: a forward that is under way there sees some new "
+        "weights.",
+        (
+            Edit(
+                "zero.engine.Engine._overwrite",
+                '        self._reducer.check_consistency("gathered(write=True)", self._storage.diagnose())\n',
+                "        self._storage.diagnose()\n",
+            ),
+            Edit(
+                "zero.parameters.sharded.ShardedStorage.overwrite",
+                "            broadcast(self._direct, self._transport, flats)\n",
+                "            self.manager.commit(buffer, written)\n"
+                "            broadcast(self._direct, self._transport, flats)\n",
+            ),
+        ),
+        (f"{MEMORY}::test_nobody_writes_while_another_rank_reads",),
+    ),
+    Mutant(
+        "a-step-returns-before-all-have-written",
+        ("L5",),
+        "A rank goes on while others write: an array that it kept shows old values, or a mixture.",
+        (
+            Edit(
+                "zero.parameters.resident_units.ResidentUnits.announce",
+                'units in common memory"))\n            self.wait_for_writes()\n',
+                'units in common memory"))\n',
+            ),
+        ),
+        (f"{MEMORY}::test_a_view_shows_the_new_values_of_all_ranks_as_soon_as_step_returns[on_sockets-2]",),
+    ),
+    Mutant(
+        "an-interrupted-wait-is-forgotten",
+        ("L3", "L5"),
+        "After an interrupt of the wait for the other ranks' writes a forward begins without it.",
+        (
+            Edit(
+                "zero.parameters.resident_units.ResidentUnits.install",
+                "        if self._writing is not None:  # an interrupt has ended `announce`\n"
+                "            self.wait_for_writes()\n",
+                "        self._writing = None\n",
+            ),
+        ),
+        (f"{MEMORY}::test_an_interrupt_of_the_wait_for_the_others_is_made_up_for",),
+    ),
+    Mutant(
+        "a-class-is-not-flipped",
+        ("L2",),
+        "A parameter whose memory stays is never released: it can be read and edited at every moment.",
+        (
+            Edit(
+                "zero.parameters.resident_units.ResidentUnits.uninstall",
+                "            buffer.set_classes(buffer.released)\n",
+                "",
+            ),
+        ),
+        (f"{GRAPHS}::test_inside_a_backward_a_unit_is_released_when_the_next_is_reached[on_sockets-2]",),
+    ),
+    Mutant(
+        "a-version-is-not-raised-on-a-rank",
+        ("L5",),
+        "Rank 0 alone counts what a step changes: on the others an old graph takes new weights in silence.",
+        (
+            Edit(
+                "zero.parameters.sharded.ShardedStorage.stepping",
+                "            if buffer.updated:\n",
+                "            if buffer.updated and self._shards.rank == 0:\n",
+            ),
+        ),
+        (f"{GRAPHS}::test_a_step_counts_the_changes_of_all_ranks_on_every_rank[on_sockets-2]",),
+    ),
+    Mutant(
+        "changes-are-counted-after-the-writes",
+        ("L3", "L5"),
+        "While a step writes, and after an interrupt of it, an old graph takes new weights in silence.",
+        (
+            Edit("zero.step.update.Update.step", "        self._storage.stepping(used)\n", ""),
+            Edit(
+                "zero.step.update.Update.step",
+                "        self._storage.stepped()\n",
+                "        self._storage.stepping(used)\n        self._storage.stepped()\n",
+            ),
+        ),
+        (f"{GRAPHS}::test_changes_are_counted_before_the_first_write[on_sockets-2]",),
+    ),
+    Mutant(
+        "pages-are-not-looked-at-when-no-forward-ran",
+        ("L5", "L13"),
+        "A write through an array on a rank that has run no forward is not found, and hides what others write there.",
+        (
+            Edit(
+                "zero.parameters.resident_units.ResidentUnits.install",
+                "            buffer.in_use = True\n",
+                "            buffer.in_use = self._ran = True\n",
+            ),
+            Edit(
+                "zero.parameters.resident_units.ResidentUnits.find_edits",
+                "        for common in self._common:\n",
+                '        ran, self._ran = getattr(self, "_ran", False), False\n'
+                "        for common in self._common if ran else ():\n",
+            ),
+        ),
+        (
+            "parameters/test_stage3_common.py::"
+            "test_what_is_written_into_an_array_after_its_block_is_told_and_undone[no forward-4]",
+        ),
+    ),
+    Mutant(
+        "a-private-page-is-kept",
+        ("L5", "L13"),
+        "After an edit was told, its page stays private to the rank: it never sees there what others write.",
+        (
+            Edit(
+                "zero.parameters.resident_units.SharedBucketMemory.edited",
+                "                self._forget(begin, end)\n",
+                "",
+            ),
+        ),
+        (
+            "parameters/test_stage3_common.py::"
+            "test_what_is_written_into_an_array_after_its_block_is_told_and_undone[a forward-4]",
+        ),
+    ),
+    Mutant(
+        "an-enclosing-unit-is-released-in-a-backward",
+        ("L3",),
+        "A unit whose forward ran another one is released when the backward reaches that: its own nodes come after it.",
+        (
+            Edit(
+                "zero.parameters.unit_hooks.UnitHooks._has_run",
+                "(backward and unit in self._enclosing)",
+                "(backward and unit in self._opaque)",
+            ),
+        ),
+        (f"{TRAIN}[a unit that runs another-on_sockets-2]",),
+    ),
+    Mutant(
+        "an-opaque-unit-is-released",
+        ("L3",),
+        "A unit whose output hides tensors is released after its forward, and no backward brings it back.",
+        (
+            Edit(
+                "zero.parameters.unit_hooks.UnitHooks._watch",
+                "            self._opaque.update(self._resident(hooks))\n",
+                "",
+            ),
+        ),
+        (f"{TRAIN}[outputs that hide tensors-on_sockets-2]",),
+    ),
+)
