@@ -21,9 +21,8 @@ MUTANTS = (
             ),
             Edit(
                 "zero.parameters.sharded.ShardedStorage.overwrite",
-                "            broadcast(self._direct, self._transport, flats)\n",
-                "            self.manager.commit(buffer, written)\n"
-                "            broadcast(self._direct, self._transport, flats)\n",
+                "            broadcast(self._transport, flats)\n",
+                "            self.manager.commit(buffer, written)\n            broadcast(self._transport, flats)\n",
             ),
         ),
         (f"{MEMORY}::test_nobody_writes_while_another_rank_reads",),
@@ -75,8 +74,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.sharded.ShardedStorage.stepping",
-                "            if buffer.updated:\n",
-                "            if buffer.updated and self._shards.rank == 0:\n",
+                "in self._updated:\n",
+                "in self._updated if self._shards.rank == 0 else ():\n",
             ),
         ),
         (f"{GRAPHS}::test_a_step_counts_the_changes_of_all_ranks_on_every_rank[on_sockets-2]",),
@@ -86,11 +85,11 @@ MUTANTS = (
         ("L3", "L5"),
         "While a step writes, and after an interrupt of it, an old graph takes new weights in silence.",
         (
-            Edit("zero.step.update.Update.step", "        self._storage.stepping(used)\n", ""),
+            Edit("zero.step.update.Update.step", "        self._storage.stepping()\n", ""),
             Edit(
                 "zero.step.update.Update.step",
                 "        self._storage.stepped()\n",
-                "        self._storage.stepping(used)\n        self._storage.stepped()\n",
+                "        self._storage.stepping()\n        self._storage.stepped()\n",
             ),
         ),
         (f"{GRAPHS}::test_changes_are_counted_before_the_first_write[on_sockets-2]",),
