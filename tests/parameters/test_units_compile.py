@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from collectives import solo
+from collectives import on_threads, solo
 from collectives.backends.gloo import connect
 from zero import ZeroOptimizer
 from zero.core.units import find_units
@@ -371,6 +371,30 @@ def test_a_compiled_unit_has_the_graphs_of_the_plain_model(name: str, in_place: 
     assert recorder.graphs == plain.graphs
     assert recorder.frames() == frames  # no function of the library
     assert bool(plain.graphs) == (users or not in_place)
+
+
+@pytest.mark.parametrize("name", ["Linear", "Sequential"])
+@pytest.mark.by_default("Sequential")
+def test_a_compiled_unit_that_travels_has_the_graphs_of_the_plain_model(name: str) -> None:
+    """Both ranks compile, one after the other; no rank compiles a function of the library."""
+
+    def prepare(model: Any) -> None:
+        for block in model.blocks:
+            block.compile(backend=recorder)
+
+    case = Case(net_of(UNITS[name]), prepared=prepare)
+    torch._dynamo.reset()
+    recorder = plain = Recorder()
+    _, expected = plain_loop(case, 2)
+    frames = plain.frames()
+    torch._dynamo.reset()
+    recorder = Recorder()
+    try:
+        on_threads(2, lambda transport: check_rank(case, transport, expected), timeout=20)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        pytest.fail(str(error))
+    assert set(recorder.graphs) == set(plain.graphs)
+    assert recorder.frames() <= 2 * frames
 
 
 # -- a graph that is broken --------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ MUTANTS = (
                 "        def pack",
             ),
         ),
-        (f"{GRAPHS}[Sequential-module.compile()]",),
+        (f"{TESTS}::test_a_compiled_unit_that_travels_has_the_graphs_of_the_plain_model[Sequential]",),
     ),
     Mutant(
         "a-checkpoint-keeps-parameters",
@@ -53,7 +53,7 @@ MUTANTS = (
             ),
         ),
         (
-            "parameters/test_units_checkpoints.py::test_units_are_recomputed_with_the_bits_of_the_plain_loop[every_unit-before-1]",
+            "parameters/test_units_checkpoints.py::test_units_are_recomputed_with_the_bits_of_the_plain_loop[every_unit-before-2]",
         ),
     ),
     Mutant(
