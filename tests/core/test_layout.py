@@ -372,6 +372,21 @@ def test_the_parts_of_a_bucket_by_unit_tile_it(
         assert all(one != other for one, other in itertools.pairwise(units)), "neighbours are one run"
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parts_without_elements_at_the_end_of_a_bucket_have_their_own_slots(world_size: int) -> None:
+    parameters = [spec("empty", (0,), unit=2), spec("also empty", (0, 3), unit=1), spec("full", (40,), unit=0)]
+    layout = build(parameters, world_size, 2**20, across_units=True)
+    (bucket,) = layout.buckets
+    parts = [(unit, bucket.part(first, last)) for unit, first, last in layout.runs(bucket)]
+    assert [(unit, [slot.parameter for slot in part.slots], part.numel) for unit, part in parts] == [
+        (0, [2], bucket.numel),
+        (1, [1], 0),
+        (2, [0], 0),
+    ]
+    for rank in range(world_size):
+        assert parts[0][1].owned(rank) == bucket.owned(rank)
+
+
 @given(lists_with_units, world_sizes, bucket_sizes, st.data())
 def test_a_part_of_a_bucket_has_the_owners_of_its_elements(
     parameters: list[ParameterSpec], world_size: int, nbytes: int, data: st.DataObject

@@ -187,10 +187,10 @@ class BucketSpec:
 
     def part(self, first: int, last: int) -> BucketSpec:
         """Return the slots from ``first`` to ``last`` (exclusive) as a bucket. Every element keeps its owner."""
+        if (first, last) == (0, len(self.slots)):
+            return self
         begin = self.slots[first].offset
         end = self.slots[last].offset if last < len(self.slots) else self.numel
-        if (begin, end) == (0, self.numel):
-            return self
         slots = tuple(replace(slot, offset=slot.offset - begin) for slot in self.slots[first:last])
         return replace(self, slots=slots, numel=end - begin, cuts=PartOfCuts(self.cuts, begin, end))
 
