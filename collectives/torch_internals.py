@@ -16,6 +16,7 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
                                                      zero.parameters.gathered.saved_tensor_index,
                                                      zero.parameters.gathered.saved_tensor_hooks,
                                                      zero.commands.verify.ranks
+    _base                           Tensor           zero.parameters.module_hooks
     _backward_hooks                 Tensor           zero.parameters.materialize, zero.parameters.released
     _post_accumulate_grad_hooks     Tensor           zero.gradients.hooks, zero.parameters.materialize,
                                                      zero.parameters.released

@@ -106,6 +106,23 @@ def train(stage: int) -> None:
         optimizer.zero_grad()
 
 
+def gather_units() -> None:
+    """Run a forward on two ranks without common memory."""
+    from collectives import Transport, on_threads
+    from zero import ZeroOptimizer
+
+    def program(transport: Transport) -> str:
+        model = Net()
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=3, process_group=transport, lr=0.1)
+        error = error_of(lambda: loss_of(model))
+        optimizer.close()
+        return error
+
+    for error in on_threads(2, program, timeout=20):
+        if error:
+            raise RuntimeError(error.removeprefix("RuntimeError: "))
+
+
 def hold_integers() -> None:
     model = Net()
     model.codes = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
@@ -173,7 +190,7 @@ NEEDED_BY: dict[str, Callable[[], None]] = {
     "torch:_C._current_graph_task_id": at_stage_2,
     "torch.autograd:Variable._execution_engine.queue_callback": at_stage_2,
     "torch.autograd.graph:_engine_run_backward": at_stage_2,
-    "torch:_C._autograd._top_saved_tensors_default_hooks": at_stage_3,
+    "torch:_C._autograd._top_saved_tensors_default_hooks": gather_units,
     "torch.nn:Module._call_impl": step_inside_a_forward,
     "torch.nn:Module._wrapped_call_impl": step_inside_a_forward,
     "torch:Tensor._make_wrapper_subclass": at_stage_2,

@@ -179,6 +179,35 @@ def test_stage_0_refuses_to_lose_an_edit_of_the_mean(world_size: int, then: str)
         assert "the gradient of 'last.weight' was edited" in message
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_mean_that_is_replaced_between_two_clips_is_clipped_once_more(world_size: int) -> None:
+    """At stage 0, where p.grad is the mean."""
+
+    def replaced(model: Any, optimizer: Any, clip: Callable[[float], object]) -> None:
+        clip(1e9)
+        for parameter in model.parameters():
+            parameter.grad = None if parameter.grad is None else parameter.grad * 2
+        clip(0.5)
+        optimizer.step()
+
+    def program(transport: Transport) -> nn.Module:
+        model, optimizer = trained(transport, 0, 0)
+        replaced(model, optimizer, optimizer.clip_grad_norm_)
+        return model
+
+    def plain_program(transport: Transport) -> nn.Module:
+        model, optimizer = trained(transport, 0, 0)
+        optimizer.close()  # the means are the user's own, and the model is plain
+        again = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        replaced(model, again, lambda norm: clip_grad_norm_(model.parameters(), norm))
+        return model
+
+    for ours, plain in zip(
+        on_threads(world_size, program, timeout=5), on_threads(world_size, plain_program, timeout=5), strict=True
+    ):
+        assert_same_model(ours, plain)
+
+
 @ALL_STAGES
 @pytest.mark.parametrize("when", ["before the first backward", "between backwards", "after clip"])
 def test_a_gradient_of_the_users_is_loud_where_it_cannot_count(stage: int, when: str) -> None:

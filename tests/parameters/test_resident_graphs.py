@@ -69,6 +69,13 @@ class Twice(Custom):
         return product(product(inputs, self.weight), self.weight)
 
 
+class Viewed(Plain):
+    """A unit whose output is a view of what its weight has made."""
+
+    def forward(self, inputs: Tensor) -> Any:
+        return product(inputs.reshape(-1, 4), self.weight).view(inputs.shape)
+
+
 class Box:
     """An object that hides a tensor."""
 
@@ -128,6 +135,18 @@ class Chain(nn.Module):
 class OpaqueChain(Chain):
     def forward(self, inputs: Tensor) -> Any:
         return Box(super().forward(inputs))
+
+
+class EditsInPlace(Chain):
+    """The caller of its units edits what they return."""
+
+    def forward(self, inputs: Tensor) -> Any:
+        for block in self.blocks:
+            output = block(inputs)
+            output += inputs
+            output[:, 0] = 0
+            inputs = output
+        return inputs
 
 
 class Branches(Chain):
@@ -196,6 +215,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "outputs that hide tensors": lambda: Chain(Opaque(), Opaque(), Custom()),
     "the model's output hides tensors": lambda: OpaqueChain(Opaque(), Opaque()),
     "a unit that runs another": Nested,
+    "views that are edited in place": lambda: EditsInPlace(Viewed(), Viewed(), Viewed()),
     "checkpoints": lambda: Checkpointed(Custom(), Plain()),
     "torch.func.grad inside a unit": lambda: Chain(Derived(), Derived()),
 }

@@ -289,10 +289,10 @@ MUTANTS = (
         (
             Edit(
                 "zero.gradients.reducer.Reducer.finalize_grads",
-                "            self._schedule.agree_used(used)\n            return [",
+                "            self._schedule.agree_used(used)\n            self._slots",
                 "            self._schedule.agree_used(used)\n            for bucket in self._buckets:\n"
                 "                if not self._stage.grads_replicated and purpose == 'step()':\n"
-                "                    bucket.grad.divide(self.divisor)\n            return [",
+                "                    bucket.grad.divide(self.divisor)\n            self._slots",
             ),
         ),
         ("contract/test_exact.py::test_clipping_is_that_of_the_plain_loop_for_every_norm[2-2.0]",),

@@ -207,6 +207,7 @@ class Reducer:
         used = [record.used for record in records]
         if not self._schedule.is_open:
             self._schedule.agree_used(used)
+            self._slots.publish()  # a mean that the user has replaced: what follows changes ours, not his
             return [record.norm for record in records] if norm is not None and len(set(used)) == 1 else None
         pending = sorted({bucket for record in records for bucket in record.pending})
         if pending:

@@ -250,7 +250,9 @@ class ModuleHooks:
         gradient, and whether the output has objects that may hide further tensors."""
         tensors: list[Tensor] = []
         hides = _open(output, tensors)
-        nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        # an edit in place of a view gives it another node, and leaves that of its base in the graph
+        bases = [tensor._base for tensor in tensors if tensor._base is not None]
+        nodes = [tensor.grad_fn for tensor in (*tensors, *bases) if tensor.grad_fn is not None]
         for node in nodes:
             notes: Any = node.metadata
             if self._owner not in notes:  # an output that was passed on belongs to the module that made it

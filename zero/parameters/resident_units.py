@@ -196,7 +196,7 @@ class ResidentUnits:
 
     def _put_back(self, buffer: ResidentBuffer) -> None:
         """Make the parameters views of the whole again if the memory of one was replaced. Note their data."""
-        if buffer.moved:
+        if buffer.moved and buffer.common is not None:
             self._edits.lasting = (
                 f"the memory of {buffer.name(0)!r} was moved (by share_memory_() or a queue between processes), and "
                 "what was moved does not follow the parameter: send a copy; build a new model and optimizer"
