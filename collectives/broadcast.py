@@ -24,7 +24,7 @@ from .messages import Chain, Tag, Work, as_bytes
 from .transport import Transport
 
 CHUNK = 1 << 21  # bytes: a message costs little beside them, and the last rank is W - 2 chunks behind the second
-AHEAD = 2  # chunks: one that travels, and one that follows it without a pause. So many may be copied on the way
+AHEAD = 2  # chunks under way to a rank: the second follows the first without a pause
 
 
 def ring_broadcast(transport: Transport, buffers: Iterable[Tensor], tag: Tag) -> None:

@@ -81,7 +81,7 @@ class Engine:
     def join(self, groups: Sequence[Options]) -> Iterator[None]:
         """Return a context in which a rank that leaves early makes the others' calls with them until all have left."""
         self.check()
-        turns = self._reducer.join(groups, needs_no_gather=self._storage.needs_no_gather)
+        turns = self._reducer.join(groups, gathers_are_broadcast=self._storage.units_need_gather)
         self._storage.set_join_announcer(self._reducer.broadcast_call)
         try:
             yield

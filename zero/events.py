@@ -6,9 +6,9 @@ buckets and units are registered. No event belongs to a single parameter.
 
     zero::unshard unit U               launch the all-gathers of a unit
     zero::wait_for_unshard unit U      wait for them
-    zero::install unit U               give the parameters their values: views of the gathered buffer
+    zero::install unit U               give the parameters their values
     zero::reshard unit U               release the parameters and free the buffer
-    zero::uninstall unit U             release the parameters, and keep the buffer
+    zero::uninstall unit U             release the parameters of a unit that was gathered, and keep the buffer
     zero::reduce_scatter bucket B      copy the gradients of a bucket, and launch their reduce-scatter
     zero::wait_for_reduce_scatter ...  wait for it, and add up in rank order
     zero::all_gather_gradients ...     stage 0: launch the all-gather of the means, and `wait_for_...`

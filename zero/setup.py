@@ -104,7 +104,7 @@ class Builder:
             means_may_be_shown=config.precision is None,
         )
         self.update = Update(
-            self.stage, self.transport, self.shards, self.collective, self.storage, self.reducer, inner
+            self.stage, self.transport, self.shards, self.collective, self.storage, self.reducer.means, inner
         )
 
     def _make_storage(self, config: Config, post_forward_group: Choice | None) -> ParameterStorage:

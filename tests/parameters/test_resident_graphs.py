@@ -88,6 +88,16 @@ class Opaque(Custom):
         return Box(product(inputs, self.weight))
 
 
+class Sometimes(Custom):
+    """A unit that hides its output if it is told to."""
+
+    hides = True
+
+    def forward(self, inputs: Tensor) -> Any:
+        output = product(inputs, self.weight)
+        return Box(output) if self.hides else output
+
+
 class ViaData(Plain):
     def forward(self, inputs: Tensor) -> Any:
         return product(inputs, self.weight.data)
@@ -262,6 +272,28 @@ def test_two_graphs_of_units_whose_outputs_hide_tensors_and_one_graph_twice(rank
 
     for model in ranks(world_size, program, timeout=LIMIT):
         assert_same_model(model, plain(build, world_size, 1))
+
+
+@BY_RANKS
+def test_a_unit_that_hid_a_tensor_once_is_released_again_after_a_step(ranks: Ranks, world_size: int) -> None:
+    def program(transport: Transport) -> tuple[str, str]:
+        first = Sometimes()
+        model = Chain(first, Plain())
+        optimizer = zero(model, transport)
+        messages = []
+        for hides in (True, False):
+            first.hides = hides
+            loss = loss_of(model)
+            messages.append(error_of(model.weight(0).sum))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return messages[0], messages[1]
+
+    for hidden, plainly in ranks(world_size, program, timeout=LIMIT):
+        assert hidden == "nothing"
+        assert RELEASED in plainly
 
 
 @BY_RANKS

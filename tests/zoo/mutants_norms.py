@@ -109,8 +109,7 @@ MUTANTS = (
             Edit(
                 "zero.step.update.Update.clip",
                 "        if parts is None:\n",
-                "        if not self._reducer.means.slices():\n            return torch.zeros(())\n"
-                "        if parts is None:\n",
+                "        if not self._means.slices():\n            return torch.zeros(())\n        if parts is None:\n",
             ),
         ),
         ("core/test_norm.py::test_a_rank_that_owns_nothing_takes_part[2]",),
@@ -122,8 +121,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.step.update.Update.clip",
-                "        norm = total.norm(torch.float64 if self._reducer.means.any_is_double() else torch.float32)\n",
-                "        dtype = torch.float64 if self._reducer.means.any_is_double() else torch.float32\n"
+                "        norm = total.norm(torch.float64 if self._means.any_is_double() else torch.float32)\n",
+                "        dtype = torch.float64 if self._means.any_is_double() else torch.float32\n"
                 "        norm = torch.stack([PowerSum.from_bytes(data).norm(dtype) for data in parts]).sum()\n",
             ),
         ),

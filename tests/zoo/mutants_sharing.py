@@ -98,8 +98,8 @@ REPLICAS = (
         (
             Edit(
                 "zero.step.update.Update.norm_part",
-                "self._reducer.means.slices() if self._is_first_copy else []",
-                "self._reducer.means.slices()",
+                "self._means.slices() if self._is_first_copy else []",
+                "self._means.slices()",
             ),
         ),
         (f"{TRAINING}[4-2-2]",),

@@ -121,6 +121,7 @@ class BackwardSchedule:
             then()
         except MismatchError as error:
             named = [pair for b in self.buckets for pair in zip(b.specs, b.parameters, strict=True)]
+            # a layout is about the reverse of the order of registration
             frozen = [spec.name for spec, parameter in named[::-1] if not parameter.requires_grad]
             text = f"{error} (frozen on rank {self._transport.rank}: {', '.join(map(repr, frozen)) or 'none'})"
             raise MismatchError(text) from error

@@ -195,7 +195,8 @@ class Reducer:
 
         ``problem``: an error that this rank alone may have found; every rank raises it, and nothing has changed.
         ``scale``: the loss scale of the gradients, if they are about to be unscaled; ``options``: of `Record`.
-        Returns every rank's ``norm()``, a part of the norm of the means, if the gradients were means before, else None.
+        Returns every rank's ``norm()``, a part of the norm of the means, if the gradients were means before and all
+        ranks have used the same parameters, else None.
         """
         if self.hooks.inside_backward:
             raise RuntimeError(f"{purpose} inside a backward")
@@ -272,8 +273,8 @@ class Reducer:
 
     # -- for the optimizer --------------------------------------------------------------------------------------------
 
-    def join(self, groups: Sequence[Options], *, needs_no_gather: bool) -> JoinProtocol:
-        """Broadcast calls from now on, until `end_join`. ``needs_no_gather``: gathers are not broadcast."""
+    def join(self, groups: Sequence[Options], *, gathers_are_broadcast: bool) -> JoinProtocol:
+        """Broadcast calls from now on, until `end_join`. ``gathers_are_broadcast``: also the gathers of units."""
         if self._join_protocol is not None:
             raise RuntimeError("join() inside join()")
 
@@ -285,7 +286,7 @@ class Reducer:
 
         self.finish_interrupted()
         self._slots.detect_changes()
-        self._schedule.at_the_end = not needs_no_gather
+        self._schedule.at_the_end = gathers_are_broadcast
         self._join_protocol, self._slots.inside_join = JoinProtocol(self._transport, meet, groups), True
         self._slots.withdraw()
         return self._join_protocol

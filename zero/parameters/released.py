@@ -1,11 +1,12 @@
-"""The class of released parameters: those whose values this rank does not hold now.
+"""The class of released parameters: those whose values are not to be used now.
 
 Knows: which operations on a parameter need no values: its attributes and `repr`, a conversion that changes nothing, and
 gradients with respect to it. Does not know: where the values are.
 
 A released parameter is the same object with the same name, shape and dtype. Its class is a subclass of its own class
-that raises on every other use. Its data is a single NaN, expanded, in memory that no other parameter shares. So no use
-can crash, return an old value, or reach the values of another parameter.
+that raises on every other use. If its unit is gathered, its data is a single NaN, expanded, in memory that no other
+parameter shares; otherwise it is a view of memory that always has the values of now. So a use that passes the class by
+cannot crash, return an old value, or reach the values of another parameter.
 
 Alternative that was considered: a storage resized to zero. About two thirds of the usual operations on a parameter then
 crash the interpreter, and a graph that was recorded before keeps an old version counter.

@@ -1,4 +1,4 @@
-"""The memory of the parameters if a rank holds slices: the same interface as `storage`, with units that are gathered.
+"""The memory of the parameters if a rank holds slices: the same interface as `storage`, with parameters in units.
 
 Knows: which parameters lie in which unit, and which of them the optimizer updates. Every parameter of the module that
 can lie in buckets is sharded: the listed ones in the layout's buckets, the others in buckets of their own.
@@ -247,7 +247,7 @@ class ShardedStorage(ParameterStorage):
             if leaving:
                 self.manager.install(number)
                 for buffer in leaving:
-                    self.manager.part(number, buffer)
+                    self.manager.take_out(number, buffer)
                 self.manager.reshard(number)
 
     # -- access to parameters -------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class ShardedStorage(ParameterStorage):
         return self.manager.diagnose() or misplaced(self._bindings)
 
     def set_join_announcer(self, join_announcer: Callable[..., AbstractContextManager[None]] | None) -> None:
-        self.manager.gathered.join_announcer = None if self.needs_no_gather else join_announcer
+        self.manager.gathered.join_announcer = join_announcer if self.units_need_gather else None
         self.reset_order()
 
     def reset_order(self) -> None:
@@ -278,10 +278,6 @@ class ShardedStorage(ParameterStorage):
     def gather(self, unit: int) -> None:
         self.manager.unshard(unit)
         self.manager.reshard(unit)
-
-    @property
-    def needs_no_gather(self) -> bool:
-        return not self.units_need_gather
 
     @property
     def units_need_gather(self) -> bool:

@@ -225,11 +225,6 @@ class ParameterStorage:
         known = [*zip(self.parameters, self.layout.parameters, strict=True), *self.replicated.items()]
         return [(spec.name, fingerprint(parameter)) for parameter, spec in known]
 
-    @property
-    def needs_no_gather(self) -> bool:
-        """True if a forward needs no values that other ranks must send."""
-        return True
-
     def set_join_announcer(self, join_announcer: Callable[..., AbstractContextManager[None]] | None) -> None:
         """Set the context around each gather inside `join`: it broadcasts the gather to ranks without a forward."""
 
@@ -252,8 +247,8 @@ class ParameterStorage:
 
     @property
     def units_need_gather(self) -> bool:
-        """False if every rank sees every slice of a unit in memory that all share."""
-        return True
+        """True if a forward needs values that other ranks must send."""
+        return False
 
     def common_memory(self) -> str:
         """Return whether units lie in shared memory, and the reason, as a text."""

@@ -1,7 +1,7 @@
 """A bucket of a unit on one rank: its parameters by slot, this rank's slice, and what was last seen of their data.
 
 Knows: slots, names, and the classes, versions and addresses of parameters. Does not know: where the whole of a bucket
-is, or when a unit is installed or released. `resident_units` and `gathered` have each a class of their own of it.
+is, or when a unit is installed or released. Each policy, `resident_units` and `gathered`, has a subclass of it.
 """
 
 from __future__ import annotations

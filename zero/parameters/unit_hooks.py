@@ -74,9 +74,9 @@ class UnitHooks:
         self._task_thread = 0
         self._starting = False  # a backward began, and no unit was needed yet
         self._warned = False  # that a graph was broken
-        # resident units that stay longer, remembered for good
-        self._opaque: set[int] = set()  # their outputs have hidden tensors
-        self._enclosing: set[int] = set()  # their forwards have run those of others
+        # resident units that stay longer
+        self._opaque: set[int] = set()  # their outputs have hidden tensors since the last step
+        self._enclosing: set[int] = set()  # their forwards have run those of others, at any time
         self._saver = SavedTensorHooks(manager.gathered.saved_tensors, self._needed_again)
         self._hooks = [ModuleHooks(self, entry) for entry in units.entries]
 
@@ -100,6 +100,7 @@ class UnitHooks:
         if not self._running:
             self._manager.release_all()
         self._order.close()
+        self._opaque.clear()
         self._over()
 
     def reset_order(self) -> None:

@@ -1,7 +1,7 @@
-"""The parameters of all units of one optimizer on one rank: the face over two policies.
+"""The parameters of all units of one optimizer on one rank, under one of two policies each.
 
-Knows: the class of each parameter, who needs a unit, what came of edits. Does not know: modules, autograd, memory, or
-when a unit is needed: its callers unshard, install, uninstall and reshard.
+Knows: the class of each parameter, who needs a unit, which edits were found. Does not know: modules, autograd, memory,
+or when a unit is needed: its callers unshard, install, uninstall and reshard.
 
     resident    every rank sees the whole at all times (`resident_units`)
     gathered    each rank has its slices, and the whole is gathered (`gathered`)
@@ -102,16 +102,16 @@ class UnitManager:
             self.some_travel = True
         buffer.set_classes(buffer.released)
 
-    def part(self, number: int, buffer: Buffer) -> None:
+    def take_out(self, number: int, buffer: Buffer) -> None:
         """Give the parameters of a buffer, whose unit is installed, memory of their own, and remove the buffer."""
         unit = self.units[number]
         for parameter in buffer.parameters:
             parameter.data = parameter.detach().clone()
         if isinstance(buffer, ResidentBuffer):
             unit.resident.remove(buffer)
-            self.resident.part(buffer)
+            self.resident.take_out(buffer)
         else:
-            self.gathered.part(unit.gathered, buffer)
+            self.gathered.take_out(unit.gathered, buffer)
             self.some_travel = any(unit.travels for unit in self.units)
 
     def buffers(self) -> Iterator[Buffer]:

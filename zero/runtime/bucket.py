@@ -56,7 +56,7 @@ class Bucket:
         self.missing = 0
 
     def updated_weights(self, stage: Stage, rank: int) -> FlatBuffer:
-        """Return the weights of the interval that ``rank`` updates, which is this rank."""
+        """Return the weights of the interval that this rank updates. ``rank``: its number among the owners."""
         if self.weights.placement is stage.states:
             return self.weights
         return self.weights.shard(self.spec.cuts, rank)

@@ -38,13 +38,6 @@ class _Means(Protocol):
     def any_is_double(self) -> bool: ...
 
 
-class _Gradients(Protocol):
-    """The gradients of all parameters, as in a `Reducer`."""
-
-    @property
-    def means(self) -> _Means: ...
-
-
 class _Parameters(Protocol):
     """The parameters of the model, as in a `ParameterStorage`."""
 
@@ -80,18 +73,18 @@ class Update:
         shards: Transport,
         collective: Collective,
         storage: _Parameters,
-        reducer: _Gradients,
+        means: _Means,
         inner: InnerOptimizer,
     ) -> None:
         self._stage, self._transport, self._collective = stage, transport, collective
-        self._storage, self._reducer, self._inner = storage, reducer, inner
+        self._storage, self._means, self._inner = storage, means, inner
         self._events: WeakKeyDictionary[Bucket, _Events] = WeakKeyDictionary()
         self._place = shards.rank
         self._is_first_copy = transport.rank < shards.world_size  # among the ranks that hold the same slices
 
     def norm_part(self, norm_type: float) -> bytes:
         """Return this rank's part of the norm of the means, as a `PowerSum`."""
-        pieces = self._reducer.means.slices() if self._is_first_copy else []
+        pieces = self._means.slices() if self._is_first_copy else []
         mine = PowerSum.of(pieces, norm_type)  # host synchronisation: exact integers, which devices do not have
         return mine.to_bytes()
 
@@ -106,7 +99,7 @@ class Update:
         total = PowerSum.of([], norm_type)
         for data in parts:
             total = total.merge(PowerSum.from_bytes(data))
-        norm = total.norm(torch.float64 if self._reducer.means.any_is_double() else torch.float32)
+        norm = total.norm(torch.float64 if self._means.any_is_double() else torch.float32)
         if error_if_nonfinite:
             check_finite(norm, norm_type)
         factor = clip_factor(norm, max_norm)  # no host synchronisation: the norm is in the host's memory

@@ -56,7 +56,7 @@ class GatheredUnits:
         unit.buffers.append(buffer)
         buffer.put_nans()
 
-    def part(self, unit: GatheredUnit, buffer: GatheredBuffer) -> None:
+    def take_out(self, unit: GatheredUnit, buffer: GatheredBuffer) -> None:
         """Remove a buffer, whose parameters have other memory now."""
         unit.buffers.remove(buffer)
         buffer.whole = None
