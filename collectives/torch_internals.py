@@ -99,6 +99,9 @@ storage_use_count: Callable[[int], int] = _find(
 # -- the autograd engine -----------------------------------------------------------------------------------------------
 
 current_graph_task_id: Callable[[], int] = _find("torch:_C._current_graph_task_id", "tells one backward from another")
+current_autograd_node: Callable[[], Any] = _find(
+    "torch:_C._current_autograd_node", "returns the node of a graph whose backward runs"
+)
 queue_callback: Callable[[Callable[[], None]], None] = _find(
     "torch.autograd:Variable._execution_engine.queue_callback", "tells when a backward is over"
 )

@@ -177,6 +177,15 @@ def read_the_placeholder() -> None:
     optimizer.step()
 
 
+def read_a_released_parameter() -> None:
+    model = Net()
+    optimizer = optimizer_of(model, 3)
+    try:
+        model.first.weight.sum()
+    finally:
+        optimizer.close()
+
+
 def at_stage_2() -> None:
     train(2)
 
@@ -188,6 +197,7 @@ def at_stage_3() -> None:
 NEEDED_BY: dict[str, Callable[[], None]] = {
     "torch:_C._storage_Use_Count": at_stage_2,
     "torch:_C._current_graph_task_id": at_stage_2,
+    "torch:_C._current_autograd_node": read_a_released_parameter,
     "torch.autograd:Variable._execution_engine.queue_callback": at_stage_2,
     "torch.autograd.graph:_engine_run_backward": at_stage_2,
     "torch:_C._autograd._top_saved_tensors_default_hooks": gather_units,

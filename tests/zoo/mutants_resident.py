@@ -143,7 +143,7 @@ MUTANTS = (
                 "(backward and unit in self._opaque)",
             ),
         ),
-        (f"{TRAIN}[a unit that runs another-on_sockets-2]",),
+        (f"{TRAIN}[a unit that runs another after a checkpoint-on_sockets-2]",),
     ),
     Mutant(
         "an-opaque-unit-is-released",
@@ -156,6 +156,33 @@ MUTANTS = (
                 "",
             ),
         ),
-        (f"{TRAIN}[outputs that hide tensors-on_sockets-2]",),
+        (f"{GRAPHS}::test_a_unit_whose_output_hides_tensors_stays_until_the_backward_or_the_step_ends[on_sockets-2]",),
+    ),
+    Mutant(
+        "a-backward-in-python-finds-no-unit",
+        ("L3",),
+        "A loss that a unit kept beside its output leads to a node that saved a parameter, and that is released.",
+        (
+            Edit(
+                "zero.parameters.unit_manager.UnitManager._recall",
+                "        node = current_autograd_node()\n",
+                "        node = None\n",
+            ),
+        ),
+        (f"{TRAIN}[losses beside the outputs-on_sockets-2]",),
+    ),
+    Mutant(
+        "an-edited-view-leads-to-no-unit",
+        ("L3",),
+        "Only the nodes of a unit's outputs tell of a backward: one whose output is a view that is edited is released.",
+        (
+            Edit("zero.parameters.module_hooks.ModuleHooks.watch", "(*tensors, *bases)", "tensors"),
+            Edit(
+                "zero.parameters.unit_manager.UnitManager._recall",
+                "        node = current_autograd_node()\n",
+                "        node = None\n",
+            ),
+        ),
+        (f"{TRAIN}[views that are edited in place-on_sockets-2]",),
     ),
 )

@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from collectives.torch_internals import TransformType, get_interpreter_stack, ha
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import as_plain, is_released
 
+_Found = TypeVar("_Found")
 SpecOf = Callable[[Tensor], ParameterSpec | None]
 
 # fmt: off
@@ -56,11 +57,11 @@ def _answerable() -> frozenset[Any]:
 ANSWERABLE = _answerable()
 
 
-def released_class(base: type[Tensor], spec_of: SpecOf) -> type[Tensor]:
+def released_class(base: type[Tensor], spec_of: SpecOf, recall: Callable[[Tensor], bool | None]) -> type[Tensor]:
     """Return a subclass of a parameter's class ``base`` for parameters that are released.
 
     ``spec_of`` returns the spec of the parameter that an error names, or None if the optimizer that held its values is
-    gone.
+    gone. ``recall`` gives a parameter its values again if its use now is that of a backward; it returns whether.
     """
 
     def answer(
@@ -81,6 +82,8 @@ def released_class(base: type[Tensor], spec_of: SpecOf) -> type[Tensor]:
                 f"{_called(func)}: the optimizer that held this parameter's values is gone: build the model anew, and "
                 "call optimizer.close() before the optimizer goes"
             )
+        if found is not None and recall(found):
+            return func(*args, **(kwargs or {}))
         raise RuntimeError(
             f"{_called(func)}: {spec.name!r} is released: at stage 3 a parameter has values only inside its unit's "
             "forward and backward; read it inside 'with optimizer.gathered():', edit it inside 'gathered(write=True)', "
@@ -207,11 +210,11 @@ def _flat(value: Any) -> list[Any]:
     return [value]
 
 
-def weakly(spec_of: SpecOf) -> SpecOf:
+def weakly(method: Callable[[Tensor], _Found]) -> Callable[[Tensor], _Found | None]:
     """Return a function that calls a bound method without keeping its object alive, and returns None after its end."""
-    reference = weakref.WeakMethod(spec_of)
+    reference = weakref.WeakMethod(method)
 
-    def call(parameter: Tensor) -> ParameterSpec | None:
+    def call(parameter: Tensor) -> _Found | None:
         known = reference()
         return None if known is None else known(parameter)
 

@@ -27,6 +27,7 @@ import inspect
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import CodeType, FrameType
@@ -78,6 +79,14 @@ class UnitHooks:
         self._opaque: set[int] = set()  # their outputs have hidden tensors since the last step
         self._enclosing: set[int] = set()  # their forwards have run those of others, at any time
         self._saver = SavedTensorHooks(manager.gathered.saved_tensors, self._needed_again)
+        needed_again = weakref.WeakMethod(self._needed_again)
+
+        def needed_in_backward(unit: int) -> None:
+            method = needed_again()
+            if method is not None:
+                method(unit)
+
+        manager.needed_in_backward = needed_in_backward
         self._hooks = [ModuleHooks(self, entry) for entry in units.entries]
 
     def remove(self) -> None:
@@ -337,7 +346,7 @@ class UnitHooks:
                 self._saver.pop()
 
     def _needed_again(self, unit: int) -> None:
-        """A graph unpacks a tensor that a unit's forward saved."""
+        """A backward needs a tensor that a unit's forward saved."""
         self._begin()
         if unit != self._current or self._starting or not self._manager.units[unit].installed:
             self._demand_in_backward(unit)

@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 
+import torch
 from torch import Tensor
 
 from collectives import Choice, Collective, Transport
+from collectives.torch_internals import current_autograd_node
 
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import as_plain
@@ -83,6 +85,8 @@ class UnitManager:
         self.resident = ResidentUnits(shards, self.edits, on_idle)
         self.gathered = GatheredUnits(shards, collective, post_forward_group, self.edits, on_idle or _nothing)
         self.some_travel = False  # some unit must be gathered
+        self.needed_in_backward: Callable[[int], None] = _nothing  # called with a unit that a backward needs
+        self._recalling = False
         self._classes: dict[type[Tensor], type[Tensor]] = {}
 
     # -- units and buffers ----------------------------------------------------------------------------------------
@@ -92,7 +96,7 @@ class UnitManager:
         unit = self.units[number]
         for base in buffer.bases:
             if base not in self._classes:
-                self._classes[base] = released_class(base, weakly(self.spec_of))
+                self._classes[base] = released_class(base, weakly(self.spec_of), weakly(self._recall))
         buffer.released = [self._classes[base] for base in buffer.bases]
         if isinstance(buffer, ResidentBuffer):
             unit.resident.append(buffer)
@@ -126,6 +130,29 @@ class UnitManager:
                 if known is parameter:
                     return buffer.spec(slot)
         return None
+
+    def _recall(self, parameter: Tensor) -> bool:
+        """Install the resident unit of a released parameter if a backward in Python uses it, which has saved it. Return
+        whether it was installed.
+
+        Most often the unit's outputs have told that the backward reaches it. A loss that the unit kept beside its
+        output leads to it, too.
+        """
+        node = current_autograd_node()
+        if self._recalling or not isinstance(node, torch.autograd.function.BackwardCFunction):
+            return False
+        self._recalling = True  # a checkpoint computes what was saved anew, and may end here again
+        try:
+            if all(saved is not parameter for saved in node.saved_tensors):
+                return False
+        finally:
+            self._recalling = False
+        for number, unit in enumerate(self.units):
+            members = (known for buffer in unit.resident for known in buffer.parameters)
+            if not unit.installed and any(known is parameter for known in members):
+                self.needed_in_backward(number)
+                return unit.installed
+        return False
 
     # -- unshard, install, uninstall, reshard ---------------------------------------------------------------------
 
@@ -280,5 +307,5 @@ class UnitManager:
                     self.reshard(number)
 
 
-def _nothing(_: Tensor) -> None:
+def _nothing(_: object) -> None:
     return None
