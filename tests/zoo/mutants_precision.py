@@ -25,7 +25,7 @@ MASTERS = (
             Edit(
                 "zero.parameters.storage.ParameterStorage._values",
                 "            keep(bucket, whole)\n",
-                "            keep(bucket, whole.to(bucket.dtypes.param_dtype).to(bucket.dtypes.master_dtype))\n",
+                "            keep(bucket, whole.to(bucket.spec.dtypes.param_dtype).to(whole.dtype))\n",
             ),
         ),
         ("step/test_mixed_cases.py::test_masters_are_rank_0s_wide_values_and_can_be_read[2]",),
@@ -293,7 +293,7 @@ SUMS = (
             Edit(
                 "zero.runtime.accumulator.GradAccumulator.flush",
                 "            if first:\n",
-                "            if first and travels and self._local.dtype is not self.bucket.dtypes.reduce_dtype:\n"
+                "            if first and travels and self._local.data.dtype is not self.bucket.dtypes.reduce_dtype:\n"
                 "                torch._foreach_zero_([self._view(slot) for slot in first])\n"
                 "            elif first:\n",
             ),

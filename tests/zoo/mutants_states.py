@@ -110,7 +110,8 @@ MUTANTS = (
             Edit(
                 "zero.state.plain_dicts.scatter",
                 "                source = flat_values[key][piece.begin - slot.offset : piece.end - slot.offset]\n",
-                "                begin = (piece.begin - slot.offset) // layout.world_size * layout.world_size\n"
+                "                ranks = bucket.spec.world_size\n"
+                "                begin = (piece.begin - slot.offset) // ranks * ranks\n"
                 "                source = flat_values[key][begin : begin + piece.numel]\n",
             ),
         ),

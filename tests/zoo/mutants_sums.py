@@ -49,7 +49,7 @@ MUTANTS = (
             Edit(
                 "zero.gradients.reducer.Reducer.finalize_grads",
                 "        if pending:\n",
-                "        if pending and not any(store.has_sum for store in self.stores):\n",
+                "        if pending and not any(bucket.grad.has_sum for bucket in self._buckets):\n",
             ),
         ),
         (f"{NO_SYNC}[2]",),
@@ -89,7 +89,7 @@ MUTANTS = (
                 "zero.runtime.accumulator.GradAccumulator.reduced",
                 '''the reduction of the contribution is complete."""\n        self.has_sum = True\n''',
                 '''the reduction of the contribution is complete."""\n        self.has_sum = True\n'''
-                "        self._sum().div_(self.bucket.world_size)\n",
+                "        self._sum().data.div_(self.bucket.world_size)\n",
             ),
         ),
         (f"{NO_SYNC}[2]",),

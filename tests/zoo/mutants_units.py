@@ -291,7 +291,7 @@ MUTANTS = (
             Edit(
                 "zero.parameters.storage.ParameterStorage._values",
                 "        broadcast(self._transport, [whole])\n",
-                "        if layout is self.layout:\n            broadcast(self._transport, [whole])\n",
+                "        if bucket.spec in self.layout.buckets:\n            broadcast(self._transport, [whole])\n",
             ),
         ),
         ("parameters/test_stage3_edits.py::test_weights_that_are_not_listed_are_rank_0s_too",),
