@@ -1,6 +1,6 @@
 """Groups of real processes in which a rank dies, stops, fails or exits in the middle of collectives.
 
-    python -m tests.kills [number of kills, 200]
+    python -m tests.kills [number of kills, 200] [number of ranks, each time 2 to 4]
 
 kills a random rank in the middle of random collectives of every algorithm, again and again. Each time it checks that
 every other rank raises, in time, one error that names the dead rank and the collective, and that nothing is left
@@ -269,9 +269,10 @@ def run(case: Case) -> None:
         group.end()
 
 
-def drawn(seed: int) -> Case:
+def drawn(seed: int, ranks: int | None = None) -> Case:
+    """Return a case among so many ``ranks``, or 2 to 4."""
     source = random.Random(seed)
-    world_size = source.randint(2, 4)
+    world_size = source.randint(2, 4) if ranks is None else ranks
     algorithm = source.choice(sorted(ALGORITHMS))
     return Case(
         algorithm,
@@ -286,10 +287,10 @@ def drawn(seed: int) -> Case:
     )
 
 
-def main(count: int) -> None:
+def main(count: int, ranks: int | None) -> None:
     begin, names = time.monotonic(), {path.name for path in Path("/dev/shm").iterdir()}
     for number in range(count):
-        run(drawn(number))
+        run(drawn(number, ranks))
         print(f"\r{number + 1} of {count} kills", end="", flush=True)
     sockets = Path("/proc/net/unix").read_text().count("@zero-")
     left = {path.name for path in Path("/dev/shm").iterdir()} - names
@@ -298,4 +299,5 @@ def main(count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 200)
+    given = [int(text) for text in sys.argv[1:]]
+    main(given[0] if given else 200, given[1] if len(given) > 1 else None)
