@@ -1,6 +1,6 @@
 """Groups of real processes in which a rank dies, stops, fails or exits in the middle of collectives.
 
-    python -m tests.kills [number of kills, 200] [number of ranks, each time 2 to 4]
+    python -m tests.kills [KILLS, by default 200] [RANKS, by default 2 to 4 at random]
 
 kills a random rank in the middle of random collectives of every algorithm, again and again. Each time it checks that
 every other rank raises, in time, one error that names the dead rank and the collective, and that nothing is left
@@ -273,7 +273,7 @@ def run(case: Case) -> None:
 
 
 def drawn(seed: int, ranks: int | None = None) -> Case:
-    """Return a case among so many ``ranks``, or 2 to 4."""
+    """Return a random case. ``ranks``: the number of ranks; None: 2 to 4."""
     source = random.Random(seed)
     world_size = source.randint(2, 4) if ranks is None else ranks
     algorithm = source.choice(sorted(ALGORITHMS))
@@ -290,7 +290,9 @@ def drawn(seed: int, ranks: int | None = None) -> Case:
     )
 
 
-def main(count: int, ranks: int | None) -> None:
+def main(count: int = 200, ranks: int | None = None) -> None:
+    if ranks is not None and ranks < 2:
+        sys.exit(f"error: {ranks} ranks: there must be another one, which notices that a rank was killed")
     begin, names = time.monotonic(), {path.name for path in Path("/dev/shm").iterdir()}
     for number in range(count):
         run(drawn(number, ranks))
@@ -302,5 +304,4 @@ def main(count: int, ranks: int | None) -> None:
 
 
 if __name__ == "__main__":
-    given = [int(text) for text in sys.argv[1:]]
-    main(given[0] if given else 200, given[1] if len(given) > 1 else None)
+    main(*map(int, sys.argv[1:]))
