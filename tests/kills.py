@@ -105,8 +105,8 @@ class Case:
         ranks wait in a chain for one that stopped, gloo may close connections before the failure is passed on.
         """
         if self.algorithm == "all_to_all" or (self.end is End.STOPPED and self.algorithm in ("hierarchical", "ring")):
-            return rf"no answer from rank \d|rank \d failed.*in {LABEL}|in {LABEL}.*rank \d failed"
-        return f"^rank \\d, in {LABEL}: (no answer from rank|rank) {self.victim} (after|failed)"
+            return rf"no answer from rank \d+|rank \d+ failed.*in {LABEL}|in {LABEL}.*rank \d+ failed"
+        return f"^rank \\d+, in {LABEL}: (no answer from rank|rank) {self.victim} (after|failed)"
 
 
 def halves(world_size: int) -> list[list[int]]:
