@@ -294,6 +294,13 @@ def test_a_part_of_a_bucket_has_the_slots_and_owners_of_the_whole(
             assert own == (here, there) if here < there else own[0] == own[1]
 
 
+def test_the_middle_of_a_bucket_is_owned_as_the_bucket_is() -> None:
+    (bucket,) = build([spec(name, (64,)) for name in "abcd"], 2, 1 << 20).buckets
+    assert [bucket.owned(rank) for rank in range(2)] == [(0, 128), (128, 256)]
+    assert [bucket.part(1, 3).owned(rank) for rank in range(2)] == [(0, 64), (64, 128)]
+    assert [bucket.part(1, 2).owned(rank) for rank in range(2)] == [(0, 64), (64, 64)]
+
+
 def test_a_slot_without_elements_at_the_end_belongs_to_the_owner_of_the_last_element() -> None:
     dtypes = PLAIN[1]
     bucket = BucketSpec(0, dtypes, "cpu", (Slot(0, 0, 16), Slot(1, 16, 0)), 16, ByHand((0, 0, 16, 16)))

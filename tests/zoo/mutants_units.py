@@ -255,7 +255,7 @@ MUTANTS = (
                 "cuts=PartOfCuts(self.even_cuts(self.world_size + 1), begin, end))",
             ),
         ),
-        ("core/test_layout.py::test_a_part_of_a_bucket_has_the_slots_and_owners_of_the_whole",),
+        ("core/test_layout.py::test_the_middle_of_a_bucket_is_owned_as_the_bucket_is",),
     ),
     Mutant(
         "a-forward-that-raises-stays-entered",
