@@ -32,7 +32,7 @@ from .messages import (
     Work,
 )
 from .queue import BucketQueue
-from .topology import CPU, Choice, choose, hierarchical, replicate, shared
+from .topology import CPU, Choice, choose, hierarchical, replicate, route, shared
 from .transport import Transport
 
 LOG = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ def build(
     replica.
     """
     choice = _build(transport, algorithm, device, factor)
+    route(choice.collective.transport)
     LOG.info(
         "%s of %d: collective %s (%s)",
         transport.rank_label,

@@ -29,9 +29,10 @@ from .algorithms.pairwise import Pairwise
 from .algorithms.process_group import AllToAll, Native
 from .algorithms.shared import Shared
 from .backends.hybrid import HybridBackend
-from .backends.rendezvous import HostListener, RankInfo, exchange_infos, join
+from .backends.rendezvous import HostListener, exchange_infos, host_key, join
 from .backends.shared_memory import SharedMemoryBackend
 from .backends.threads import ThreadBackend
+from .control_plane import MESH_RANKS
 from .messages import CollectiveError, Kind, Tag
 from .transport import Transport
 
@@ -57,7 +58,7 @@ def connect_neighbours(transport: Transport) -> Neighbours:
     listener = HostListener(transport.world_size)
     try:
         infos = exchange_infos(transport, listener)
-        hosts = _hosts(infos)
+        hosts = _hosts([info.host for info in infos])
         mine = next(ranks for ranks in hosts if transport.rank in ranks)
         backend = join(transport.split(mine), listener, [infos[rank] for rank in mine])
     finally:
@@ -69,12 +70,19 @@ def connect_neighbours(transport: Transport) -> Neighbours:
     return Neighbours(hosts, local, problem)
 
 
-def _hosts(infos: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...]:
-    """See `Neighbours.hosts`."""
+def _hosts(keys: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """See `Neighbours.hosts`. ``keys``: the `host_key` of each rank."""
     by_host: dict[str, list[int]] = {}
-    for rank, info in enumerate(infos):
-        by_host.setdefault(info.host, []).append(rank)
+    for rank, key in enumerate(keys):
+        by_host.setdefault(key, []).append(rank)
     return tuple(map(tuple, by_host.values()))
+
+
+def route(transport: Transport) -> None:
+    """Let the short messages of many ranks go by a tree of their hosts, unless they do already. Collective."""
+    if transport.world_size > MESH_RANKS and not transport.is_routed:
+        keys = transport.exchange(host_key().encode(), Tag(Kind.EXCHANGE, "looking for the ranks of each host"))
+        transport.route(_hosts([key.decode() for key in keys]))
 
 
 def _through_shared_memory(transport: Transport, neighbours: Neighbours) -> Transport:
@@ -216,7 +224,7 @@ def _all_have_nccl(transport: Transport, device: torch.device) -> bool:
 def _by_nccl(transport: Transport) -> Choice:
     listener = HostListener(transport.world_size)
     try:
-        hosts = _hosts(exchange_infos(transport, listener))
+        hosts = _hosts([info.host for info in exchange_infos(transport, listener)])
     finally:
         listener.close()
     if len(hosts) == 1:

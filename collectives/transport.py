@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from .backend import Backend, Region
+from .control_plane import Mesh, Tree
 from .exposed_buffers import ExposedBuffer, PeerBuffers
 from .messages import Chain, Kind, Tag, Traffic, Work, as_bytes, describe
-from .messenger import ControlRecv, DeferredSends, Messenger, Send
+from .messenger import DeferredSends, Messenger
 from .pool import Pool
 
 LOG = logging.getLogger("collectives")
@@ -44,6 +45,7 @@ class Transport:
         self.rank = self._messenger.rank
         self.world_size = len(ranks)
         self.timeout, self.name = backend.timeout, backend.name
+        self._control: Mesh | Tree = Mesh(self._messenger)
         self._may_have_common = True
         self._announced_round = 0
         self.memory: Backend | None = self._messenger.memory
@@ -232,40 +234,19 @@ class Transport:
         """
         self.check()
         self._log("exchanges bytes", tag)
-        sends = self._enter(data, tag)
-        arriving = self._arriving(tag)
-        assert arriving is not None, "no rank is behind in an exchange"
-        return self._complete(data, arriving, sends, tag)
+        told = self._control.swap(data, tag)
+        assert told is not None, "no rank is behind in an exchange"
+        return told
 
-    def _enter(self, data: bytes, tag: Tag) -> list[Send]:
-        """Post the receive of a header of every other rank, then begin a message to each."""
-        for source in self.peers():
-            self._messenger.post_next_header(source, tag)
-        return [self._messenger.send_control(data, to, tag) for to in self.peers()]
+    def route(self, hosts: Sequence[Sequence[int]]) -> None:
+        """Let exchanges and meetings go by a star in each of ``hosts`` and a tree between these, from now on. All ranks
+        call it, with the same ranks by host; nothing is sent."""
+        self._control = Tree(self._messenger, hosts)
 
-    def _arriving(self, tag: Tag) -> dict[int, ControlRecv] | None:
-        """Return what every other rank sends at ``tag``; None if one has entered a round that this rank has not."""
-        arriving = dict[int, ControlRecv]()
-        for source in self.peers():
-            found = self._arrived(source, tag)
-            if found is None:
-                for recv in arriving.values():
-                    recv.wait()  # it is out of date
-                return None
-            arriving[source] = found
-        return arriving
-
-    def _complete(self, data: bytes, arriving: dict[int, ControlRecv], sends: list[Send], tag: Tag) -> list[bytes]:
-        """Return every rank's bytes when the headers of all have come."""
-        result = [data] * self.world_size
-        for recv in arriving.values():
-            recv.post_rest()
-        for to in arriving:
-            sends += self._messenger.send_rest(data, to, tag)
-        for source, recv in arriving.items():
-            result[source] = recv.wait()
-        DeferredSends(self._messenger, sends).wait()
-        return result
+    @property
+    def is_routed(self) -> bool:
+        """Whether `route` was called."""
+        return isinstance(self._control, Tree)
 
     def announce(self, tag: Tag) -> Work:
         """Send every other rank the header of ``tag`` without any bytes, and expect the same from each."""
@@ -300,13 +281,10 @@ class Transport:
         """
         self.check()
         self._log("meets all ranks", tag)
-        sends: list[Send] = []
         while True:
-            data = message()
-            sends += self._enter(data, tag)
-            arriving = self._arriving(tag)
-            if arriving is not None:
-                return self._complete(data, arriving, sends, tag)
+            told = self._control.swap(message(), tag)
+            if told is not None:
+                return told
             self._log("catches up", tag)
             catch_up()
             tag = replace(tag, round=tag.round + 1)
@@ -314,21 +292,6 @@ class Transport:
     def _log(self, what: str, tag: Tag) -> None:
         if LOG.isEnabledFor(logging.DEBUG):
             LOG.debug("%s: %s, in %s", self.rank_label, what, describe(tag))
-
-    def _arrived(self, source: int, tag: Tag) -> ControlRecv | None:
-        """Return what ``source`` sends at ``tag``, or None if it has entered a round that this rank has not."""
-        self._messenger.confirm_expected(source)
-        while True:
-            header = self._messenger.next_header(source, tag)
-            theirs, size = Tag.unpack(header)
-            if theirs.same(tag):
-                return ControlRecv(self._messenger, source, tag, size)
-            if theirs.round > tag.round and tag.kind is Kind.MEET and theirs.kind in (Kind.REDUCE_SCATTER, Kind.MEET):
-                self._messenger.states[source].unread_header = header
-                return None
-            if not (theirs.kind is Kind.MEET and theirs.round < tag.round):
-                raise self._messenger.mismatch(source, tag, theirs)
-            ControlRecv(self._messenger, source, theirs, size).wait()
 
     # -- failures and counts --------------------------------------------------------------------------------------
 

@@ -64,6 +64,15 @@ def splits(world_size: int) -> st.SearchStrategy[list[int]]:
 split_groups = world_sizes.flatmap(splits)
 
 
+@st.composite
+def hosts_of(draw: st.DrawFn, world_size: int) -> list[list[int]]:
+    """Draw which ranks share a host."""
+    by_host: dict[int, list[int]] = {}
+    for rank in range(world_size):
+        by_host.setdefault(draw(st.integers(0, world_size)), []).append(rank)
+    return list(by_host.values())
+
+
 def awkward(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
     """Return numbers that break sums.
 

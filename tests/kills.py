@@ -43,6 +43,7 @@ from collectives import (
     shared,
 )
 from collectives.backends.gloo import connect
+from collectives.control_plane import MESH_RANKS
 
 from .sockets import routed
 
@@ -114,6 +115,12 @@ def halves(world_size: int) -> list[list[int]]:
     return [list(range(0, world_size, 2)), list(range(1, world_size, 2))][: min(2, world_size)]
 
 
+def by_tree(transport: Transport) -> Transport:
+    """Let short messages go by a star in each of `halves` and between the two."""
+    transport.route(halves(transport.world_size))
+    return transport
+
+
 def launch(collective: Collective, what: str, number: int, numel: int) -> Callable[[], Any]:
     """Launch a collective; return the function that completes it."""
     t = collective.transport
@@ -168,6 +175,8 @@ def rank_of(rank: int, port: int, pipe: Connection, case: Case) -> None:
     before = named_files()
     store = enter(rank, case.world_size, port, case.limit)
     collective = ALGORITHMS[case.algorithm](connect())
+    if case.world_size > MESH_RANKS:
+        by_tree(collective.transport)
     pipe.send(sorted(set(named_files()) - set(before)))
     pipe.recv()
     number, errors = 0, list[str]()

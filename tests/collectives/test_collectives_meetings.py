@@ -27,6 +27,7 @@ from ..carried import (
     FEWER,
     PATIENT,
     each,
+    hosts_of,
     jitter,
     reduction,
 )
@@ -77,12 +78,22 @@ class Rounds:
 
 
 def check_meetings(
-    algorithm: Algorithm, sizes: Sequence[int], plan: Sequence[Sequence[int]], agree: bool, seed: int | None
+    algorithm: Algorithm,
+    sizes: Sequence[int],
+    plan: Sequence[Sequence[int]],
+    agree: bool,
+    seed: int | None,
+    hosts: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """Run a ``plan``: for each synchronization, the number of rounds that each rank runs by itself before it."""
+    """Run a ``plan``: for each synchronization, the number of rounds that each rank runs by itself before it.
+
+    ``hosts``: between which meetings go by a tree; None: each rank sends to every other.
+    """
     world_size = len(sizes)
 
     def program(transport: Transport) -> tuple[list[int], list[list[float]]]:
+        if hosts is not None:
+            transport.route(hosts)
         rounds = Rounds(transport, algorithm, sizes, agree)
         caught_up = []
         for before in plan:
@@ -116,16 +127,18 @@ def test_a_rank_that_is_behind_catches_up_exactly_what_it_missed(
     sizes = data.draw(st.lists(st.sampled_from([0, 1, 4]), min_size=world_size, max_size=world_size), "slices")
     agree = data.draw(st.booleans(), "an exchange inside each round")
     seed = data.draw(st.none() | st.integers(0, 1000), "delays")
-    check_meetings(algorithm, sizes, plan, agree, seed)
+    hosts = data.draw(st.none() | hosts_of(world_size), "hosts")
+    check_meetings(algorithm, sizes, plan, agree, seed, hosts)
 
 
 @EVERY
 @pytest.mark.parametrize("sizes", [[0, 0, 16], [16, 0, 0], [0, 16, 0], [0, 0, 0]])
 @pytest.mark.parametrize("before", list(itertools.permutations([0, 1, 2])))
+@pytest.mark.parametrize("hosts", [None, [[0], [1], [2]]])
 def test_a_rank_that_is_behind_learns_of_rounds_that_send_it_no_bytes(
-    algorithm: Algorithm, sizes: list[int], before: tuple[int, ...]
+    algorithm: Algorithm, sizes: list[int], before: tuple[int, ...], hosts: list[list[int]] | None
 ) -> None:
-    check_meetings(algorithm, sizes, [before], agree=False, seed=None)
+    check_meetings(algorithm, sizes, [before], agree=False, seed=None, hosts=hosts)
 
 
 def test_rounds_in_which_nothing_is_sent_count_too() -> None:

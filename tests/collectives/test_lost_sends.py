@@ -38,7 +38,7 @@ from zero import ZeroOptimizer
 from zero.core.cuts import EvenCuts
 from zero.state.plain_dicts import _gather_one
 
-from ..kills import halves
+from ..kills import by_tree, halves
 from ..plain import assert_same_model, plain_step
 from ..pool import GlooPool
 
@@ -166,11 +166,13 @@ ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
     "ring": Ring,
     "hierarchical": lambda t: Hierarchical(t, halves(t.world_size)),
     "replicated": lambda t: Replicated(t, Pairwise(t.split([t.rank]))),
+    "tree": lambda t: Pairwise(by_tree(t)),
 }
 CALLS = [
-    *((name, reduce_scatter) for name in ALGORITHMS),
+    *((name, reduce_scatter) for name in ALGORITHMS if name != "tree"),
     *((name, all_gather) for name in ("pairwise", "ring", "hierarchical")),
     *(("pairwise", call) for call in (gather_states, broadcast, exchange, meet)),
+    *(("tree", call) for call in (exchange, meet)),
 ]
 
 
@@ -184,7 +186,7 @@ def test_a_send_is_waited_for_only_after_its_receiver_was_heard_from(
         for number, numel in enumerate([*NUMELS, *NUMELS], 1):
             call(collective, numel, Tag(Kind.REDUCE_SCATTER, "bucket 0", number, number))
 
-    for world_size in (2, 3, 4):
+    for world_size in (2, 3, 4, 7)[algorithm == "tree" :]:
         HearingLoopback(world_size).run(program)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
+TREE = "collectives/test_control_plane.py"
 BROADCAST = "collectives/test_broadcast.py"
 EXACT = "contract/test_exact.py::test_every_class_and_path_gives_the_bits_of_the_plain_loop"
 DIFFERENT = "test_errors.py::test_ranks_that_built_different_models_learn_the_first_difference"
@@ -226,8 +227,8 @@ RANKS = (
         (
             Edit(
                 "collectives.transport.Transport.meet",
-                "        while True:\n            data = message()\n",
-                "        data = message()\n        while True:\n",
+                "        while True:\n            told = self._control.swap(message(), tag)\n",
+                "        data = message()\n        while True:\n            told = self._control.swap(data, tag)\n",
             ),
         ),
         ("gradients/test_agreement.py::test_a_record_is_that_of_its_rank_after_it_has_caught_up[1-1]",),
@@ -238,9 +239,9 @@ RANKS = (
         "A message of a rank that has caught up since is skipped by its header alone: its bytes pass for later ones.",
         (
             Edit(
-                "collectives.transport.Transport._arrived",
-                "            ControlRecv(self._messenger, source, theirs, size).wait()\n",
-                "",
+                "collectives.control_plane._arrived",
+                "            ControlRecv(messenger, source, theirs, size).wait()\n",
+                "            pass\n",
             ),
             Edit(
                 "collectives.messenger.Messenger.confirm",
@@ -249,6 +250,45 @@ RANKS = (
             ),
         ),
         ("collectives/test_collectives_meetings.py::test_rounds_in_which_nothing_is_sent_count_too",),
+    ),
+    Mutant(
+        "messages-of-all-ranks-in-the-order-of-hosts",
+        ("L8",),
+        "What comes down the tree is taken in the order of the hosts: a message passes for another rank's.",
+        (
+            Edit(
+                "collectives.control_plane.Tree._pass",
+                "return [found[rank] for rank in range(len(found))]",
+                "return list(found.values())",
+            ),
+        ),
+        (f"{TREE}::test_every_rank_has_every_message",),
+    ),
+    Mutant(
+        "a-rank-that-waits-is-silent",
+        ("L8",),
+        "A rank in the middle of the tree does not say that it waits: its neighbours take it for the one that stopped.",
+        (
+            Edit(
+                "collectives.control_plane.Tree._hear",
+                "for to in waiting:",
+                "for to in ():",
+            ),
+        ),
+        (f"{TREE}::test_ranks_that_come_one_after_another_are_all_waited_for",),
+    ),
+    Mutant(
+        "all-ranks-lose-patience-at-once",
+        ("L8",),
+        "A rank waits no longer for one that waits itself than for any other: it names that one, which is well.",
+        (
+            Edit(
+                "collectives.control_plane.Tree.__init__",
+                "            messenger.states[peer].limit += chain * (self._pause + GRACE)\n",
+                "            messenger.states[peer].limit += 0 * chain\n",
+            ),
+        ),
+        (f"{TREE}::test_a_rank_that_is_silent_is_named_by_all[5]",),
     ),
     Mutant(
         "a-rank-steps-before-all-agreed",

@@ -1,0 +1,228 @@
+"""How the short messages of an exchange or a meeting reach all ranks.
+
+Among few ranks each sends to every other (`Mesh`). Among many they go by a tree (`Tree`): a star in each host around
+its first rank, and a binomial tree between the first ranks.
+
+    host A   1 -> 0 <- 2         up: a rank's message, and all that came to it from below
+                  ^              down, the same way back: the messages of all ranks
+    host B   4 -> 3 <- 5
+
+A rank that is not the first of its host sends one message and receives one, whatever the number of ranks.
+
+A meeting needs no other messages to find a rank that is ahead. The headers of its payload go to every rank, so its
+neighbours in the tree see them where they wait for it, catch up, and are then ahead of their own neighbours. What the
+root has received from all ranks is final, see `Transport.meet`, and so is what it sends back.
+
+A rank may wait for a neighbour that itself waits. So while a rank waits, it tells its neighbours so from time to time,
+and each waits a little longer for one that others may delay. So the rank that stopped is found first by one that waits
+for it directly, which reports it to all.
+
+Knows: headers, and who waits for whom. Does not know: what the messages say.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from .messages import Kind, Tag
+from .messenger import SMALL, ControlRecv, DeferredSends, Messenger, Send
+from .peer_links import GRACE
+
+MESH_RANKS = 8  # among more, the messages of a mesh cost more than the detour
+WAITING, AGAIN = 1 << 60, 1 << 61  # in the digest of a tag: a rank still waits; the second pass
+PARTS = 64  # of the time limit: a rank that waits longer than one of them tells its neighbours
+
+
+def _arrived(
+    messenger: Messenger, source: int, tag: Tag, still_here: Callable[[], None] = lambda: None
+) -> ControlRecv | None:
+    """Return what ``source`` sends at ``tag``, or None if it has entered a round that this rank has not.
+
+    ``still_here``: is called when ``source`` says that it waits itself.
+    """
+    messenger.confirm_expected(source)
+    while True:
+        header = messenger.next_header(source, tag)
+        theirs, size = Tag.unpack(header)
+        if theirs.same(tag):
+            return ControlRecv(messenger, source, tag, size)
+        if theirs.same(_marked(tag, WAITING)):
+            still_here()
+        elif theirs.round > tag.round and tag.kind is Kind.MEET and theirs.kind in (Kind.REDUCE_SCATTER, Kind.MEET):
+            messenger.states[source].unread_header = header
+            return None
+        elif theirs.kind is Kind.MEET and theirs.round < tag.round:
+            ControlRecv(messenger, source, theirs, size).wait()
+        else:
+            raise messenger.mismatch(source, tag, theirs)
+
+
+def _marked(tag: Tag, mark: int) -> Tag:
+    return replace(tag, digest=tag.digest ^ mark)
+
+
+class Mesh:
+    """Each rank sends to every other."""
+
+    def __init__(self, messenger: Messenger) -> None:
+        self._messenger = messenger
+
+    def swap(self, data: bytes, tag: Tag) -> list[bytes] | None:
+        """Return every rank's bytes, in rank order; None if a rank has entered a later round than this one, which can
+        happen in a meeting. Collective."""
+        messenger, arriving = self._messenger, dict[int, ControlRecv]()
+        for source in messenger.peers:
+            messenger.post_next_header(source, tag)
+        sends = [messenger.send_control(data, to, tag) for to in messenger.peers]
+        for source in messenger.peers:
+            found = _arrived(messenger, source, tag)
+            if found is None:
+                for recv in arriving.values():
+                    recv.wait()  # it is out of date
+                messenger.deferred += sends
+                return None
+            arriving[source] = found
+        for recv in arriving.values():
+            recv.post_rest()
+        for to in arriving:
+            sends += messenger.send_rest(data, to, tag)
+        result = [data] * (1 + len(arriving))
+        for source, recv in arriving.items():
+            result[source] = recv.wait()
+        DeferredSends(messenger, sends).wait()
+        return result
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in the tree.
+
+    ``parent``: the rank to which it sends; None for the root. ``below``: for each rank that sends to it, all ranks
+    whose messages come that way, in the order of the hosts. ``patience``: for each neighbour, the length of the longest
+    chain of ranks that the neighbour may wait for, while this rank waits for it.
+    """
+
+    parent: int | None
+    below: dict[int, tuple[int, ...]]
+    patience: dict[int, int]
+
+    @classmethod
+    def of(cls, rank: int, hosts: Sequence[Sequence[int]]) -> Place:
+        """``hosts``: the ranks of each host. Host n is below host n without its lowest bit."""
+        number = next(number for number, host in enumerate(hosts) if rank in host)
+        depth, deepest = number.bit_count(), (len(hosts) - 1).bit_length() + 1
+        first, *others = hosts[number]
+        if rank != first:
+            return cls(first, {}, {first: deepest + depth})
+        below: dict[int, tuple[int, ...]] = {other: (other,) for other in others}
+        patience, size = dict.fromkeys(others, 0), 1
+        while number + size < len(hosts) and (number == 0 or size < number & -number):
+            child = hosts[number + size][0]
+            below[child] = tuple(rank for host in hosts[number + size : number + 2 * size] for rank in host)
+            patience[child] = size.bit_length()
+            size *= 2
+        parent = hosts[number & (number - 1)][0] if number else None
+        if parent is not None:
+            patience[parent] = deepest + depth - 1
+        return cls(parent, below, patience)
+
+
+class Tree:
+    """Messages go up a tree and back."""
+
+    def __init__(self, messenger: Messenger, hosts: Sequence[Sequence[int]]) -> None:
+        """``hosts``: the ranks of each host, the same on every rank."""
+        self._messenger = messenger
+        place = Place.of(messenger.rank, hosts)
+        self._parent, self._below = place.parent, place.below
+        self._order = [rank for host in hosts for rank in host]
+        self._pause = messenger.timeout / PARTS
+        for peer, chain in place.patience.items():
+            messenger.states[peer].limit += chain * (self._pause + GRACE)
+        self._sends: list[Send] = []
+        self._told_at = 0.0
+
+    def swap(self, data: bytes, tag: Tag) -> list[bytes] | None:
+        """See `Mesh.swap`. Many bytes go in a second pass: all ranks are here then, and wait for nothing else."""
+        told = self._pass(data, tag, SMALL)
+        if told is None or told:
+            return told
+        return self._pass(data, _marked(tag, AGAIN), None)
+
+    def _pass(self, data: bytes, tag: Tag, most: int | None) -> list[bytes] | None:
+        """`swap`; an empty list if some rank had more than ``most`` bytes to send."""
+        self._sends, self._told_at = [], time.monotonic()
+        for source in self._neighbours():
+            self._messenger.post_next_header(source, tag)
+        told = self._up_and_down(data, tag, most)
+        if told is None:
+            self._messenger.deferred += self._sends
+            return None
+        for child in self._below:
+            self._send(told, child, tag)
+        DeferredSends(self._messenger, self._sends).wait()
+        found = dict(zip(self._order, _unpack(told), strict=True)) if told else {}
+        return [found[rank] for rank in range(len(found))]
+
+    def _up_and_down(self, data: bytes, tag: Tag, most: int | None) -> bytes | None:
+        """Return the packed messages of all ranks; nothing if they are too long, None if a neighbour is ahead."""
+        messages, too_long = [data], False
+        for child, ranks in self._below.items():
+            told = self._hear(child, tag, self._neighbours())
+            if told is None:
+                return None
+            too_long = too_long or not told
+            messages += _unpack(told) if told else [b""] * len(ranks)
+        packed = _pack(messages)
+        if too_long or (most is not None and len(packed) > most):
+            packed = b""
+        if self._parent is None:
+            return packed
+        self._send(packed, self._parent, tag)
+        return self._hear(self._parent, tag, self._below)
+
+    def _neighbours(self) -> list[int]:
+        return [*self._below] if self._parent is None else [*self._below, self._parent]
+
+    def _send(self, data: bytes, to: int, tag: Tag) -> None:
+        self._sends.append(self._messenger.send_control(data, to, tag))
+        self._sends += self._messenger.send_rest(data, to, tag)
+
+    def _hear(self, source: int, tag: Tag, waiting: Iterable[int]) -> bytes | None:
+        """Return a neighbour's bytes; None if it has entered a later round. ``waiting``: those that wait for this rank
+        meanwhile."""
+
+        def tell() -> None:
+            now = time.monotonic()
+            if now - self._told_at >= self._pause:
+                self._told_at = now
+                for to in waiting:
+                    self._sends.append(self._messenger.send_control(b"", to, _marked(tag, WAITING)))
+
+        recv = _arrived(self._messenger, source, tag, tell)
+        if recv is None:
+            return None
+        tell()
+        recv.post_rest()
+        return recv.wait()
+
+
+def _pack(messages: Sequence[bytes]) -> bytes:
+    """Return messages as one. Equal ones, which most records of ranks are, are there once."""
+    distinct = {message: number for number, message in enumerate(dict.fromkeys(messages))}
+    numbers = [len(distinct), *map(len, distinct), *(distinct[message] for message in messages)]
+    return b"".join([struct.pack(f"<{len(numbers)}I", *numbers), *distinct])
+
+
+def _unpack(data: bytes) -> list[bytes]:
+    (count,) = struct.unpack_from("<I", data)
+    lengths = struct.unpack_from(f"<{count}I", data, 4)
+    begin = len(data) - sum(lengths)
+    numbers, distinct = struct.unpack(f"<{begin // 4}I", data[:begin])[1 + count :], list[bytes]()
+    for length in lengths:
+        distinct.append(data[begin : begin + length])
+        begin += length
+    return [distinct[number] for number in numbers]

@@ -1,0 +1,245 @@
+"""Meetings and exchanges among many ranks: by a star in each host and a tree between the hosts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from collectives import CollectiveError, Hierarchical, Kind, Loopback, MismatchError, Pairwise, Tag, Transport
+from collectives import build as build_collective
+from collectives.control_plane import GRACE, MESH_RANKS, PARTS, Place, _pack, _unpack
+from collectives.messenger import SMALL, Messenger
+from zero import ZeroOptimizer
+
+from ..carried import FEWER, SOON, each, hosts_of, jitter
+from ..plain import assert_same_model, plain_step
+
+TAG = Tag(Kind.EXCHANGE, "telling")
+
+
+def groups(ranks: Sequence[int], count: int) -> list[Sequence[int]]:
+    """Return ``count`` hosts, between which ranks alternate."""
+    return [ranks[host::count] for host in range(count)]
+
+
+# -- the geometry ------------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_every_rank_has_one_way_to_the_root(data: st.DataObject) -> None:
+    world_size = data.draw(st.integers(2, 40))
+    hosts = data.draw(hosts_of(world_size))
+    places = [Place.of(rank, hosts) for rank in range(world_size)]
+    order = [rank for host in hosts for rank in host]
+    for rank, place in enumerate(places):
+        came = [rank, *(other for ranks in place.below.values() for other in ranks)]
+        assert came == order[order.index(rank) :][: len(came)]
+        assert len(came) == world_size if place.parent is None else rank in places[place.parent].below
+        assert all(places[child].parent == rank and ranks[0] == child for child, ranks in place.below.items())
+        if all(rank != host[0] for host in hosts):
+            assert not place.below
+            assert any(place.parent == host[0] and rank in host for host in hosts)
+    assert [place.parent for place in places].count(None) == 1
+    assert len(places[hosts[0][0]].below) == len(hosts[0]) - 1 + (len(hosts) - 1).bit_length()
+
+
+@given(st.data())
+def test_whoever_waits_for_a_rank_waits_longer_than_that_rank(data: st.DataObject) -> None:
+    """So the error of the one that waits for the culprit itself comes first."""
+    world_size = data.draw(st.integers(2, 40))
+    hosts = data.draw(hosts_of(world_size))
+    places = [Place.of(rank, hosts) for rank in range(world_size)]
+    for rank, place in enumerate(places):
+        assert set(place.patience) == {*place.below, place.parent} - {None}
+        for neighbour, chain in place.patience.items():
+            others = [length for other, length in places[neighbour].patience.items() if other != rank]
+            assert chain > max(others, default=-1)
+            assert chain <= 2 * len(hosts).bit_length() + 1
+
+
+@given(st.lists(st.sampled_from([b"", b"a", b"bb", bytes(1000)])))
+def test_messages_are_packed_and_equal_ones_once(messages: list[bytes]) -> None:
+    assert _unpack(_pack(messages)) == messages
+    assert len(_pack(messages)) <= 4 + 4 * len(messages) + sum(4 + len(message) for message in set(messages))
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+@FEWER
+def test_every_rank_has_every_message(data: st.DataObject) -> None:
+    """Short ones, long ones, and those that are too long together."""
+    world_size = data.draw(st.integers(2, 7))
+    hosts = data.draw(hosts_of(world_size))
+    lengths = st.sampled_from([0, 1, 300, SMALL // 2, SMALL, SMALL + 1, 3 * SMALL])
+    plan = data.draw(st.lists(st.lists(lengths, min_size=world_size, max_size=world_size), min_size=1, max_size=3))
+    seed = data.draw(st.none() | st.integers(0, 1000), "delays")
+
+    def program(transport: Transport) -> None:
+        transport.route(hosts)
+        for number, sizes in enumerate(plan):
+            messages = [bytes([rank]) * size for rank, size in enumerate(sizes)]
+            tag = Tag(Kind.EXCHANGE, "telling", number)
+            assert transport.exchange(messages[transport.rank], tag) == messages
+
+    Loopback[None](world_size, interfere=None if seed is None else jitter(seed)).run(program)
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 8])
+@pytest.mark.by_default
+def test_the_messages_of_a_rank_that_is_not_its_host_s_first_do_not_grow(hosts: int) -> None:
+    """A meeting is one message there and one back; that of others, as many as their neighbours in the tree."""
+
+    def program(transport: Transport) -> tuple[int, int]:
+        by_host = groups(range(transport.world_size), hosts)
+        transport.route(by_host)
+        before = transport.traffic
+        transport.meet(Tag(Kind.MEET, "step()"), lambda: pytest.fail("nobody is ahead"), lambda: bytes(100))
+        found = transport.traffic - before
+        return found.messages, found.control_sent
+
+    for world_size in (16, 32, 64):
+        found = Loopback[tuple[int, int]](world_size).run(program)
+        assert set(found[hosts:]) == {(1, found[-1][1])}
+        assert found[0][0] == world_size // hosts - 1 + (hosts - 1).bit_length()
+        assert found[-1][1] < 128 + 120
+
+
+def test_many_ranks_find_their_hosts_when_a_collective_is_built() -> None:
+    def program(transport: Transport) -> bool:
+        return build_collective(transport, Pairwise).collective.transport.is_routed
+
+    assert Loopback[bool](MESH_RANKS).run(program) == [False] * MESH_RANKS
+    assert Loopback[bool](MESH_RANKS + 1).run(program) == [True] * (MESH_RANKS + 1)
+
+
+# -- ranks that are late, elsewhere, or gone ---------------------------------------------------------------------------
+
+
+def test_ranks_in_different_calls_learn_of_both() -> None:
+    def program(transport: Transport) -> None:
+        transport.route(groups(range(5), 2))
+        transport.exchange(b"", Tag(Kind.EXCHANGE, "this call" if transport.rank < 4 else "that call"))
+
+    for error in each(Loopback(5, timeout=SOON), program):
+        assert isinstance(error, CollectiveError)
+        assert "rank 4 is in that call" in str(error)
+        assert "rank 2 is in this call" in str(error) or "rank 0 is in this call" in str(error)
+    assert any(isinstance(error, MismatchError) for error in each(Loopback(5, timeout=SOON), program))
+
+
+def test_ranks_that_come_one_after_another_are_all_waited_for() -> None:
+    """Each within the time limit after the one before, and together far beyond it: a rank that waits says so."""
+    limit, world_size, late = 1.0, 7, {4: 0.8, 5: 1.6, 6: 2.4}
+
+    def program(transport: Transport) -> list[bytes]:
+        transport.route([[0, 1, 2], [3, 4, 5, 6]])
+        for state in transport._messenger.states:
+            state.limit = min(state.limit, 1.2 * limit)
+        time.sleep(late.get(transport.rank, 0.0))
+        return transport.exchange(bytes([transport.rank]), TAG)
+
+    everything = [bytes([rank]) for rank in range(world_size)]
+    assert Loopback[list[bytes]](world_size, timeout=limit).run(program) == [everything] * world_size
+
+
+@pytest.mark.parametrize("silent", range(7))
+def test_a_rank_that_is_silent_is_named_by_all(silent: int) -> None:
+    """A rank that hears from nobody else does so after its own patience; the others as soon as a first one does."""
+    limit, hosts = 0.5, [[0, 1, 2], [3, 4], [5], [6]]
+    done = threading.Barrier(7, timeout=SOON)
+
+    def program(transport: Transport) -> float:
+        transport.route(hosts)
+        begin = time.monotonic()
+        if transport.rank == silent:
+            done.wait()
+            return 0.0
+        with pytest.raises(CollectiveError, match=rf"(no answer from rank|rank) {silent} (after|failed)"):
+            transport.exchange(b"", TAG)
+        took = time.monotonic() - begin
+        done.wait()
+        return took
+
+    took = Loopback[float](7, timeout=limit).run(program)
+    chain = max(Place.of(rank, hosts).patience[silent] for rank in Place.of(silent, hosts).patience)
+    assert max(took) < limit + chain * (GRACE + limit / PARTS) + GRACE
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().sum()
+
+
+@pytest.mark.parametrize(("stage", "hosts"), [(0, 8), (2, 2), (3, 2), (3, 8)])
+@pytest.mark.full
+def test_64_ranks_on_several_hosts_train_as_the_plain_loop_does(
+    stage: int, hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With clipping; where no unit travels, every third rank has no micro-batch in the second step, and catches up."""
+    world_size, steps = 64, 3
+    batches = torch.randn(steps, world_size, 2, 6, generator=torch.Generator().manual_seed(1))
+    sent: dict[tuple[int, str], int] = {}
+    send_control = Messenger.send_control
+
+    def counted(messenger: Messenger, data: bytes, to: int, tag: Tag) -> Any:
+        if len(messenger.ranks) == world_size:
+            key = messenger.rank, tag.label
+            sent[key] = sent.get(key, 0) + 1
+        return send_control(messenger, data, to, tag)
+
+    monkeypatch.setattr(Messenger, "send_control", counted)
+
+    def contributes(step: int, rank: int) -> bool:
+        return step != 1 or rank % 3 != 2 or stage == 3
+
+    def by_hosts(transport: Transport) -> Hierarchical:
+        by_host = [range(world_size)[host * 64 // hosts : (host + 1) * 64 // hosts] for host in range(hosts)]
+        transport.route(by_host)
+        return Hierarchical(transport, by_host)
+
+    def program(transport: Transport) -> nn.Module:
+        model = models[transport.rank]
+        optimizer = ZeroOptimizer(
+            model, torch.optim.AdamW, stage=stage, process_group=transport, collective=by_hosts, lr=0.1
+        )
+        for step in range(steps):
+            if contributes(step, transport.rank):
+                loss_of(model, batches[step, transport.rank]).backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return model
+
+    torch.set_num_threads(1)
+    models = [small_model() for _ in range(world_size)]
+    plain = small_model()
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for step in range(steps):
+        took_part = [batches[step, rank] for rank in range(world_size) if contributes(step, rank)]
+        plain_step(plain, plain_optimizer, loss_of, took_part, world_size, max_norm=0.5)
+        plain_optimizer.zero_grad()
+    for model in Loopback[nn.Module](world_size, timeout=60.0).run(program):
+        assert_same_model(model, plain)
+    firsts = {host * 64 // hosts for host in range(hosts)}
+    norms = [sent[rank, "gradient norm"] for rank in range(world_size) if rank not in firsts]
+    assert norms == [steps] * (world_size - hosts)
+    meetings = [sent[rank, "step()"] + sent[rank, "clip_grad_norm_()"] for rank in range(world_size)]
+    assert all(2 * steps <= meetings[rank] <= 2 * steps + 1 for rank in range(world_size) if rank not in firsts)
