@@ -81,11 +81,14 @@ class Engine:
     def join(self, groups: Sequence[Options]) -> Iterator[None]:
         """Return a context in which a rank that leaves early makes the others' calls with them until all have left."""
         self.check()
-        turns = self._reducer.join(groups, gathers_are_broadcast=self._storage.units_need_gather)
-        self._storage.set_join_announcer(self._reducer.broadcast_call)
+        hooks = self._storage.unit_hooks
+        turns = self._reducer.join(groups, gathers_are_broadcast=hooks is not None and hooks.need_gather)
+        if hooks is not None:
+            hooks.set_join_announcer(self._reducer.broadcast_call)
         try:
             yield
-            self._storage.reset_order()
+            if hooks is not None:
+                hooks.reset_order()
             for call in turns.others():
                 self._follow(call, groups)
         except Exception as error:
@@ -95,7 +98,8 @@ class Engine:
             while self._blocks:
                 self._blocks.pop().__exit__(None, None, None)
             try:
-                self._storage.set_join_announcer(None)
+                if hooks is not None:
+                    hooks.set_join_announcer(None)
             finally:
                 self._reducer.end_join()
 
@@ -109,7 +113,8 @@ class Engine:
             case "exchange":
                 self.exchange(b"")
             case "gather":
-                self._storage.gather(call.arguments["unit"])
+                assert self._storage.unit_hooks is not None, "only units are gathered"
+                self._storage.unit_hooks.gather(call.arguments["unit"])
             case "step":
                 with torch.no_grad():
                     self.step(groups)
@@ -149,7 +154,8 @@ class Engine:
             self._agree_and_update(groups)
 
     def _agree_and_update(self, groups: Sequence[Options]) -> None:
-        free = self._storage.end_iteration()
+        hooks = self._storage.unit_hooks
+        free = hooks is None or hooks.end_iteration()
         problem = self._storage.diagnose() if free else "step() inside gathered() or inside a forward: leave it first"
         problem = problem or self._storage.diagnose_unfrozen()
         told = digests_of(groups, self._inner.defaults.keys() - self._counted)
@@ -250,7 +256,8 @@ class Engine:
     def close(self) -> None:
         """Make the model plain again. Warns of values that are lost."""
         self._transport.check_process()
-        if self._storage.busy() or self._reducer.joining:
+        hooks = self._storage.unit_hooks
+        if (hooks is not None and hooks.busy()) or self._reducer.joining:
             raise RuntimeError("close() inside a forward, inside a backward or inside join(): leave it first")
         try:
             lost = self._lost()

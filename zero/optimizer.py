@@ -152,7 +152,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._engine.check()
         if self._reducer.hooks.inside_backward or self._reducer.joining:
             raise RuntimeError("add_param_group() inside a backward or inside join(): leave it first")
-        if not self._storage.end_iteration():
+        hooks = self._storage.unit_hooks
+        if hooks is not None and not hooks.end_iteration():
             raise RuntimeError("add_param_group() inside gathered() or inside a forward: leave it first")
         group = dict(param_group)
         group["params"] = members_of(group["params"], "param_group['params']")

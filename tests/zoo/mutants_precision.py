@@ -548,7 +548,7 @@ JOINING = (
         "units-stay-over-the-end-of-a-turn",
         ("L14",),
         "What a rank's last forward gathered is still there when it has run out of batches: it gathers nothing.",
-        (Edit("zero.engine.Engine.join", "            self._storage.reset_order()\n", ""),),
+        (Edit("zero.engine.Engine.join", "                hooks.reset_order()\n", "                pass\n"),),
         (f"{UNITS}[False-counts1-True]",),
     ),
     Mutant(
@@ -613,9 +613,11 @@ JOINING = (
                 "zero.engine.Engine.join",
                 "        finally:\n            while self._blocks:\n"
                 "                self._blocks.pop().__exit__(None, None, None)\n"
-                "            try:\n                self._storage.set_join_announcer(None)\n"
+                "            try:\n                if hooks is not None:\n"
+                "                    hooks.set_join_announcer(None)\n"
                 "            finally:\n                self._reducer.end_join()\n",
-                "        self._storage.set_join_announcer(None)\n        self._reducer.end_join()\n",
+                "        if hooks is not None:\n            hooks.set_join_announcer(None)\n"
+                "        self._reducer.end_join()\n",
             ),
         ),
         ("gradients/test_join.py::test_join_ends_with_an_exception",),

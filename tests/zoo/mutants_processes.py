@@ -17,7 +17,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_hooks.UnitHooks.entered",
-                "        self._manager.shards.check_process()  # before a lock",
+                "        self.manager.shards.check_process()  # before a lock",
                 "        pass  # before a lock",
             ),
         ),

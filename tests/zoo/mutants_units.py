@@ -53,7 +53,7 @@ MUTANTS = (
                 "            elif unit.installed or unit.gathered.state is not State.SHARDED:\n",
             ),
             Edit(
-                "zero.parameters.sharded.ShardedStorage.end_iteration",
+                "zero.parameters.unit_hooks.UnitHooks.end_iteration",
                 "self.manager.all_released()",
                 "not any(unit.held for unit in self.manager.units)",
             ),
@@ -143,8 +143,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_hooks.UnitHooks._over",
-                "        self._task = _NO_TASK\n        self._reshard_all()\n        self._manager.free_post",
-                "        self._task = _NO_TASK\n        self._manager.free_post",
+                "        self._task = _NO_TASK\n        self._reshard_all()\n        self.manager.free_post",
+                "        self._task = _NO_TASK\n        self.manager.free_post",
             ),
         ),
         (f"{MEMORY}::test_after_a_forward_the_graph_holds_no_weights[2]",),

@@ -6,7 +6,7 @@ can lie in buckets is sharded: the listed ones in the layout's buckets, the othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -90,7 +90,6 @@ class ShardedStorage(ParameterStorage):
         on_idle = None if offload_backend is None else lambda shard: offload_backend.evict([shard])
         self.manager = UnitManager(shards, collective, self._units.names, post_forward_group, on_idle)
         self._keeps_whole = keeps_whole
-        self._hooks: UnitHooks | None = None
         self._unlisted: _ParamSet | None = None
         self._updated: list[tuple[Bucket, int, Buffer]] = []  # of each buffer: its bucket, and its first slot there
 
@@ -150,8 +149,8 @@ class ShardedStorage(ParameterStorage):
         self._cast_rest()
         self.manager.resident.announce()
         self._copy(self.replicas())
-        if self._hooks is None:
-            self._hooks = UnitHooks(self._units, self.manager, self._streams, keeps_whole=self._keeps_whole)
+        if self.unit_hooks is None:
+            self.unit_hooks = UnitHooks(self._units, self.manager, self._streams, keeps_whole=self._keeps_whole)
             self._copy(self._buffers())
 
     def replicas(self) -> list[tuple[str, Tensor]]:
@@ -267,26 +266,10 @@ class ShardedStorage(ParameterStorage):
     def diagnose(self) -> str | None:
         return self.manager.diagnose() or misplaced(self._bindings)
 
-    def set_join_announcer(self, join_announcer: Callable[..., AbstractContextManager[None]] | None) -> None:
-        self.manager.gathered.join_announcer = join_announcer if self.units_need_gather else None
-        self.reset_order()
-
-    def reset_order(self) -> None:
-        assert self._hooks is not None
-        self._hooks.reset_order()
-
-    def gather(self, unit: int) -> None:
-        self.manager.unshard(unit)
-        self.manager.reshard(unit)
-
-    @property
-    def units_need_gather(self) -> bool:
-        return self.manager.some_travel
-
     def common_memory(self) -> str:
         if self._shards.world_size == 1:
             return "no (one rank holds the whole copy)"
-        if not self.units_need_gather:
+        if not self.manager.some_travel:
             return "yes (the ranks that share a copy are on one host)"
         if self._offload_backend is not None:
             return "no (the slices are on disk)"
@@ -314,8 +297,8 @@ class ShardedStorage(ParameterStorage):
 
     @contextmanager
     def _gathered(self, numbers: Sequence[int]) -> Iterator[None]:
-        assert self._hooks is not None
-        with self._hooks.saving(), self.manager.whole(numbers):
+        assert self.unit_hooks is not None
+        with self.unit_hooks.saving(), self.manager.whole(numbers):
             yield
 
     def overwrite(self, parameters: Sequence[Tensor] | None) -> None:
@@ -336,14 +319,6 @@ class ShardedStorage(ParameterStorage):
         replicas = self._chosen(self.replicas(), parameters)
         self._copy(replicas)
         self._compare(replicas)
-
-    def busy(self) -> bool:
-        return self._hooks is not None and self._hooks.busy()
-
-    def end_iteration(self) -> bool:
-        assert self._hooks is not None
-        self._hooks.end_iteration()
-        return self.manager.all_released()
 
     def evict(self, bucket: Bucket) -> None:
         if self._offload_backend is not None:
@@ -370,16 +345,10 @@ class ShardedStorage(ParameterStorage):
         buckets = [] if self._offload_backend is None else [*self.buckets, *self.rest_buckets()]
         return [bucket.weights.data for bucket in buckets]
 
-    def transient(self) -> tuple[frozenset[int], int]:
-        return self.manager.gathered.pool.storages(), self.manager.gathered.pool.peak_bytes
-
-    def in_common(self) -> frozenset[int]:
-        return self.manager.resident.in_common()
-
     def release(self) -> None:
-        if self._hooks is not None:
-            self._hooks.end_iteration()
-            self._hooks.remove()
+        if self.unit_hooks is not None:
+            self.unit_hooks.end_iteration()
+            self.unit_hooks.remove()
         self._take_out(list(self.manager.buffers()))
         self.buckets.clear()
         self._places.clear()

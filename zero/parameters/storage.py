@@ -33,6 +33,7 @@ from ..core.stage import Placement
 from ..runtime.bucket import Bucket, slots_of
 from ..runtime.flat_buffer import FlatBuffer
 from .casting import cast
+from .unit_hooks import UnitHooks
 
 Keep = Callable[[Bucket, Tensor], None]  # called with a bucket's whole values in the master's dtype, before the cast
 
@@ -59,6 +60,7 @@ class ParameterStorage:
         self._addresses: list[tuple[int, torch.dtype]] = []  # of each parameter's memory, where it was put
         self._bindings = bindings(module)
         self._indices: dict[Tensor, int] = {}
+        self.unit_hooks: UnitHooks | None = None  # when units are needed; None at stages without units
 
     # -- construction ---------------------------------------------------------------------------------------------
 
@@ -225,16 +227,6 @@ class ParameterStorage:
         known = [*zip(self.parameters, self.layout.parameters, strict=True), *self.replicated.items()]
         return [(spec.name, fingerprint(parameter)) for parameter, spec in known]
 
-    def set_join_announcer(self, join_announcer: Callable[..., AbstractContextManager[None]] | None) -> None:
-        """Set the context around each gather inside `join`: it broadcasts the gather to ranks without a forward."""
-
-    def reset_order(self) -> None:
-        """Forget prefetched units and their order: ranks have run different forwards, or will. Waits for gathers."""
-
-    def gather(self, unit: int) -> None:
-        """Take part in the other ranks' gather of a unit. Collective."""
-        raise NotImplementedError("every rank holds whole parameters")  # pragma: no cover - no gather is broadcast here
-
     def broadcast_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks. Collective."""
         self._copy(self._buffers())
@@ -244,11 +236,6 @@ class ParameterStorage:
     def device(self) -> torch.device:
         """The device of the parameters."""
         return self.buckets[0].weights.data.device
-
-    @property
-    def units_need_gather(self) -> bool:
-        """True if a forward needs values that other ranks must send."""
-        return False
 
     def common_memory(self) -> str:
         """Return whether units lie in shared memory, and the reason, as a text."""
@@ -282,14 +269,6 @@ class ParameterStorage:
         """Return the entries whose parameters are among ``parameters``; None: all."""
         chosen = None if parameters is None else {id(parameter) for parameter in parameters}
         return [entry for entry in entries if chosen is None or id(entry[1]) in chosen]
-
-    def busy(self) -> bool:
-        """True inside a forward or a backward that uses gathered units."""
-        return False
-
-    def end_iteration(self) -> bool:
-        """Free the memory that was kept for a backward. Return False if whole parameters are in use."""
-        return True
 
     def evict(self, bucket: Bucket) -> None:
         """Note that this rank has updated its slice of a bucket, and does not need it for a while."""
@@ -355,14 +334,6 @@ class ParameterStorage:
     def kept(self) -> list[Tensor]:
         """This rank's memory of parameters that is on disk."""
         return []
-
-    def transient(self) -> tuple[frozenset[int], int]:
-        """Buffers of gathered parameters: their addresses, and the peak of their bytes."""
-        return frozenset(), 0
-
-    def in_common(self) -> frozenset[int]:
-        """Addresses of the whole views of memory that all ranks share; a rank's own slices of it are in `flats`."""
-        return frozenset()
 
     def release(self) -> None:
         """Give every parameter memory of its own. Collective."""

@@ -28,8 +28,8 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import Any
 
@@ -61,7 +61,7 @@ class UnitHooks:
 
     def __init__(self, units: Units, manager: UnitManager, streams: Streams, *, keeps_whole: bool) -> None:
         """``keeps_whole``: units that a forward gathered stay whole for its backward."""
-        self._manager, self._streams, self._keeps_whole = manager, streams, keeps_whole
+        self.manager, self._streams, self._keeps_whole = manager, streams, keeps_whole
         self._units = len(units.names)
         self._order = PrefetchOrder(self._units)
         self._running: list[
@@ -95,27 +95,40 @@ class UnitHooks:
             hooks.remove()
         self._hooks = []
 
-    def saves(self) -> bool:
-        """True if saved-tensor hooks are needed: some unit travels."""
-        return self._manager.some_travel
-
     def busy(self) -> bool:
         """True inside a forward or a backward."""
         return self._inside_a_forward() or _in_backward()
 
-    def end_iteration(self) -> None:
-        """Begin a step: free the memory that was kept for a backward. Waits for gathers under way."""
+    @property
+    def need_gather(self) -> bool:
+        """True if a forward needs values that other ranks must send."""
+        return self.manager.some_travel
+
+    def set_join_announcer(self, announcer: Callable[..., AbstractContextManager[None]] | None) -> None:
+        """Set the context around each gather inside `join`: it broadcasts the gather to ranks without a forward."""
+        self.manager.gathered.join_announcer = announcer if self.need_gather else None
+        self.reset_order()
+
+    def gather(self, unit: int) -> None:
+        """Take part in the other ranks' gather of a unit. Collective."""
+        self.manager.unshard(unit)
+        self.manager.reshard(unit)
+
+    def end_iteration(self) -> bool:
+        """Begin a step: free the memory that was kept for a backward. Waits for gathers under way. Return False if
+        whole parameters are in use."""
         self._end_interrupted()
         if not self._running:
-            self._manager.release_all()
+            self.manager.release_all()
         self._order.close()
         self._opaque.clear()
         self._over()
+        return self.manager.all_released()
 
     def reset_order(self) -> None:
         """Reshard everything and forget the order of units, as after construction. For ranks whose forwards differ."""
-        if self._manager.shards.broken:
-            self._manager.abandon()
+        if self.manager.shards.broken:
+            self.manager.abandon()
         else:
             self.end_iteration()
         self._order = PrefetchOrder(self._units)
@@ -148,7 +161,7 @@ class UnitHooks:
     def _refuse(self, thread: int, what: str) -> None:
         name = next((repr(other.name) for other in threading.enumerate() if other.ident == thread), str(thread))
         raise RuntimeError(
-            f"{self._manager.shards.rank_label}: another thread, {name}, is inside {what}: at stage 3 parameters come "
+            f"{self.manager.shards.rank_label}: another thread, {name}, is inside {what}: at stage 3 parameters come "
             "and go with the forwards and backwards of one thread at a time; run one after the other, or give the "
             "threads a copy of the model that was made inside 'with optimizer.gathered():'"
         )
@@ -159,9 +172,9 @@ class UnitHooks:
         """A module's forward begins."""
         thread = threading.get_ident()
         hooks.refused.add(thread)
-        self._manager.shards.check_process()  # before a lock that another thread may have held at the fork
+        self.manager.shards.check_process()  # before a lock that another thread may have held at the fork
         refuse_transforms(hooks.name or "the root's rest")
-        pushed = self._manager.some_travel and self._saver.push()  # torch may refuse
+        pushed = self.manager.some_travel and self._saver.push()  # torch may refuse
         hooks.refused.discard(thread)
         last = self._running[-1:]  # read once: another thread may leave its forward at any moment
         if last and last[0][1] == thread:
@@ -171,7 +184,7 @@ class UnitHooks:
         else:
             self._begin_outermost(hooks, thread, pushed)
         for unit in hooks.needs:
-            self._manager.units[unit].forward_refs += 1
+            self.manager.units[unit].forward_refs += 1
         self._begin()
         if hooks.is_root and all(hooks is not other for other, _, _ in self._running[:-1]) and not _in_backward():
             self._order.begin_forward()
@@ -199,7 +212,7 @@ class UnitHooks:
                 self._enclosing.update(self._resident(outer))
 
     def _resident(self, hooks: ModuleHooks) -> list[int]:
-        return [unit for unit in hooks.needs if not self._manager.units[unit].travels]
+        return [unit for unit in hooks.needs if not self.manager.units[unit].travels]
 
     def left(self, hooks: ModuleHooks, output: Any) -> None:
         """A module's forward has ended, perhaps with an exception (then ``output`` is None)."""
@@ -234,22 +247,22 @@ class UnitHooks:
                 self._pop_saver_again(hooks, thread)
             self._running.pop()
             for unit in hooks.needs:
-                self._manager.units[unit].forward_refs -= 1
+                self.manager.units[unit].forward_refs -= 1
         finally:
             if pushed and thread == threading.get_ident():
                 self._saver.pop()
-        if self._manager.shards.broken:
-            self._manager.abandon()
+        if self.manager.shards.broken:
+            self.manager.abandon()
         elif not backward:
             for unit in hooks.needs:
                 if unit not in (ROOT, self._current):
                     self._has_run(unit, backward)
                 elif unit not in self._opaque:
-                    self._manager.uninstall(unit)
+                    self.manager.uninstall(unit)
 
     def push_saver_again(self, hooks: ModuleHooks) -> None:
         """Push the saved-tensor hooks again if others were pushed on top of them since a module was entered."""
-        pushed = self._manager.some_travel and self._saver.push()
+        pushed = self.manager.some_travel and self._saver.push()
         hooks.pushed.append((threading.get_ident(), len(self._running), pushed))
 
     def pop_saver_again(self, hooks: ModuleHooks) -> None:
@@ -269,11 +282,11 @@ class UnitHooks:
         if unit in self._opaque or (backward and unit in self._enclosing):
             return
         if backward or not torch.is_grad_enabled():
-            self._manager.reshard(unit)
+            self.manager.reshard(unit)
         elif self._keeps_whole:
-            self._manager.uninstall(unit)
+            self.manager.uninstall(unit)
         else:
-            self._manager.reshard(unit, for_now=True)
+            self.manager.reshard(unit, for_now=True)
 
     def graph_broken(self, hooks: ModuleHooks) -> None:
         """Warn, once, that the graph of a compiled call around several units was broken at a module."""
@@ -292,7 +305,7 @@ class UnitHooks:
     def _demand(self, unit: int) -> None:
         """Install a unit, and prefetch the one that will probably follow."""
         if unit != ROOT and (unit != self._current or self._starting):
-            self._starting, backward, some_travel = False, _in_backward(), self._manager.some_travel
+            self._starting, backward, some_travel = False, _in_backward(), self.manager.some_travel
             before, expected, self._current, self._ahead = self._current, self._ahead, unit, None
             if backward or some_travel:  # else the unit before was released when its forward ended
                 for number in (before, expected):
@@ -300,14 +313,14 @@ class UnitHooks:
                         self._has_run(number, backward)
             if some_travel:
                 self._unshard(unit, backward)
-        self._manager.install(unit)
+        self.manager.install(unit)
 
     def _unshard(self, unit: int, backward: bool) -> None:
-        self._manager.unshard(unit)
+        self.manager.unshard(unit)
         following = (self._order.backward if backward else self._order.forward)(unit)
         if following is not None and following != unit and self._expects_next_unit(backward):
             self._ahead = following
-            self._manager.unshard(following)
+            self.manager.unshard(following)
 
     def _expects_next_unit(self, backward: bool) -> bool:
         """False if a unit is called alone and gradients are off: no other unit is expected."""
@@ -315,7 +328,7 @@ class UnitHooks:
 
     def _reshard_all(self) -> None:
         self._current = self._ahead = None
-        self._manager.reshard_all()
+        self.manager.reshard_all()
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -327,18 +340,18 @@ class UnitHooks:
 
     def _demand_in_backward(self, unit: int) -> None:
         """Install a unit. If the ranks' communication fails, release everything: nothing stays installed."""
-        self._manager.shards.check_process()
+        self.manager.shards.check_process()
         try:
             self._demand(unit)
         except BaseException:
-            if self._manager.shards.broken:
-                self._manager.abandon()
+            if self.manager.shards.broken:
+                self.manager.abandon()
             raise
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Push the saved-tensor hooks outside forwards, too."""
-        pushed = self._manager.some_travel and self._saver.push()
+        pushed = self.manager.some_travel and self._saver.push()
         try:
             yield
         finally:
@@ -348,7 +361,7 @@ class UnitHooks:
     def _needed_again(self, unit: int) -> None:
         """A backward needs a tensor that a unit's forward saved."""
         self._begin()
-        if unit != self._current or self._starting or not self._manager.units[unit].installed:
+        if unit != self._current or self._starting or not self.manager.units[unit].installed:
             self._demand_in_backward(unit)
 
     def _begin(self) -> None:
@@ -357,7 +370,7 @@ class UnitHooks:
         task = current_graph_task_id()
         if task == self._task:
             return
-        self._manager.shards.check_process()
+        self.manager.shards.check_process()
         with self._beginning:
             self._check_no_other_forward()
             if self._task != _NO_TASK:
@@ -369,12 +382,12 @@ class UnitHooks:
             self._order.begin_backward()
             queue_callback(self._over)
             for unit in self._opaque:
-                self._manager.install(unit)  # another backward may have ended since its forward
+                self.manager.install(unit)  # another backward may have ended since its forward
 
     def _over(self) -> None:
         self._task = _NO_TASK
         self._reshard_all()
-        self._manager.free_post_forward_shards()
+        self.manager.free_post_forward_shards()
 
 
 def _in_backward() -> bool:

@@ -96,8 +96,9 @@ def describe(
     transport, shards = collective.transport, choice.shards
     buckets = storage.buckets
     parameters = [bucket.weights.data for bucket in (*buckets, *storage.rest_buckets())]
-    gathered, gathered_peak = storage.transient()
-    units_need_gather = storage.units_need_gather
+    units = None if storage.unit_hooks is None else storage.unit_hooks.manager
+    gathered = None if units is None else units.gathered.pool
+    units_need_gather = units is not None and units.some_travel
     gradients = [tensor for bucket in buckets for tensor in bucket.grad.tensors()]
     states = [tensor for bucket in buckets for tensor in bucket.states.tensors()]
     tensors_of_state = max((len(bucket.states.flat) for bucket in buckets), default=0)
@@ -113,15 +114,15 @@ def describe(
             "parameters": _storages(parameters),
             "gradients": _storages(gradients),
             "optimizer": _storages(states),
-            "gathered": gathered,
+            "gathered": frozenset() if gathered is None else gathered.storages(),
             "scratch": shards.pool.storages(),
-            "common": storage.in_common(),
+            "common": frozenset() if units is None else units.resident.in_common(),
         },
         {
             "parameters": _bytes(parameters),
             "gradients": _bytes(gradients),
             "optimizer": _bytes(states),
-            "gathered_peak": gathered_peak,
+            "gathered_peak": 0 if gathered is None else gathered.peak_bytes,
             "scratch_peak": shards.pool.peak_bytes,
         },
         formula_bytes(
