@@ -259,7 +259,7 @@ class Builder:
                 mine, empty = whole[begin:end], self._room_for_masters(bucket.spec, stores)
                 wide[bucket] = mine.clone() if empty is None else empty().copy_(mine)
                 if bucket.spec.index in stores:
-                    stores[bucket.spec.index].evict()
+                    stores[bucket.spec.index].evict({})
 
         with self._failing_for_all():
             self.storage.replicated.update(replicated)
@@ -310,6 +310,7 @@ class Builder:
                 widths[bucket.index],
                 names[bucket.index],
                 bucket.dtypes.master_dtype,
+                torch.device(bucket.device),
                 Event(f"prefetch bucket {bucket.index}", rank),
                 Event(f"evict bucket {bucket.index}", rank),
             )

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads, solo
 from zero import Offload, ZeroOptimizer
 from zero.runtime.flat_states import BucketStates
-from zero.runtime.offload import DiskOffload
+from zero.runtime.offload import DiskOffload, OffloadedStates
 
 from ..contract.test_sharding_factor import STEPS, check
 from ..descriptors import opened
@@ -81,7 +81,7 @@ def test_states_that_are_copied_to_another_device_for_a_step_and_back(
     tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if parameters were on a GPU."""
-    monkeypatch.setattr(BucketStates, "_is_elsewhere", lambda self, flat: True)
+    monkeypatch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: True)
     for optimizer in ("adamw", "adamw fused", "adagrad"):
         check(Program(2, stage, optimizer, steps=STEPS, offload=Offload(tmp_path)))
 
@@ -103,7 +103,7 @@ class Replacing(torch.optim.SGD):
 def test_states_that_a_class_makes_anew_are_those_that_are_kept(
     tmp_path: Path, staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BucketStates, "_is_elsewhere", lambda self, flat: staged)
+    monkeypatch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: staged)
     ours, plain = locked_build(0), locked_build(0)
     zero = ZeroOptimizer(ours, Replacing, stage=1, process_group=solo(), lr=0.1, offload=Offload(tmp_path))
     sgd = Replacing(plain.parameters(), lr=0.1)

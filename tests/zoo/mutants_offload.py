@@ -57,7 +57,7 @@ MUTANTS = (
         "a-bucket-is-stepped-before-its-states-have-come",
         ("S19", "S25"),
         "A device steps what was in its memory before, for its states are still on their way.",
-        (Edit("zero.runtime.flat_states.BucketStates.stage", "        self._staging.wait()\n", ""),),
+        (Edit("zero.runtime.offload.OffloadedStates.ready", "        self._staging.wait()\n", ""),),
         (LATE,),
     ),
     Mutant(
@@ -67,7 +67,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.step.inner.InnerOptimizer.step",
-                "                update.states.let_go()\n",
+                "                update.states.release()\n",
                 "                pass\n",
             ),
         ),
@@ -93,7 +93,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.step.inner.InnerOptimizer.step",
-                "                        before.let_go()\n",
+                "                        before.release()\n",
                 "                        pass\n",
             ),
         ),

@@ -30,7 +30,6 @@ from ..core.layout import BucketSpec, Piece
 from .flat_buffer import FlatBuffer
 from .master_weights import MasterWeights
 from .offload import OffloadedStates
-from .staging import Staging
 
 CUT = 1 << 16
 Options = dict[str, Any]
@@ -97,7 +96,6 @@ class BucketStates:
         self.groups = [groups[piece.slot] for piece in self.pieces]
         self.flat: dict[str, FlatBuffer] = {}
         self._states: list[PieceState | None] = [None] * len(self.pieces)
-        self._staging = Staging(parameters.data.device)
         self.stepped_groups: set[int] = set()  # numbers of the groups of the runs
         self.runs: list[_FlatParam] = []
         self._key: tuple[Any, ...] | None = None
@@ -182,7 +180,8 @@ class BucketStates:
                     continue  # a scalar of the class, not of the parameter
                 if name not in self.flat:
                     self.flat[name] = self._room(name, value.dtype)
-                target = self._staging.tensors.get(name, self.flat[name].data)
+                staged = {} if self._store is None else self._store.staged
+                target = staged.get(name, self.flat[name].data)
                 view = target[run.begin : run.end].view(run.parameter.shape)
                 view.copy_(value)
                 state[name] = run.views[name] = view
@@ -251,42 +250,32 @@ class BucketStates:
     def prefetch(self) -> None:
         """Prefetch the states, which will be needed soon."""
         if self._store is not None:
-            self._store.prefetch()
-            if self._store.is_copied_ahead:
-                self._fetch()
+            self._store.prefetch(self._flats())
+
+    def ready(self) -> None:
+        """Let the class step states that are on the host in copies on the device of the weights."""
+        if self._store is not None and self.runs:
+            self._point_to(self._store.ready(self._flats()))
 
     def evict(self) -> None:
-        """Evict the states, which will not be needed for a while."""
+        """Evict the states, which will not be needed for a while. Copies keep their memory until `release`."""
         if self._store is not None:
-            self._store.evict()
+            flats = self._flats()
+            self._store.evict(flats)
+            self._point_to({name: flats[name] for name in self._store.staged})
 
-    def stage(self) -> None:
-        """Copy states that are offloaded to the host to the device of the weights, where the class steps them."""
-        if self.runs and not self._staging.tensors:
-            self._fetch()
-        self._staging.wait()
-        self._point_to(self._staging.tensors)
-
-    def _fetch(self) -> None:
-        self._staging.fetch({name: flat.data for name, flat in self.flat.items() if self._is_elsewhere(flat.data)})
-
-    def _is_elsewhere(self, flat: Tensor) -> bool:
-        return flat.device != self._parameters.device
+    def release(self) -> None:
+        """Release the memory of copies."""
+        if self._store is not None:
+            self._store.release()
 
     def wait_for_copies(self) -> None:
         """Wait until states that were copied back from a device can be read."""
-        if self._store is not None and self._parameters.device.type != "cpu":
-            torch.accelerator.synchronize(self._parameters.device)  # host synchronisation: the reader is on the host
+        if self._store is not None:
+            self._store.wait_for_copies()
 
-    def unstage(self) -> None:
-        """Launch the copies of staged states back to the host. They keep their memory until `let_go`."""
-        flats = {name: self.flat[name].data for name in self._staging.tensors}
-        self._staging.put_back(flats)
-        self._point_to(flats)
-
-    def let_go(self) -> None:
-        """Release the memory of staged states."""
-        self._staging.let_go()
+    def _flats(self) -> dict[str, Tensor]:
+        return {name: flat.data for name, flat in self.flat.items()}
 
     def _point_to(self, flats: Mapping[str, Tensor]) -> None:
         """Make the class's states views of these tensors."""

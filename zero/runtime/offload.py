@@ -22,18 +22,20 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..config import Offload
 from ..events import Event
+from .staging import Staging
 
 _PAGE = mmap.PAGESIZE
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin to write, wait for nothing
@@ -50,55 +52,41 @@ def backend_for(offload: Offload, device: torch.device) -> OffloadBackend | None
     return None
 
 
-class OffloadBackend(Protocol):
+class OffloadBackend(ABC):
     """The memory in which the states of buckets are kept. Each rank has its own; nothing here is collective.
 
     ``is_copied_ahead``: a device may copy states before they are needed, asynchronously, without the host waiting.
     """
 
-    is_copied_ahead: bool
+    is_copied_ahead: ClassVar[bool]
 
-    def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:
-        """Reserve memory for tensors, given as (elements, dtype). Raises `ValueError` if there is not enough."""
-
+    @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a 1-D tensor of zeros, from reserved memory if there is any left."""
 
-    def give_back(self, tensors: Iterable[Tensor]) -> None:
+    def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:  # noqa: B027
+        """Reserve memory for tensors, given as (elements, dtype). Raises `ValueError` if there is not enough."""
+
+    def give_back(self, tensors: Iterable[Tensor]) -> None:  # noqa: B027
         """Release tensors: `empty` may use their memory again."""
 
-    def prefetch(self, tensors: Iterable[Tensor]) -> None:
+    def prefetch(self, tensors: Iterable[Tensor]) -> None:  # noqa: B027
         """Begin to read tensors that will be needed soon."""
 
-    def evict(self, tensors: Iterable[Tensor]) -> None:
+    def evict(self, tensors: Iterable[Tensor]) -> None:  # noqa: B027
         """Begin to write tensors back that will not be needed for a while, and free their memory."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Release all resources. No tensor may be requested afterwards."""
 
 
-class HostOffload:
+class HostOffload(OffloadBackend):
     """Pinned memory of the host, from which a GPU copies asynchronously."""
 
     is_copied_ahead = True
 
-    def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:
-        return
-
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
-
-    def give_back(self, tensors: Iterable[Tensor]) -> None:
-        return
-
-    def prefetch(self, tensors: Iterable[Tensor]) -> None:
-        return
-
-    def evict(self, tensors: Iterable[Tensor]) -> None:
-        return
-
-    def close(self) -> None:
-        return
 
 
 @dataclass(eq=False)
@@ -116,7 +104,7 @@ class _Region:
         return self.end - self.taken
 
 
-class DiskOffload:
+class DiskOffload(OffloadBackend):
     """A file of this rank alone, in which tensors lie one after another, each on pages of its own."""
 
     is_copied_ahead = False  # a copy would wait for the disk, and the host for the copy
@@ -242,7 +230,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class OffloadedStates:
-    """The offloaded states of one bucket's interval, by name."""
+    """The offloaded states of one bucket's interval, by name, and their copies on the device that steps them.
+
+    ``flats`` below are the states in use, by name: those of `tensor`, and others that lie on that device.
+    """
 
     def __init__(
         self,
@@ -250,18 +241,19 @@ class OffloadedStates:
         numel: int,
         names: Iterable[str],
         dtype: torch.dtype,
+        device: torch.device,
         prefetching: Event,
         evicting: Event,
     ) -> None:
         """Allocate the tensors that are known at construction; `tensor` allocates others later.
 
-        ``names``: of these tensors, which have ``numel`` elements of ``dtype`` each. ``prefetching`` and ``evicting``:
-        the profiler's events of the two calls.
+        ``names``: of these tensors, which have ``numel`` elements of ``dtype`` each. ``device``: which steps them.
+        ``prefetching`` and ``evicting``: the profiler's events of the two calls.
         """
         self._prefetching, self._evicting = prefetching, evicting
-        self._offload_backend, self._numel = offload_backend, numel
+        self._offload_backend, self._numel, self._device = offload_backend, numel, device
         self._tensors = {(name, dtype): offload_backend.empty(numel, dtype) for name in sorted(names)}
-        self.is_copied_ahead = offload_backend.is_copied_ahead
+        self._staging = Staging(device)
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors."""
@@ -273,12 +265,43 @@ class OffloadedStates:
             self._tensors[name, dtype] = self._offload_backend.empty(self._numel, dtype)
         return self._tensors[name, dtype]
 
-    def prefetch(self) -> None:
-        """Begin to read the states, which will be needed soon."""
+    @property
+    def staged(self) -> Mapping[str, Tensor]:
+        """The copies on the device, by name."""
+        return self._staging.tensors
+
+    def prefetch(self, flats: Mapping[str, Tensor]) -> None:
+        """Begin to read the states, which will be needed soon, and to copy them where a copy may come early."""
         with self._prefetching():
             self._offload_backend.prefetch(self._tensors.values())
+        if self._offload_backend.is_copied_ahead:
+            self._fetch(flats)
 
-    def evict(self) -> None:
-        """Begin to write the states back and free their memory; they will not be needed for a while."""
+    def ready(self, flats: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return copies of all states that lie elsewhere, which the device may use in its current stream."""
+        if not self.staged:
+            self._fetch(flats)
+        self._staging.wait()
+        return self.staged
+
+    def evict(self, flats: Mapping[str, Tensor]) -> None:
+        """Begin to copy and to write the states back, which will not be needed for a while. Copies keep their memory
+        until `release`."""
+        self._staging.put_back(flats)
         with self._evicting():
             self._offload_backend.evict(self._tensors.values())
+
+    def release(self) -> None:
+        """Release the memory of the copies."""
+        self._staging.let_go()
+
+    def wait_for_copies(self) -> None:
+        """Wait until states that were copied back can be read."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)  # host synchronisation: the reader is on the host
+
+    def _fetch(self, flats: Mapping[str, Tensor]) -> None:
+        self._staging.fetch({name: flat for name, flat in flats.items() if self._is_elsewhere(flat)})
+
+    def _is_elsewhere(self, flat: Tensor) -> bool:
+        return flat.device != self._device

@@ -125,17 +125,16 @@ class InnerOptimizer:
                 with update.event():
                     found.append((states, _step(update, cut, groups)))
                     states.adopt_states(self.elementwise)
-                    states.unstage()
                     states.cast(update.present)
                     states.evict()
                 if 1 in update.present:
                     if before is not None:
-                        before.let_go()
+                        before.release()
                     before = states
                 update.done()
         finally:
             for update in updates:
-                update.states.let_go()
+                update.states.release()
         changed = {number: _changed(number, group, found) for number, group in enumerate(groups)}
         return {number: options for number, options in changed.items() if options}
 
@@ -171,7 +170,7 @@ def _step(update: BucketUpdate, cut: tuple[bool, ...], groups: Sequence[Options]
     if states.master is not None:
         states.master.sync_from_param()
     states.plan(update.present, cut)
-    states.stage()
+    states.ready()
     wide = None if gradient is None else gradient.data.to(states.bucket.dtypes.master_dtype)
     for run in states.runs:
         assert wide is not None
