@@ -22,7 +22,6 @@ import os
 import sys
 import tempfile
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -52,7 +51,7 @@ def backend_for(offload: Offload, device: torch.device) -> OffloadBackend | None
     return None
 
 
-class OffloadBackend(ABC):
+class OffloadBackend:
     """The memory in which the states of buckets are kept. Each rank has its own; nothing here is collective.
 
     ``is_copied_ahead``: a device may copy states before they are needed, asynchronously, without the host waiting.
@@ -60,23 +59,23 @@ class OffloadBackend(ABC):
 
     is_copied_ahead: ClassVar[bool]
 
-    @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a 1-D tensor of zeros, from reserved memory if there is any left."""
+        raise NotImplementedError
 
-    def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:  # noqa: B027
+    def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:
         """Reserve memory for tensors, given as (elements, dtype). Raises `ValueError` if there is not enough."""
 
-    def give_back(self, tensors: Iterable[Tensor]) -> None:  # noqa: B027
+    def give_back(self, tensors: Iterable[Tensor]) -> None:
         """Release tensors: `empty` may use their memory again."""
 
-    def prefetch(self, tensors: Iterable[Tensor]) -> None:  # noqa: B027
+    def prefetch(self, tensors: Iterable[Tensor]) -> None:
         """Begin to read tensors that will be needed soon."""
 
-    def evict(self, tensors: Iterable[Tensor]) -> None:  # noqa: B027
+    def evict(self, tensors: Iterable[Tensor]) -> None:
         """Begin to write tensors back that will not be needed for a while, and free their memory."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Release all resources. No tensor may be requested afterwards."""
 
 
