@@ -34,6 +34,7 @@ EVENTS = {
     "zero.parameters.gathered.saved_tensor_hooks:SavedTensorHooks._hooks": SAVED,
     "zero.parameters.module_hooks:": UNIT,
     "zero.parameters.unit_hooks:": UNIT,
+    "zero.parameters.thread_frames:": UNIT,
     "zero.parameters.unit_manager:": UNIT,
     "zero.parameters.unit_manager:UnitManager.diagnose": STEP,
     "zero.parameters.unit_manager:UnitManager.changed": STEP,

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
-from zero.parameters.unit_hooks import _forward_codes, _runs
+from zero.parameters.thread_frames import in_forward
 from zero.parameters.unit_manager import UnitManager
 
 from ..models import build, odd_batches, odd_loss
@@ -351,12 +351,12 @@ def test_a_thread_whose_generators_come_and_go_is_inside_its_forward_still() -> 
     assert inside.wait(LIMIT)
     assert thread.ident is not None
     try:
-        assert all(_runs(thread.ident, *_forward_codes()) for _ in range(50_000))
+        assert all(in_forward(thread.ident) for _ in range(50_000))
     finally:
         over.set()
         thread.join(LIMIT)
-    assert not _runs(thread.ident, *_forward_codes())
-    assert not _runs(threading.get_ident(), *_forward_codes())
+    assert not in_forward(thread.ident)
+    assert not in_forward(threading.get_ident())
 
 
 def test_a_forward_begins_when_all_of_another_threads_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_hooks.UnitHooks._begin_outermost",
-                "if self._task not in (_NO_TASK, current_graph_task_id()):",
+                "if self._task not in (NO_TASK, current_graph_task_id()):",
                 "if False:",
             ),
         ),
@@ -110,7 +110,7 @@ MUTANTS = (
         "A forward in which generators run looks interrupted to another thread, which ends it and releases its units.",
         (
             Edit(
-                "zero.parameters.unit_hooks._runs",
+                "zero.parameters.thread_frames._runs",
                 "if own or last is None or not last.f_code.co_flags & _GENERATOR:",
                 "if True:",
             ),

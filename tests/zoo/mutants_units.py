@@ -143,8 +143,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_hooks.UnitHooks._over",
-                "        self._task = _NO_TASK\n        self._reshard_all()\n        self.manager.free_post",
-                "        self._task = _NO_TASK\n        self.manager.free_post",
+                "        self._task = NO_TASK\n        self._reshard_all()\n        self.manager.free_post",
+                "        self._task = NO_TASK\n        self.manager.free_post",
             ),
         ),
         (f"{MEMORY}::test_after_a_forward_the_graph_holds_no_weights[2]",),

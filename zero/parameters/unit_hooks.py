@@ -23,37 +23,25 @@ two kinds of resident units stay installed longer:
 
 from __future__ import annotations
 
-import inspect
-import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-from collectives.torch_internals import (
-    call_impl,
-    current_graph_task_id,
-    engine_run_backward,
-    queue_callback,
-    wrapped_call_impl,
-)
+from collectives.torch_internals import current_graph_task_id, queue_callback
 
 from ..core.units import ROOT, Units
 from ..streams import Streams
 from .gathered.prefetch_order import PrefetchOrder
 from .gathered.saved_tensor_hooks import SavedTensorHooks
-from .module_hooks import ForwardMethod, ModuleHooks
+from .module_hooks import ModuleHooks
 from .released import refuse_transforms
+from .thread_frames import NO_TASK, calls_backward, in_a_thread_of_autograd, in_backward, in_forward
 from .unit_manager import UnitManager
-
-_NO_TASK = -1
-_GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-_MAX_WALKS = 1000
 
 
 class UnitHooks:
@@ -64,14 +52,13 @@ class UnitHooks:
         self.manager, self._streams, self._keeps_whole = manager, streams, keeps_whole
         self._units = len(units.names)
         self._order = PrefetchOrder(self._units)
-        self._running: list[
-            tuple[ModuleHooks, int, bool]
-        ] = []  # forwards: thread, and whether it pushed the saved-tensor hooks
+        # forwards under way: their threads, and whether they pushed the saved-tensor hooks
+        self._running: list[tuple[ModuleHooks, int, bool]] = []
         # held while an outermost forward or a backward checks whether it may begin, and while an outermost forward ends
         self._beginning = threading.RLock()
         self._current: int | None = None  # the unit that runs, or ran last
         self._ahead: int | None = None  # the unit that was prefetched
-        self._task = _NO_TASK
+        self._task = NO_TASK
         self._task_thread = 0
         self._starting = False  # a backward began, and no unit was needed yet
         self._warned = False  # that a graph was broken
@@ -97,7 +84,7 @@ class UnitHooks:
 
     def busy(self) -> bool:
         """True inside a forward or a backward."""
-        return self._inside_a_forward() or _in_backward()
+        return self._inside_a_forward() or in_backward()
 
     @property
     def need_gather(self) -> bool:
@@ -137,17 +124,17 @@ class UnitHooks:
 
     def _inside_a_forward(self) -> bool:
         """True while a thread is inside a forward. An interrupt skips the hooks that would end one."""
-        return any(_runs(thread, *_forward_codes()) for _, thread, _ in self._running[-1:])
+        return any(in_forward(thread) for _, thread, _ in self._running[-1:])
 
     def _end_interrupted(self) -> None:
         while (last := self._running[-1:]) and not self._inside_a_forward():
             if last == self._running[-1:]:  # else its thread has left it meanwhile
-                self._end(_in_backward())
+                self._end(in_backward())
 
     def _check_no_other_forward(self) -> None:
         """Raise `RuntimeError` if another thread is inside a forward."""
         if any(thread != threading.get_ident() for _, thread, _ in self._running[-1:]):
-            if _in_a_thread_of_autograd():
+            if in_a_thread_of_autograd():
                 return
             self._end_interrupted()
             for _, thread, _ in self._running[-1:]:
@@ -155,7 +142,7 @@ class UnitHooks:
 
     def _check_no_other_backward(self) -> None:
         """Raise `RuntimeError` if another thread is inside the backward that began last."""
-        if self._task_thread != threading.get_ident() and _runs(self._task_thread, engine_run_backward.__code__):
+        if self._task_thread != threading.get_ident() and calls_backward(self._task_thread):
             self._refuse(self._task_thread, "a backward")
 
     def _refuse(self, thread: int, what: str) -> None:
@@ -186,7 +173,7 @@ class UnitHooks:
         for unit in hooks.needs:
             self.manager.units[unit].forward_refs += 1
         self._begin()
-        if hooks.is_root and all(hooks is not other for other, _, _ in self._running[:-1]) and not _in_backward():
+        if hooks.is_root and all(hooks is not other for other, _, _ in self._running[:-1]) and not in_backward():
             self._order.begin_forward()
         for unit in hooks.needs:
             self._demand(unit)
@@ -195,7 +182,7 @@ class UnitHooks:
         try:
             with self._beginning:
                 self._check_no_other_forward()
-                if self._task not in (_NO_TASK, current_graph_task_id()):
+                if self._task not in (NO_TASK, current_graph_task_id()):
                     self._check_no_other_backward()
                 for each in self._hooks:
                     each.arrange()
@@ -224,7 +211,7 @@ class UnitHooks:
         if not last or last[0][:2] != (hooks, thread):  # it was refused, or a hook before ours raised
             return
         with self._beginning if len(self._running) == 1 else nullcontext():  # others begin after this
-            backward = _in_backward()
+            backward = in_backward()
             try:
                 graphs = backward or self._watch(hooks, output)
             finally:
@@ -305,7 +292,7 @@ class UnitHooks:
     def _demand(self, unit: int) -> None:
         """Install a unit, and prefetch the one that will probably follow."""
         if unit != ROOT and (unit != self._current or self._starting):
-            self._starting, backward, some_travel = False, _in_backward(), self.manager.some_travel
+            self._starting, backward, some_travel = False, in_backward(), self.manager.some_travel
             before, expected, self._current, self._ahead = self._current, self._ahead, unit, None
             if backward or some_travel:  # else the unit before was released when its forward ended
                 for number in (before, expected):
@@ -373,51 +360,18 @@ class UnitHooks:
         self.manager.shards.check_process()
         with self._beginning:
             self._check_no_other_forward()
-            if self._task != _NO_TASK:
+            if self._task != NO_TASK:
                 self._check_no_other_backward()
                 self._over()
-            if task != _NO_TASK:
+            if task != NO_TASK:
                 self._task, self._task_thread, self._starting = task, threading.get_ident(), True
-        if task != _NO_TASK:
+        if task != NO_TASK:
             self._order.begin_backward()
             queue_callback(self._over)
             for unit in self._opaque:
                 self.manager.install(unit)  # another backward may have ended since its forward
 
     def _over(self) -> None:
-        self._task = _NO_TASK
+        self._task = NO_TASK
         self._reshard_all()
         self.manager.free_post_forward_shards()
-
-
-def _in_backward() -> bool:
-    return current_graph_task_id() != _NO_TASK
-
-
-def _in_a_thread_of_autograd() -> bool:
-    """True in a backward on a device, which autograd runs in a thread of its own, while its caller waits."""
-    return _in_backward() and not _runs(threading.get_ident(), engine_run_backward.__code__)
-
-
-def _forward_codes() -> tuple[CodeType, ...]:
-    """The functions of which one is under way in every forward: a compiled call of the second hides the first."""
-    return call_impl.__code__, wrapped_call_impl.__code__, ForwardMethod.__call__.__code__
-
-
-def _runs(thread: int, *codes: CodeType) -> bool:
-    """Return whether a thread is inside one of these functions.
-
-    Another thread runs while its frames are read. If a generator yields, its frame has no caller any more, and the walk
-    ends there instead of at the bottom of the thread. It is repeated then; after `_MAX_WALKS` walks the result is True.
-    """
-    own = thread == threading.get_ident()
-    for _ in range(_MAX_WALKS):
-        last: FrameType | None = None
-        current = sys._getframe() if own else sys._current_frames().get(thread)
-        while current is not None:
-            if current.f_code in codes:
-                return True
-            last, current = current, current.f_back
-        if own or last is None or not last.f_code.co_flags & _GENERATOR:
-            return False
-    return True
