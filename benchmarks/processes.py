@@ -22,6 +22,7 @@ from typing import Any
 from .calls_rank import Called, CallsJob
 from .crossing_rank import Crossed, CrossingJob
 from .gpu_job import GpuJob, OnDevice, read_on_device
+from .interleaved_rank import InterleavedJob
 from .job import Job, Measured, Waited, read
 from .step_job import Asked, StepJob, Trained
 
@@ -63,6 +64,15 @@ def calling_ranks(job: CallsJob, world_size: int) -> list[Called]:
         lines = processes[0].communicate()[0].strip().splitlines()
         _complain(processes, folder)
     return [Called(**json.loads(line)) for line in lines]
+
+
+def interleaved_ranks(job: InterleavedJob, world_size: int) -> list[dict[str, list[float]]]:
+    """Start ranks that train under several systems at once, and return each rank's seconds, by system."""
+    commands = [()] * world_size
+    with _started("benchmarks.interleaved_rank", json.dumps(asdict(job)), commands, "lo") as (processes, folder):
+        said = [process.communicate()[0].strip().splitlines() for process in processes]
+        _complain(processes, folder)
+    return [json.loads(lines[-1]) for lines in said]
 
 
 def train_on_device(job: GpuJob) -> OnDevice:

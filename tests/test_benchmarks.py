@@ -36,7 +36,7 @@ from matplotlib.figure import Figure  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from benchmarks import collectives as one_host  # noqa: E402
-from benchmarks import crossing, gpu, memory, offload, scaling, scaling_tables, steps, two_hosts  # noqa: E402
+from benchmarks import crossing, gpu, interleaved, memory, offload, scaling, scaling_tables, steps, two_hosts  # noqa: E402
 from benchmarks.fits import fit  # noqa: E402
 from benchmarks.gpu_tables import DeviceResults  # noqa: E402
 from benchmarks.models import Layers, Tensors  # noqa: E402
@@ -195,6 +195,19 @@ def test_systems_train_side_by_side_are_shown_drawn_and_agree(tmp_path: Path, mo
     assert again.stdout == done.stdout
 
 
+def test_steps_in_turn_are_compared_with_those_beside_them(tmp_path: Path) -> None:
+    rounds = [{"a": [1.0, 2.0, 9.0], "b": [2.0, 4.0, 9.0]}, {"a": [5.0, 5.0], "b": [5.0, 5.0]}]
+    table = interleaved.compared(rounds, "tensors-16", 2)
+    assert [row[2:] for row in table.rows] == [["1.000", "1.000–1.000"], ["1.500", "1.250–1.750"]]
+    options = ("--model", "tensors-16", "--rounds", "1", "--system", "zero 3", "--system", "zero 2", "--markdown")
+    done = _run(interleaved, *options, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "tensors-16, 2 ranks, 1 rounds of 20 steps, interleaved" in done.stdout
+    assert "÷ zero 3" in done.stdout
+    parts = Report.read(tmp_path / "interleaved.json").parts
+    assert [(part["system"], len(part["seconds"])) for part in parts] == [("zero 3", 20), ("zero 2", 20)]
+
+
 def test_what_is_for_a_gpu_runs_without_one_where_it_is_asked_to(tmp_path: Path) -> None:
     chosen = [PLAIN, FSDP2, "zero 3"]
     options = [word for name in chosen for word in ("--system", name)]
@@ -252,7 +265,13 @@ def test_an_update_at_the_speed_of_a_copy_is_told_as_such() -> None:
 
 
 def test_a_system_or_model_that_there_is_not_is_named_with_those_that_there_are(tmp_path: Path) -> None:
-    calls = ((steps, "--system"), (steps, "--model"), (scaling, "--system"), (scaling, "--axis"))
+    calls = (
+        (steps, "--system"),
+        (steps, "--model"),
+        (scaling, "--system"),
+        (scaling, "--axis"),
+        (interleaved, "--system"),
+    )
     for module, option in (*calls, (gpu, "--system"), (gpu, "--dtype")):
         device = ["--device", "cpu"] if module is gpu else []
         done = _run(module, option, "no such thing", *device, "--out", tmp_path)
