@@ -43,7 +43,7 @@ def compared(rounds: Sequence[Round], model: str, ranks: int) -> tables.Table:
         low, high = quartiles(ratios)
         seconds = median(median(found[system]) for found in rounds)
         rows.append([system, tables.milliseconds(seconds), f"{median(ratios):.3f}", f"{low:.3f}–{high:.3f}"])
-    heading = f"{model}, {ranks} ranks, {len(rounds)} rounds of {len(rounds[0][first])} steps, interleaved"
+    heading = f"{model}, {ranks} ranks, rounds: {len(rounds)} of {len(rounds[0][first])} steps, interleaved"
     return tables.Table(heading, ["system", "ms", f"÷ {first}", "quartiles"], rows)
 
 

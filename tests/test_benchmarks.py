@@ -202,7 +202,7 @@ def test_steps_in_turn_are_compared_with_those_beside_them(tmp_path: Path) -> No
     options = ("--model", "tensors-16", "--rounds", "1", "--system", "zero 3", "--system", "zero 2", "--markdown")
     done = _run(interleaved, *options, "--out", tmp_path)
     assert done.exit_code == 0, done.output
-    assert "tensors-16, 2 ranks, 1 rounds of 20 steps, interleaved" in done.stdout
+    assert "tensors-16, 2 ranks, rounds: 1 of 20 steps, interleaved" in done.stdout
     assert "÷ zero 3" in done.stdout
     parts = Report.read(tmp_path / "interleaved.json").parts
     assert [(part["system"], len(part["seconds"])) for part in parts] == [("zero 3", 20), ("zero 2", 20)]
