@@ -32,7 +32,7 @@ from .messages import (
     Work,
 )
 from .queue import BucketQueue
-from .topology import CPU, Choice, choose, hierarchical, replicate, route, shared
+from .topology import CPU, Choice, choose, hierarchical, replicate, route_by_hosts, shared
 from .transport import Transport
 
 LOG = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def build(
     replica.
     """
     choice = _build(transport, algorithm, device, factor)
-    route(choice.collective.transport)
+    route_by_hosts(choice.collective.transport)
     LOG.info(
         "%s of %d: collective %s (%s)",
         transport.rank_label,

@@ -7,15 +7,17 @@ its first rank, and a binomial tree between the first ranks.
                   ^              down, the same way back: the messages of all ranks
     host B   4 -> 3 <- 5
 
-A rank that is not the first of its host sends one message and receives one, whatever the number of ranks.
+A rank that is not the first of its host sends one message and receives one, whatever the number of ranks; two, if the
+messages are long together.
 
 A meeting needs no other messages to find a rank that is ahead. The headers of its payload go to every rank, so its
 neighbours in the tree see them where they wait for it, catch up, and are then ahead of their own neighbours. What the
 root has received from all ranks is final, see `Transport.meet`, and so is what it sends back.
 
-A rank may wait for a neighbour that itself waits. So while a rank waits, it tells its neighbours so from time to time,
-and each waits a little longer for one that others may delay. So the rank that stopped is found first by one that waits
-for it directly, which reports it to all.
+A neighbour may itself be waiting. So a rank that comes late, or whose own wait for another rank has ended late, tells
+its neighbours that it is there. And a rank waits the longer for a neighbour, the more ranks that one may wait for in
+turn. Of all ranks that wait because one has stopped, its own neighbour therefore gives up first. It names the rank that
+stopped, and reports it to all.
 
 Knows: headers, and who waits for whom. Does not know: what the messages say.
 """
@@ -33,19 +35,20 @@ from .peer_links import GRACE
 
 MESH_RANKS = 8  # among more, the messages of a mesh cost more than the detour
 WAITING, AGAIN = 1 << 60, 1 << 61  # in the digest of a tag: a rank still waits; the second pass
+TOO_LONG = b""  # instead of packed messages, which are never empty
 PARTS = 64  # of the time limit: a rank that waits longer than one of them tells its neighbours
 
 
 def _arrived(
-    messenger: Messenger, source: int, tag: Tag, still_here: Callable[[], None] = lambda: None
+    messenger: Messenger, source: int, tag: Tag, patience: float, still_here: Callable[[], None]
 ) -> ControlRecv | None:
     """Return what ``source`` sends at ``tag``, or None if it has entered a round that this rank has not.
 
-    ``still_here``: is called when ``source`` says that it waits itself.
+    ``patience``: seconds beyond the time limit. ``still_here``: is called when ``source`` says that it waits itself.
     """
     messenger.confirm_expected(source)
     while True:
-        header = messenger.next_header(source, tag)
+        header = messenger.next_header(source, tag, patience)
         theirs, size = Tag.unpack(header)
         if theirs.same(tag):
             return ControlRecv(messenger, source, tag, size)
@@ -64,11 +67,16 @@ def _marked(tag: Tag, mark: int) -> Tag:
     return replace(tag, digest=tag.digest ^ mark)
 
 
+def _nothing() -> None:
+    return None
+
+
 class Mesh:
     """Each rank sends to every other."""
 
     def __init__(self, messenger: Messenger) -> None:
         self._messenger = messenger
+        self._sends: list[Send] = []  # of this exchange, and of a meeting's rounds so far
 
     def swap(self, data: bytes, tag: Tag) -> list[bytes] | None:
         """Return every rank's bytes, in rank order; None if a rank has entered a later round than this one, which can
@@ -76,23 +84,22 @@ class Mesh:
         messenger, arriving = self._messenger, dict[int, ControlRecv]()
         for source in messenger.peers:
             messenger.post_next_header(source, tag)
-        sends = [messenger.send_control(data, to, tag) for to in messenger.peers]
+        self._sends += [messenger.send_control(data, to, tag) for to in messenger.peers]
         for source in messenger.peers:
-            found = _arrived(messenger, source, tag)
+            found = _arrived(messenger, source, tag, 0.0, _nothing)
             if found is None:
                 for recv in arriving.values():
                     recv.wait()  # it is out of date
-                messenger.deferred += sends
                 return None
             arriving[source] = found
         for recv in arriving.values():
             recv.post_rest()
-        for to in arriving:
-            sends += messenger.send_rest(data, to, tag)
+        self._sends += messenger.send_rest(data, arriving, tag)
         result = [data] * (1 + len(arriving))
         for source, recv in arriving.items():
             result[source] = recv.wait()
-        DeferredSends(messenger, sends).wait()
+        DeferredSends(messenger, self._sends).wait()
+        self._sends = []
         return result
 
 
@@ -101,13 +108,13 @@ class Place:
     """A rank's place in the tree.
 
     ``parent``: the rank to which it sends; None for the root. ``below``: for each rank that sends to it, all ranks
-    whose messages come that way, in the order of the hosts. ``patience``: for each neighbour, the length of the longest
-    chain of ranks that the neighbour may wait for, while this rank waits for it.
+    whose messages come that way, in the order of the hosts. ``chains``: for each neighbour, the length of the longest
+    chain of ranks that may wait for each other behind it, while this rank waits for it.
     """
 
     parent: int | None
     below: dict[int, tuple[int, ...]]
-    patience: dict[int, int]
+    chains: dict[int, int]
 
     @classmethod
     def of(cls, rank: int, hosts: Sequence[Sequence[int]]) -> Place:
@@ -118,16 +125,16 @@ class Place:
         if rank != first:
             return cls(first, {}, {first: deepest + depth})
         below: dict[int, tuple[int, ...]] = {other: (other,) for other in others}
-        patience, size = dict.fromkeys(others, 0), 1
+        chains, size = dict.fromkeys(others, 0), 1
         while number + size < len(hosts) and (number == 0 or size < number & -number):
             child = hosts[number + size][0]
             below[child] = tuple(rank for host in hosts[number + size : number + 2 * size] for rank in host)
-            patience[child] = size.bit_length()
+            chains[child] = size.bit_length()
             size *= 2
         parent = hosts[number & (number - 1)][0] if number else None
         if parent is not None:
-            patience[parent] = deepest + depth - 1
-        return cls(parent, below, patience)
+            chains[parent] = deepest + depth - 1
+        return cls(parent, below, chains)
 
 
 class Tree:
@@ -138,76 +145,77 @@ class Tree:
         self._messenger = messenger
         place = Place.of(messenger.rank, hosts)
         self._parent, self._below = place.parent, place.below
+        self._neighbours = [*place.below] if place.parent is None else [*place.below, place.parent]
         self._order = [rank for host in hosts for rank in host]
         self._pause = messenger.timeout / PARTS
-        for peer, chain in place.patience.items():
-            messenger.states[peer].limit += chain * (self._pause + GRACE)
-        self._sends: list[Send] = []
-        self._told_at = 0.0
+        # A rank has GRACE more for the ranks of its own host than for others, see `PeerLinks`.
+        self.patience = {
+            peer: chain * (self._pause + GRACE) + GRACE if chain else 0.0 for peer, chain in place.chains.items()
+        }
+        self._sends: list[Send] = []  # of this exchange, and of a meeting's rounds so far
+        self._told_at = time.monotonic()  # when the neighbours last heard of this rank
 
     def swap(self, data: bytes, tag: Tag) -> list[bytes] | None:
         """See `Mesh.swap`. Many bytes go in a second pass: all ranks are here then, and wait for nothing else."""
-        told = self._pass(data, tag, SMALL)
-        if told is None or told:
-            return told
-        return self._pass(data, _marked(tag, AGAIN), None)
-
-    def _pass(self, data: bytes, tag: Tag, most: int | None) -> list[bytes] | None:
-        """`swap`; an empty list if some rank had more than ``most`` bytes to send."""
-        self._sends, self._told_at = [], time.monotonic()
-        for source in self._neighbours():
-            self._messenger.post_next_header(source, tag)
-        told = self._up_and_down(data, tag, most)
-        if told is None:
-            self._messenger.deferred += self._sends
+        packed = self._pass(data, tag, SMALL)
+        if packed == TOO_LONG:
+            packed = self._pass(data, _marked(tag, AGAIN), None)
+        if packed is None:
             return None
-        for child in self._below:
-            self._send(told, child, tag)
-        DeferredSends(self._messenger, self._sends).wait()
-        found = dict(zip(self._order, _unpack(told), strict=True)) if told else {}
+        found = dict(zip(self._order, _unpack(packed), strict=True))
         return [found[rank] for rank in range(len(found))]
 
+    def _pass(self, data: bytes, tag: Tag, most: int | None) -> bytes | None:
+        """Return the messages of all ranks, packed; `TOO_LONG` if they have more than ``most`` bytes, None if a rank
+        is ahead."""
+        for source in self._neighbours:
+            self._messenger.post_next_header(source, tag)
+        if self._below:
+            self._tell(self._neighbours, tag)
+        packed = self._up_and_down(data, tag, most)
+        if packed is None:
+            return None
+        self._send(packed, self._below, tag)
+        DeferredSends(self._messenger, self._sends).wait()
+        self._sends, self._told_at = [], time.monotonic()
+        return packed
+
     def _up_and_down(self, data: bytes, tag: Tag, most: int | None) -> bytes | None:
-        """Return the packed messages of all ranks; nothing if they are too long, None if a neighbour is ahead."""
         messages, too_long = [data], False
         for child, ranks in self._below.items():
-            told = self._hear(child, tag, self._neighbours())
+            told = self._hear(child, tag, self._neighbours)
             if told is None:
                 return None
-            too_long = too_long or not told
-            messages += _unpack(told) if told else [b""] * len(ranks)
-        packed = _pack(messages)
-        if too_long or (most is not None and len(packed) > most):
-            packed = b""
+            too_long = too_long or told == TOO_LONG
+            messages += [b""] * len(ranks) if too_long else _unpack(told)
+        packed = TOO_LONG if too_long else _pack(messages)
+        if most is not None and len(packed) > most:
+            packed = TOO_LONG
         if self._parent is None:
             return packed
-        self._send(packed, self._parent, tag)
-        return self._hear(self._parent, tag, self._below)
+        self._send(packed, [self._parent], tag)
+        return self._hear(self._parent, tag, [*self._below])
 
-    def _neighbours(self) -> list[int]:
-        return [*self._below] if self._parent is None else [*self._below, self._parent]
+    def _send(self, data: bytes, ranks: Iterable[int], tag: Tag) -> None:
+        self._sends += [self._messenger.send_control(data, to, tag) for to in ranks]
+        self._sends += self._messenger.send_rest(data, ranks, tag)
 
-    def _send(self, data: bytes, to: int, tag: Tag) -> None:
-        self._sends.append(self._messenger.send_control(data, to, tag))
-        self._sends += self._messenger.send_rest(data, to, tag)
-
-    def _hear(self, source: int, tag: Tag, waiting: Iterable[int]) -> bytes | None:
-        """Return a neighbour's bytes; None if it has entered a later round. ``waiting``: those that wait for this rank
-        meanwhile."""
-
-        def tell() -> None:
-            now = time.monotonic()
-            if now - self._told_at >= self._pause:
-                self._told_at = now
-                for to in waiting:
-                    self._sends.append(self._messenger.send_control(b"", to, _marked(tag, WAITING)))
-
-        recv = _arrived(self._messenger, source, tag, tell)
+    def _hear(self, source: int, tag: Tag, waiting: Sequence[int]) -> bytes | None:
+        """Return a neighbour's bytes; None if it has entered a later round. ``waiting``: those that may wait for this
+        rank meanwhile."""
+        recv = _arrived(self._messenger, source, tag, self.patience[source], lambda: self._tell(waiting, tag))
         if recv is None:
             return None
-        tell()
+        self._tell(waiting, tag)
         recv.post_rest()
         return recv.wait()
+
+    def _tell(self, ranks: Sequence[int], tag: Tag) -> None:
+        """Tell ranks that this one is here and waits, unless they have heard of it a short while ago."""
+        now = time.monotonic()
+        if now - self._told_at >= self._pause:
+            self._told_at = now
+            self._sends += [self._messenger.send_control(b"", to, _marked(tag, WAITING)) for to in ranks]
 
 
 def _pack(messages: Sequence[bytes]) -> bytes:

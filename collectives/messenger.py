@@ -24,7 +24,7 @@ Knows: which message follows which. Does not know: what is sent, or what a colle
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -85,14 +85,14 @@ class Messenger(PeerLinks):
         while state.remote and len(state.posted) + (state.unread_header is not None) < len(state.expected) + more:
             self.post_header(source)
 
-    def next_header(self, source: int, tag: Tag) -> bytes:
-        """Return the next header from ``source``, whatever it is. An abort raises."""
-        header = self._read_header(source, tag)
+    def next_header(self, source: int, tag: Tag, patience: float = 0.0) -> bytes:
+        """Return the next header from ``source``, whatever it is. An abort raises. ``patience``: as of `wait_bytes`."""
+        header = self._read_header(source, tag, patience)
         if is_abort(header):
             raise self.aborted(source, tag)
         return header
 
-    def _read_header(self, source: int, tag: Tag) -> bytes:
+    def _read_header(self, source: int, tag: Tag, patience: float = 0.0) -> bytes:
         state = self.states[source]
         if state.unread_header is not None:
             header, state.unread_header = state.unread_header, None
@@ -102,7 +102,7 @@ class Messenger(PeerLinks):
                 self.post_header(source)
             except BaseException as error:
                 raise self.cut_off(error, source, tag) from error
-        header = self.wait_bytes(state.posted[0], source, tag)
+        header = self.wait_bytes(state.posted[0], source, tag, patience)
         state.posted.popleft()
         return header
 
@@ -246,12 +246,15 @@ class Messenger(PeerLinks):
         self.counted.control_sent += few
         return Send(self, to, tag, few, pendings)
 
-    def send_rest(self, data: bytes, to: int, tag: Tag) -> list[Send]:
-        """Send the bytes that `send_control` left. Called when the headers of all other ranks have come."""
+    def send_rest(self, data: bytes, ranks: Iterable[int], tag: Tag) -> list[Send]:
+        """Send the bytes that `send_control` left, to several ranks, whose headers have come."""
         if len(data) <= SMALL:
             return []
-        self.counted.control_sent += len(data)
-        return [self.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], to, tag)]
+        part, sends = torch.frombuffer(bytearray(data), dtype=torch.uint8), list[Send]()
+        for to in ranks:
+            self.counted.control_sent += len(data)
+            sends.append(self.send([part], to, tag))
+        return sends
 
 
 def _size(parts: Sequence[Tensor]) -> int:

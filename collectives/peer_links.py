@@ -197,12 +197,13 @@ class PeerLinks:
         except PeerError as error:
             raise self._no_answer(peer, tag, begin, error) from error
 
-    def wait_bytes(self, pending: PendingBytes, peer: int, tag: Tag) -> bytes:
+    def wait_bytes(self, pending: PendingBytes, peer: int, tag: Tag, patience: float = 0.0) -> bytes:
+        """``patience``: seconds beyond the time limit, for a peer that may itself wait."""
         if self.broken is not None or os.getpid() != self._process:  # as `check`, without a call
             self.check()
         begin = time.monotonic()
         try:
-            return pending.wait(self.states[peer].limit)
+            return pending.wait(self.states[peer].limit + patience)
         except PeerError as error:
             raise self._no_answer(peer, tag, begin, error) from error
 

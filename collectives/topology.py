@@ -78,7 +78,7 @@ def _hosts(keys: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, by_host.values()))
 
 
-def route(transport: Transport) -> None:
+def route_by_hosts(transport: Transport) -> None:
     """Let the short messages of many ranks go by a tree of their hosts, unless they do already. Collective."""
     if transport.world_size > MESH_RANKS and not transport.is_routed:
         keys = transport.exchange(host_key().encode(), Tag(Kind.EXCHANGE, "looking for the ranks of each host"))

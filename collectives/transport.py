@@ -230,7 +230,8 @@ class Transport:
     def exchange(self, data: bytes, tag: Tag) -> list[bytes]:
         """Return every rank's bytes, in rank order. Lengths may differ. Collective.
 
-        While other messages are under way, these may be 64 KiB at most: otherwise this call would wait for them.
+        While other messages are under way, these may be 64 KiB at most (all together, after `route`): otherwise this
+        call would wait for them.
         """
         self.check()
         self._log("exchanges bytes", tag)

@@ -82,7 +82,7 @@ class Engine:
         """Return a context in which a rank that leaves early makes the others' calls with them until all have left."""
         self.check()
         hooks = self._storage.unit_hooks
-        turns = self._reducer.join(groups, gathers_are_broadcast=hooks is not None and hooks.need_gather)
+        turns = self._reducer.join(groups, gathers_are_broadcast=hooks is not None and hooks.needs_gather)
         if hooks is not None:
             hooks.set_join_announcer(self._reducer.broadcast_call)
         try:

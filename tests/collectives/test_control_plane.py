@@ -13,9 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from collectives import CollectiveError, Hierarchical, Kind, Loopback, MismatchError, Pairwise, Tag, Transport
+from collectives import (
+    CollectiveError,
+    Hierarchical,
+    Kind,
+    Loopback,
+    MismatchError,
+    Pairwise,
+    Tag,
+    Transport,
+    control_plane,
+)
 from collectives import build as build_collective
-from collectives.control_plane import GRACE, MESH_RANKS, PARTS, Place, _pack, _unpack
+from collectives.control_plane import GRACE, MESH_RANKS, PARTS, Place, Tree, _pack, _unpack
+from collectives.messages import HEADER_BYTES
 from collectives.messenger import SMALL, Messenger
 from zero import ZeroOptimizer
 
@@ -58,9 +69,9 @@ def test_whoever_waits_for_a_rank_waits_longer_than_that_rank(data: st.DataObjec
     hosts = data.draw(hosts_of(world_size))
     places = [Place.of(rank, hosts) for rank in range(world_size)]
     for rank, place in enumerate(places):
-        assert set(place.patience) == {*place.below, place.parent} - {None}
-        for neighbour, chain in place.patience.items():
-            others = [length for other, length in places[neighbour].patience.items() if other != rank]
+        assert set(place.chains) == {*place.below, place.parent} - {None}
+        for neighbour, chain in place.chains.items():
+            others = [length for other, length in places[neighbour].chains.items() if other != rank]
             assert chain > max(others, default=-1)
             assert chain <= 2 * len(hosts).bit_length() + 1
 
@@ -99,19 +110,29 @@ def test_every_rank_has_every_message(data: st.DataObject) -> None:
 def test_the_messages_of_a_rank_that_is_not_its_host_s_first_do_not_grow(hosts: int) -> None:
     """A meeting is one message there and one back; that of others, as many as their neighbours in the tree."""
 
-    def program(transport: Transport) -> tuple[int, int]:
-        by_host = groups(range(transport.world_size), hosts)
-        transport.route(by_host)
+    def program(transport: Transport) -> tuple[int, int, int]:
+        transport.route(groups(range(transport.world_size), hosts))
         before = transport.traffic
-        transport.meet(Tag(Kind.MEET, "step()"), lambda: pytest.fail("nobody is ahead"), lambda: bytes(100))
+        message = bytes([transport.rank]) * 100
+        transport.meet(Tag(Kind.MEET, "step()"), lambda: pytest.fail("nobody is ahead"), lambda: message)
         found = transport.traffic - before
-        return found.messages, found.control_sent
+        return found.messages, found.control_sent, found.control_received
 
     for world_size in (16, 32, 64):
-        found = Loopback[tuple[int, int]](world_size).run(program)
-        assert set(found[hosts:]) == {(1, found[-1][1])}
+        found = Loopback[tuple[int, int, int]](world_size).run(program)
+        packed = _pack([bytes([rank]) * 100 for rank in range(world_size)])
+        assert set(found[hosts:]) == {(1, HEADER_BYTES + len(_pack([bytes(100)])), HEADER_BYTES + len(packed))}
         assert found[0][0] == world_size // hosts - 1 + (hosts - 1).bit_length()
-        assert found[-1][1] < 128 + 120
+
+
+def test_long_messages_take_a_second_one_each_way() -> None:
+    def program(transport: Transport) -> int:
+        transport.route(groups(range(8), 2))
+        before = transport.traffic.messages
+        transport.exchange(bytes([transport.rank]) * (SMALL // 7), TAG)
+        return transport.traffic.messages - before
+
+    assert Loopback[int](8).run(program)[2:] == [2] * 6
 
 
 def test_many_ranks_find_their_hosts_when_a_collective_is_built() -> None:
@@ -137,19 +158,63 @@ def test_ranks_in_different_calls_learn_of_both() -> None:
     assert any(isinstance(error, MismatchError) for error in each(Loopback(5, timeout=SOON), program))
 
 
-def test_ranks_that_come_one_after_another_are_all_waited_for() -> None:
-    """Each within the time limit after the one before, and together far beyond it: a rank that waits says so."""
-    limit, world_size, late = 1.0, 7, {4: 0.8, 5: 1.6, 6: 2.4}
+@pytest.fixture
+def little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is waited beyond the limit is but a part of it, as of a limit of half an hour."""
+    monkeypatch.setattr(control_plane, "GRACE", 0.05)
+
+
+@pytest.mark.usefixtures("little_grace")
+@pytest.mark.parametrize("late", [{4: 0.8, 5: 1.6, 6: 2.4}, {0: 0.8, 1: 1.6}, {3: 0.8, 4: 1.6}], ids=str)
+def test_ranks_that_come_one_after_another_are_all_waited_for(late: dict[int, float]) -> None:
+    """Each within the time limit after the one before, and together far beyond it: a rank that waits says so. The first
+    of a host comes within the limit after the others."""
 
     def program(transport: Transport) -> list[bytes]:
         transport.route([[0, 1, 2], [3, 4, 5, 6]])
-        for state in transport._messenger.states:
-            state.limit = min(state.limit, 1.2 * limit)
         time.sleep(late.get(transport.rank, 0.0))
         return transport.exchange(bytes([transport.rank]), TAG)
 
-    everything = [bytes([rank]) for rank in range(world_size)]
-    assert Loopback[list[bytes]](world_size, timeout=limit).run(program) == [everything] * world_size
+    everything = [bytes([rank]) for rank in range(7)]
+    assert Loopback[list[bytes]](7, timeout=1.0).run(program) == [everything] * 7
+
+
+@pytest.mark.usefixtures("little_grace")
+@pytest.mark.parametrize("late", [0, 3])
+def test_a_rank_that_came_late_is_not_taken_for_the_one_that_is_silent(late: int) -> None:
+    silent, limit, done = 5, 1.0, threading.Barrier(7, timeout=SOON)
+
+    def program(transport: Transport) -> None:
+        transport.route([[0, 1, 2], [3, 4, 5, 6]])
+        if transport.rank != silent:
+            time.sleep(0.9 * limit * (transport.rank == late))
+            with pytest.raises(CollectiveError, match=rf"(no answer from rank|rank) {silent} (after|failed)"):
+                transport.exchange(b"", TAG)
+        done.wait()
+
+    Loopback[None](7, timeout=limit).run(program)
+
+
+@given(st.data())
+@FEWER
+def test_whoever_waits_for_a_rank_gives_up_after_that_rank(data: st.DataObject) -> None:
+    """By the limits themselves, where ranks of a host share memory and others are reached over a network."""
+    world_size = data.draw(st.integers(2, 12))
+    hosts = data.draw(hosts_of(world_size))
+    host = {rank: number for number, ranks in enumerate(hosts) for rank in ranks}
+
+    def program(transport: Transport) -> dict[int, float]:
+        transport.backend.needs_posted_recv = lambda other: host[other] != host[transport.rank]  # type: ignore[method-assign]
+        messenger = Messenger(transport.backend, range(world_size), 7)
+        before = [state.limit for state in messenger.states]
+        tree = Tree(messenger, hosts)
+        assert [state.limit for state in messenger.states] == before, "payload is waited for as long as without a tree"
+        return {peer: messenger.states[peer].limit + extra for peer, extra in tree.patience.items()}
+
+    limits = Loopback[dict[int, float]](world_size, timeout=64.0).run(program)
+    for rank, of_rank in enumerate(limits):
+        for neighbour, limit in of_rank.items():
+            assert all(limit >= other + GRACE for peer, other in limits[neighbour].items() if peer != rank)
 
 
 @pytest.mark.parametrize("silent", range(7))
@@ -171,8 +236,8 @@ def test_a_rank_that_is_silent_is_named_by_all(silent: int) -> None:
         return took
 
     took = Loopback[float](7, timeout=limit).run(program)
-    chain = max(Place.of(rank, hosts).patience[silent] for rank in Place.of(silent, hosts).patience)
-    assert max(took) < limit + chain * (GRACE + limit / PARTS) + GRACE
+    chain = max(Place.of(rank, hosts).chains[silent] for rank in Place.of(silent, hosts).chains)
+    assert max(took) < limit + chain * (GRACE + limit / PARTS) + 2 * GRACE
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

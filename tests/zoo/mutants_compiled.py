@@ -48,8 +48,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.module_hooks.ModuleHooks.arrange",
-                "if owner is not None and owner.need_gather and self._surrounded is None:\n",
-                "if owner is not None and owner.need_gather and self._surrounded is not None:\n",
+                "if owner is not None and owner.needs_gather and self._surrounded is None:\n",
+                "if owner is not None and owner.needs_gather and self._surrounded is not None:\n",
             ),
         ),
         (

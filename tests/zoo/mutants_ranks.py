@@ -257,7 +257,7 @@ RANKS = (
         "What comes down the tree is taken in the order of the hosts: a message passes for another rank's.",
         (
             Edit(
-                "collectives.control_plane.Tree._pass",
+                "collectives.control_plane.Tree.swap",
                 "return [found[rank] for rank in range(len(found))]",
                 "return list(found.values())",
             ),
@@ -265,17 +265,34 @@ RANKS = (
         (f"{TREE}::test_every_rank_has_every_message",),
     ),
     Mutant(
+        "what-was-overtaken-is-waited-for-early",
+        ("L8",),
+        "While a rank catches up, it waits for messages that nobody asks for yet: for good, if their receiver dies.",
+        (
+            Edit(
+                "collectives.control_plane.Mesh.swap",
+                "                    recv.wait()  # it is out of date\n",
+                "                    recv.wait()  # it is out of date\n"
+                "                messenger.deferred += self._sends\n"
+                "                self._sends = []\n",
+            ),
+        ),
+        (
+            "collectives/test_lost_sends.py::test_a_send_is_waited_for_only_after_its_receiver_was_heard_from[ring-catch_up]",
+        ),
+    ),
+    Mutant(
         "a-rank-that-waits-is-silent",
         ("L8",),
         "A rank in the middle of the tree does not say that it waits: its neighbours take it for the one that stopped.",
         (
             Edit(
-                "collectives.control_plane.Tree._hear",
-                "for to in waiting:",
-                "for to in ():",
+                "collectives.control_plane.Tree._tell",
+                "for to in ranks]",
+                "for to in ()]",
             ),
         ),
-        (f"{TREE}::test_ranks_that_come_one_after_another_are_all_waited_for",),
+        (f"{TREE}::test_ranks_that_come_one_after_another_are_all_waited_for[{{0: 0.8, 1: 1.6}}]",),
     ),
     Mutant(
         "all-ranks-lose-patience-at-once",
@@ -284,8 +301,8 @@ RANKS = (
         (
             Edit(
                 "collectives.control_plane.Tree.__init__",
-                "            messenger.states[peer].limit += chain * (self._pause + GRACE)\n",
-                "            messenger.states[peer].limit += 0 * chain\n",
+                "chain * (self._pause + GRACE) + GRACE if chain else 0.0",
+                "0.0 * chain",
             ),
         ),
         (f"{TREE}::test_a_rank_that_is_silent_is_named_by_all[5]",),

@@ -93,7 +93,7 @@ class HookListener(Protocol):
     """The receiver of the events of modules. ``hooks``: those of the module."""
 
     @property
-    def need_gather(self) -> bool:
+    def needs_gather(self) -> bool:
         """True if some unit must be gathered, so that forwards need saved-tensor hooks."""
 
     def entered(self, hooks: ModuleHooks) -> None:
@@ -163,7 +163,7 @@ class ModuleHooks:
             _ordered(module._forward_hooks).move_to_end(self._last.id)
         if len(module._forward_pre_hooks) > 1:
             _ordered(module._forward_pre_hooks).move_to_end(self._first.id, last=False)
-            if owner is not None and owner.need_gather and self._surrounded is None:
+            if owner is not None and owner.needs_gather and self._surrounded is None:
                 self._arrange_inner(module)
         others = len(module._backward_pre_hooks) - (self._back is not None)
         if others and self._back is None:  # without the user's, ours would add a node to every graph

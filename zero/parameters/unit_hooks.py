@@ -87,13 +87,13 @@ class UnitHooks:
         return self._inside_a_forward() or in_backward()
 
     @property
-    def need_gather(self) -> bool:
+    def needs_gather(self) -> bool:
         """True if a forward needs values that other ranks must send."""
         return self.manager.some_travel
 
     def set_join_announcer(self, announcer: Callable[..., AbstractContextManager[None]] | None) -> None:
         """Set the context around each gather inside `join`: it broadcasts the gather to ranks without a forward."""
-        self.manager.gathered.join_announcer = announcer if self.need_gather else None
+        self.manager.gathered.join_announcer = announcer if self.needs_gather else None
         self.reset_order()
 
     def gather(self, unit: int) -> None:

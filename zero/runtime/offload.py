@@ -231,7 +231,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 class OffloadedStates:
     """The offloaded states of one bucket's interval, by name, and their copies on the device that steps them.
 
-    ``flats`` below are the states in use, by name: those of `tensor`, and others that lie on that device.
+    ``flats``: all states in use, by name, offloaded or not.
     """
 
     def __init__(
