@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from statistics import median
 
 import torch
@@ -22,7 +20,7 @@ import torch.distributed as dist
 
 from .call_counter import CallCounter
 from .models import trainable
-from .rank import end_with
+from .rank import as_rank
 from .step_job import CAP_MB
 from .systems import SYSTEMS, How
 
@@ -93,22 +91,12 @@ def _train(job: CallsJob, system: str) -> Called:
 
 
 def main(job: CallsJob, meeting: str, parent: int) -> None:
-    end_with(parent)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting}",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=job.timeout),
-    )
-    for system in job.systems:
-        called = _train(job, system)
-        if dist.get_rank() == 0:
-            print(json.dumps(asdict(called)), flush=True)
-        gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
+    with as_rank(meeting, job.timeout, parent):
+        for system in job.systems:
+            called = _train(job, system)
+            if dist.get_rank() == 0:
+                print(json.dumps(asdict(called)), flush=True)
+            gc.collect()
 
 
 if __name__ == "__main__":

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from statistics import median
 from typing import Any
 
@@ -22,7 +20,7 @@ import torch.distributed as dist
 from zero import ZeroOptimizer
 
 from .models import trainable
-from .rank import counters, end_with
+from .rank import as_rank, counters
 
 SETTLE = 0.02  # seconds, enough for the last acknowledgements
 
@@ -83,20 +81,10 @@ def _train(job: CrossingJob, stage: int, factor: int) -> Crossed:
 
 
 def main(job: CrossingJob, meeting: str, parent: int) -> None:
-    end_with(parent)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting}",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=job.timeout),
-    )
-    for stage, factor in job.settings:
-        print(json.dumps(asdict(_train(job, stage, factor))), flush=True)
-        gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
+    with as_rank(meeting, job.timeout, parent):
+        for stage, factor in job.settings:
+            print(json.dumps(asdict(_train(job, stage, factor))), flush=True)
+            gc.collect()
 
 
 if __name__ == "__main__":

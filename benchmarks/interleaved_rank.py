@@ -8,17 +8,15 @@ Knows: steps, clocks. Does not know: its parent process, or the other ranks' res
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from .models import trainable
-from .rank import end_with
+from .rank import as_rank
 from .step_job import CAP_MB
 from .systems import SYSTEMS, How
 
@@ -56,18 +54,8 @@ def _train(job: InterleavedJob) -> dict[str, list[float]]:
 
 
 def main(job: InterleavedJob, meeting: str, parent: int) -> None:
-    end_with(parent)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting}",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=job.timeout),
-    )
-    print(json.dumps(_train(job)), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    with as_rank(meeting, job.timeout, parent):
+        print(json.dumps(_train(job)), flush=True)
 
 
 if __name__ == "__main__":

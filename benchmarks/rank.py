@@ -18,7 +18,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -169,29 +170,36 @@ def end_with(parent: int) -> None:
         sys.exit(1)
 
 
-def main(job: Job, meeting: str, parent: int) -> None:
+@contextmanager
+def as_rank(meeting: str, timeout: float, parent: int) -> Iterator[None]:
+    """Be a rank with one thread inside the block: RANK and WORLD_SIZE are set, and ``meeting`` is the file at which the
+    ranks find each other. ``timeout``: seconds; ``parent``: the process with which this one ends."""
     end_with(parent)
     torch.set_num_threads(1)  # there may be as many ranks as cores, or more
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo",
         init_method=f"file://{meeting}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=job.timeout),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=timeout),
     )
-    ranks = Ranks(job)
-    for operation in Operation:
-        for nbytes in job.sizes:
-            for record in ranks.measure(operation, nbytes):
-                if rank == 0:
-                    print(json.dumps(asdict(record)), flush=True)
-    if job.late:
-        for waited in ranks.wait_for_a_late_rank():
-            if rank == 0:
-                print(json.dumps(asdict(waited)), flush=True)
-    ranks.barrier()
+    yield
+    dist.barrier()
     dist.destroy_process_group()
+
+
+def main(job: Job, meeting: str, parent: int) -> None:
+    with as_rank(meeting, job.timeout, parent):
+        ranks, first = Ranks(job), dist.get_rank() == 0
+        for operation in Operation:
+            for nbytes in job.sizes:
+                for record in ranks.measure(operation, nbytes):
+                    if first:
+                        print(json.dumps(asdict(record)), flush=True)
+        if job.late:
+            for waited in ranks.wait_for_a_late_rank():
+                if first:
+                    print(json.dumps(asdict(waited)), flush=True)
 
 
 if __name__ == "__main__":

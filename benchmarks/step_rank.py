@@ -9,11 +9,9 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
@@ -24,7 +22,7 @@ from torch import Tensor
 from zero.commands.train.memory_stats import live_storages, proportional_set_size
 
 from .models import trainable
-from .rank import end_with
+from .rank import as_rank
 from .step_job import StepJob, Trained
 from .systems import SYSTEMS, How, Training
 
@@ -104,16 +102,5 @@ def train(job: StepJob, rank: int) -> Trained:
 
 
 def main(job: StepJob, meeting: str, parent: int) -> None:
-    end_with(parent)
-    torch.set_num_threads(1)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=job.timeout),
-    )
-    print(json.dumps(asdict(train(job, rank))), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    with as_rank(meeting, job.timeout, parent):
+        print(json.dumps(asdict(train(job, dist.get_rank()))), flush=True)
