@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from collectives import CollectiveError, Kind, Tag
+from collectives.torch_internals import current_graph_task_id
 
 from .consistency import compare
 from .core.stage import Placement
@@ -52,12 +53,14 @@ class Engine:
         self._transport, self._storage, self._reducer = parts.transport, parts.storage, parts.reducer
         self._inner, self._update = parts.inner, parts.update
         self.state = States(self._storage)
+        self.watchers = self._update.watchers
         self.dicts = PlainDicts(parts.stage, self._storage, self._inner, parts.transport, parts.shards)
         rank = self._transport.rank_label
         self._stepping, self._clipping = Event("step", rank), Event("clip", rank)
         self._closed = ""  # why the optimizer cannot be used any more
         self._counted: set[str] = set()  # options that the class itself changes, perhaps only on some ranks
         self._blocks: list[AbstractContextManager[None]] = []  # of other ranks' calls of `gathered`, inside `join`
+        self._gathered = 0  # blocks of `gathered` around this moment
 
     def check(self) -> None:
         """Raise `RuntimeError` if the optimizer cannot be used any more, or not in this process. Local."""
@@ -160,6 +163,8 @@ class Engine:
         problem = problem or self._storage.diagnose_unfrozen()
         told = digests_of(groups, self._inner.defaults.keys() - self._counted)
         self._reducer.finalize_grads("step()", problem, options=told)
+        for watcher in self.watchers:
+            watcher.before_step(self._reducer.agreement.reports)
         try:
             changed = self._update.step(groups)
         except CollectiveError:
@@ -211,9 +216,11 @@ class Engine:
         with ExitStack() as block:
             with self._reducer.broadcast_call("gathered", places=places):
                 block.enter_context(self._storage.gathered(chosen))
+            self._gathered += 1
             try:
                 yield
             finally:
+                self._gathered -= 1
                 with self._reducer.broadcast_call("end of gathered", places=places, write=write):
                     if write:
                         self._overwrite(chosen)
@@ -246,6 +253,59 @@ class Engine:
         self.check()
         with self._reducer.broadcast_call("exchange"):
             return self._transport.exchange(data, Tag(Kind.EXCHANGE, "exchange()"))
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def agree_to_save(self, problem: str | None, message: bytes) -> list[bytes]:
+        """Return every rank's ``message``, in rank order, if all ranks may save now.
+
+        Raises the same error on every rank otherwise. ``problem``: an error that this rank found.
+        """
+        self._check_between_steps("save()")
+        if problem is None and not self._is_free():
+            problem = "save() inside gathered() or inside a forward: leave it first"
+        if problem is None and self._reducer.has_new_gradients:
+            problem = (
+                "save() with gradients that no step has used: they are no part of a checkpoint; call it after step() "
+                "or zero_grad()"
+            )
+        records = self._reducer.check_consistency("save()", problem or self._storage.diagnose(), message=message)
+        return [record.attachment for record in records]
+
+    def agree_to_load(self) -> None:
+        """Return if all ranks may load now. Raises the same error on every rank otherwise."""
+        self._check_between_steps("restore()")
+        problem = None if self._is_free() else "restore() inside gathered() or inside a forward: leave it first"
+        self._reducer.check_consistency("restore()", problem or self._storage.diagnose())
+
+    def load(self, read: Callable[[], None]) -> None:
+        """Let ``read`` overwrite all parameters and states. Collective, after `agree_to_load`."""
+        self.before_load()
+        self._storage.loading()
+        try:
+            read()
+        except CollectiveError:
+            raise
+        except Exception as error:
+            self._transport.abort(f"{self._transport.rank_label}, in restore(): {type(error).__name__}: {error}")
+            raise
+        self._storage.stepped()
+        self.dicts.forget()
+
+    def before_load(self) -> None:
+        """Return when all states may change. Local."""
+        for watcher in self.watchers:
+            for bucket in self._storage.buckets:
+                watcher.before_update(bucket.spec.index)
+
+    def _is_free(self) -> bool:
+        hooks = self._storage.unit_hooks
+        return not self._gathered and (hooks is None or hooks.end_iteration())
+
+    def _check_between_steps(self, purpose: str) -> None:
+        self.check()
+        if current_graph_task_id() >= 0 or self._reducer.hooks.inside_backward or self._reducer.joining:
+            raise RuntimeError(f"{purpose} inside a backward or inside join(): leave it first")
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

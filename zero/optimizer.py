@@ -133,10 +133,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self._builder, self._transport, self._inner = parts, parts.transport, inner
         self._storage, self._reducer = parts.storage, parts.reducer
-        self._engine = Engine(parts)
+        self.engine = Engine(parts)
         check_listed_once(groups, self._module)
         super().__init__(groups, inner.defaults)
-        self.state: Any = self._engine.state
+        self.state: Any = self.engine.state
         parts.register(self.param_groups, 0)
         self._built = True
         self.divisor = self._transport.world_size if divisor is None else divisor
@@ -149,7 +149,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not getattr(self, "_built", False):
             super().add_param_group(param_group)
             return
-        self._engine.check()
+        self.engine.check()
         if self._reducer.hooks.inside_backward or self._reducer.joining:
             raise RuntimeError("add_param_group() inside a backward or inside join(): leave it first")
         hooks = self._storage.unit_hooks
@@ -197,12 +197,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @divisor.setter
     def divisor(self, value: float) -> None:
-        self._engine.check()
+        self.engine.check()
         self._reducer.set_divisor(check_divisor(value, self.rank))
 
     def describe(self) -> Description:
         """Return the bytes that this rank holds, read from the tensors, beside those of the formulas. Local."""
-        self._engine.check_usable()
+        self.engine.check_usable()
         parts = self._builder
         return describe(parts.stage, parts.choice, self._storage, self._reducer, self._inner, parts.reshard_group_size)
 
@@ -211,11 +211,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Raises `RuntimeError` on every rank, naming the first parameter that differs and the ranks.
         """
-        return self._engine.check_replicas()
+        return self.engine.check_replicas()
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order. Lengths may differ. All ranks."""
-        return self._engine.exchange(data)
+        return self.engine.exchange(data)
 
     def sum_over_ranks(self, value: float) -> float:
         """Return the sum of every rank's ``value``, with the same bits on all ranks. All ranks.
@@ -242,7 +242,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
           and a rank that has left takes part in every gather.
         - Only one optimizer at a time can be inside `join`, because a rank that has left follows the calls of one.
         """
-        return self._engine.join(self.param_groups)
+        return self.engine.join(self.param_groups)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         The sum is reduced with the next backward outside, or by clip or step. Until then a rank holds whole gradients,
         at every stage. Local, but every rank must make the call.
         """
-        self._engine.check()
+        self.engine.check()
         return self._reducer.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -261,37 +261,37 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Returns the norm before clipping, 0-dim, with the same bits on every rank, at every stage and number of ranks.
         All ranks. Raises `RuntimeError` if ``error_if_nonfinite`` is set and the norm is nan or infinite.
         """
-        self._engine.check()
+        self.engine.check()
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
-        return self._engine.clip_grad_norm_(
+        return self.engine.clip_grad_norm_(
             max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that any rank used since ``zero_grad()``. All ranks. Returns the closure's loss."""
-        self._engine.check()
+        self.engine.check()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._engine.step(self.param_groups)
+        self.engine.step(self.param_groups)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set every gradient to None, or the existing ones to zero. Local, but every rank must make the call."""
         if self._built:
-            self._engine.zero_grad(set_to_none=set_to_none)
+            self.engine.zero_grad(set_to_none=set_to_none)
 
     def full_grad(self, parameter: Tensor) -> Tensor | None:
         """Return a copy of the whole mean gradient of ``parameter``, in its shape. All ranks.
 
         Returns None if no rank used the parameter.
         """
-        self._engine.check()
+        self.engine.check()
         if parameter in self._storage.replicated:
             return None
-        return self._engine.full_grad(index=self._storage.index(parameter))
+        return self.engine.full_grad(index=self._storage.index(parameter))
 
     def full_master(self, parameter: Tensor) -> Tensor:
         """Return a copy of the whole master weights of ``parameter``, in its shape. All ranks.
@@ -299,10 +299,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Without master weights the result is the parameter's values, in the master's dtype. For a replicated parameter
         it has the parameter's own dtype.
         """
-        self._engine.check()
+        self.engine.check()
         if parameter in self._storage.replicated:
             return parameter.detach().clone()
-        return self._engine.full_master(index=self._storage.index(parameter))
+        return self.engine.full_master(index=self._storage.index(parameter))
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -315,14 +315,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         holds whole parameters anyway, reading needs no traffic.
         """
         chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
-        return self._engine.gathered(chosen, write)
+        return self.engine.gathered(chosen, write)
 
     def broadcast_buffers(self) -> None:
         """Copy group rank 0's buffers of the module to all ranks, as DDP does before a forward. All ranks.
 
         Otherwise the buffers (the running statistics of a batch norm) are each rank's own after construction.
         """
-        self._engine.broadcast_buffers()
+        self.engine.broadcast_buffers()
 
     def close(self) -> None:
         """Make the model plain again: every parameter gets memory of its own, and all hooks are removed. All ranks.
@@ -331,11 +331,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         are lost. Raises only if values cannot be gathered any more, or inside a forward, a backward or `join`. While
         another exception propagates (a call in ``finally``, say), even these errors are warnings.
         """
-        if self._engine.is_closed:
+        if self.engine.is_closed:
             return
         first = sys.exc_info()[1]
         try:
-            self._engine.close()
+            self.engine.close()
         except Exception as error:
             if first is None:
                 raise
@@ -348,10 +348,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         With None every rank gets them, and holds them whole in the host's memory until the next step.
         """
-        self._engine.check()
+        self.engine.check()
         if to is not None and not 0 <= to < self.world_size:
             raise ValueError(f"consolidate_state_dict: rank {to} is not one of the {self.world_size} ranks")
-        self._engine.consolidate_state_dict(to=to)
+        self.engine.consolidate_state_dict(to=to)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole, plain `torch.optim` dict (on the CPU). Local.
@@ -362,12 +362,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Raises `RuntimeError` on other ranks, and after a further step.
         """
-        self._engine.check_usable()
+        self.engine.check_usable()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         if self.world_size == 1:
             self.consolidate_state_dict(0)
-        result = self._engine.dicts.dict_of(self.param_groups)
+        result = self.engine.dicts.dict_of(self.param_groups)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             result = post_hook(self, result) or result
         return result
@@ -375,15 +375,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a plain `torch.optim` dict that was saved at any stage and number of ranks, or by the class itself.
 
-        Local, but every rank must load the same dict. Nothing changes unless the whole dict fits; `ValueError` names
-        the first misfit. Master weights are loaded if the dict has "masters" that round to the values of the model,
-        which may be loaded before or after. Otherwise the master weights are taken from the model.
+        Keys may also be the parameters' names, as in FSDP2's dicts. Local, but every rank must load the same dict.
+        Nothing changes unless the whole dict fits; `ValueError` names the first misfit. Master weights are loaded if
+        the dict has "masters" that round to the values of the model, which may be loaded before or after. Otherwise
+        the master weights are taken from the model.
         """
-        self._engine.check()
+        self.engine.check()
         loaded = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = pre_hook(self, loaded) or loaded
-        self._engine.dicts.load(loaded, self.param_groups)
+        self.engine.before_load()
+        self.engine.dicts.load(loaded, self.param_groups)
         for load_hook in self._optimizer_load_state_dict_post_hooks.values():
             load_hook(self)
 

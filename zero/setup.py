@@ -34,10 +34,10 @@ from .runtime.bucket import Bucket
 from .runtime.flat_states import BucketStates, Options
 from .runtime.master_weights import MasterWeights
 from .runtime.offload import OffloadBackend, OffloadedStates, backend_for
+from .runtime.streams import Streams
 from .step.elementwise import check_elementwise
 from .step.inner import InnerOptimizer
 from .step.update import Update
-from .streams import Streams
 
 NOTHING_TO_TRAIN = (
     "nothing of what is listed can be updated: each parameter is frozen, and none is a plain tensor of "

@@ -36,7 +36,7 @@ from collectives.backend import Pending
 from collectives.backends.threads import ThreadBackend, _Side, _Transfer, _World
 from zero import ZeroOptimizer
 from zero.core.cuts import EvenCuts
-from zero.state.plain_dicts import _gather_one
+from zero.state.plain_dicts import gather_to
 
 from ..kills import by_tree, halves
 from ..plain import assert_same_model, plain_step
@@ -146,7 +146,7 @@ def all_gather(collective: Collective, numel: int, tag: Tag) -> None:
 def gather_states(collective: Collective, numel: int, tag: Tag) -> None:
     transport = collective.transport
     cuts = EvenCuts(numel * transport.world_size, transport.world_size, 1)
-    _gather_one(torch.ones(numel), cuts, transport, [0], tag)
+    gather_to(torch.ones(numel), cuts, transport, [0], tag)
 
 
 def exchange(collective: Collective, numel: int, tag: Tag) -> None:

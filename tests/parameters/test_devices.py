@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 from collectives import Transport, on_threads, solo
-from zero import ZeroOptimizer, streams
+from zero import ZeroOptimizer
 from zero.core.layout import Dtypes, ParameterSpec
 from zero.core.parameter_specs import check_one_device
-from zero.streams import Streams
+from zero.runtime import streams
+from zero.runtime.streams import Streams
 
 from ..plain import assert_same_model
 from ..pool import SIZE, GlooPool

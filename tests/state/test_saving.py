@@ -67,7 +67,7 @@ def consolidated(transport: Any, rank: int, stage: int, factor: int | None, narr
     optimizer.consolidate_state_dict(to=None)
     found = [optimizer.state_dict()]
     for to in range(optimizer.world_size):
-        optimizer._engine.dicts.forget()
+        optimizer.engine.dicts.forget()
         optimizer.consolidate_state_dict(to)
         found += [optimizer.state_dict()] if to == rank else []
     optimizer.consolidate_state_dict(to=None)

@@ -18,7 +18,7 @@ MUTANTS = (
         "A step on another stream than its backward's reads gradients that are still on their way.",
         (
             Edit(
-                "zero.streams.Streams.wait_for_previous",
+                "zero.runtime.streams.Streams.wait_for_previous",
                 "            current.wait_stream(self._last)\n",
                 "            pass\n",
             ),
@@ -31,7 +31,7 @@ MUTANTS = (
         "What other streams were told since is not waited for.",
         (
             Edit(
-                "zero.streams.Streams.wait_for_previous",
+                "zero.runtime.streams.Streams.wait_for_previous",
                 "        self._last = current\n",
                 "        self._last = self._last or current\n",
             ),

@@ -26,7 +26,7 @@ MUTANTS = (
         "The step count starts at 0 after a load: Adam's bias correction is that of a first step.",
         (
             Edit(
-                "zero.state.plain_dicts._scalar",
+                "zero.state.plain_dicts.scalar_state",
                 "        return copy.deepcopy(value)\n",
                 "        return copy.deepcopy(value)\n    value = torch.zeros_like(value)\n",
             ),

@@ -39,6 +39,17 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(wide), b.view(wide))
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the elements of a contiguous tensor as 1-D uint8, a view."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def memory_of(data: Tensor) -> memoryview:
+    """Return the memory of a 1-D uint8 tensor on the CPU."""
+    memory: memoryview = data.numpy().data
+    return memory
+
+
 # -- reading values: on an accelerator the host then waits until the device has finished all enqueued work -------------
 
 

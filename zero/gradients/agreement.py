@@ -28,7 +28,8 @@ class Record:
         error: an error that this rank found; every rank raises it.
         used: one byte, 0 or 1, per parameter in the layout's order: whether it was used.
         trainable: likewise, whether it is trainable.
-        norm: this rank's part of the gradient norm, if a clip needs it and the gradients are means already.
+        attachment: this rank's part of the gradient norm, if a clip needs it and the gradients are means already; or
+            the message of a save.
         reports: of `Agreement.report`.
     """
 
@@ -40,7 +41,7 @@ class Record:
     error: str | None
     used: bytes
     trainable: bytes
-    norm: bytes = b""
+    attachment: bytes = b""
     reports: dict[str, str] = field(default_factory=dict)
 
     def pack(self) -> bytes:
@@ -54,7 +55,7 @@ class Record:
             "error": self.error,
             "reports": self.reports,
         }
-        return b"\0".join([json.dumps(head).encode(), self.used + self.trainable + self.norm])
+        return b"\0".join([json.dumps(head).encode(), self.used + self.trainable + self.attachment])
 
     @classmethod
     def unpack(cls, data: bytes) -> Record:
@@ -115,7 +116,7 @@ class Agreement:
     ) -> list[Record]:
         """Return the records of all ranks if they agree. Collective; otherwise `check` raises the same error on every
         rank. ``record``: is called again after each round that this rank catches up."""
-        told = self.meet(purpose, rounds, catch_up, lambda: replace(record(), reports=self._own_reports).pack())
+        told = self.meet(purpose, rounds, catch_up, lambda: replace(record(), reports=dict(self._own_reports)).pack())
         records = [Record.unpack(data) for data in told]
         self.reports = [record.reports for record in records]
         check(records, purpose, name)

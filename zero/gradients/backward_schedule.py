@@ -41,6 +41,7 @@ class BackwardSchedule:
         self._transport, self._collective = transport, collective
         self.number = 0  # rounds that this rank entered
         self._rounds_since_clear = 0  # part of a label, so that a rank that skips a step alone has another tag
+        self.has_new_gradients = False  # since the last step, or since gradients were cleared
         self.at_the_end = False  # a round is entered when its backward ends: all gathers of units come before it
         self._in_round = False  # the backward under way is a round
         self._entered = False  # the round has been entered
@@ -71,6 +72,7 @@ class BackwardSchedule:
         """Begin a backward. Its buckets are those with a parameter that is trainable now, those that were active since
         their last reduction, and those in ``also``."""
         self._in_round, self._entered = is_round, False
+        self.has_new_gradients = True
         self._activate(also)
         if is_round and not self.at_the_end:
             self._enter()
@@ -133,7 +135,7 @@ class BackwardSchedule:
 
     def clear(self) -> None:
         """Reset all parameters to "no gradient"."""
-        self._rounds_since_clear = 0
+        self._rounds_since_clear, self.has_new_gradients = 0, False
         for bucket in self.buckets:
             bucket.used, bucket.seen = bytearray(len(bucket.used)), bytearray(len(bucket.seen))
             bucket.grad.clear()
@@ -190,6 +192,7 @@ class BackwardSchedule:
 
     def stepped(self) -> None:
         """Note that a step has used the means."""
+        self.has_new_gradients = False
         self.phase, self.finalized_by = Phase.STEPPED if self._stale else Phase.OPEN, "step()"
 
     def renewed(self, bucket: Bucket, slot: int) -> None:
@@ -201,6 +204,7 @@ class BackwardSchedule:
 
     def all_renewed(self) -> None:
         """Note that every gradient was cleared."""
+        self.has_new_gradients = False
         for bucket in self.buckets:
             bucket.stale = bytearray(len(bucket.stale))
         self._stale, self.phase = 0, Phase.OPEN

@@ -27,7 +27,7 @@ from ..events import Event
 from ..runtime.accumulator import GradAccumulator
 from ..runtime.bucket import Bucket
 from ..runtime.flat_buffer import gather_slot
-from ..streams import Streams
+from ..runtime.streams import Streams
 from .agreement import Agreement, Record
 from .backward_schedule import BackwardSchedule, Phase
 from .grad_slots import GradSlots
@@ -209,7 +209,7 @@ class Reducer:
         if not self._schedule.is_open:
             self._schedule.agree_used(used)
             self._slots.publish()  # a mean that the user has replaced: what follows changes ours, not his
-            return [record.norm for record in records] if norm is not None and len(set(used)) == 1 else None
+            return [record.attachment for record in records] if norm is not None and len(set(used)) == 1 else None
         pending = sorted({bucket for record in records for bucket in record.pending})
         if pending:
             self._empty_round(pending)
@@ -232,9 +232,10 @@ class Reducer:
         scale: float | None = None,
         options: Mapping[str, int] | None = None,
         norm: Callable[[], bytes] | None = None,
+        message: bytes = b"",
     ) -> list[Record]:
         """Wait for all ranks, with catch-up, and compare their records. Collective; raises the same error on every
-        rank."""
+        rank. ``message``: is attached to this rank's record, instead of ``norm``."""
         self._streams.wait_for_previous()
         self.finish_interrupted()
         assigned = self._slots.detect_changes()
@@ -242,7 +243,7 @@ class Reducer:
             problem = problem or self._slots.edited()
         problem = problem or assigned
         with self._agreeing():
-            record = partial(self._record, problem, scale, options, norm)
+            record = partial(self._record, problem, scale, options, norm, message)
             return self.agreement.agree(purpose, self._schedule.number, self._empty_round, record, self._name)
 
     def _record(
@@ -251,6 +252,7 @@ class Reducer:
         scale: float | None = None,
         options: Mapping[str, int] | None = None,
         norm: Callable[[], bytes] | None = None,
+        message: bytes = b"",
     ) -> Record:
         known = self._schedule
         return Record(
@@ -262,7 +264,7 @@ class Reducer:
             problem,
             known.used(),
             known.trainable(),
-            b"" if norm is None or known.is_open else norm(),
+            message if norm is None or known.is_open else norm(),
         )
 
     # -- errors -------------------------------------------------------------------------------------------------------
@@ -329,6 +331,13 @@ class Reducer:
     def stepped(self) -> None:
         """Note that a step has used the gradients."""
         self._schedule.stepped()
+
+    @property
+    def has_new_gradients(self) -> bool:
+        """True if this rank has gradients that no step has used, and that were not cleared."""
+        if not self.hooks.interrupted:
+            self._slots.detect_changes()
+        return self._schedule.has_new_gradients
 
     def set_divisor(self, value: float) -> None:
         """Set the divisor of the next `finalize_grads`."""

@@ -25,7 +25,7 @@ from ..core.stage import Placement
 from ..core.units import Predicate, find_units
 from ..runtime.bucket import Bucket
 from ..runtime.flat_buffer import FlatBuffer
-from ..streams import Streams
+from ..runtime.streams import Streams
 from .gathered.buffers import GatheredBuffer
 from .materialize import Materializer, is_meta
 from .resident_units import ResidentBuffer, SharedBucketMemory
@@ -328,6 +328,10 @@ class ShardedStorage(ParameterStorage):
         for bucket, first, buffer in self._updated:
             used = bucket.used[first : first + len(buffer.parameters)]
             self.manager.changed(buffer, where(used))
+
+    def loading(self) -> None:
+        for buffer in self.manager.buffers():
+            self.manager.changed(buffer, range(len(buffer.parameters)))
 
     def stepped(self) -> None:
         self.manager.resident.announce()

@@ -276,6 +276,9 @@ class ParameterStorage:
     def stepping(self) -> None:
         """Note that a step changes the parameters that some rank used. Every rank calls it before its first write."""
 
+    def loading(self) -> None:
+        """Note that every parameter will change. Every rank calls it before its first write."""
+
     def stepped(self) -> None:
         """Return when every rank has changed its slices. Collective."""
 

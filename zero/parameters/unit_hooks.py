@@ -35,7 +35,7 @@ import torch
 from collectives.torch_internals import current_graph_task_id, queue_callback
 
 from ..core.units import ROOT, Units
-from ..streams import Streams
+from ..runtime.streams import Streams
 from .gathered.prefetch_order import PrefetchOrder
 from .gathered.saved_tensor_hooks import SavedTensorHooks
 from .module_hooks import ModuleHooks

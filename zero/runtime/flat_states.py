@@ -19,7 +19,7 @@ from __future__ import annotations
 import bisect
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,6 +212,19 @@ class BucketStates:
             return None
         scalars = {name: value for name, value in state.items() if name not in run.views}
         return PieceState(tuple(run.views), scalars)
+
+    def spans(self) -> Iterator[tuple[int, int, PieceState | None]]:
+        """Yield (first piece, last piece + 1, state) of neighbouring pieces that have one state, in order."""
+        stepped = {run.first: run.last for run in self.runs}
+        first = 0
+        while first < len(self.pieces):
+            last, state = stepped.get(first, first + 1), self.state_of(first)
+            while first not in stepped and last < len(self.pieces) and last not in stepped:
+                if self._states[last] is not state:
+                    break
+                last += 1
+            yield first, last, state
+            first = last
 
     def set_state(self, piece: int, state: PieceState | None) -> None:
         """Replace the state of a piece; `snapshot` must have been called."""

@@ -94,6 +94,7 @@ class PlainDicts:
 
         Nothing changes unless the whole dict fits; `ValueError` names the first misfit.
         """
+        state_dict = by_index(state_dict)
         saved_groups = state_dict.get("param_groups", [])
         buckets, inner = self._storage.buckets, self._inner
         known = [spec for spec in self._storage.layout.parameters if spec.group < len(saved_groups)]
@@ -162,7 +163,7 @@ def gather(
                 flats[name] = part.cpu()
                 continue
             one = Tag(Kind.GATHER, f"{tag.label}, {name}"[:70], tag.round, spec.index * 1000 + number)
-            whole = _gather_one(part, spec.cuts, shards, receivers, one)
+            whole = gather_to(part, spec.cuts, shards, receivers, one)
             if whole is not None:
                 flats[name] = whole.cpu()
         if here:
@@ -193,7 +194,11 @@ def _state_facts(buckets: Sequence[Bucket]) -> list[dict[str, Any]]:
     return told
 
 
-def _gather_one(part: Tensor, cuts: Cuts, transport: Transport, receivers: Sequence[int], tag: Tag) -> Tensor | None:
+def gather_to(part: Tensor, cuts: Cuts, transport: Transport, receivers: Sequence[int], tag: Tag) -> Tensor | None:
+    """Send every rank's ``part``, 1-D, to the ranks ``receivers``, and return the whole there, None elsewhere.
+
+    Collective. ``cuts``: which elements of the whole each rank has.
+    """
     whole: Tensor | None = None
     works: list[Work] = []
     if transport.rank in receivers:
@@ -229,6 +234,24 @@ def packed_groups(groups: Sequence[Options], listed: Sequence[ParameterSpec]) ->
         packed["params"] = [spec.index for spec in members]
         result.append(packed)
     return result
+
+
+def by_index(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a dict whose keys are indices, given one whose keys are the parameters' names, as of FSDP2's.
+
+    Any other dict is returned as it is.
+    """
+    groups = state_dict.get("param_groups", ()) if isinstance(state_dict, Mapping) else ()
+    names = [name for group in groups for name in group["params"]]
+    if not names or not all(isinstance(name, str) for name in names):
+        return state_dict
+    indices = {name: index for index, name in enumerate(names)}
+    named = [
+        {**group, "param_names": list(group["params"]), "params": [indices[name] for name in group["params"]]}
+        for group in groups
+    ]
+    states = {indices.get(name, name): states for name, states in state_dict.get("state", {}).items()}
+    return {**state_dict, "state": states, "param_groups": named}
 
 
 def check(
@@ -319,7 +342,7 @@ def scatter(
             names = []
             for name, value in values.items():
                 if name not in elementwise or value is None:
-                    scalars[name] = _scalar(name, value, fused, device)
+                    scalars[name] = scalar_state(name, value, fused, device)
                     continue
                 names.append(name)
                 key = (piece.slot, name)
@@ -332,7 +355,7 @@ def scatter(
         states.evict()
 
 
-def _scalar(name: str, value: Any, on_device: bool, device: str) -> Any:
+def scalar_state(name: str, value: Any, on_device: bool, device: str) -> Any:
     """Return a copy of a scalar state, on the device where the class expects it.
 
     A step count on a device becomes fp32, as the class keeps it. Every other dtype stays, so that nothing depends on a

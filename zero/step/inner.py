@@ -33,6 +33,7 @@ class BucketUpdate:
         present: whether each piece is stepped, in a byte, 0 or 1.
         event: returns the context of the step.
         done: called after the step.
+        begin: called before the step; None: there is nothing to call.
     """
 
     states: BucketStates
@@ -40,6 +41,7 @@ class BucketUpdate:
     present: bytes
     event: Callable[[], AbstractContextManager[Any]] = nullcontext
     done: Callable[[], object] = _nothing
+    begin: Callable[[], object] | None = None
 
 
 class InnerOptimizer:
@@ -59,6 +61,11 @@ class InnerOptimizer:
         except Exception as error:
             raise not_elementwise(optimizer_class.__name__, f"it refuses a flat parameter ({error})") from error
         self.elementwise: frozenset[str] = frozenset()  # names of the states that are as large as the parameter
+
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        """The class."""
+        return self._class
 
     @property
     def name(self) -> str:
@@ -122,6 +129,8 @@ class InnerOptimizer:
                 states = update.states
                 if 1 in update.present:
                     _prefetch(next(ahead, None))
+                if update.begin is not None:
+                    update.begin()
                 with update.event():
                     found.append((states, _step(update, cut, groups)))
                     states.adopt_states(self.elementwise)

@@ -9,7 +9,7 @@ Knows: the order of these. Does not know: the user's calls, and what the ranks a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -54,6 +54,16 @@ class _Parameters(Protocol):
         """Note that all buckets were updated."""
 
 
+class Watcher(Protocol):
+    """An object that reads states while training goes on, as a save does."""
+
+    def before_step(self, reports: Sequence[Mapping[str, str]]) -> None:
+        """Note that all ranks have agreed to a step. ``reports``: of `Agreement`, by rank."""
+
+    def before_update(self, bucket: int) -> None:
+        """Return when the states of a bucket, given by its index, may change."""
+
+
 class _Events:
     """The profiler's events of one bucket."""
 
@@ -79,6 +89,7 @@ class Update:
         self._stage, self._transport, self._collective = stage, transport, collective
         self._storage, self._means, self._inner = storage, means, inner
         self._events: WeakKeyDictionary[Bucket, _Events] = WeakKeyDictionary()
+        self.watchers: list[Watcher] = []
         self._place = shards.rank
         self._is_first_copy = transport.rank < shards.world_size  # among the ranks that hold the same slices
 
@@ -125,9 +136,14 @@ class Update:
                 self._storage.evict(bucket)
                 queue.ready(bucket.spec.index)
 
+            def begin() -> None:
+                for watcher in self.watchers:
+                    watcher.before_update(bucket.spec.index)
+
             present = bytes([bucket.used[piece.slot] for piece in bucket.states.pieces])
             event = self._events_of(bucket).updating
-            return BucketUpdate(bucket.states, bucket.grad.final_grad(), present, event, done)
+            gradient = bucket.grad.final_grad()
+            return BucketUpdate(bucket.states, gradient, present, event, done, begin if self.watchers else None)
 
         self._storage.stepping()
         changed = self._inner.step([update(bucket) for bucket in buckets], groups)
