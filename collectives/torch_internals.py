@@ -20,8 +20,12 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
     _backward_hooks                 Tensor           zero.parameters.materialize, zero.parameters.released
     _post_accumulate_grad_hooks     Tensor           zero.gradients.hooks, zero.parameters.materialize,
                                                      zero.parameters.released
-    _parameters                     Module           zero.parameters.materialize, zero.core.parameter_specs
-    _buffers                        Module           zero.parameters.materialize
+    _parameters                     Module           zero.parameters.materialize, zero.core.parameter_specs,
+                                                     zero.checkpoint.contents, zero.checkpoint.write.plan_cache
+    _buffers                        Module           zero.parameters.materialize, zero.checkpoint.contents,
+                                                     zero.checkpoint.write.plan_cache
+    _modules                        Module           zero.checkpoint.write.plan_cache
+    _non_persistent_buffers_set     Module           zero.checkpoint.contents, zero.checkpoint.write.plan_cache
     _forward_pre_hooks              Module           zero.parameters.casting, zero.parameters.module_hooks
     _forward_pre_hooks_with_kwargs  Module           zero.parameters.casting
     _forward_hooks                  Module           zero.parameters.module_hooks

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from .checkpoint.manager import CheckpointManager
+from .checkpoint.read.file_reader import CheckpointError
+from .checkpoint.read.reader import open_checkpoint
+from .checkpoint.single import load, save
 from .commands.verify.verification import Verification, verify
 from .config import MixedPrecision, Offload
 from .optimizer import ZeroOptimizer
@@ -9,12 +13,17 @@ from .parameters.module_hooks import register_forward_method
 from .step.clip import clip_grad_norm_
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointManager",
     "MixedPrecision",
     "Offload",
     "Verification",
     "ZeroOptimizer",
     "clip_grad_norm_",
+    "load",
+    "open_checkpoint",
     "register_forward_method",
+    "save",
     "verify",
 ]
 __version__ = "0.1.0"

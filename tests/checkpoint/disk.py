@@ -1,0 +1,294 @@
+"""A disk for tests: it records every call of `zero.checkpoint.files`, fails and holds calls, kills ranks, and crashes.
+
+Knows: the functions of that module, and what of a file system survives a crash. Does not know: checkpoints.
+
+A crash keeps what was synced. Of the rest, which a real system may keep or lose in parts, there are four worlds:
+
+    everything    all of it is kept, as after the death of a process alone
+    nothing       neither entries of folders nor data of files
+    entries       entries, but no data: files are as long as their data that was synced
+    data          data, but no entries
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero.checkpoint import files
+
+PATIENCE = 30.0  # seconds for which anything here waits at most
+THREAD = "zero-checkpoint rank "
+WORLDS = ("everything", "nothing", "entries", "data")
+ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call. ``in_thread``: it was made by the thread of a save. ``path``: also of a descriptor."""
+
+    rank: int
+    in_thread: bool
+    name: str
+    path: Path
+
+
+class DiedError(BaseException):
+    """The rank is dead: every call of it raises this."""
+
+
+@dataclass
+class Hold:
+    """A call that waits until it is released."""
+
+    when: Callable[[Call], bool]
+    reached: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
+class Node:
+    """A file or a folder: its content now, and the content that a crash keeps."""
+
+    is_folder: bool
+    data: bytearray = field(default_factory=bytearray)
+    safe_data: bytes = b""
+    entries: dict[str, Node] = field(default_factory=dict)
+    safe_entries: dict[str, Node] = field(default_factory=dict)
+
+    def tree(self, world: str, prefix: str = "") -> Iterator[tuple[str, bytes | None]]:
+        """Yield the paths below this folder that are there after a crash, and the data of files."""
+        entries = self.entries if world in ("everything", "entries") else self.safe_entries
+        for name, node in sorted(entries.items()):
+            path = f"{prefix}{name}"
+            if node.is_folder:
+                yield path, None
+                yield from node.tree(world, f"{path}/")
+            else:
+                yield path, bytes(node.data) if world in ("everything", "data") else node.safe_data
+
+
+class Disk:
+    """The disk below one folder, while a test runs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+        self.calls: list[Call] = []
+        self.after: Callable[[Call], None] = lambda call: None  # called after each call that changes the disk
+        self._root, self._node = root, _existing(root)
+        self._me = threading.local()
+        self._lock = threading.RLock()
+        self._paths: dict[int, Path] = {}
+        self._locks: dict[int, int] = {}  # descriptor -> rank
+        self._failing: list[Callable[[Call], int | None]] = []
+        self._dead: set[int] = set()
+        self._holds: list[Hold] = []
+        self._open = files.opened
+        monkeypatch.setattr(files, "opened", self._opened)
+        for name in ("reserve", "write_at", "read_at", "sync", "overwrite", "lock"):
+            monkeypatch.setattr(files, name, self._of_number(name, getattr(files, name)))
+        for name in ("make_folder", "remove", "remove_folder", "rename", "open_lock"):
+            monkeypatch.setattr(files, name, self._of_path(name, getattr(files, name)))
+        monkeypatch.setattr(files, "ThreadPoolExecutor", self._pool)
+        closing = files.close
+
+        def close(number: int) -> None:
+            self._locks.pop(number, None)
+            closing(number)
+
+        monkeypatch.setattr(files, "close", close)
+
+    # -- what a test asks for -----------------------------------------------------------------------------------------
+
+    def this_thread_is(self, rank: int) -> None:
+        """Let calls of this thread be those of a rank. Those of the threads of saves are known by their names."""
+        self._me.rank = rank
+
+    def rank(self) -> int:
+        """Return the rank whose call the calling thread would make."""
+        name = threading.current_thread().name
+        return int(name.removeprefix(THREAD)) if name.startswith(THREAD) else getattr(self._me, "rank", 0)
+
+    def fail_when(self, when: Callable[[Call], bool], number: int, *, skip: int = 0, most: int | None = None) -> None:
+        """Fail calls with an error number: those after ``skip`` that fit, and at most ``most``."""
+        seen = [0]
+
+        def failing(call: Call) -> int | None:
+            if not when(call):
+                return None
+            seen[0] += 1
+            fails = seen[0] > skip and (most is None or seen[0] <= skip + most)
+            return number if fails else None
+
+        self._failing.append(failing)
+
+    def heal(self) -> None:
+        """Fail no call any more."""
+        self._failing.clear()
+
+    def kill(self, rank: int, skip: int) -> None:
+        """Let a rank die after so many further calls: it makes none any more."""
+        self.fail_when(lambda call: call.rank == rank, -1, skip=skip)
+
+    def is_dead(self, rank: int) -> bool:
+        """Return whether a rank has died."""
+        return rank in self._dead
+
+    def revive(self) -> None:
+        """Let all calls be made again, by the next run."""
+        self._dead.clear()
+        self._failing.clear()
+
+    def release_locks(self, rank: int) -> None:
+        """Close the locks of a dead rank, as the kernel does."""
+        for number, owner in list(self._locks.items()):
+            if owner == rank:
+                files.close(number)
+
+    def hold(self, when: Callable[[Call], bool]) -> Hold:
+        """Hold the calls of which ``when`` is true until they are released."""
+        made = Hold(when)
+        self._holds.append(made)
+        return made
+
+    def tree(self, world: str) -> dict[str, bytes | None]:
+        """Return what a crash now would leave."""
+        with self._lock:
+            return dict(self._node.tree(world))
+
+    def of(self, rank: int) -> list[Call]:
+        """Return the calls of a rank."""
+        return [call for call in self.calls if call.rank == rank]
+
+    def _pool(self, most: int) -> ThreadPoolExecutor:
+        """Return one thread in the place of many: its calls are those of the caller, in order."""
+        rank, name = self.rank(), threading.current_thread().name
+
+        def begin() -> None:
+            self.this_thread_is(rank)
+            threading.current_thread().name = name
+
+        return ThreadPoolExecutor(1, initializer=begin)
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def _begin(self, name: str, path: Path) -> Call:
+        rank = self.rank()
+        call = Call(rank, threading.current_thread().name.startswith(THREAD), name, path)
+        with self._lock:
+            if rank in self._dead:
+                raise DiedError
+            numbers = [number for failing in self._failing if (number := failing(call)) is not None]
+            self.calls.append(call)
+            if -1 in numbers:
+                self._dead.add(rank)
+                raise DiedError
+        if numbers:
+            raise OSError(numbers[0], os.strerror(numbers[0]), str(path))
+        for hold in self._holds:
+            if hold.when(call):
+                hold.reached.set()
+                assert hold.released.wait(PATIENCE), f"{call} was never released"
+        return call
+
+    @contextmanager
+    def _opened(self, path: Path, *flags: int) -> Iterator[int]:
+        self._begin("open", path)
+        creates = bool(flags and flags[0] & os.O_CREAT)
+        with self._open(path, *flags) as number:
+            with self._lock:
+                self._paths[number] = path
+                if creates:
+                    entries = self._at(path.parent).entries
+                    if path.name not in entries or flags[0] & os.O_TRUNC:
+                        entries[path.name] = Node(is_folder=False)
+            yield number
+
+    def _of_number(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(number: int, *arguments: Any) -> Any:
+            path = self._paths[number]
+            made = self._begin(name, path)
+            with self._lock:
+                found = call(number, *arguments)
+                if name not in ("read_at", "lock"):
+                    self._note_data(name, path, arguments)
+                    self.after(made)
+            return found
+
+        return wrapped
+
+    def _note_data(self, name: str, path: Path, arguments: tuple[Any, ...]) -> None:
+        node = self._at(path, missing=True)
+        if node is None:
+            return  # its folder was renamed or removed
+        if name == "reserve":
+            node.data.extend(bytes(max(0, arguments[0] - len(node.data))))
+        elif name == "overwrite":
+            node.data[:] = arguments[0]
+        elif name == "write_at":
+            data, offset = arguments
+            node.data.extend(bytes(max(0, offset + len(data) - len(node.data))))
+            node.data[offset : offset + len(data)] = data
+        elif node.is_folder:
+            node.safe_entries = dict(node.entries)
+        else:
+            node.safe_data = bytes(node.data)
+
+    def _of_path(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(path: Path, *others: Path) -> Any:
+            made = self._begin(name, path)
+            with self._lock:
+                found = call(path, *others)
+                entries = self._at(path.parent).entries
+                if name == "make_folder":
+                    entries[path.name] = Node(is_folder=True)
+                elif name == "open_lock":
+                    self._paths[found], self._locks[found] = path, made.rank
+                    entries.setdefault(path.name, Node(is_folder=False))
+                elif name == "rename":
+                    moved = entries.pop(path.name, None) or _existing(others[0])
+                    self._at(others[0].parent).entries[others[0].name] = moved
+                else:
+                    entries.pop(path.name, None)
+                self.after(made)
+            return found
+
+        return wrapped
+
+    def _at(self, path: Path, *, missing: bool = False) -> Any:
+        node: Node | None = self._node
+        for part in path.relative_to(self._root).parts:
+            node = None if node is None else node.entries.get(part)
+        assert missing or node is not None, f"{path} is not known"
+        return node
+
+
+def _existing(path: Path) -> Node:
+    """Return what is on the disk already; all of it is safe."""
+    if not path.is_dir():
+        data = path.read_bytes()
+        return Node(is_folder=False, data=bytearray(data), safe_data=data)
+    entries = {entry.name: _existing(entry) for entry in path.iterdir()}
+    return Node(is_folder=True, entries=dict(entries), safe_entries=dict(entries))
+
+
+def materialize(tree: dict[str, bytes | None], folder: Path) -> None:
+    """Make what a crash has left in an empty folder."""
+    for path, data in tree.items():
+        if data is None:
+            (folder / path).mkdir()
+        else:
+            (folder / path).write_bytes(data)
+
+
+def reading(call: Call) -> bool:
+    """Return whether a call changes nothing."""
+    return call.name in ("open", "read_at", "lock")

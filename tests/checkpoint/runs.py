@@ -1,0 +1,127 @@
+"""Trainings of a small model that save and restore, on ranks that are threads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from collectives import Transport, on_threads
+from zero import CheckpointManager, MixedPrecision, Offload, ZeroOptimizer, open_checkpoint
+
+from ..models import Odd, odd_batches, odd_loss
+from ..programs import locked_build
+
+MICRO_BATCHES = 12
+BF16 = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How a training is laid out. Nothing here may change a bit, but ``precision``."""
+
+    world_size: int = 1
+    stage: int = 0
+    cap: float = 25.0
+    factor: int | None = None
+    asynchronous: bool = True
+    offload: Path | None = None
+    offload_parameters: bool = False
+    precision: MixedPrecision | None = None
+
+    def __str__(self) -> str:
+        factor = "" if self.factor is None else f"of{self.factor}"
+        extras = ("" if self.asynchronous else "-blocking") + ("" if self.offload is None else "-offload")
+        return f"{self.world_size}{factor}-stage{self.stage}-{self.cap:g}MiB{extras}"
+
+
+@dataclass(frozen=True)
+class Class:
+    """An optimizer class and its arguments."""
+
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
+    arguments: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
+
+
+def optimizer_of(model: Odd, transport: Transport, topology: Topology, of: Class) -> ZeroOptimizer:
+    offload = None if topology.offload is None else Offload(topology.offload, topology.offload_parameters)
+    return ZeroOptimizer(
+        model,
+        of.optimizer_class,
+        stage=topology.stage,
+        process_group=transport,
+        bucket_cap_mb=topology.cap,
+        sharding_factor=topology.factor,
+        offload=offload,
+        mixed_precision=topology.precision,
+        divisor=MICRO_BATCHES,
+        **of.arguments,
+    )
+
+
+def take_steps(model: Odd, optimizer: ZeroOptimizer, first: int, steps: int) -> None:
+    """Take whole steps, of which micro-batch j is that of rank j mod W."""
+    for step in range(first, first + steps):
+        batches = odd_batches(MICRO_BATCHES, seed=step)
+        for index in range(optimizer.rank, MICRO_BATCHES, optimizer.world_size):
+            odd_loss(model, batches[index]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run(
+    folder: Path,
+    topology: Topology,
+    steps: int,
+    of: Class | None = None,
+    *,
+    between: Callable[[Odd, ZeroOptimizer], None] | None = None,
+) -> str:
+    """Restore the newest checkpoint if there is one, train ``steps`` more, and save. Return the parameters' SHA-256.
+
+    ``between``: is called while the save may be under way; what it does must not be in the checkpoint.
+    """
+
+    def program(transport: Transport) -> str:
+        torch.set_num_threads(1)
+        model = locked_build(0)
+        optimizer = optimizer_of(model, transport, topology, Class() if of is None else of)
+        with CheckpointManager(folder, optimizer, asynchronous=topology.asynchronous) as checkpoints:
+            restored = checkpoints.restore()
+            first = 0 if restored is None else restored.step
+            take_steps(model, optimizer, first, steps)
+            digest = optimizer.check_replicas()
+            saving = checkpoints.save(first + steps)
+            assert saving is not None
+            if between is not None:
+                between(model, optimizer)
+            saving.result(30)
+        optimizer.close()
+        return digest
+
+    digests = on_threads(topology.world_size, program)
+    assert len(set(digests)) == 1
+    return digests[0]
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def content(folder: Path, step: int) -> str:
+    """Return the content of a step, which is verified."""
+    checkpoint = open_checkpoint(step_folder(folder, step))
+    checkpoint.verify()
+    return checkpoint.content
+
+
+def digests_of(folder: Path, step: int) -> dict[str, str]:
+    """Return the SHA-256 of each file that all ranks wrote together."""
+    base = step_folder(folder, step)
+    files = [path for path in sorted(base.rglob("*")) if path.is_file() and path.name != "checkpoint.json"]
+    shared = [path for path in files if path.parent.name != "ranks"]
+    return {path.relative_to(base).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in shared}

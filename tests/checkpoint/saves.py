@@ -1,0 +1,130 @@
+"""Small trainings that save, and a writer that takes as many chunks as a test allows.
+
+Knows: `Snapshot.take`, and where the size of blocks is used. Does not know: what is tested.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zero import ZeroOptimizer
+from zero.checkpoint import manager, single
+from zero.checkpoint.format.extents import Chunk
+from zero.checkpoint.write import snapshot
+from zero.checkpoint.write.saver import SaveRequest
+
+from ..models import odd_batches, odd_loss
+from ..programs import locked_build
+
+PATIENCE = 30.0  # seconds for which anything here waits at most
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch, nbytes: int = 512) -> None:
+    """Let checkpoints have small blocks, so that small models have many chunks."""
+    monkeypatch.setattr(manager, "SaveRequest", partial(SaveRequest, block_bytes=nbytes))
+    monkeypatch.setattr(single, "SaveRequest", partial(SaveRequest, block_bytes=nbytes))
+
+
+class Training:
+    """A model with all kinds of parameters, in many buckets, on one rank."""
+
+    def __init__(self, transport: Any, stage: int, cls: Any = torch.optim.AdamW, **arguments: Any) -> None:
+        self.model = locked_build(0)
+        arguments = {"bucket_cap_mb": 0.0005, "lr": 1e-2, **arguments}
+        self.optimizer = ZeroOptimizer(self.model, cls, stage=stage, process_group=transport, **arguments)
+        self.rank, self.world_size = self.optimizer.rank, self.optimizer.world_size
+
+    def backward(self, number: int) -> None:
+        batch = odd_batches(self.world_size, number, extra=False)[self.rank]
+        odd_loss(self.model, (batch[0], number % 2 == 1)).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, number: int) -> None:
+        """Train one step, with the batch of this number."""
+        self.backward(number)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def plain(self) -> dict[str, Any]:
+        """Return the whole plain dict. All ranks."""
+        self.optimizer.consolidate_state_dict(None)
+        return self.optimizer.state_dict()
+
+
+class Taker:
+    """Lets the thread of each rank take so many chunks of a save, and no more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._changed = threading.Condition()
+        self._allowed: dict[int, int | None] = {}
+        self._taken: dict[int, int] = {}
+        self._stuck: set[int] = set()
+        self.peak: dict[int, int] = {}  # bytes of states that a rank has copied at once
+        take, keep = snapshot.Snapshot.take, snapshot.Snapshot._keep
+
+        def wrapped(this: snapshot.Snapshot, chunk: Chunk, out: Tensor) -> None:
+            self._wait(_rank())
+            take(this, chunk, out)
+
+        def kept(this: snapshot.Snapshot, source: snapshot.Source) -> None:
+            keep(this, source)
+            rank = self.ranks.get(threading.get_ident(), 0)
+            self.peak[rank] = max(self.peak.get(rank, 0), this._copied)
+
+        self.ranks: dict[int, int] = {}
+        monkeypatch.setattr(snapshot.Snapshot, "take", wrapped)
+        monkeypatch.setattr(snapshot.Snapshot, "_keep", kept)
+
+    def _wait(self, rank: int | None) -> None:
+        if rank is None:
+            return  # of a blocking save
+        with self._changed:
+            allowed = self._allowed.get(rank)
+            if allowed is not None and self._taken.get(rank, 0) >= allowed:
+                self._stuck.add(rank)
+                self._changed.notify_all()
+                assert self._changed.wait_for(lambda: self._allowed[rank] is None, PATIENCE), "never released"
+            self._taken[rank] = self._taken.get(rank, 0) + 1
+            self._changed.notify_all()
+
+    def allow(self, rank: int, count: int | None) -> None:
+        """Begin anew: allow a rank so many chunks; None: all."""
+        with self._changed:
+            self._allowed[rank] = count
+            if count is not None:
+                self._taken[rank] = 0
+                self._stuck.discard(rank)
+            self._changed.notify_all()
+
+    def wait_until(self, rank: int, count: int) -> None:
+        """Return when the rank's thread has taken so many chunks, and is stuck if it wants more."""
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self._taken[rank] >= count and (rank in self._stuck or self._allowed[rank] != count), PATIENCE
+            )
+            assert done, f"rank {rank} has taken {self._taken[rank]} chunks"
+
+    def taken(self, rank: int) -> int:
+        """Return how many chunks a rank has taken."""
+        return self._taken[rank]
+
+
+def _rank() -> int | None:
+    name = threading.current_thread().name
+    return int(name.rpartition(" ")[2]) if name.startswith("zero-checkpoint") else None
+
+
+def own_file(folder: Path, rank: int) -> bytes:
+    """Return a rank's own file of a checkpoint."""
+    return (folder / f"ranks/rank-{rank:05d}.safetensors").read_bytes()
+
+
+def entries(folder: Path) -> list[str]:
+    """Return the names in a folder."""
+    return sorted(entry.name for entry in folder.iterdir())

@@ -1,0 +1,212 @@
+"""Every changed, missing, added, swapped or shortened file of a checkpoint is an error that names it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from zero import CheckpointError, ZeroOptimizer, open_checkpoint
+from zero.checkpoint.format.manifest import NAME
+
+from .saved import BLOCK, INDEX, MODEL, files_of, save_small, save_trained
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint below 32 kB."""
+    return save_trained(tmp_path_factory.mktemp("checkpoints") / "whole")
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint with tensors of several blocks."""
+    optimizer = ZeroOptimizer(nn.Linear(50, 50), torch.optim.SGD, lr=0.1)
+    path = tmp_path_factory.mktemp("checkpoints") / "larger"
+    save_small(path, optimizer, state={"a": torch.ones(3), "b": torch.ones(1500), "c": torch.ones(2000)})
+    return path
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    """Return a copy that a test may change."""
+    return Path(shutil.copytree(whole, tmp_path / "copy"))
+
+
+def assert_broken(folder: Path, *named: str) -> str:
+    """Assert that `verify` raises, and that its error names these."""
+    with pytest.raises(CheckpointError) as raised:
+        open_checkpoint(folder).verify()
+    for name in named:
+        assert name in str(raised.value), (name, str(raised.value))
+    return str(raised.value)
+
+
+# -- bits and bytes ----------------------------------------------------------------------------------------------------
+
+
+def tensors_of_block(folder: Path, path: str, block: int) -> list[str]:
+    """Return the tensors that have bytes in a block of a file."""
+    if not path.endswith(".safetensors"):
+        return []
+    found = open_checkpoint(folder).header(path)
+    begin = block * BLOCK - found.data
+    return [e.name for e in found.tensors if e.nbytes and e.end > begin and e.begin < begin + BLOCK]
+
+
+@pytest.mark.parametrize("every", [101, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_every_flipped_bit_is_found_and_named(copy: Path, every: int) -> None:
+    sizes = {path: (copy / path).stat().st_size for path in files_of(copy)}
+    assert sum(sizes.values()) < 32 * 1024
+    named = {
+        (path, block): tensors_of_block(copy, path, block)
+        for path, size in sizes.items()
+        for block in range(-(-size // BLOCK))
+    }
+    places = ((path, bit) for path, size in sizes.items() for bit in range(8 * size))
+    for path, bit in itertools.islice(places, 0, None, every):
+        with open(copy / path, "r+b", buffering=0) as file:
+            (before,) = os.pread(file.fileno(), 1, bit // 8)
+            os.pwrite(file.fileno(), bytes([before ^ 1 << bit % 8]), bit // 8)
+            tensors = named[path, bit // 8 // BLOCK]
+            assert_broken(copy, str(copy / path), *map(repr, tensors[:1] + tensors[-1:]))
+            os.pwrite(file.fileno(), bytes([before]), bit // 8)
+    open_checkpoint(copy).verify()
+
+
+def test_a_broken_block_is_named_with_the_tensors_that_it_has_bytes_of(larger: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(larger, tmp_path / "copy"))
+    path = folder / "state.safetensors"
+    data = path.read_bytes()
+    for byte, text in (
+        (20, "is broken at block 0 (its header)"),
+        (BLOCK, "is broken at block 1 (one of 2 tensors from 'a' to 'b')"),
+        (2 * BLOCK, "is broken at block 2 (one of 2 tensors from 'b' to 'c')"),
+        (3 * BLOCK, "is broken at block 3 ('c')"),
+        (len(data) - 1, f"is broken at block {len(data) // BLOCK} ('c')"),
+    ):
+        path.write_bytes(data[:byte] + bytes([data[byte] ^ 4]) + data[byte + 1 :])
+        assert_broken(folder, f"{path} {text}")
+        with pytest.raises(CheckpointError, match=re.escape(str(path))):
+            assert open_checkpoint(folder).state
+    path.write_bytes(data)
+    open_checkpoint(folder).verify()
+
+
+def test_a_file_that_is_cut_off_anywhere_or_longer_is_named(copy: Path, larger: Path, tmp_path: Path) -> None:
+    for folder in (copy, Path(shutil.copytree(larger, tmp_path / "larger"))):
+        for path in files_of(folder):
+            data = (folder / path).read_bytes()
+            borders = range(0, len(data), BLOCK)
+            for length in {*borders, *(b - 1 for b in borders if b), len(data) - 1}:
+                (folder / path).write_bytes(data[:length])
+                assert_broken(folder, str(folder / path))
+            (folder / path).write_bytes(data + b"\0")
+            assert_broken(folder, str(folder / path))
+            (folder / path).write_bytes(data)
+        open_checkpoint(folder).verify()
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_missing_file_is_named(copy: Path) -> None:
+    for path in files_of(copy):
+        os.rename(copy / path, copy.parent / "away")
+        assert_broken(copy, NAME if path == NAME else str(copy / path))
+        os.rename(copy.parent / "away", copy / path)
+    shutil.rmtree(copy / "optimizer")
+    assert_broken(copy, str(copy / "optimizer"))
+
+
+def test_two_files_in_each_others_place_are_named(copy: Path) -> None:
+    paths = files_of(copy)
+    for one, other in itertools.combinations(paths, 2):
+        for _ in range(2):
+            os.rename(copy / one, copy.parent / "away")
+            os.rename(copy / other, copy / one)
+            os.rename(copy.parent / "away", copy / other)
+            if _ == 0:
+                error = assert_broken(copy)
+                assert str(copy / one) in error or str(copy / other) in error
+    open_checkpoint(copy).verify()
+
+
+ADDED = [
+    *("model/model-00099-of-00099.safetensors", "model/pytorch_model.bin", "model/other.safetensors.index.json"),
+    *("model/x/model.safetensors", "optimizer/optimizer-00002-of-00002.safetensors", "optimizer/x", "masters/x"),
+    *("ranks/rank-00001.safetensors", "notes/ready", "state.pt", "x", ".x", "averages/ema/ema.safetensors"),
+]
+
+
+@pytest.mark.parametrize("path", ADDED)
+@pytest.mark.parametrize("how", ["a file", "a link"])
+def test_an_added_file_that_could_be_taken_for_a_part_is_named(copy: Path, path: str, how: str) -> None:
+    (copy / path).parent.mkdir(parents=True, exist_ok=True)
+    if how == "a file":
+        shutil.copy(copy / MODEL, copy / path)
+    else:
+        (copy / path).symlink_to(copy / "model")
+    assert_broken(copy, f"{copy / path} is no part of the checkpoint")
+
+
+def put_link(path: Path, outside: Path) -> None:
+    os.rename(path, outside)
+    path.symlink_to(outside)
+
+
+def put_link_beside(path: Path, outside: Path) -> None:
+    beside = path.with_name("beside.txt")
+    os.rename(path, beside)
+    path.symlink_to(beside.name)
+
+
+def put_pipe(path: Path, outside: Path) -> None:
+    os.rename(path, outside)
+    os.mkfifo(path)
+
+
+def put_folder(path: Path, outside: Path) -> None:
+    os.rename(path, outside)
+    path.mkdir()
+
+
+def put_socket(path: Path, outside: Path) -> None:
+    os.rename(path, outside)
+    with socket.socket(socket.AF_UNIX) as server:
+        here = os.getcwd()
+        try:
+            os.chdir(path.parent)  # a socket's path is short
+            server.bind(path.name)
+        finally:
+            os.chdir(here)
+
+
+@pytest.mark.timeout(20)  # a pipe would be waited for
+@pytest.mark.parametrize("put", [put_link, put_link_beside, put_pipe, put_folder, put_socket])
+@pytest.mark.parametrize("path", [NAME, MODEL, INDEX, "state.safetensors", "ranks/rank-00000.safetensors"])
+@pytest.mark.by_default(
+    *(f"{MODEL}-{put}" for put in ("put_link", "put_link_beside", "put_pipe", "put_folder")),
+    f"{NAME}-put_link",
+    f"{NAME}-put_pipe",
+    "state.safetensors-put_socket",
+)
+def test_what_is_no_regular_file_is_never_read(copy: Path, path: str, put: Callable[[Path, Path], None]) -> None:
+    put(copy / path, copy.parent / "outside")
+    opens = put in (put_pipe, put_folder)  # all others cannot even be opened
+    assert_broken(copy, str(copy / path), "is not a regular file" if opens else "")
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_stays_open() -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert len(os.listdir("/proc/self/fd")) == before

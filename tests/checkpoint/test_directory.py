@@ -1,0 +1,344 @@
+"""The folder of a run: who may write there, what may be removed, and which checkpoints are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import warnings
+from pathlib import Path
+
+import pytest
+
+import zero
+from collectives import Transport, on_threads
+from zero import CheckpointError, CheckpointManager, ZeroOptimizer
+from zero.checkpoint.directory import complete_steps, steps_in
+from zero.checkpoint.write.save_folder import SaveFolder
+
+from .saves import PATIENCE, Training, entries
+
+
+@pytest.fixture(scope="module")
+def optimizer() -> ZeroOptimizer:
+    training = Training(None, 0)
+    training.step(0)
+    return training.optimizer
+
+
+def saved(folder: Path, optimizer: ZeroOptimizer, *steps: int) -> None:
+    """Write checkpoints of these steps."""
+    with CheckpointManager(folder, optimizer) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, blocking=True)
+
+
+def break_one(folder: Path, step: int) -> Path:
+    """Change one byte of a checkpoint."""
+    path = folder / f"step-{step:08d}" / "model" / "model-00001-of-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+def names(*steps: int) -> list[str]:
+    return [".lock", *(f"step-{step:08d}" for step in steps)]
+
+
+# -- the lock ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_is_refused_and_names_the_first_on_every_rank(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    def program(transport: Transport) -> str:
+        training = Training(transport, 1)
+        with pytest.raises(ValueError, match="still trains into") as caught:
+            CheckpointManager(tmp_path, training.optimizer)
+        assert not training.optimizer.engine.watchers
+        return str(caught.value)
+
+    with CheckpointManager(tmp_path, optimizer):
+        first, second = on_threads(2, program)
+    assert first == second
+    assert f"rank 0: pid {os.getpid()} on host {socket.gethostname()} still trains into {tmp_path}" in first
+    CheckpointManager(tmp_path, optimizer).close()
+
+
+def test_a_forked_process_does_not_hold_the_lock_after_its_parent(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    checkpoints = CheckpointManager(tmp_path, optimizer)
+    reading, writing = os.pipe()
+    is_there, was_there = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writing)
+        os.write(was_there, b"x")
+        os.read(reading, 1)  # until the test closes its end
+        os._exit(0)
+    os.close(reading)
+    os.read(is_there, 1)
+    try:
+        checkpoints.close()
+        CheckpointManager(tmp_path, optimizer).close()
+    finally:
+        for number in (writing, is_there, was_there):
+            os.close(number)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("how", ["replaced", "removed"])
+def test_a_run_whose_lock_was_replaced_neither_commits_nor_removes(
+    how: str, tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = CheckpointManager(tmp_path, optimizer, max_to_keep=1)
+    old.save(1, blocking=True)
+    saving = old.save(2)
+    assert saving is not None
+    saving.wait()
+    (tmp_path / ".lock").unlink()
+    new = CheckpointManager(tmp_path, optimizer) if how == "replaced" else None
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != ".lock"}
+    with pytest.raises(RuntimeError, match=r"\.lock (belongs to another run|is gone)"):
+        old.save(3)
+    old.close()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != ".lock"} == before
+    if new is not None:
+        new.close()
+
+
+def test_a_lock_that_is_lost_while_a_save_is_under_way_fences_its_commit(
+    tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = CheckpointManager(tmp_path, optimizer, max_to_keep=1)
+    old.save(1, blocking=True)
+    collect = SaveFolder.collect
+
+    def loses_the_lock(this: SaveFolder) -> object:
+        (tmp_path / ".lock").unlink()
+        (tmp_path / ".lock").touch()
+        return collect(this)
+
+    monkeypatch.setattr(SaveFolder, "collect", loses_the_lock)
+    with pytest.raises(RuntimeError, match=r"rank 0 could not save .*\.lock belongs to another run"):
+        old.save(2, blocking=True)
+    old.close()
+    assert entries(tmp_path) == names(1)
+
+
+# -- what earlier runs have left ---------------------------------------------------------------------------------------
+
+
+def tree(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+NONCE = "0123456789abcdef"
+
+
+def left_under_way(folder: Path) -> None:
+    """Make what a run leaves that dies while it saves."""
+    (folder / "notes").mkdir(parents=True)
+    (folder / "notes" / "nonce").write_text(folder.name[-16:])
+    (folder / "notes" / "ready").touch()
+    (folder / "notes" / "rank-00001.done").write_text("{}")
+    (folder / "notes" / ".rank-00000.done.part").touch()
+    (folder / "model").mkdir()
+    (folder / "model" / "model-00001-of-00001.safetensors").write_bytes(bytes(100))
+    (folder / "averages" / "ema").mkdir(parents=True)
+    (folder / "ranks").mkdir()
+    (folder / "state.safetensors").touch()
+
+
+def test_what_a_dead_run_of_ours_has_left_is_removed(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    saved(tmp_path, optimizer, 1, 2, 3)
+    left_under_way(tmp_path / f".tmp-step-00000009-{NONCE}")
+    (tmp_path / f".tmp-step-00000010-{NONCE}").mkdir()
+    (tmp_path / f".tmp-step-00000011-{NONCE}" / "notes").mkdir(parents=True)
+    (tmp_path / f".tmp-step-00000011-{NONCE}" / "notes" / ".nonce.part").write_text(NONCE[:3])
+    nonce = zero.open_checkpoint(tmp_path / "step-00000003").manifest.written_by["nonce"]
+    (tmp_path / "step-00000003").rename(tmp_path / f".tmp-step-00000003-{nonce}")  # all but renamed
+    (tmp_path / "step-00000002").rename(tmp_path / f".trash-step-00000002-{NONCE}")
+    (tmp_path / f".trash-step-00000002-{NONCE}" / "state.safetensors").unlink()  # half removed
+    (tmp_path / f".trash-step-00000007-{NONCE}").mkdir()
+    (tmp_path / f".probe-{NONCE}").write_bytes(bytes([1, 0, 3]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CheckpointManager(tmp_path, optimizer).close()
+    assert entries(tmp_path) == names(1)
+
+
+def test_what_is_not_ours_is_left_and_named(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    saved(tmp_path, optimizer, 1)
+    outside = tmp_path.parent / f"{tmp_path.name} outside"
+    left_under_way(outside / f"x-{NONCE}")
+    foreign = tmp_path / f".tmp-step-00000001-{NONCE}"  # has another nonce
+    left_under_way(foreign)
+    (foreign / "notes" / "nonce").write_text("f" * 16)
+    with_file = tmp_path / f".tmp-step-00000002-{NONCE}"
+    left_under_way(with_file)
+    (with_file / "model" / "mine.txt").write_text("kept")
+    with_link = tmp_path / f".tmp-step-00000003-{NONCE}"
+    left_under_way(with_link)
+    (with_link / "ranks").rmdir()
+    (with_link / "ranks").symlink_to(outside)
+    link = tmp_path / f".tmp-step-00000004-{NONCE}"
+    link.symlink_to(outside / f"x-{NONCE}")
+    trash = tmp_path / f".trash-step-00000005-{NONCE}"
+    trash.mkdir()
+    (trash / "checkpoint.json").write_text("{}")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / f".tmp-other-{NONCE}").mkdir()
+    (tmp_path / f".probe-{NONCE}").write_text("mine")
+    (tmp_path / "step-00000008").symlink_to(tmp_path / "step-00000001")
+    before, before_outside = tree(tmp_path), tree(outside)
+    with pytest.warns(RuntimeWarning) as warned:
+        checkpoints = CheckpointManager(tmp_path, optimizer, max_to_keep=1)
+    texts = " ".join(str(found.message) for found in warned)
+    for folder in (foreign, with_file, with_link, link, trash):
+        assert f"{folder} is left, because" in texts
+    assert {found.filename for found in warned} == {__file__}
+    assert checkpoints.all_steps() == [1]
+    saving = checkpoints.save(2, blocking=True)
+    assert saving is not None
+    checkpoints.close()
+    assert (tree(tmp_path / "step-00000002"), tree(outside)) == (tree(saving.path), before_outside)
+    gone = {path for path in before if path.startswith("step-00000001")}
+    new = {f"step-00000002/{path}" for path in tree(saving.path)} | {"step-00000002"}
+    assert set(tree(tmp_path)) == set(before) - gone | new
+
+
+def test_a_step_whose_name_is_written_otherwise_is_none(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    saved(tmp_path, optimizer, 5)
+    for name in ("step-5", "step-000000007", "step-00000006x", "Step-00000008"):
+        (tmp_path / name).mkdir()
+    assert list(steps_in(tmp_path)) == [5]
+
+
+# -- a step that exists ------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_exists_is_refused_on_every_rank_and_replaced_if_asked(tmp_path: Path) -> None:
+    def program(transport: Transport) -> None:
+        training = Training(transport, 1)
+        training.step(0)
+        with CheckpointManager(tmp_path, training.optimizer) as checkpoints:
+            checkpoints.save(1, {"n": 1}, blocking=True)
+            with pytest.raises((FileExistsError, RuntimeError), match="step-00000001 exists: overwrite=True replaces"):
+                checkpoints.save(1, {"n": 2})
+            training.step(1)
+            checkpoints.save(1, {"n": 3}, blocking=True, overwrite=True)
+            training.step(2)
+            saving = checkpoints.save(1, {"n": 4}, overwrite=True)
+            assert saving is not None
+            saving.result(PATIENCE)
+
+    on_threads(2, program)
+    assert entries(tmp_path) == names(1)
+    found = zero.open_checkpoint(tmp_path / "step-00000001")
+    found.verify()
+    assert found.state == {"n": 4}
+
+
+@pytest.mark.parametrize("what", ["a file inside", "a link inside", "a link", "a file"])
+def test_only_a_checkpoint_is_replaced(what: str, tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    saved(tmp_path / "run", optimizer, 1)
+    target = tmp_path / "run" / "step-00000001"
+    match what:
+        case "a file inside":
+            (target / "thesis.txt").write_text("mine")
+        case "a link inside":
+            (target / "model" / "config.json").symlink_to("/etc/hostname")
+        case _:
+            target.rename(tmp_path / "elsewhere")
+            target.symlink_to(tmp_path / "elsewhere") if what == "a link" else target.write_text("mine")
+    before = tree(tmp_path)
+    checkpoints = CheckpointManager(tmp_path / "run", optimizer)
+    with pytest.raises(FileExistsError, match="step-00000001 is left, because it has"):
+        checkpoints.save(1, overwrite=True)
+    checkpoints.close()
+    with pytest.raises(FileExistsError, match="is left, because it has"):
+        zero.save(target, optimizer, overwrite=True)
+    assert tree(tmp_path) == before
+
+
+def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    (tmp_path / "step-00000004").mkdir()
+    (tmp_path / "step-00000004" / "weights.bin").touch()
+    with CheckpointManager(tmp_path, optimizer) as checkpoints:
+        assert (checkpoints.all_steps(), checkpoints.latest_step()) == ([], None)
+        with pytest.raises(CheckpointError, match=r"step-00000004 is not a checkpoint: it has no checkpoint\.json"):
+            checkpoints.restore(4)
+        with pytest.raises(CheckpointError, match="step-00000009 is not a checkpoint"):
+            checkpoints.restore(9)
+
+
+# -- retention ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_are_kept_and_those_of_a_period_beside_them(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    with CheckpointManager(tmp_path, optimizer, max_to_keep=2, keep_period=4) as checkpoints:
+        for step in range(1, 11):
+            saving = checkpoints.save(step)
+            assert saving is not None
+            saving.result(PATIENCE)
+            kept = [s for s in range(1, step + 1) if s % 4 == 0 or s in [t for t in range(1, step + 1) if t % 4][-2:]]
+            kept = sorted({*kept, step} - ({[t for t in range(1, step) if t % 4][-2]} if step % 4 == 0 else set()))
+            assert checkpoints.all_steps() == kept
+    assert entries(tmp_path) == names(4, 8, 9, 10)
+
+
+def test_a_broken_checkpoint_is_neither_counted_nor_removed(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    saved(tmp_path, optimizer, 1, 2, 3, 4)
+    break_one(tmp_path, 3)
+    (tmp_path / "step-00000004" / "checkpoint.json").write_text("{")
+    with CheckpointManager(tmp_path, optimizer, max_to_keep=2) as checkpoints:
+        checkpoints.save(5, blocking=True)
+    assert entries(tmp_path) == names(2, 3, 4, 5)
+
+
+def test_a_checkpoint_with_anything_foreign_is_left_and_named(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    saved(tmp_path, optimizer, 1, 2)
+    (tmp_path / "step-00000001" / "model" / "config.json").write_text("{}")
+    (tmp_path / "step-00000002" / "ranks" / "rank-00007.safetensors").symlink_to("/etc/hostname")
+    before = tree(tmp_path)
+    checkpoints = CheckpointManager(tmp_path, optimizer, max_to_keep=1)
+    with pytest.warns(RuntimeWarning, match=r"step-00000001 is left"):
+        checkpoints.save(3, blocking=True)
+    with pytest.warns(RuntimeWarning, match=r"step-00000001 is left, because it has model/config\.json") as warned:
+        checkpoints.save(4, blocking=True)
+    checkpoints.close()
+    assert {found.filename for found in warned} == {__file__}
+    assert set(before) <= set(tree(tmp_path))
+    assert complete_steps(tmp_path) == [1, 2, 4]
+
+
+def test_files_that_a_save_was_told_to_copy_are_its_own(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "config.json").write_text("{}")
+    run = tmp_path / "run"
+    with CheckpointManager(run, optimizer, max_to_keep=1, assets=tmp_path / "assets") as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, blocking=True)
+    assert entries(run) == names(2)
+    assert (run / "step-00000002" / "model" / "config.json").read_text() == "{}"
+
+
+def test_the_checkpoint_that_was_resumed_from_stays_until_the_next_commit(
+    tmp_path: Path, optimizer: ZeroOptimizer
+) -> None:
+    saved(tmp_path, optimizer, 1, 2, 3)
+    with CheckpointManager(tmp_path, optimizer, max_to_keep=1) as checkpoints:
+        checkpoints.restore(1)
+        assert checkpoints.all_steps() == [1, 2, 3]
+        with pytest.raises(TypeError):
+            checkpoints.save(4, {"f": print})
+        assert checkpoints.all_steps() == [1, 2, 3]
+        checkpoints.save(4, blocking=True)
+        assert checkpoints.all_steps() == [4]
+
+
+def test_the_lock_says_who_holds_it(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    with CheckpointManager(tmp_path / "a" / "b", optimizer):
+        found = json.loads((tmp_path / "a" / "b" / ".lock").read_text())
+    assert (found["pid"], found["host"]) == (os.getpid(), socket.gethostname())
+    assert re.fullmatch(r"[0-9a-f]{16}", found["nonce"])

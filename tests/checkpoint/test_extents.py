@@ -1,0 +1,276 @@
+"""The plan of a checkpoint: the ranks together write every byte of every file once, whatever the topology."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero.checkpoint.format.extents import (
+    Chunk,
+    FilePlan,
+    Part,
+    Writers,
+    chunks,
+    even_part,
+    is_row_major,
+    plan_files,
+    slot_part,
+)
+from zero.checkpoint.format.tensorfile import NAMES, FormatError, TensorEntry, parse_header
+from zero.core.layout import ALIGNMENT_BYTES, BucketSpec, Dtypes, Layout, ParameterSpec, build
+from zero.core.stage import STAGES, Placement
+
+MORE = settings(max_examples=10 * settings().max_examples)
+FP32, BF16 = torch.float32, torch.bfloat16
+DTYPES = [Dtypes.all(FP32), Dtypes.all(torch.float64), Dtypes.all(BF16), Dtypes(BF16, FP32, FP32, FP32)]
+BLOCKS = [64, 100, 1000, 4096, 1 << 20]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A layout, and the ranks that save it."""
+
+    layout: Layout
+    writers: Writers
+
+    @property
+    def ranks(self) -> range:
+        return range(self.writers.world_size)
+
+
+def strides_of(shape: tuple[int, ...], order: list[int]) -> tuple[int, ...]:
+    """Return the dense strides of a tensor whose dimensions lie in this order, the slowest first."""
+    strides, step = [0] * len(shape), 1
+    for dimension in reversed(order):
+        strides[dimension] = step
+        step *= max(shape[dimension], 1)
+    return tuple(strides)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> list[ParameterSpec]:
+    found = []
+    for index in range(draw(st.integers(1, 7))):
+        shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+        order = list(range(len(shape)))
+        if draw(st.integers(0, 3)) == 0:
+            order = draw(st.permutations(order))
+        dtypes, trainable = draw(st.sampled_from(DTYPES)), draw(st.booleans())
+        stride = strides_of(shape, order)
+        found.append(ParameterSpec((f"p{index}",), shape, stride, dtypes, "cpu", trainable, 0, index))
+    return found
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> Topology:
+    world = draw(st.integers(1, 7))
+    stage = STAGES[draw(st.integers(0, 3))]
+    factors = [factor for factor in range(1, world + 1) if world % factor == 0]
+    shards = draw(st.sampled_from(factors)) if stage.states is Placement.SHARD else world
+    layout = build(draw(specs()), shards, draw(st.sampled_from([1, 100, 400, 1000, 1 << 20])))
+    return Topology(layout, Writers(stage, world, shards))
+
+
+# -- who writes what ---------------------------------------------------------------------------------------------------
+
+
+@given(topologies())
+@MORE
+def test_the_intervals_of_all_ranks_tile_every_bucket(topology: Topology) -> None:
+    for bucket in topology.layout.buckets:
+        written = Counter(
+            element for rank in topology.ranks for element in range(*topology.writers.interval(bucket, rank))
+        )
+        assert written == Counter(range(bucket.numel))
+
+
+@given(topologies())
+@MORE
+def test_a_rank_writes_only_what_it_holds_and_ranks_that_hold_the_same_write_equal_shares(topology: Topology) -> None:
+    writers = topology.writers
+    for bucket in topology.layout.buckets:
+        shares: dict[tuple[int, int], list[int]] = {}
+        for rank in topology.ranks:
+            begin, end = writers.interval(bucket, rank)
+            low, high = writers.stage.update_interval(bucket, rank % writers.shards)
+            assert low <= begin <= end <= high
+            shares.setdefault((low, high), []).append(end - begin)
+        for found in shares.values():
+            assert max(found) - min(found) <= bucket.dtypes.alignment
+
+
+@given(topologies())
+@MORE
+def test_every_slot_has_one_rank_that_writes_its_first_element(topology: Topology) -> None:
+    """A slot without elements has one such rank, too: its scalars and its description have one writer."""
+    for bucket in topology.layout.buckets:
+        found = Counter(slot for rank in topology.ranks for slot in topology.writers.first_of(bucket, rank))
+        assert found == Counter(range(len(bucket.slots)))
+
+
+@given(st.integers(0, 1000), st.integers(1, 9))
+@MORE
+def test_the_parts_of_a_whole_tensor_tile_it_evenly(nbytes: int, world_size: int) -> None:
+    parts = [even_part(nbytes, world_size, rank) for rank in range(world_size)]
+    assert [byte for low, high in parts for byte in range(low, high)] == list(range(nbytes))
+    assert all(low % ALIGNMENT_BYTES == 0 for low, high in parts if low < high)
+    sizes = [-(-(high - low) // ALIGNMENT_BYTES) for low, high in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.lists(st.integers(0, 4), max_size=4), st.randoms(use_true_random=False))
+@MORE
+def test_row_major_is_what_torch_calls_contiguous(shape: list[int], order: random.Random) -> None:
+    dimensions = list(range(len(shape)))
+    order.shuffle(dimensions)
+    stride = strides_of(tuple(shape), dimensions)
+    spec = ParameterSpec(("p",), tuple(shape), stride, DTYPES[0], "cpu", True, 0, 0)
+    assert is_row_major(spec) == torch.empty_strided(shape, stride, device="meta").is_contiguous()
+
+
+# -- which bytes -------------------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """Files that count how often each byte is written."""
+
+    def __init__(self, files: list[FilePlan]) -> None:
+        self.files = files
+        self.data = [bytearray(file.header + bytes(file.nbytes - file.data)) for file in files]
+        self.times = [[0] * file.nbytes for file in files]
+
+    def write(self, chunk: Chunk, memory: dict[tuple[str, int], bytes]) -> None:
+        place = chunk.begin
+        for part in chunk.parts:
+            assert part.begin == place
+            data = memory[part.source][part.offset : part.offset + part.nbytes]
+            assert len(data) == part.nbytes > 0
+            self.data[chunk.file][place : place + part.nbytes] = data
+            for byte in range(place, place + part.nbytes):
+                self.times[chunk.file][byte] += 1
+            place += part.nbytes
+        assert place == chunk.begin + chunk.nbytes
+
+
+def values_of(spec: ParameterSpec, itemsize: int) -> tuple[bytes, bytes]:
+    """Return the bytes of a parameter in the order of its memory and in the order of a file; all elements differ."""
+    places = torch.arange(spec.numel).as_strided(spec.shape, spec.stride).reshape(-1) if spec.numel else torch.empty(0)
+    elements = [(1000 * spec.index + place).to_bytes(8, "big")[-itemsize:] for place in range(spec.numel)]
+    return b"".join(elements), b"".join(elements[int(place)] for place in places)
+
+
+def memory_of_bucket(bucket: BucketSpec, layout: Layout, itemsize: int) -> bytes:
+    """Return the bytes of a whole bucket. Padding is 0xEE."""
+    data = bytearray(b"\xee" * (bucket.numel * itemsize))
+    for slot in bucket.slots:
+        inside, _ = values_of(layout.parameters[slot.parameter], itemsize)
+        data[slot.offset * itemsize : slot.end * itemsize] = inside
+    return bytes(data)
+
+
+@given(topologies(), st.sampled_from(["param_dtype", "master_dtype"]), st.sampled_from(BLOCKS), st.integers(1, 3000))
+@MORE
+def test_all_ranks_together_write_every_byte_of_the_tensors_once(
+    topology: Topology, which: str, block_bytes: int, max_bytes: int
+) -> None:
+    layout, writers = topology.layout, topology.writers
+    entries = [TensorEntry(s.name, NAMES[getattr(s.dtypes, which)], s.shape) for s in layout.parameters]
+    files = plan_files("model", entries, {}, max_bytes)
+    disk = Disk(files)
+    for rank in topology.ranks:
+        memory: dict[tuple[str, int], bytes] = {}
+        parts: dict[tuple[str, str], list[Part]] = {}
+        for bucket in layout.buckets:
+            itemsize = bucket.dtypes.itemsize(which)
+            interval = writers.interval(bucket, rank)
+            source = ("bucket", bucket.index)
+            memory[source] = memory_of_bucket(bucket, layout, itemsize)[interval[0] * itemsize : interval[1] * itemsize]
+            for piece in writers.pieces(bucket, rank):
+                spec = layout.parameters[bucket.slots[piece.slot].parameter]
+                if is_row_major(spec):
+                    if piece.numel:
+                        parts["model", spec.name] = [slot_part(source, piece, bucket, interval, itemsize)]
+                elif piece.slot in writers.first_of(bucket, rank):
+                    memory[spec.name, 0] = values_of(spec, itemsize)[1]
+                    parts["model", spec.name] = [Part((spec.name, 0), 0, 0, len(memory[spec.name, 0]))]
+        found = chunks(files, parts, block_bytes)
+        assert [(chunk.file, chunk.begin) for chunk in found] == sorted((chunk.file, chunk.begin) for chunk in found)
+        for chunk in found:
+            assert chunk.begin // block_bytes == (chunk.begin + chunk.nbytes - 1) // block_bytes, "crosses a border"
+            disk.write(chunk, memory)
+    for number, file in enumerate(files):
+        assert disk.times[number] == [0] * file.data + [1] * (file.nbytes - file.data)
+        for entry in file.tensors:
+            spec = layout.parameters[int(entry.name[1:])]
+            written = disk.data[number][file.data + entry.begin : file.data + entry.end]
+            assert written == values_of(spec, getattr(spec.dtypes, which).itemsize)[1], entry
+
+
+def test_neighbours_in_a_file_are_one_chunk_also_from_several_sources() -> None:
+    entries = [TensorEntry(name, "F32", (4,)) for name in "abcd"]
+    (file,) = plan_files("model", entries, {}, 1000)
+    parts = {("model", name): [Part((name, 0), 8, 0, 16)] for name in "abd"}
+    found = chunks([file], parts, 4096)
+    assert [(chunk.begin - file.data, chunk.nbytes, len(chunk.parts)) for chunk in found] == [(0, 32, 2), (48, 16, 1)]
+    assert found[1].parts == (Part(("d", 0), 8, file.data + 48, 16),)
+
+
+def test_a_part_of_several_blocks_is_one_chunk_a_block() -> None:
+    (file,) = plan_files("model", [TensorEntry("a", "U8", (10_000,))], {}, 10**9)
+    found = chunks([file], {("model", "a"): [Part(("a", 0), 7, 100, 9_000)]}, 4096)
+    assert [(c.begin, c.nbytes, c.parts[0].offset) for c in found] == [
+        (4196, 3996, 7),
+        (8192, 4096, 4003),
+        (12288, 908, 8099),
+    ]
+    assert chunks([file], {("optimizer", "a"): [Part(("a", 0), 0, 0, 10)]}, 4096) == []
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+entry_lists = st.lists(st.integers(0, 40), max_size=8).map(
+    lambda sizes: [TensorEntry(f"t{number}", "F32", (size,)) for number, size in enumerate(sizes)]
+)
+
+
+@given(entry_lists, st.integers(1, 300))
+@MORE
+def test_files_hold_whole_tensors_in_order_and_no_more_than_they_may(tensors: list[TensorEntry], most: int) -> None:
+    files = plan_files("averages/ema", tensors, {"a": "b"}, most)
+    assert [(e.name, e.shape) for file in files for e in file.tensors] == [(e.name, e.shape) for e in tensors]
+    for number, file in enumerate(files, start=1):
+        assert file.path == f"averages/ema/ema-{number:05d}-of-{len(files):05d}.safetensors"
+        assert file.folder == "averages/ema"
+        with_bytes = [entry for entry in file.tensors if entry.nbytes]
+        assert file.nbytes - file.data <= most or len(with_bytes) == 1
+        read = parse_header(file.header[8:], file.nbytes)
+        assert (read.data, read.tensors, read.metadata) == (file.data, file.tensors, {"format": "pt", "a": "b"})
+        if number < len(files):
+            assert file.nbytes - file.data + files[number].tensors[0].nbytes > most, "it had room for the next one"
+
+
+def test_a_folder_without_tensors_has_one_file() -> None:
+    (file,) = plan_files("optimizer", [], {"param_groups": "[]"}, 10)
+    assert (file.path, file.tensors) == ("optimizer/optimizer-00001-of-00001.safetensors", ())
+    assert parse_header(file.header[8:], file.nbytes).metadata == {"format": "pt", "param_groups": "[]"}
+    with pytest.raises(FormatError):
+        parse_header(file.header[8:], file.nbytes + 1)
+
+
+def test_nothing_ends_at_two_to_the_31() -> None:
+    large = [TensorEntry("a", "F64", (2**31 + 3, 5)), TensorEntry("b", "BF16", (2**33,)), TensorEntry("c", "F32", ())]
+    (file,) = plan_files("model", large, {}, 2**60)
+    assert [(e.begin, e.end) for e in parse_header(file.header[8:], file.nbytes).tensors] == [
+        (0, 40 * 2**31 + 120),
+        (40 * 2**31 + 120, 40 * 2**31 + 120 + 2**34),
+        (40 * 2**31 + 120 + 2**34, 40 * 2**31 + 124 + 2**34),
+    ]
+    tail = Part(("c", 0), 0, 0, 4)
+    (chunk,) = chunks([file], {("model", "c"): [tail]}, 4 << 20)
+    assert chunk.begin == file.nbytes - 4

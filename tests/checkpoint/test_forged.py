@@ -1,0 +1,213 @@
+"""Whatever the bytes of a checkpoint are, also with right checksums: a named error, no code that runs, no file outside
+its folder that is opened, and no more memory than its files have."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zero import CheckpointError, open_checkpoint
+from zero.checkpoint.format.manifest import NAME, Manifest
+from zero.checkpoint.format.tensorfile import TensorEntry, header_bytes, index_bytes
+from zero.checkpoint.read.reader import Checkpoint
+
+from .saved import INDEX, MODEL, OPTIMIZER, edit_manifest, files_of, forge, rewrite_header, save_trained
+
+EVERYTHING: tuple[Callable[[Checkpoint], Any], ...] = (
+    Checkpoint.verify,
+    Checkpoint.model_state_dict,
+    Checkpoint.optimizer_state_dict,
+    lambda checkpoint: checkpoint.state,
+    lambda checkpoint: checkpoint.rank_state(0),
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_trained(tmp_path_factory.mktemp("checkpoints") / "whole")
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    """Return a copy that a test may change."""
+    return Path(shutil.copytree(whole, tmp_path / "copy"))
+
+
+def recorded(call: Callable[[Checkpoint], Any], folder: Path) -> list[str]:
+    """Return the files that are opened for a call, as the kernel names them, and "an error" if it has one."""
+    found: list[str] = []
+    real = os.open
+
+    def noted(*arguments: Any, **options: Any) -> int:
+        number = real(*arguments, **options)
+        found.append(os.readlink(f"/proc/self/fd/{number}"))
+        return number
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", noted)
+        try:
+            call(open_checkpoint(folder))
+        except CheckpointError:
+            found.append("an error")
+    return found
+
+
+@pytest.mark.parametrize("path", [MODEL, OPTIMIZER, "ranks/rank-00000.safetensors"])
+def test_a_folder_that_is_a_link_is_never_entered(copy: Path, path: str) -> None:
+    folder = (copy / path).parent
+    os.rename(folder, copy.parent / "outside")
+    folder.symlink_to(copy.parent / "outside")
+    with pytest.raises(CheckpointError, match=str(folder)):
+        open_checkpoint(copy).verify()
+    for call in EVERYTHING:
+        opened = recorded(call, copy)
+        assert not any("outside" in name for name in opened)
+
+
+class Payload:
+    """An object whose unpickling makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("path", [MODEL, OPTIMIZER, INDEX, "state.safetensors", "ranks/rank-00000.safetensors", NAME])
+@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+def test_a_pickle_is_never_unpickled(copy: Path, path: str, how: str) -> None:
+    marker = copy.parent / "was unpickled"
+    if how == "pickle":
+        (copy / path).write_bytes(pickle.dumps(Payload(marker)))
+    else:
+        torch.save({"a": Payload(marker)}, copy / path)
+    if path != NAME:
+        forge(copy)
+    for call in EVERYTHING:
+        opened = recorded(call, copy)
+        assert all(name.startswith(str(copy)) for name in opened if name != "an error")
+    assert "an error" in recorded(Checkpoint.verify, copy)
+    assert not marker.exists()
+
+
+def test_only_files_of_the_folder_are_opened(copy: Path) -> None:
+    for call in EVERYTHING:
+        opened = recorded(call, copy)
+        assert opened
+        assert all(name.startswith(str(copy)) for name in opened)
+
+
+def with_index(copy: Path, **changes: str) -> None:
+    placed = dict.fromkeys(open_checkpoint(copy).tensors("model"), MODEL)
+    files: dict[str, list[TensorEntry]] = {}
+    for name, path in {**placed, **changes}.items():
+        files.setdefault(path.removeprefix("model/"), []).append(TensorEntry(name, "F32", ()))
+    (copy / INDEX).write_bytes(index_bytes(files))
+
+
+def tree(text: str) -> Callable[[Path], None]:
+    return lambda copy: rewrite_header(copy / "state.safetensors", tree=text)
+
+
+def add_file(copy: Path, path: str, entries: list[TensorEntry]) -> None:
+    """Add a file with zeros to the checkpoint."""
+    (copy / path).parent.mkdir(exist_ok=True)
+    (copy / path).write_bytes(header_bytes(entries, {}) + bytes(entries[-1].end if entries else 0))
+    manifest = Manifest.from_bytes((copy / NAME).read_bytes())
+    forge(copy, files={**manifest.files, path: manifest.files[MODEL]})
+
+
+def drop_file(copy: Path, path: str) -> None:
+    """Remove a file, also from the manifest."""
+    (copy / path).unlink()
+    files = dict(Manifest.from_bytes((copy / NAME).read_bytes()).files)
+    forge(copy, files={name: sums for name, sums in files.items() if name != path})
+
+
+A = TensorEntry("a", "F32", (1,))
+FORGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "an index that names another file": (
+        lambda copy: with_index(copy, scale="other.safetensors"),
+        r"index\.json does not name the files",
+    ),
+    "an index that lacks a tensor": (
+        lambda copy: (copy / INDEX).write_bytes(index_bytes({})),
+        r"index\.json does not name the files",
+    ),
+    "an index that leaves the folder": (
+        lambda copy: with_index(copy, scale="../optimizer/x"),
+        r"index\.json: 'scale' lies in '\.\./optimizer/x', which is no name",
+    ),
+    "no index": (lambda copy: drop_file(copy, INDEX), r"has no model/model\.safetensors\.index\.json"),
+    "no model": (lambda copy: drop_file(copy, MODEL), r"index\.json does not name the files"),
+    "no state": (lambda copy: drop_file(copy, "state.safetensors"), r"has no state\.safetensors"),
+    "a tensor in two files": (
+        lambda copy: add_file(copy, "model/x.safetensors", [replace(A, name="scale")]),
+        r"'scale' is in model/.* and in model/x\.safetensors",
+    ),
+    "a state of no parameter": (
+        lambda copy: add_file(copy, "optimizer/x.safetensors", [replace(A, name="state.nothing.exp_avg")]),
+        "'state.nothing.exp_avg' is the state of no parameter",
+    ),
+    "master weights of no parameter": (
+        lambda copy: add_file(copy, "masters/x.safetensors", [A]),
+        "'a' has master weights, but is in no param group",
+    ),
+    "a second name of no tensor": (lambda copy: rewrite_header(copy / MODEL, x="y"), "'x' is another name of 'y'"),
+    "a tree that is no JSON": (tree("{"), r"state\.safetensors: its tree is not JSON"),
+    "a tree of a list": (tree("[]"), r"state\.safetensors: it has no tree of values by name"),
+    "a tree of null": (tree("null"), r"state\.safetensors: it has no tree of values by name"),
+    "a tree with an unknown tag": (tree('{"a":{"$object":"os.system"}}'), r"has the unknown tag '\$object'"),
+    "a tree with a missing tensor": (tree('{"a":{"$tensor":"b"}}'), "a saved state cannot be read"),
+    "values that are no JSON": (lambda copy: rewrite_header(copy / OPTIMIZER, values="]"), "its values is not JSON"),
+    "values that are a list": (lambda copy: rewrite_header(copy / OPTIMIZER, values="[]"), "its values have no names"),
+    "values of no parameter": (
+        lambda copy: rewrite_header(copy / OPTIMIZER, values='{"state.x.y":1}'),
+        "'state.x.y' is the state of no parameter",
+    ),
+    "options with an unknown tag": (
+        lambda copy: edit_manifest(copy, param_groups=[{"lr": {"$": 1}, "params": []}]),
+        r"checkpoint\.json: a saved state has the unknown tag",
+    ),
+    "a path outside": (
+        lambda copy: edit_manifest(copy, files={"../outside": {"bytes": 0, "crc32": []}}),
+        r"checkpoint\.json: '\.\./outside' is not a path inside a checkpoint",
+    ),
+    "a block of 2^60 bytes": (lambda copy: edit_manifest(copy, block_bytes=2**60), "is not from 0 to 1073741824"),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_forged_checkpoint_is_a_checkpoint_error(copy: Path, what: str) -> None:
+    change, why = FORGED[what]
+    change(copy)
+    if not what.startswith(("options", "a path", "a block")):
+        forge(copy)
+    errors: list[str] = []
+    for call in EVERYTHING:
+        try:
+            call(open_checkpoint(copy))
+        except CheckpointError as error:
+            errors.append(str(error))
+    assert any(re.search(why, error) for error in errors), errors
+
+
+def test_a_large_claimed_block_allocates_no_more_than_the_file(copy: Path) -> None:
+    forge(copy, block_bytes=1 << 30)
+    limit = {path: (copy / path).stat().st_size for path in files_of(copy)}
+    checkpoint = open_checkpoint(copy)
+    for path in checkpoint.manifest.files:
+        with checkpoint.file(path) as reader:
+            assert len(reader.read(0, min(1, limit[path]))) <= 1
+            assert len(reader._keep(0)) == limit[path]
+    checkpoint.verify()

@@ -1,0 +1,172 @@
+"""Checkpoints that cannot be restored: every rank raises one error that names what, and where, and nothing changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from collectives import Transport, on_threads
+from zero import CheckpointError, CheckpointManager, ZeroOptimizer, open_checkpoint
+
+from .saves import Training
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the checkpoints 100 and 200, written by three ranks."""
+    folder = tmp_path_factory.mktemp("run")
+
+    def program(transport: Transport) -> None:
+        training = Training(transport, 2)
+        with CheckpointManager(folder, training.optimizer) as checkpoints:
+            for step in (100, 200):
+                training.step(step)
+                checkpoints.save(step, {"n": step}, {"rank": transport.rank}, blocking=True)
+
+    on_threads(3, program)
+    return folder
+
+
+@pytest.fixture
+def copied(run: Path, tmp_path: Path) -> Path:
+    for path in run.rglob("*"):
+        target = tmp_path / path.relative_to(run)
+        target.mkdir() if path.is_dir() else target.write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def no_change(path: Path) -> None:
+    pass
+
+
+def newer(path: Path) -> None:
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    (path / "checkpoint.json").write_text(json.dumps({**manifest, "version": 2}))
+
+
+def flipped(path: Path) -> None:
+    file = path / "optimizer" / "optimizer-00001-of-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-200] ^= 4
+    file.write_bytes(data)
+
+
+def cut_off(path: Path) -> None:
+    file = path / "model" / "model-00001-of-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def gone(path: Path) -> None:
+    (path / "state.safetensors").unlink()
+
+
+def linked(path: Path) -> None:
+    file = path / "state.safetensors"
+    file.rename(path.parent / "elsewhere")
+    file.symlink_to(path.parent / "elsewhere")
+
+
+def same(transport: Transport) -> ZeroOptimizer:
+    return Training(transport, 1).optimizer
+
+
+def other_model(transport: Transport) -> ZeroOptimizer:
+    model = Training(None, 0).model
+    model.last = nn.Linear(13, 5)
+    return ZeroOptimizer(model, torch.optim.AdamW, process_group=transport, lr=1e-2)
+
+
+def fewer_parameters(transport: Transport) -> ZeroOptimizer:
+    model = Training(None, 0).model
+    del model.unused
+    return ZeroOptimizer(model, torch.optim.AdamW, process_group=transport, lr=1e-2)
+
+
+def other_class(transport: Transport) -> ZeroOptimizer:
+    return Training(transport, 1, torch.optim.SGD).optimizer
+
+
+CASES: dict[str, tuple[Callable[[Path], None], Callable[[Transport], ZeroOptimizer], dict[str, Any], str]] = {
+    "newer version": (newer, same, {}, r"checkpoint\.json: .*version 2.*; older steps: 100"),
+    "one bit": (
+        flipped,
+        same,
+        {},
+        r"optimizer-00001-of-00001\.safetensors is broken at block 0 \(.*\); older steps: 100",
+    ),
+    "cut off": (
+        cut_off,
+        same,
+        {},
+        r"model-00001-of-00001\.safetensors has [\d,]+ bytes instead of .*; older steps: 100",
+    ),
+    "a file is gone": (gone, same, {}, r"state\.safetensors cannot be read \(No such file.*; older steps: 100"),
+    "a link": (linked, same, {}, r"state\.safetensors cannot be read"),
+    "another shape": (
+        no_change,
+        other_model,
+        {},
+        r"'last\.weight' has shape \(7, 13\) in the checkpoint, but \(5, 13\)",
+    ),
+    "another model": (no_change, fewer_parameters, {}, r"the model has no 'unused', which the checkpoint has"),
+    "another class": (no_change, other_class, {}, r"was trained by torch\.optim\.adamw\.AdamW, but this optimizer is"),
+    "other ranks": (
+        no_change,
+        same,
+        {"rank_state": {"rank": 0}},
+        r"rank_state was saved for 3 ranks, and here are 2: pass reshard=",
+    ),
+    "a key": (no_change, same, {"state": {"scaler": 1}}, r"state\['scaler'\] was not saved: the checkpoint has 'n'"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.by_default
+def test_what_cannot_be_restored_is_named_on_every_rank_and_nothing_changes(case: str, copied: Path) -> None:
+    damage, build, arguments, words = CASES[case]
+    damage(copied / "step-00000200")
+
+    def program(transport: Transport) -> str:
+        optimizer = build(transport)
+        before = optimizer.check_replicas()
+        with CheckpointManager(copied, optimizer) as checkpoints:
+            with pytest.raises(ValueError, match=words) as caught:
+                checkpoints.restore(200, **arguments)
+            assert (optimizer.check_replicas(), len(optimizer.state)) == (before, 0)
+            assert damage is no_change or isinstance(caught.value, CheckpointError)
+        return str(caught.value)
+
+    first, second = on_threads(2, program)
+    assert first.removeprefix("rank 0: ") == second.removeprefix("rank 0: ")
+    if damage in (flipped, cut_off, gone):
+        training = Training(None, 0)
+        with CheckpointManager(copied, training.optimizer) as checkpoints:
+            with pytest.warns(RuntimeWarning, match=r"step-00000200.*; step-00000100 is tried instead") as warned:
+                restored = checkpoints.restore()
+            assert restored is not None
+            assert (restored.step, restored.state) == (100, {"n": 100})
+        assert {found.filename for found in warned} == {__file__}
+
+
+def test_a_checkpoint_of_before_the_first_step_is_whole_and_can_be_restored(tmp_path: Path) -> None:
+    def program(transport: Transport) -> str:
+        training = Training(transport, 2)
+        with CheckpointManager(tmp_path, training.optimizer) as checkpoints:
+            checkpoints.save(0, blocking=True)
+            before = training.optimizer.check_replicas()
+            training.step(0)
+            checkpoints.restore(0)
+            assert training.optimizer.check_replicas() == before
+            assert len(training.optimizer.state) == 0
+        return before
+
+    on_threads(2, program)
+    found = open_checkpoint(tmp_path / "step-00000000")
+    found.verify()
+    assert found.optimizer_state_dict()["state"] == {}

@@ -1,0 +1,406 @@
+"""The gate before an update: what is committed is the state at `save`, whatever follows, at any speed of the disk.
+
+Every checkpoint here is compared with one that `zero.save` has written before training went on: its content, which
+names every byte of every file, and each rank's own file.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from collectives import Transport, on_threads
+from zero import CheckpointManager, MixedPrecision, Offload
+from zero.checkpoint.format.extents import Chunk, Part
+from zero.checkpoint.write.save_thread import Saving
+from zero.checkpoint.write.snapshot import Snapshot
+
+from ..pool import GlooPool
+from .saves import PATIENCE, Taker, Training, own_file, small_blocks
+
+ALL = 10**6
+BF16 = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
+
+
+def committed_is_saved(
+    folder: Path,
+    taker: Taker,
+    training: Training,
+    follows: Callable[[Training, int], None],
+    counts: Sequence[int] = (),
+    **arguments: Any,
+) -> int:
+    """Save again and again while the thread may take no chunk, one, two ..., and let ``follows`` change everything.
+
+    ``counts``: how many it may take; by default each number of them. Returns how many chunks a save of this rank has.
+    """
+    rank = training.rank
+    training.step(0)
+    with CheckpointManager(folder / "asynchronous", training.optimizer, **arguments) as checkpoints:
+        taker.allow(rank, ALL)
+        saving = checkpoints.save(0, {"n": 0, "t": torch.arange(0)}, {"rank": rank})
+        assert saving is not None
+        saving.result(PATIENCE)
+        total = taker.taken(rank)
+        most = max(int(data) for data in training.optimizer.exchange(str(total).encode()))
+        for number, count in enumerate(counts or range(most + 1), start=1):
+            path = folder / f"blocking-{number}"
+            state = {"n": number, "t": torch.arange(number)}
+            expected = zero.save(path, training.optimizer, state, {"rank": rank}, step=number).result()
+            taker.allow(rank, count if count < total else ALL)
+            saving = checkpoints.save(number, state, {"rank": rank})
+            assert saving is not None
+            taker.wait_until(rank, min(count, total))
+            follows(training, number)
+            taker.allow(rank, None)
+            assert saving.result(PATIENCE) == expected, f"{count} of {total} chunks were taken before"
+            assert own_file(saving.path, rank) == own_file(path, rank)
+    return total
+
+
+def one_step(training: Training, number: int) -> None:
+    training.step(number)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.by_default("0-2", "1-3", "2-1", "3-2")
+def test_a_step_changes_nothing_of_a_save_of_which_the_disk_has_taken_none_one_some_or_all(
+    stage: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_blocks(monkeypatch, 1024)
+    taker = Taker(monkeypatch)
+
+    def program(transport: Transport) -> int:
+        training = Training(transport, stage)
+        return committed_is_saved(tmp_path, taker, training, one_step, [0, 1, 7, ALL])
+
+    assert min(on_threads(world_size, program)) > 8
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.full
+def test_a_step_changes_nothing_of_a_save_whatever_the_disk_has_taken(
+    stage: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_blocks(monkeypatch, 1024)
+    taker = Taker(monkeypatch)
+    on_threads(world_size, lambda t: committed_is_saved(tmp_path, taker, Training(t, stage), one_step))
+
+
+def in_processes(group: Any, rank: int, stage: int, folder: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        small_blocks(patch, 1024)
+        taker = Taker(patch)
+        return committed_is_saved(Path(folder), taker, Training(group, stage), one_step, [0, 1, 7, ALL])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.full
+def test_it_is_on_real_processes(gloo: GlooPool, stage: int, tmp_path: Path) -> None:
+    assert min(gloo.run(in_processes, stage, str(tmp_path), ranks=(0, 1, 2))) > 8
+
+
+def two_steps_with_a_clip(training: Training, number: int) -> None:
+    for step in (number, number + 1):
+        training.backward(step)
+        training.optimizer.clip_grad_norm_(0.1)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+
+def edits_in_place(training: Training, number: int) -> None:
+    with training.optimizer.gathered(write=True), torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.add_(number)
+        training.model.get_buffer("offset").mul_(2)
+    training.step(number)
+
+
+def edits_without_asking(training: Training, number: int) -> None:
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.data.add_(number)
+    for group in training.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def loads_a_dict(training: Training, number: int) -> None:
+    older = training.plain()
+    for state in older["state"].values():
+        state["exp_avg"] = state["exp_avg"] + number
+        state["step"] = state["step"] + number
+    training.optimizer.load_state_dict(older)
+    training.step(number)
+
+
+def adds_a_group(training: Training, number: int) -> None:
+    training.model.register_parameter(f"late_{number}", nn.Parameter(torch.full((7,), float(number))))
+    training.optimizer.add_param_group({"params": [getattr(training.model, f"late_{number}")]})
+    training.step(number)
+
+
+def closes(training: Training, number: int) -> None:
+    training.optimizer.close()
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.fill_(number)
+
+
+def calls_without_a_step(training: Training, number: int) -> None:
+    training.plain()
+    training.optimizer.check_replicas()
+    with training.optimizer.gathered():
+        pass
+    training.step(number)
+
+
+EVENTS = {
+    "two steps and a clip": (two_steps_with_a_clip, [2, 3]),
+    "edits in gathered": (edits_in_place, [0, 3]),
+    "edits without asking": (edits_without_asking, [0, 2]),
+    "load_state_dict": (loads_a_dict, [0, 3]),
+    "add_param_group": (adds_a_group, [1, 2]),  # stage 3 takes no parameter that its module did not have
+    "close": (closes, [1, 3]),
+    "other calls": (calls_without_a_step, [1, 3]),
+}
+
+
+@pytest.mark.parametrize(
+    ("event", "stage"), [(event, stage) for event, (_, stages) in EVENTS.items() for stage in stages]
+)
+@pytest.mark.by_default(
+    "edits in gathered-3",
+    "edits without asking-0",
+    "load_state_dict-3",
+    "add_param_group-2",
+    "close-3",
+)
+def test_whatever_follows_changes_nothing_of_a_save(
+    event: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_blocks(monkeypatch, 1024)
+    taker = Taker(monkeypatch)
+    follows = EVENTS[event][0]
+    counts = [5] if event == "close" else [0, 6]
+
+    def program(transport: Transport) -> None:
+        committed_is_saved(tmp_path, taker, Training(transport, stage), follows, counts)
+
+    on_threads(2, program)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("kind", ["bf16", "disk", "bf16 on disk"])
+@pytest.mark.by_default("disk-1", "bf16 on disk-3")
+def test_master_weights_and_states_on_disk_are_those_at_the_save(
+    kind: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_blocks(monkeypatch, 1024)
+    taker = Taker(monkeypatch)
+    arguments: dict[str, Any] = {}
+    if "bf16" in kind:
+        arguments["mixed_precision"] = BF16
+    if "disk" in kind:
+        (tmp_path / "states").mkdir()
+        arguments["offload"] = Offload(states=tmp_path / "states")
+
+    def follows(training: Training, number: int) -> None:
+        (one_step, edits_in_place, loads_a_dict)[number % 3](training, number)
+
+    def program(transport: Transport) -> None:
+        training = Training(transport, stage, **arguments)
+        committed_is_saved(tmp_path, taker, training, follows, [0, 0, 0, 4])
+
+    on_threads(2, program)
+
+
+def test_a_second_save_right_after_the_first_is_of_its_own_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_blocks(monkeypatch)
+    taker = Taker(monkeypatch)
+
+    def program(transport: Transport) -> None:
+        training, rank = Training(transport, 2), transport.rank
+        with CheckpointManager(tmp_path / "a", training.optimizer) as checkpoints:
+            found: list[Saving] = []
+            expected = []
+            for number in range(3):
+                training.step(number)
+                expected.append(zero.save(tmp_path / str(number), training.optimizer).result())
+                taker.allow(rank, 3)
+                saving = checkpoints.save(number)
+                assert saving is not None
+                found.append(saving)
+                taker.wait_until(rank, 3)
+                training.step(number + 100)
+                taker.allow(rank, None)  # the next save waits for this one
+            assert [saving.result(PATIENCE) for saving in found] == expected
+
+    on_threads(2, program)
+
+
+# -- limits of memory --------------------------------------------------------------------------------------------------
+
+
+class Stepping:
+    """Holds each thread before its first chunk until the step of its rank asks for the first bucket."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: int | None = None) -> None:
+        self._asked: dict[int, threading.Event] = {}
+        before_update, take = Snapshot.before_update, Snapshot.take
+
+        def asked(this: Snapshot, bucket: int) -> None:
+            self._event(this).set()
+            before_update(this, bucket)
+
+        def taken(this: Snapshot, chunk: Chunk, out: Tensor) -> None:
+            if threading.current_thread().name.startswith("zero-checkpoint"):
+                assert self._event(this).wait(PATIENCE), "no step came"
+                if fails is not None:
+                    raise OSError(fails, "of the test")
+            take(this, chunk, out)
+
+        monkeypatch.setattr(Snapshot, "before_update", asked)
+        monkeypatch.setattr(Snapshot, "take", taken)
+
+    def _event(self, this: Snapshot) -> threading.Event:
+        return self._asked.setdefault(id(this), threading.Event())
+
+
+@pytest.mark.parametrize("staging_mb", [0, 0.001])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.by_default("1-0", "3-0.001")
+def test_a_step_that_may_copy_little_waits_for_the_disk(
+    stage: int, staging_mb: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_blocks(monkeypatch)
+    taker = Taker(monkeypatch)
+    Stepping(monkeypatch)
+
+    def program(transport: Transport) -> float:
+        training = Training(transport, stage, mixed_precision=BF16)
+        taker.ranks[threading.get_ident()] = transport.rank
+        training.step(0)
+        with CheckpointManager(tmp_path / "a", training.optimizer, staging_mb=staging_mb) as checkpoints:
+            blocked = 0.0
+            for number in range(1, 4):
+                expected = zero.save(tmp_path / str(number), training.optimizer).result()
+                saving = checkpoints.save(number)
+                assert saving is not None
+                began = saving.blocked_ms
+                training.step(number)
+                blocked += saving.blocked_ms - began
+                assert saving.result(PATIENCE) == expected
+        return blocked
+
+    assert min(on_threads(2, program)) > 0
+    assert max(taker.peak.values()) <= staging_mb * 1e6
+
+
+@pytest.mark.filterwarnings("ignore:the save of step 1 has failed:RuntimeWarning")
+@pytest.mark.parametrize("staging_mb", [None, 0])
+def test_an_error_of_the_thread_never_blocks_a_step(
+    staging_mb: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_blocks(monkeypatch)
+    Stepping(monkeypatch, fails=errno.EIO)
+
+    def program(transport: Transport) -> tuple[str, str]:
+        plain, training = Training(transport, 1), Training(transport, 1)
+        checkpoints = CheckpointManager(tmp_path / "a", training.optimizer, staging_mb=staging_mb)
+        plain.step(0)
+        training.step(0)
+        saving = checkpoints.save(1)
+        assert saving is not None
+        for number in (1, 2):
+            plain.step(number)
+            training.step(number)
+        with pytest.raises(RuntimeError, match=r"rank \d could not save .*step-00000001: OSError: .*of the test"):
+            saving.result(PATIENCE)
+        checkpoints.close()
+        return plain.optimizer.check_replicas(), training.optimizer.check_replicas()
+
+    assert len({bits for pair in on_threads(2, program) for bits in pair}) == 1
+    assert sorted(entry.name for entry in (tmp_path / "a").iterdir()) == [".lock"]
+
+
+# -- the gate itself ---------------------------------------------------------------------------------------------------
+
+
+def chunk_of(*parts: tuple[str, int, int, int]) -> Chunk:
+    """Return a chunk of (name, bucket, offset, bytes)."""
+    return Chunk(0, 0, tuple(Part((name, bucket), offset, 0, nbytes) for name, bucket, offset, nbytes in parts))
+
+
+def test_an_update_waits_for_the_copy_of_its_own_bucket_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = {("m", bucket): torch.full((4,), bucket, dtype=torch.uint8) for bucket in (0, 1)}
+    chunks = [chunk_of(("m", 0, 0, 4)), chunk_of(("m", 1, 0, 4))]
+    made = Snapshot({}, {key: (key[1], lambda value=value: value) for key, value in live.items()}, chunks)  # type: ignore[misc]
+    copying, go_on, waiting = threading.Event(), threading.Event(), threading.Event()
+    order: list[str] = []
+    concatenate, wait_for = np.concatenate, made._changed.wait_for
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        copying.set()
+        assert go_on.wait(PATIENCE)
+        order.append("copied")
+        return concatenate(*arguments, **options)
+
+    def noted_wait(holds: Callable[[], bool], timeout: float | None = None) -> bool:
+        if not holds():
+            waiting.set()
+        return wait_for(holds, PATIENCE)
+
+    monkeypatch.setattr(made._changed, "wait_for", noted_wait)
+    out = torch.zeros(4, dtype=torch.uint8)
+    monkeypatch.setattr(np, "concatenate", slow)
+    thread = threading.Thread(target=made.take, args=(chunks[0], out))
+    thread.start()
+    assert copying.wait(PATIENCE)
+    made.before_update(1)
+    live["m", 1].fill_(9)
+    assert not waiting.is_set()
+
+    def update() -> None:
+        made.before_update(0)
+        order.append("updated")
+        live["m", 0].fill_(9)
+
+    updating = threading.Thread(target=update)
+    updating.start()
+    assert waiting.wait(PATIENCE)
+    go_on.set()
+    thread.join(PATIENCE)
+    updating.join(PATIENCE)
+    assert order == ["copied", "updated"]
+    assert out.tolist() == [0] * 4
+    made.take(chunks[1], out)
+    assert out.tolist() == [1] * 4
+
+
+def test_copies_are_dropped_as_soon_as_they_were_taken() -> None:
+    source = torch.arange(8, dtype=torch.uint8)
+    chunks = [chunk_of(("m", 3, 0, 4)), chunk_of(("m", 3, 4, 4))]
+    made = Snapshot({}, {("m", 3): (3, lambda: source)}, chunks, staging_bytes=8)
+    out = torch.zeros(4, dtype=torch.uint8)
+    made.take(chunks[0], out)
+    made.before_update(3)
+    source.fill_(9)
+    assert made._copied == 8
+    made.take(chunks[1], out)
+    assert out.tolist() == [4, 5, 6, 7]
+    assert (made._copied, made._staged) == (0, {})
+    made.before_update(3)
+    assert made._copied == 0, "nothing is left to take"

@@ -1,0 +1,359 @@
+"""Headers and indices of safetensors files: safetensors reads what is written here, and the reader here takes and
+refuses what safetensors' own reader takes and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from hypothesis import settings
+from safetensors import safe_open
+from safetensors.torch import load_file
+from safetensors.torch import save as save_bytes
+from torch import Tensor
+
+from zero.checkpoint.format.tensorfile import (
+    DTYPES,
+    LONGEST_HEADER,
+    NAMES,
+    PAGE,
+    FormatError,
+    Header,
+    TensorEntry,
+    header_bytes,
+    header_length,
+    index_bytes,
+    parse_header,
+    parse_index,
+)
+
+from ..plain import assert_same_bits, bits
+
+MORE = settings(max_examples=10 * settings().max_examples)
+STRICTER = {
+    "a name occurs twice in one object": r"its header has '.*' twice",
+    "the header does not begin with '{'": r"its header is not a JSON object",
+    "an entry has a further field, or is no object": r"is not a JSON object of dtype, shape and data_offsets",
+    "the dtype's name is inside an object, or torch has no such dtype": r"has dtype .*, which cannot be read here",
+    "more elements than memory can have, beside a dimension of 0": r"which no tensor has|whole numbers from 0 on",
+}
+"""What this library refuses, although safetensors' own reader takes it, and the error that says so."""
+
+
+def tensors() -> dict[str, Tensor]:
+    """Return a tensor of every dtype and of every kind of shape, with other bits each."""
+    found = {"scalar": torch.tensor(-0.0), "empty": torch.empty(0, 3, 0), 'text ä"\\\n': torch.ones(2, 1)}
+    for name, dtype in DTYPES.items():
+        nbytes = 15 * dtype.itemsize
+        data = torch.arange(nbytes, dtype=torch.uint8)
+        found[name] = (data % 2 == 1 if dtype is torch.bool else (data * 7).view(dtype)).view(3, 5)
+    return found
+
+
+def entries_of(named: dict[str, Tensor]) -> list[TensorEntry]:
+    entries, end = [], 0
+    for name, tensor in named.items():
+        entries.append(TensorEntry(name, NAMES[tensor.dtype], tuple(tensor.shape), end))
+        end = entries[-1].end
+    return entries
+
+
+def file_of(named: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
+    data = b"".join(bytes(bits(tensor).tolist()) for tensor in named.values())
+    return header_bytes(entries_of(named), metadata) + data
+
+
+def with_header(text: bytes, data: bytes = b"") -> bytes:
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def ours(file: bytes) -> Header:
+    """Read a header as this library does."""
+    length = header_length(file[:8], len(file))
+    return parse_header(file[8 : 8 + length], len(file))
+
+
+def theirs(file: bytes) -> dict[str, Any] | None:
+    """Return what safetensors' own reader finds, by name; None if it refuses the file."""
+    try:
+        return dict(safetensors.deserialize(file))  # type: ignore[no-untyped-call]
+    except safetensors.SafetensorError:
+        return None
+
+
+def assert_both_agree(file: bytes) -> None:
+    """Assert that both readers refuse a file, or find the same in it, but for `STRICTER`."""
+    expected = theirs(file)
+    found, why = None, ""
+    try:
+        found = ours(file)
+    except FormatError as error:
+        why = str(error)
+    if found is None:
+        assert expected is None or any(re.search(known, why) for known in STRICTER.values()), why
+        return
+    assert expected is not None, f"safetensors refuses it: {file!r}"
+    read = {
+        entry.name: (entry.dtype, list(entry.shape), file[found.data + entry.begin : found.data + entry.end])
+        for entry in found.tensors
+    }
+    assert read == {name: (each["dtype"], each["shape"], bytes(each["data"])) for name, each in expected.items()}
+    assert found.nbytes == len(file)
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+
+
+def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    named, metadata = tensors(), {"tied": "kept", "ä": "ö\n\0"}
+    path.write_bytes(file_of(named, metadata))
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt", **metadata}
+        assert set(file.keys()) == set(named)
+        for name, tensor in named.items():
+            assert_same_bits(file.get_tensor(name), tensor, name)
+    for name, tensor in load_file(path).items():
+        assert_same_bits(tensor, named[name], name)
+
+
+def test_what_is_written_is_read_here_too_and_the_data_begins_at_a_page() -> None:
+    named = tensors()
+    file = file_of(named, {"tied": "kept"})
+    found = ours(file)
+    assert found.data % PAGE == 0
+    assert list(found.tensors) == entries_of(named)
+    assert found.metadata == {"format": "pt", "tied": "kept"}
+    assert_both_agree(file)
+
+
+def test_what_safetensors_writes_is_read_here() -> None:
+    named = {name: tensor for name, tensor in tensors().items() if name != "F8_E8M0"}  # it reads it, but cannot write
+    file = save_bytes(named, {"a": "b"})
+    found = ours(file)
+    assert found.metadata == {"a": "b"}
+    assert {entry.name for entry in found.tensors} == set(named)
+    for entry in found.tensors:
+        data = bytearray(file[found.data + entry.begin : found.data + entry.end])
+        read = torch.frombuffer(data, dtype=DTYPES[entry.dtype]) if data else torch.empty(0)
+        assert_same_bits(read.view(entry.shape), named[entry.name], entry.name)
+
+
+def test_a_file_without_tensors_is_one_too() -> None:
+    assert ours(file_of({}, {})) == Header(PAGE, (), {"format": "pt"})
+    assert theirs(file_of({}, {})) == {}
+    assert ours(with_header(b"{}")) == Header(10, (), {})
+
+
+def test_two_tensors_of_one_name_cannot_be_written() -> None:
+    with pytest.raises(ValueError, match="two tensors of a file have one name"):
+        header_bytes([TensorEntry("a", "F32", ()), TensorEntry("a", "F32", (), 4)], {})
+
+
+def test_a_header_that_no_reader_takes_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LONGEST_HEADER == 100_000_000
+    monkeypatch.setattr("zero.checkpoint.format.tensorfile.LONGEST_HEADER", 5000)
+    assert len(header_bytes([], {"a": "a" * 4000})) == PAGE
+    with pytest.raises(ValueError, match="the header of 0 tensors has 8,184 bytes: at most 5,000"):
+        header_bytes([], {"a": "a" * 4100})
+
+
+# -- malformed files ---------------------------------------------------------------------------------------------------
+
+ONE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+
+
+def test_a_file_that_ends_anywhere_is_refused() -> None:
+    file = with_header(ONE, bytes(4))
+    assert ours(file).tensors == (TensorEntry("a", "F32", (1,)),)
+    for length in range(len(file)):
+        assert_both_agree(file[:length])
+        with pytest.raises(FormatError):
+            ours(file[:length])
+    with pytest.raises(FormatError, match="it has 67 bytes instead of 66"):
+        ours(file + b"\0")
+    assert_both_agree(file + b"\0")
+
+
+@pytest.mark.parametrize("length", [LONGEST_HEADER + 1, 2**60, 2**63, 2**64 - 1])
+def test_a_header_is_never_longer_than_its_limit_or_its_file(length: int) -> None:
+    first = length.to_bytes(8, "little")
+    for nbytes in (8, 2**62):
+        with pytest.raises(FormatError, match="at most 100,000,000 are read"):
+            header_length(first, nbytes)
+    with pytest.raises(FormatError, match="does not fit into its 100 bytes"):
+        header_length((93).to_bytes(8, "little"), 100)
+    assert theirs(first + bytes(100)) is None
+
+
+def entry(dtype: str = '"F32"', shape: str = "[1]", offsets: str = "[0,4]") -> str:
+    return f'{{"dtype":{dtype},"shape":{shape},"data_offsets":{offsets}}}'
+
+
+HUGE = str(2**63)
+DEEP = "[" * 200_000
+MALFORMED = {
+    "nothing": "",
+    "no object": "[]",
+    "a number": "1",
+    "a space in front": " {}",
+    "a byte order mark": "\ufeff{}",
+    "a text behind": "{} x",
+    "a comma too many": '{"a":' + entry() + ",}",
+    "single quotes": "{'a':1}",
+    "no value": '{"a"}',
+    "an entry that is a number": '{"a":1}',
+    "an entry that is null": '{"a":null}',
+    "an entry that is a list": '{"a":["F32",[1],[0,4]]}',
+    "an entry without fields": '{"a":{}}',
+    "no dtype": '{"a":{"shape":[1],"data_offsets":[0,4]}}',
+    "no shape": '{"a":{"dtype":"F32","data_offsets":[0,4]}}',
+    "no offsets": '{"a":{"dtype":"F32","shape":[1]}}',
+    "a further field": '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"more":1}}',
+    "a field twice": '{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+    "a name twice": '{"a":' + entry() + ',"a":' + entry() + "}",
+    "a name twice, escaped": '{"a":' + entry() + ',"\\u0061":' + entry() + "}",
+    "metadata twice": '{"__metadata__":{},"__metadata__":{}}',
+    "a name of the metadata twice": '{"__metadata__":{"a":"b","a":"c"}}',
+    **{f"metadata {value}": f'{{"__metadata__":{value}}}' for value in ("null", "1", "0", "[]", '""', "false", "[[]]")},
+    **{f"metadata of {value}": f'{{"__metadata__":{{"a":{value}}}}}' for value in ("null", "1", "true", "[]", "{}")},
+    **{
+        f"dtype {value}": f'{{"a":{entry(dtype=value)}}}'
+        for value in ('"F99"', '"f32"', '""', '"F4"', '"F6_E2M3"', "null", "1", "[]", "{}", '["F32"]', '{"F32":null}')
+    },
+    **{
+        f"shape {value}": f'{{"a":{entry(shape=value)}}}'
+        for value in (
+            *("[-1]", "[-0]", "[1.0]", "[1e0]", "[true]", "[null]", '["1"]', "[[1]]", "1", "null", "{}", '"1"'),
+            *("[2]", "[0]", "[]", "[1,1]", "[01]", "[+1]", "[1,]", "[NaN]", "[Infinity]", "[1e400]", f"[{HUGE}]"),
+            *(f"[{2**64 - 1}]", f"[{2**64}]", f"[{'1' * 5000}]", f"[{HUGE},2]", f"[{2**62},{2**62},{2**62}]"),
+        )
+    },
+    **{
+        f"no elements, shape {value}": f'{{"a":{entry(shape=value, offsets="[0,0]")}}}'
+        for value in ("[0]", "[-0]", f"[0,{HUGE}]", f"[0,{2**64}]", f"[{2**62},{2**62},0]", f"[0,{2**62},{2**62}]")
+    },
+    **{
+        f"offsets {value}": f'{{"a":{entry(offsets=value)}}}'
+        for value in (
+            *("[0,3]", "[0,5]", "[4,8]", "[4,0]", "[1,5]", "[-4,0]", "[-0,4]", "[0.0,4]", "[0,4.0]", "[false,4]"),
+            *("[0]", "[]", "[0,4,4]", "4", "null", "{}", '["0","4"]', f"[{HUGE},{2**63 + 4}]", f"[0,{2**64 + 4}]"),
+        )
+    },
+    "entries that overlap": '{"a":' + entry() + ',"b":' + entry() + "}",
+    "entries that overlap by half": '{"a":' + entry() + ',"b":' + entry(offsets="[2,6]") + "}",
+    "entries with a gap": '{"a":' + entry() + ',"b":' + entry(offsets="[8,12]") + "}",
+    "a hole at the beginning": '{"a":' + entry(offsets="[4,8]") + "}",
+    "a lone surrogate in a name": '{"\\ud800":' + entry() + "}",
+    "a lone surrogate in a text": '{"__metadata__":{"a":"\\udc00"}}',
+    "surrogates in a wrong order": '{"__metadata__":{"a":"\\udc00\\ud800"}}',
+    "half an escape": '{"__metadata__":{"a":"\\u00"}}',
+    "an unknown escape": '{"__metadata__":{"a":"\\x"}}',
+    "a control character": '{"__metadata__":{"a":"\n"}}',
+    "an end of the text": '{"__metadata__":{"a":"b',
+    "objects without end": DEEP,
+    "a deep shape": '{"a":' + entry(shape=DEEP + "]" * len(DEEP)) + "}",
+}
+WELL_FORMED = {
+    "one": ONE.decode(),
+    "spaces": "{ }  \n\t\r",
+    "an escaped name": '{"\\u0061\\n\\ud83d\\ude00":' + entry() + "}",
+    "no name": '{"":' + entry() + "}",
+    "two in another order": '{"b":' + entry(offsets="[4,8]") + ',"a":' + entry() + "}",
+    "an empty one between two": '{"b":'
+    + entry(offsets="[4,8]")
+    + ',"c":'
+    + entry(shape="[0]", offsets="[4,4]")
+    + ',"a":'
+    + entry()
+    + "}",
+    "text as metadata": '{"__metadata__":{"a":"b","c":"[]"}}',
+}
+
+
+def nbytes_of(text: str) -> int:
+    """Return the bytes of data that a header's largest plausible offset asks for."""
+    return max((int(end) for end in re.findall(r",(\d{1,2})\]", text)), default=0)
+
+
+@pytest.mark.parametrize("what", [*MALFORMED, *WELL_FORMED])
+def test_both_readers_agree_on_a_header(what: str, tmp_path: Path) -> None:
+    text = {**MALFORMED, **WELL_FORMED}[what]
+    for nbytes in sorted({0, 4, 8, nbytes_of(text)}):
+        file = with_header(text.encode(), bytes(nbytes))
+        assert_both_agree(file)
+        path = tmp_path / f"{nbytes}.safetensors"
+        path.write_bytes(file)
+        try:
+            with safe_open(path, "pt") as opened:
+                assert set(opened.keys()) == set(theirs(file) or {})
+        except safetensors.SafetensorError:
+            assert theirs(file) is None
+
+
+def test_what_is_well_formed_is_taken_and_the_rest_refused() -> None:
+    taken = set()
+    for what, text in {**MALFORMED, **WELL_FORMED}.items():
+        for nbytes in (0, 4, 8):
+            try:
+                ours(with_header(text.encode(), bytes(nbytes)))
+            except FormatError:
+                continue
+            taken.add(what)
+    assert taken - set(WELL_FORMED) == {"metadata null", "no elements, shape [0]", "shape []", "shape [1,1]"}
+    assert taken >= set(WELL_FORMED)
+
+
+def test_every_difference_between_the_readers_has_a_name() -> None:
+    """Each one of `STRICTER` occurs; otherwise it could hide a difference that nobody wants."""
+    found = set()
+    for text in MALFORMED.values():
+        for nbytes in (0, 4):
+            file = with_header(text.encode(), bytes(nbytes))
+            try:
+                ours(file)
+            except FormatError as error:
+                if theirs(file) is not None:
+                    found |= {name for name, known in STRICTER.items() if re.search(known, str(error))}
+    assert found == set(STRICTER)
+
+
+@pytest.mark.parametrize("bad", [b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"\x80"])
+def test_bad_utf_8_is_refused(bad: bytes) -> None:
+    file = with_header(b'{"__metadata__":{"a":"' + bad + b'"}}')
+    assert theirs(file) is None
+    with pytest.raises(FormatError, match="its header is not JSON"):
+        ours(file)
+
+
+# -- indices -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_index_names_the_file_of_each_tensor_as_transformers_reads_it() -> None:
+    a, b = TensorEntry("a", "F32", (3,)), TensorEntry("b", "BF16", (2, 2))
+    text = index_bytes({"one.safetensors": [a], "two.safetensors": [b]})
+    assert parse_index(text) == {"a": "one.safetensors", "b": "two.safetensors"}
+    assert json.loads(text)["metadata"] == {"total_size": 20}
+    assert parse_index(index_bytes({"one.safetensors": []})) == {}
+
+
+@pytest.mark.parametrize(
+    "path", ["", ".", "..", "../x", "/etc/passwd", "a/b", "a\\b", "..\\x", "a\0b", "\0", "/", "\ud800", 1, None, ["a"]]
+)
+def test_an_index_names_files_of_its_own_folder_alone(path: object) -> None:
+    with pytest.raises(FormatError):
+        parse_index(json.dumps({"weight_map": {"a": "fine.safetensors", "b": path}}).encode())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"[]", b"{}", b'{"weight_map":[]}', b'{"weight_map":null}', b'{"weight_map":{"a":"b","a":"c"}}', b"\xff"],
+)
+def test_what_is_no_index_is_refused(text: bytes) -> None:
+    with pytest.raises(FormatError):
+        parse_index(text)

@@ -1,0 +1,1 @@
+"""Checkpoints whose bytes do not depend on the ranks that wrote them."""

@@ -1,0 +1,294 @@
+"""What of an optimizer a checkpoint holds: the tensors by name, in order of registration, and where this rank has them.
+
+Knows: modules, buckets, states, param groups. Does not know: files, folders, when a save or a load happens.
+
+Ranks find the same model by themselves. Which states a parameter has, only the ranks that hold a piece of it know: each
+rank describes those of the parameters whose first element it writes, and all ranks merge the descriptions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.bits import same_bits
+from ..core.parameter_specs import as_plain, flattened
+from ..engine import Engine
+from ..runtime.bucket import Bucket
+from ..runtime.flat_states import Options, PieceState
+from .format.extents import Writers
+from .format.manifest import SavedParameter
+from .format.statetree import encode_inline
+from .format.tensorfile import NAMES
+
+Place = tuple[int, int]  # the number of a bucket in `Contents.buckets`, and of a slot in it
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A parameter or a buffer of the model, or a plain tensor inside a subclass.
+
+    Attributes:
+        name: the name under which it is saved; ``aliases``: its further names.
+        dtype, shape: its own, as the model computes with it.
+        place: where its elements lie, if that is in a bucket.
+        tensor: the tensor itself, if every rank has it whole; else None. It may have a gradient.
+        is_buffer: whether it is a buffer, of which rank 0's values are saved.
+        index: its index in torch.optim's dicts; None if it is in no param group.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    place: Place | None = None
+    tensor: Tensor | None = None
+    is_buffer: bool = False
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """The names of a parameter's states: ``elementwise`` ones with their dtypes, other ``tensors`` with dtypes and
+    shapes, and all other ``values`` as JSON."""
+
+    elementwise: Mapping[str, str]
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    values: Mapping[str, Any]
+
+    def to_json(self) -> list[Any]:
+        return [self.elementwise, self.tensors, self.values]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> SlotState:
+        elementwise, tensors, values = value
+        return cls(elementwise, {name: (dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()}, values)
+
+
+@dataclass(frozen=True)
+class StateFacts:
+    """Which parameters have which states, and which have master weights in `masters/`. Equal on all ranks."""
+
+    states: Mapping[Place, SlotState]
+    masters: frozenset[Place]
+
+
+class Contents:
+    """What one optimizer holds, on one rank."""
+
+    def __init__(self, engine: Engine, groups: Sequence[Options]) -> None:
+        """``groups``: the live param groups."""
+        self.parts = engine.parts
+        self.groups = groups
+        self.storage, self.transport = engine.parts.storage, engine.parts.transport
+        self.writers = Writers(engine.parts.stage, self.transport.world_size, engine.parts.shards.world_size)
+        self.buckets: list[Bucket] = [*self.storage.buckets, *self.storage.rest_buckets()]
+        self.updated = range(len(self.storage.buckets))  # the numbers of the buckets that have states
+        self.not_saved: list[str] = []
+        self.wrapped: list[tuple[Tensor, str]] = []  # subclasses, and their attributes that are tensors
+        self.model = list(self._model())
+        self.digest = _digest(self.model)  # of what all ranks must have alike
+        self._names: dict[
+            int, list[str]
+        ] = {}  # of each param group's parameters, in the order of torch.optim's indices
+        for listed in sorted(self.storage.listed(), key=lambda spec: spec.index):
+            self._names.setdefault(listed.group, []).append(listed.name)
+        self._first: dict[int, range] = {}
+
+    # -- the model ----------------------------------------------------------------------------------------------------
+
+    def _model(self) -> Iterator[StoredTensor]:
+        """Yield the tensors of the model, in order of registration."""
+        places = {
+            id(parameter): (number, slot)
+            for number, bucket in enumerate(self.buckets)
+            for slot, parameter in enumerate(bucket.parameters)
+        }
+        listed = {id(parameter): spec for parameter, spec in self._listed()}
+        found: dict[int, tuple[list[str], Tensor, bool]] = {}
+        for name, tensor, is_buffer in _named_tensors(self.parts.module):
+            found.setdefault(id(tensor), ([], tensor, is_buffer))[0].append(name)
+        for parameter, spec in self._listed():
+            found.setdefault(id(parameter), ([*spec.names] or [spec.name], parameter, False))
+        for key, (names, tensor, is_buffer) in found.items():
+            index = listed[key].index if key in listed else None
+            if key in places:
+                number, slot = places[key]
+                spec = self.buckets[number].specs[slot]
+                dtype = spec.dtypes.param_dtype
+                yield StoredTensor(names[0], tuple(names[1:]), dtype, spec.shape, (number, slot), index=index)
+            else:
+                yield from self._whole(names[0], tuple(names[1:]), tensor, is_buffer, index)
+
+    def _listed(self) -> list[tuple[Tensor, Any]]:
+        """Return the listed parameters with their specs, in the order of torch.optim's indices."""
+        laid_out = zip(self.storage.parameters, self.storage.layout.parameters, strict=True)
+        return sorted([*laid_out, *self.storage.replicated.items()], key=lambda pair: pair[1].index)
+
+    def _whole(
+        self, name: str, aliases: tuple[str, ...], tensor: Tensor, is_buffer: bool, index: int | None
+    ) -> Iterator[StoredTensor]:
+        """Yield a tensor that every rank has whole, or the plain ones inside it."""
+        inner, _ = flattened(tensor)
+        if inner:
+            for key in inner:
+                part = getattr(tensor, key)
+                self.wrapped.append((tensor, key))
+                if isinstance(part, Tensor):
+                    yield from self._whole(
+                        f"{name}.{key}", tuple(f"{a}.{key}" for a in aliases), part, is_buffer, index
+                    )
+                else:
+                    self.not_saved.append(f"{name}.{key}")
+        elif type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.dtype in NAMES:
+            shape = tuple(tensor.shape)
+            yield StoredTensor(name, aliases, tensor.dtype, shape, None, tensor, is_buffer, index)
+        else:
+            self.not_saved.append(name)
+
+    def parameters(self) -> tuple[SavedParameter, ...]:
+        """Return what the manifest says of the parameters."""
+        groups = {spec.index: spec.group for spec in self.storage.listed()}
+        trainable = {id(p): p.requires_grad for bucket in self.buckets for p in bucket.parameters}
+        found = []
+        for stored in self.model:
+            if stored.is_buffer:
+                continue
+            frozen = stored.place is None
+            if not frozen:
+                number, slot = stored.place  # type: ignore[misc]
+                with as_plain():
+                    frozen = not trainable[id(self.buckets[number].parameters[slot])]
+            found.append(
+                SavedParameter(
+                    stored.name,
+                    (stored.name, *stored.aliases),
+                    stored.shape,
+                    NAMES[stored.dtype],
+                    None if stored.index is None else groups[stored.index],
+                    not frozen,
+                )
+            )
+        return tuple(found)
+
+    def param_groups(self) -> list[Any]:
+        """Return the param groups as JSON: the options, the class, and under "params" the names of the parameters.
+
+        Raises `TypeError` naming an option that cannot be saved.
+        """
+        of_class = self.parts.inner.optimizer_class
+        found = []
+        for number, group in enumerate(self.groups):
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            encoded = encode_inline(options, f"optimizer.param_groups[{number}]")
+            encoded["optimizer_class"] = f"{of_class.__module__}.{of_class.__qualname__}"
+            encoded["optimizer_module"] = of_class.__module__
+            found.append({**encoded, "params": self._names.get(number, [])})
+        return found
+
+    # -- the states ---------------------------------------------------------------------------------------------------
+
+    def first_slots(self, number: int) -> range:
+        """Return the slots of a bucket whose first element this rank writes."""
+        if number not in self._first:
+            slots = self.writers.first_of(self.buckets[number].spec, self.transport.rank)
+            self._first[number] = range(min(slots), max(slots) + 1) if slots else range(0)
+        return self._first[number]
+
+    def own_states(self, number: int) -> Iterator[tuple[range, PieceState]]:
+        """Yield neighbouring slots of a bucket with one state, of those whose first element this rank writes."""
+        own, states = self.first_slots(number), self.buckets[number].states
+        for first, last, state in states.spans():
+            slots = range(max(own.start, states.pieces[first].slot), min(own.stop, states.pieces[last - 1].slot + 1))
+            if state is not None and slots:
+                yield slots, state
+
+    def own_scalars(self) -> list[tuple[int, range, str, Tensor]]:
+        """Return the states that are not as large as their parameter, of the parameters whose first element this rank
+        writes: bucket, slots, name, value. As often as the ranks describe the same facts, they come in one order."""
+        return [
+            (number, slots, name, value)
+            for number in self.updated
+            for slots, state in self.own_states(number)
+            for name, value in sorted(state.scalars.items())
+            if isinstance(value, Tensor)
+        ]
+
+    def describe(self) -> bytes:
+        """Return this rank's part of the facts: see `merge`. Raises `TypeError` naming a state that cannot be saved."""
+        known: dict[str, int] = {}
+        runs, masters = [], []
+        for number in self.updated:
+            bucket = self.buckets[number]
+            for slots, state in self.own_states(number):
+                text = json.dumps(self._described(bucket, slots.start, state).to_json(), sort_keys=True)
+                runs.append([number, slots.start, slots.stop, known.setdefault(text, len(known))])
+            masters += [[number, slot] for slot in self._extra_masters(bucket)]
+        return json.dumps({"kinds": [json.loads(text) for text in known], "runs": runs, "masters": masters}).encode()
+
+    def _described(self, bucket: Bucket, slot: int, state: PieceState) -> SlotState:
+        elementwise = {name: NAMES[bucket.states.flat[name].data.dtype] for name in state.elementwise}
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        values: dict[str, Any] = {}
+        for name, value in state.scalars.items():
+            if isinstance(value, Tensor):
+                tensors[name] = (NAMES[value.dtype], tuple(value.shape))
+            else:
+                values[name] = encode_inline(value, f"optimizer.state[{bucket.specs[slot].name!r}][{name!r}]")
+        return SlotState(elementwise, tensors, values)
+
+    def _extra_masters(self, bucket: Bucket) -> list[int]:
+        """Return the slots of a frozen bucket whose master weights, on this rank, are not the widened parameters.
+
+        A frozen parameter has master weights of its own if it was trained for a while.
+        """
+        states = bucket.states
+        if bucket.specs[0].trainable or states.master is None or not states.master.exists:
+            return []
+        weights = bucket.updated_weights(self.parts.stage, self.parts.shards.rank)
+        synced, low = states.synced_weights(), states.begin
+        found = []
+        for piece in self.writers.pieces(bucket.spec, self.transport.rank):
+            narrow = weights.piece(piece).to(synced.dtype)
+            if not same_bits(synced[piece.begin - low : piece.end - low], narrow):
+                found.append(piece.slot)
+        return found
+
+    def merge(self, told: Sequence[bytes]) -> StateFacts:
+        """Return the facts that all ranks have described."""
+        states: dict[Place, SlotState] = {}
+        masters: set[Place] = set()
+        for data in told:
+            found = json.loads(data)
+            kinds = [SlotState.from_json(kind) for kind in found["kinds"]]
+            for number, begin, end, kind in found["runs"]:
+                states.update(((number, slot), kinds[kind]) for slot in range(begin, end))
+            masters.update((number, slot) for number, slot in found["masters"])
+        for number in self.updated:
+            bucket = self.buckets[number]
+            if bucket.spec.dtypes.has_master and bucket.specs[0].trainable:
+                masters.update((number, slot) for slot in range(len(bucket.specs)))
+        return StateFacts(states, frozenset(masters))
+
+
+def _digest(model: Sequence[StoredTensor]) -> str:
+    lines = [f"{s.name} {s.aliases} {s.dtype} {s.shape} {s.is_buffer} {s.index}" for s in model]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _named_tensors(module: nn.Module | None) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield name, tensor, and whether it is a buffer, of all that a module's ``state_dict`` has, in its order."""
+    for prefix, part in () if module is None else module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                yield dot + key, parameter, False
+        for key, buffer in part._buffers.items():
+            if buffer is not None and key not in part._non_persistent_buffers_set:
+                yield dot + key, buffer, True

@@ -1,0 +1,292 @@
+"""A folder of checkpoints: which steps it has, who may write there, which ones are kept.
+
+Knows: names of folders, the lock, what a removal may touch. Does not know: how a checkpoint is written or read.
+
+    .lock                              held by the run that writes here (flock): host, pid, nonce of the run
+    step-00000100/                     exists if and only if it is complete
+    .tmp-step-00000200-<nonce>/        a save under way, or one that a run has left
+    .trash-step-00000050-<nonce>/      a checkpoint that is being removed or replaced
+
+Only rank 0 of the run that holds the lock renames and removes, and only what is known to be a checkpoint or a save:
+every entry has a name that this library gives, none is a symbolic link. Everything else is left, and reported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import socket
+import stat
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from . import files
+from .format.manifest import LONGEST, NAME, Manifest, VersionError
+from .format.names import NOTES
+from .format.tensorfile import FormatError
+from .visibility import is_probe
+
+_STEP = re.compile(r"step-(\d{8,})")
+_TEMPORARY = re.compile(r"\.tmp-(step-\d{8,})-([0-9a-f]{16})")
+_TRASH = re.compile(r"\.trash-(step-\d{8,})-([0-9a-f]{16})")
+_OURS = (
+    re.compile(r"(model|optimizer|masters)(/\1-\d{5,}-of-\d{5,}\.safetensors|/\1\.safetensors\.index\.json)?"),
+    re.compile(r"averages(/([^/]+)(/\2-\d{5,}-of-\d{5,}\.safetensors|/\2\.safetensors\.index\.json)?)?"),
+    re.compile(r"ranks(/rank-\d{5,}\.safetensors)?"),
+    re.compile(rf"state\.safetensors|{re.escape(NAME)}"),
+    re.compile(rf"{NOTES}(/(nonce|ready|failed|rank-\d{{5,}}\.(done|failed)|\.[a-z0-9.-]+\.part))?"),
+)
+_LOCK = ".lock"
+
+
+def step_name(step: int) -> str:
+    """Return the name of a step's folder."""
+    return f"step-{step:08d}"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint. Raises `FormatError` or `OSError` if there is no whole one."""
+    return Manifest.from_bytes(files.read_whole(folder / NAME, LONGEST))
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint: its manifest is whole, and each file has its size."""
+    try:
+        manifest = read_manifest(folder)
+        found = ((os.lstat(folder / path), sums.nbytes) for path, sums in manifest.files.items())
+        return all(stat.S_ISREG(status.st_mode) and status.st_size == nbytes for status, nbytes in found)
+    except VersionError:
+        return True  # it cannot be read here, and is no broken one
+    except (OSError, FormatError):
+        return False
+
+
+def steps_in(directory: Path) -> dict[int, Path]:
+    """Return the folders of the steps, in ascending order. A step that was being replaced is in its trash folder."""
+    found: dict[int, Path] = {}
+    replaced: dict[int, Path] = {}
+    with suppress(FileNotFoundError):
+        for entry in directory.iterdir():
+            if entry.is_symlink() or not entry.is_dir():
+                continue
+            step, trash = _STEP.fullmatch(entry.name), _TRASH.fullmatch(entry.name)
+            if step and entry.name == step_name(int(step[1])):
+                found[int(step[1])] = entry
+            elif trash and (old := _STEP.fullmatch(trash[1])) and is_complete(entry):
+                replaced[int(old[1])] = entry
+    return dict(sorted({**replaced, **found}.items()))
+
+
+def complete_steps(directory: Path) -> list[int]:
+    """Return the steps whose folders are complete, in ascending order."""
+    return [step for step, folder in steps_in(directory).items() if is_complete(folder)]
+
+
+class LockedDirectory:
+    """A folder of checkpoints that this run alone writes to. Held by rank 0."""
+
+    def __init__(self, directory: Path, nonce: str) -> None:
+        """Create the folder if it is missing, and lock it. Raises `ValueError` if another run holds the lock."""
+        self.path, self._number = directory, -1
+        self._unremoved: set[Path] = set()  # of this run
+        files.make_folders(directory)
+        self._number = files.open_lock(directory / _LOCK)
+        try:
+            if not files.lock(self._number):
+                holder = bytearray(4096)
+                count = files.read_at(self._number, memoryview(holder), 0)
+                raise ValueError(
+                    f"{_holder(bytes(holder[:count]))} still trains into {directory}: stop it, or use another folder"
+                )
+            mine = {"host": socket.gethostname(), "pid": os.getpid(), "nonce": nonce}
+            files.overwrite(self._number, json.dumps(mine).encode())
+            self.check()
+        except BaseException:
+            self.close()
+            raise
+        myself = weakref.ref(self)  # a forked child, a worker of a data loader say, must not hold the lock after us
+        os.register_at_fork(after_in_child=lambda: _close(myself()))
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if this run does not hold the lock any more: the file was removed or replaced."""
+        try:
+            there = os.stat(self.path / _LOCK, follow_symlinks=False)
+            mine = os.fstat(self._number)
+        except OSError as error:
+            raise RuntimeError(f"{self.path / _LOCK} is gone: this run may not write here any more") from error
+        if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
+            raise RuntimeError(f"{self.path / _LOCK} belongs to another run: this one may not write here any more")
+
+    def close(self) -> None:
+        """Give up the lock."""
+        if self._number >= 0:
+            with suppress(OSError, RuntimeError):
+                self.remove([])
+            files.close(self._number)
+            self._number = -1
+
+    def clean(self) -> list[str]:
+        """Remove what earlier runs have left under way, and bring back a checkpoint that was being replaced.
+
+        Returns, as text, what was left instead, and why.
+        """
+        left: list[str] = []
+        for entry in sorted(self.path.iterdir()):
+            try:
+                left += self._clean(entry)
+            except OSError as error:
+                left.append(f"{entry} could not be removed ({error})")
+        return left
+
+    def _clean(self, entry: Path) -> list[str]:
+        temporary, trash = _TEMPORARY.fullmatch(entry.name), _TRASH.fullmatch(entry.name)
+        if is_probe(entry):
+            files.remove(entry)
+        elif trash and not entry.is_symlink() and is_complete(entry) and not os.path.lexists(self.path / trash[1]):
+            files.rename(entry, self.path / trash[1])
+            files.sync_folder(self.path)
+        elif (trash and _has_manifest(entry)) or (temporary and _has_nonce(entry, temporary[2])):
+            return remove_checkpoint(entry)
+        elif trash or temporary:
+            _remove_empty(entry)
+            if os.path.lexists(entry):
+                return [f"{entry} is left, because nothing in it shows that it is a checkpoint or a save"]
+        return []
+
+    def remove(self, steps: Iterable[int]) -> list[str]:
+        """Remove these steps. Return, as text, what was left instead. A crash leaves a trash folder for `clean`."""
+        there = steps_in(self.path)
+        left: list[str] = []
+        for trash in list(self._unremoved):
+            left += self.remove_trash(trash)
+        for step in steps:
+            strange = foreign(there[step])
+            if strange is not None:
+                left.append(_has_foreign(there[step], strange))
+                continue
+            self.check()
+            trash = self.path / f".trash-{step_name(step)}-{secrets.token_hex(8)}"
+            files.rename(there[step], trash)
+            left += self.remove_trash(trash)
+        return left
+
+    def remove_trash(self, trash: Path) -> list[str]:
+        """Remove a folder that this run has renamed. If the disk fails, it is tried again later."""
+        self.check()
+        self._unremoved.add(trash)
+        try:
+            left = remove_checkpoint(trash)
+        except OSError as error:
+            return [f"{trash} could not be removed yet ({error})"]
+        self._unremoved.discard(trash)
+        return left
+
+    def check_free(self, step: int, *, overwrite: bool) -> None:
+        """Raise `FileExistsError` if a checkpoint of this step may not be written. `RuntimeError`: see `check`."""
+        there = steps_in(self.path)
+        check_free(there.get(step, self.path / step_name(step)), overwrite=overwrite)
+        self.check()
+
+
+def check_free(target: Path, *, overwrite: bool) -> None:
+    """Raise `FileExistsError` if something exists that may not be replaced: only a checkpoint may."""
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{target} exists: overwrite=True replaces it")
+    strange = foreign(target)
+    if strange is not None:
+        raise FileExistsError(f"{_has_foreign(target, strange)}: remove it yourself, or save elsewhere")
+
+
+def foreign(folder: Path) -> str | None:
+    """Return the first entry of a checkpoint's folder that is no part of it; None if there is none."""
+    if folder.is_symlink() or not folder.is_dir():
+        return str(folder)
+    assets: set[str] = set()
+    with suppress(OSError, FormatError):
+        assets = set(read_manifest(folder).files)
+    for parent, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = Path(parent) / name
+            inside = path.relative_to(folder).as_posix()
+            known = inside in assets or any(pattern.fullmatch(inside) for pattern in _OURS)
+            if path.is_symlink() or not known:
+                return inside
+    return None
+
+
+def remove_checkpoint(folder: Path) -> list[str]:
+    """Remove the folder of a checkpoint or of a save. What shows a later `clean` that it is one goes last.
+
+    If it has anything foreign, it is left. Returns, as text, what was left, and why.
+    """
+    strange = foreign(folder)
+    if strange is not None:
+        return [_has_foreign(folder, strange)]
+    marks = (folder / NAME, folder / NOTES / "nonce", folder / NOTES)
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            if (Path(parent) / name) not in marks:
+                files.remove(Path(parent) / name)
+        if Path(parent) not in (folder, *marks):
+            files.remove_folder(Path(parent))
+    for mark in marks:
+        with suppress(FileNotFoundError):
+            (files.remove_folder if mark == folder / NOTES else files.remove)(mark)
+    files.remove_folder(folder)
+    return []
+
+
+def _has_foreign(folder: Path, strange: str) -> str:
+    return f"{folder} is left, because it has {strange}, which is no part of a checkpoint"
+
+
+def _close(lock: LockedDirectory | None) -> None:
+    """Let a forked process have no lock."""
+    if lock is not None and lock._number >= 0:
+        os.close(lock._number)
+        lock._number = -1
+
+
+def _has_manifest(folder: Path) -> bool:
+    """Return whether a folder has the manifest of a checkpoint, whatever else is missing."""
+    with suppress(OSError, FormatError):
+        read_manifest(folder)
+        return True
+    return False
+
+
+def _has_nonce(folder: Path, nonce: str) -> bool:
+    """Return whether a folder of a save is one of this library's: it has the note, or the manifest, of that nonce."""
+    if folder.is_symlink():
+        return False
+    with suppress(OSError):
+        return files.read_whole(folder / NOTES / "nonce", 64) == nonce.encode()
+    with suppress(OSError, FormatError):
+        return read_manifest(folder).written_by.get("nonce") == nonce
+    return False
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove a folder that a run has left before it wrote its nonce, or after all else was removed."""
+    if not folder.is_symlink():
+        for call, path in (
+            (files.remove, folder / NOTES / ".nonce.part"),
+            (files.remove_folder, folder / NOTES),
+            (files.remove_folder, folder),
+        ):
+            with suppress(OSError):
+                call(path)
+
+
+def _holder(text: bytes) -> str:
+    try:
+        found = json.loads(text)
+        return f"pid {int(found['pid'])} on host {found['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "another run"

@@ -1,0 +1,63 @@
+"""What becomes of a save that has failed after `save` returned.
+
+Knows: which failure the caller knows of. Does not know: how a save fails. Training goes on: a failure is a warning,
+once, on every rank. The third in a row is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .options import warn_caller
+from .write.save_folder import SaveError
+from .write.save_thread import LATE, Saving
+from .write.saver import REPORT
+
+MOST = 3  # failures in a row
+
+
+class Failures:
+    """The failed saves of one manager on one rank."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._told: Saving | None = None
+        self._in_a_row = 0
+
+    def hear(self, saving: Saving, reports: Sequence[Mapping[str, str]]) -> None:
+        """Warn if some rank has reported that this save has failed. All ranks hear the same, in the same step."""
+        name = REPORT.format(nonce=saving.nonce)
+        found = [report[name] for report in reports if name in report]
+        if found:
+            why = min(found, key=lambda text: text.startswith(LATE)).removeprefix(LATE)
+            saving.learn(why)
+            self._warn(saving, why)
+
+    def note(self, saving: Saving) -> None:
+        """Take note of how a save has ended, and warn if it has failed. It must be over."""
+        for remark in saving.remarks:
+            warn_caller(remark)
+        saving.remarks = []
+        if saving.error is not None:
+            self._warn(saving, str(saving.error))
+        else:
+            self._in_a_row = 0
+
+    def _warn(self, saving: Saving, why: str) -> None:
+        if saving is self._told or saving.was_raised:
+            return
+        self._told = saving
+        self._in_a_row += 1
+        warn_caller(
+            f"the save of step {saving.step} has failed, and training goes on: {why}; older checkpoints in "
+            f"{self._directory} are as they were"
+        )
+
+    def third(self, saving: Saving | None) -> SaveError | None:
+        """Return the error of the last save if it was the third in a row that failed, once."""
+        if saving is None or self._in_a_row < MOST:
+            return None
+        self._in_a_row = 0
+        saving.was_raised = True
+        return SaveError(f"{MOST} saves in a row have failed; the last one: {saving.error}")

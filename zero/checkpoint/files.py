@@ -1,0 +1,187 @@
+"""The system calls of a checkpoint: every write, sync, rename and removal is one of these.
+
+Knows: paths and descriptors. Does not know: checkpoints. No call follows a symbolic link at the end of its path.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_READ = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | _NO_LINK  # a pipe is opened without waiting
+_WRITE = os.O_RDWR | os.O_CLOEXEC | _NO_LINK
+_FOLDER = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0)
+DIRECT = getattr(os, "O_DIRECT", 0)
+MOST_AT_ONCE = 8
+
+
+@contextmanager
+def opened(path: Path | str, flags: int = _WRITE, folder: int | None = None) -> Iterator[int]:
+    """Open an existing file for a block. The value is its descriptor. ``folder``: to which ``path`` is relative."""
+    number = os.open(path, flags, dir_fd=folder)
+    try:
+        yield number
+    finally:
+        os.close(number)
+
+
+@contextmanager
+def read_only(folder: Path, path: str) -> Iterator[int]:
+    """Open a regular file below a folder to read it. ``path``: relative, with "/".
+
+    Raises `OSError` for anything else. No part of ``path`` may be a symbolic link.
+    """
+    *parents, name = path.split("/")
+    with ExitStack() as opening:
+        place = opening.enter_context(opened(folder, _FOLDER))
+        for parent in parents:
+            place = opening.enter_context(opened(parent, _FOLDER | _NO_LINK, place))
+        number = opening.enter_context(opened(name, _READ, place))
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise OSError(f"{folder / path} is not a regular file")
+        yield number
+
+
+def create(path: Path, nbytes: int) -> None:
+    """Create a file with room for ``nbytes``, all zero. Raises `OSError` if the disk has no room for it."""
+    with opened(path, _WRITE | os.O_CREAT | os.O_EXCL) as number:
+        if nbytes:
+            reserve(number, nbytes)
+
+
+def reserve(number: int, nbytes: int) -> None:
+    """Reserve room on the disk for the first ``nbytes`` of a file."""
+    os.posix_fallocate(number, 0, nbytes)
+
+
+def write_at(number: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of ``data`` at ``offset``."""
+    rest = memoryview(data)
+    while rest:
+        done = os.pwrite(number, rest, offset)
+        rest, offset = rest[done:], offset + done
+
+
+def read_at(number: int, data: memoryview, offset: int) -> int:
+    """Fill ``data`` from ``offset`` on, and return how many bytes there were."""
+    done = 0
+    while done < len(data):
+        read = os.preadv(number, [data[done:]], offset + done)
+        if not read:
+            break
+        done += read
+    return done
+
+
+def read_whole(path: Path, longest: int) -> bytes:
+    """Return the content of a regular file. Raises `OSError` if it has more than ``longest`` bytes."""
+    with read_only(path.parent, path.name) as number:
+        size = os.fstat(number).st_size
+        if size > longest:
+            raise OSError(f"{path} has {size:,} bytes: at most {longest:,} are read")
+        data = bytearray(size)
+        return bytes(data[: read_at(number, memoryview(data), 0)])
+
+
+def sync(number: int) -> None:
+    """Wait until all that was written to a file is on the disk."""
+    os.fsync(number)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file is on the disk, by its path."""
+    with opened(path) as number:
+        sync(number)
+
+
+def sync_files(paths: Sequence[Path]) -> None:
+    """Wait until files are on the disk. At once, because a journal that commits once serves all of them."""
+    try:
+        with ThreadPoolExecutor(max(1, min(len(paths), MOST_AT_ONCE))) as pool:
+            list(pool.map(sync_file, paths))
+    except RuntimeError:  # no thread can be started: there are too many, or the program ends
+        for path in paths:
+            sync_file(path)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the entries of a folder are on the disk."""
+    with opened(path, _FOLDER) as number:
+        sync(number)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Create a file with this content, and wait until it is on the disk."""
+    with opened(path, _WRITE | os.O_CREAT | os.O_EXCL) as number:
+        write_at(number, data, 0)
+        sync(number)
+
+
+def put_note(path: Path, data: bytes) -> None:
+    """Create a file that other processes see with its whole content or not at all. It may be lost in a crash."""
+    beside = path.with_name(f".{path.name}.part")
+    with opened(beside, _WRITE | os.O_CREAT | os.O_TRUNC) as number:
+        write_at(number, data, 0)
+    rename(beside, path)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder in one that exists."""
+    os.mkdir(path)
+
+
+def make_folders(path: Path) -> None:
+    """Create a folder and those above it, as far as they are missing. They are on the disk afterwards."""
+    if not path.is_dir():
+        make_folders(path.parent)
+        try:
+            make_folder(path)
+        except FileExistsError:
+            if not path.is_dir():  # else another process has made it
+                raise
+        sync_folder(path.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    os.rename(source, target)
+
+
+def remove(path: Path) -> None:
+    """Remove a file."""
+    os.unlink(path)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove an empty folder."""
+    os.rmdir(path)
+
+
+def open_lock(path: Path) -> int:
+    """Open the file of a lock, and create it if it is missing. Returns its descriptor, which `close` closes."""
+    return os.open(path, _WRITE | os.O_CREAT, 0o666)
+
+
+def lock(number: int) -> bool:
+    """Lock a file until its descriptor is closed. Returns False if another process holds the lock."""
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def overwrite(number: int, data: bytes) -> None:
+    """Replace the content of a file."""
+    os.ftruncate(number, 0)
+    write_at(number, data, 0)
+
+
+def close(number: int) -> None:
+    """Close a descriptor of `open_lock`."""
+    os.close(number)

@@ -1,0 +1,1 @@
+"""The format of a checkpoint: pure functions of names, shapes and bytes."""

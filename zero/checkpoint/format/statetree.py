@@ -1,0 +1,210 @@
+"""Turns nested Python values into JSON and tensors, and back: bit by bit, and without a pickle.
+
+Knows: which values can be written, and how. Does not know: files, whose values they are.
+
+JSON's own values stand for themselves. All others are objects with one key, which begins with "$":
+
+    {"$float": "nan"}          a float that is not finite; of a NaN that is not float("nan"), its bits as 16 hex digits
+    {"$bytes": "AAE="}         bytes, in base64
+    {"$tuple": [...]}          a tuple
+    {"$dict": [[key, value]]}  a dict with a key that is no text, or begins with "$"; likewise $OrderedDict, $Counter
+    {"$tensor": name}          a tensor, which is returned beside the JSON; on the CPU when it is read
+    {"$array": name}           a NumPy array, likewise; {"$scalar": name} a NumPy scalar
+    {"$inline": {...}}         a small tensor inside the JSON: its dtype, its shape, and its bytes in base64; it may
+                               stand in the place of the name of an array or a scalar
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .tensorfile import DTYPES, METADATA, NAMES, FormatError
+
+_KEYS = (str, int, bool, type(None))
+_DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$OrderedDict", Counter: "$Counter"}
+_KINDS = {tag: kind for kind, tag in _DICTS.items()}
+_NUMPY = {
+    "$array": lambda tensor: tensor.numpy(),
+    "$scalar": lambda tensor: tensor.numpy()[()],
+}
+_MOST_BITS = 14_000  # of a whole number: Python reads and writes at most 4,300 digits
+
+
+def encode(value: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
+    """Return a value of JSON's types that stands for ``value``, and the tensors that belong to it, by name.
+
+    The tensors are contiguous, and may share memory with those in ``value``. ``name``: of the whole, in errors.
+    Raises `TypeError` naming the place of a value that cannot be written.
+    """
+    tensors: dict[str, Tensor] = {}
+    try:
+        return _encode(value, name, "", tensors), tensors
+    except RecursionError as error:
+        raise TypeError(f"{name} is nested too deeply to be saved, or contains itself") from error
+
+
+def encode_inline(value: Any, name: str) -> Any:
+    """Return a value of JSON's types that stands for ``value``, its tensors included, which should be small."""
+    return _inline(*encode(value, name))
+
+
+def _inline(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_inline(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$tensor" in value:
+        return _inlined(tensors[value["$tensor"]])
+    return {key: _inlined(tensors[item]) if key in _NUMPY else _inline(item, tensors) for key, item in value.items()}
+
+
+def _inlined(tensor: Tensor) -> dict[str, Any]:
+    data = tensor.cpu().view(-1).view(torch.uint8).numpy().tobytes()
+    shape = list(tensor.shape)
+    return {"$inline": {"dtype": NAMES[tensor.dtype], "shape": shape, "data": base64.b64encode(data).decode()}}
+
+
+def _encode(value: Any, place: str, path: str, tensors: dict[str, Tensor]) -> Any:
+    def inside(key: Any, item: Any) -> Any:
+        return _encode(item, f"{place}[{key!r}]", f"{path}.{key}" if path else str(key), tensors)
+
+    if type(value) in _KEYS:
+        return _checked(value, place)
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": _not_finite(value)}
+    if type(value) is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if type(value) in (list, tuple) and _are_small(value):
+        return list(value) if type(value) is list else {"$tuple": list(value)}
+    if type(value) is list:
+        return [inside(index, item) for index, item in enumerate(value)]
+    if type(value) is tuple:
+        return {"$tuple": [inside(index, item) for index, item in enumerate(value)]}
+    if type(value) in _DICTS:
+        return _encode_dict(value, place, inside)
+    if isinstance(value, Tensor):
+        return {"$tensor": _keep(value.detach(), place, path, tensors)}
+    if type(value) is np.ndarray or isinstance(value, np.generic):
+        kind = "$array" if isinstance(value, np.ndarray) else "$scalar"
+        try:
+            made = torch.from_numpy(np.array(value, order="C"))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{place} is a NumPy value of {value.dtype!r}, which cannot be saved") from error
+        return {kind: _keep(made, place, path, tensors)}
+    kind = f"a {type(value).__name__}"
+    if callable(value) and hasattr(value, "__name__"):
+        kind = "a class" if isinstance(value, type) else "a function"
+    raise TypeError(
+        f"{place} is {kind}: only None, numbers, text, bytes, lists, tuples, dicts, Counters, NumPy values and tensors "
+        "can be saved; leave it away, or give it a state_dict() of these"
+    )
+
+
+def _encode_dict(value: dict[Any, Any], place: str, inside: Callable[[Any, Any], Any]) -> Any:
+    for key in value:
+        if type(key) not in _KEYS:
+            raise TypeError(
+                f"{place} has the key {key!r} ({type(key).__name__}): only text and whole numbers are saved"
+            )
+        _checked(key, f"a key of {place}")
+    if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: inside(key, item) for key, item in value.items()}
+    return {_DICTS[type(value)]: [[key, inside(key, item)] for key, item in value.items()]}
+
+
+def _checked(value: Any, place: str) -> Any:
+    """Return text, or a whole number. Raises `TypeError` if JSON cannot hold it."""
+    if type(value) is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise TypeError(f"{place} is text that is no Unicode: {value!r:.80}") from error
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        raise TypeError(f"{place} is a number of {value.bit_length():,} bits, which cannot be saved")
+    return value
+
+
+def _are_small(values: list[Any] | tuple[Any, ...]) -> bool:
+    """Return whether all are whole numbers that JSON can hold. A generator's state has hundreds, so no loop is here."""
+    return {*map(type, values)} == {int} and max(map(int.bit_length, values)) <= _MOST_BITS
+
+
+def _not_finite(value: float) -> str:
+    text, data = repr(value), struct.pack(">d", value)
+    return text if struct.pack(">d", float(text)) == data else data.hex()
+
+
+def _keep(tensor: Tensor, place: str, path: str, tensors: dict[str, Tensor]) -> str:
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+    if not plain or tensor.dtype not in NAMES or tensor.is_meta:
+        raise TypeError(
+            f"{place} is a {type(tensor).__name__} of {tensor.dtype}, {tensor.layout}, on {tensor.device}, which "
+            "cannot be saved"
+        )
+    name = path or "value"
+    while name in tensors or name == METADATA:
+        name += "_"
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    tensors[name] = dense if dense.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)  # it may have any strides
+    return name
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return what `encode` was given. Raises `FormatError` for JSON that `encode` does not make."""
+    try:
+        return _decode(value, tensors)
+    except FormatError:
+        raise
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        raise FormatError(f"a saved state cannot be read ({error!r})") from error
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tags = [key for key in value if key.startswith("$")]
+    if not tags:
+        return {key: _decode(item, tensors) for key, item in value.items()}
+    if len(value) > 1:
+        raise FormatError(f"a saved state has {tags[0]!r} beside {len(value) - 1} other keys")
+    return _decode_tagged(tags[0], value[tags[0]], tensors)
+
+
+def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if tag == "$float":
+        return struct.unpack(">d", bytes.fromhex(content))[0] if len(content) == 16 else float(content)
+    if tag == "$bytes":
+        return base64.b64decode(content, validate=True)
+    if tag == "$tensor":
+        return tensors[content]
+    if tag == "$inline":
+        return _decode_inline(content)
+    if tag in _NUMPY:
+        return _NUMPY[tag](_decode_inline(content["$inline"]) if isinstance(content, dict) else tensors[content])
+    if tag != "$tuple" and tag not in _KINDS:
+        raise FormatError(f"a saved state has the unknown tag {tag!r}")
+    if not isinstance(content, list):
+        raise FormatError(f"a saved state has {tag!r} of what is no list")
+    if tag == "$tuple":
+        return tuple([_decode(item, tensors) for item in content])
+    return _KINDS[tag]({key: _decode(item, tensors) for key, item in content})
+
+
+def _decode_inline(content: Any) -> Tensor:
+    data = bytearray(base64.b64decode(content["data"], validate=True))
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    tensor = flat.view(DTYPES[content["dtype"]]).view(content["shape"]).clone()
+    if list(tensor.shape) != content["shape"]:
+        raise FormatError(f"a saved state has a tensor of the shape {content['shape']}")
+    return tensor

@@ -1,0 +1,228 @@
+"""Headers and indices of safetensors files: written, and read with every check that safetensors' own reader makes.
+
+Knows: the format. Does not know: which tensors there are, how bytes are written, checksums.
+
+    8 bytes     the header's length, little-endian
+    header      JSON: {"__metadata__": {text: text}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}, and
+                spaces, so that the data begins at a multiple of `PAGE`
+    data        the tensors, row-major, without gaps
+
+Format: https://github.com/huggingface/safetensors, "Format". What safetensors' own reader refuses is refused. So is
+what the format forbids although that reader takes it: one name twice, a header that begins with a space, an entry that
+has other fields than these three or is no object. And what torch cannot hold: its missing dtypes, 2^63 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeGuard
+
+import torch
+
+PAGE = 4096
+LONGEST_HEADER = 100_000_000
+METADATA = "__metadata__"
+_FIELDS = {"dtype", "shape", "data_offsets"}
+_LARGEST = 2**63 - 1
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class FormatError(ValueError):
+    """A file is not what its format asks for."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of a file. ``begin``: its first byte, counted from the beginning of the data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPES[self.dtype].itemsize
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
+
+
+@dataclass(frozen=True)
+class Header:
+    """A file's header. ``data``: the first byte of the data in the file. ``tensors``: in the order of their bytes."""
+
+    data: int
+    tensors: tuple[TensorEntry, ...]
+    metadata: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole file."""
+        return self.data + (self.tensors[-1].end if self.tensors else 0)
+
+
+def header_bytes(tensors: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:
+    """Return the length and the header of a file that holds these tensors in this order, which ``begin`` must have."""
+    return header_of(tensors_text(tensors), len(tensors), metadata)
+
+
+def tensors_text(tensors: Sequence[TensorEntry]) -> str:
+    """Return what a header says of its tensors, which is its longest part: JSON without the outer braces."""
+    entries: dict[str, Any] = {METADATA: None}
+    for entry in tensors:
+        entries[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [entry.begin, entry.end],
+        }
+    if len(entries) != len(tensors) + 1:
+        raise ValueError("two tensors of a file have one name")
+    del entries[METADATA]
+    return _json(entries)[1:-1]
+
+
+def header_of(text: str, count: int, metadata: Mapping[str, str]) -> bytes:
+    """Return the length and the header of a file of ``count`` tensors, which have the text of `tensors_text`."""
+    first = _json({METADATA: {"format": "pt", **metadata}})[:-1]
+    whole = f"{first},{text}}}" if text else f"{first}}}"
+    found = whole.encode()
+    found += b" " * (-(len(found) + 8) % PAGE)
+    if len(found) > LONGEST_HEADER:
+        raise ValueError(f"the header of {count} tensors has {len(found):,} bytes: at most {LONGEST_HEADER:,}")
+    return len(found).to_bytes(8, "little") + found
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def header_length(first: bytes, nbytes: int) -> int:
+    """Return the header's length, given the ``first`` 8 bytes of a file of ``nbytes``. Raises `FormatError`."""
+    if len(first) < 8:
+        raise FormatError(f"it has {nbytes} bytes, too few for a header")
+    length = int.from_bytes(first[:8], "little")
+    if length > LONGEST_HEADER:
+        raise FormatError(f"its header would have {length:,} bytes: at most {LONGEST_HEADER:,} are read")
+    if 8 + length > nbytes:
+        raise FormatError(f"its header of {length:,} bytes does not fit into its {nbytes:,} bytes: it is cut off")
+    return length
+
+
+def parse_header(text: bytes, nbytes: int) -> Header:
+    """Return the header whose ``text`` follows the length in a file of ``nbytes``. Raises `FormatError`."""
+    found = parse_json(text, "header")
+    if not text.startswith(b"{") or not isinstance(found, dict):
+        raise FormatError("its header is not a JSON object")
+    metadata = found.pop(METADATA, None)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FormatError(f"{METADATA} of its header is not a map from text to text")
+    tensors = sorted((_entry(name, fields) for name, fields in found.items()), key=lambda e: (e.begin, e.end))
+    end = 0
+    for entry in tensors:
+        if entry.begin != end:
+            raise FormatError(f"{entry.name!r} begins at byte {entry.begin} of the data instead of {end}")
+        end = entry.end
+    if 8 + len(text) + end != nbytes:
+        raise FormatError(f"it has {nbytes:,} bytes instead of {8 + len(text) + end:,}")
+    return Header(8 + len(text), tuple(tensors), metadata)
+
+
+def _entry(name: str, fields: Any) -> TensorEntry:
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
+        raise FormatError(f"the entry of {name!r} is not a JSON object of dtype, shape and data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise FormatError(f"{name!r} has dtype {dtype!r}, which cannot be read here")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not _are_sizes(shape) or not _are_sizes(offsets):
+        raise FormatError(f"the shape or the place of {name!r} is not made of whole numbers from 0 on")
+    if math.prod(max(size, 1) for size in shape) * DTYPES[dtype].itemsize > _LARGEST:
+        raise FormatError(f"{name!r} has shape {shape}, which no tensor has")
+    entry = TensorEntry(name, dtype, tuple(shape), offsets[0])
+    if entry.end != offsets[1]:
+        raise FormatError(f"{name!r} has {offsets[1] - offsets[0]} bytes instead of {entry.nbytes}")
+    return entry
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(number) is int and 0 <= number <= _LARGEST for number in value)
+
+
+def index_bytes(files: Mapping[str, Sequence[TensorEntry]]) -> bytes:
+    """Return the index of a folder: for each tensor the name of its file, as Hugging Face's libraries read it."""
+    total = sum(entry.nbytes for entries in files.values() for entry in entries)
+    placed = {entry.name: path for path, entries in files.items() for entry in entries}
+    return (json.dumps({"metadata": {"total_size": total}, "weight_map": placed}, indent=1) + "\n").encode()
+
+
+def parse_index(text: bytes) -> dict[str, str]:
+    """Return the file of each tensor. Raises `FormatError` also if a file is not directly inside the folder."""
+    found = parse_json(text, "index")
+    placed = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(placed, dict):
+        raise FormatError("it has no map 'weight_map'")
+    for name, path in placed.items():
+        if not isinstance(path, str) or not path or path in (".", "..") or set(path) & set("/\\\0"):
+            raise FormatError(f"{name!r} lies in {path!r}, which is no name of a file of the folder")
+    return placed
+
+
+def parse_json(text: bytes, what: str) -> Any:
+    """Return the value of a JSON text, in which no name may occur twice in one object. Raises `FormatError`."""
+
+    def pairs(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(entries)
+        if len(result) != len(entries):
+            twice, _ = Counter(name for name, _ in entries).most_common(1)[0]
+            raise FormatError(f"its {what} has {twice!r} twice")
+        return result
+
+    def constant(name: str) -> NoReturn:
+        raise FormatError(f"its {what} has {name}, which JSON does not know")
+
+    try:
+        found = json.loads(text.decode(), object_pairs_hook=pairs, parse_constant=constant, parse_int=_whole)
+        if b"\\u" in text:
+            json.dumps(found, ensure_ascii=False).encode()  # raises for a lone surrogate, which is no text
+        return found
+    except FormatError:
+        raise
+    except (ValueError, RecursionError) as error:  # among them bad UTF-8, and a number of thousands of digits
+        raise FormatError(f"its {what} is not JSON ({error})") from error
+
+
+def _whole(digits: str) -> int | float:
+    """Return a number without a fraction. "-0" is the float -0.0, as it is for safetensors' own reader."""
+    return -0.0 if digits == "-0" else int(digits)

@@ -1,0 +1,298 @@
+"""`CheckpointManager`: the checkpoints of one training run in one folder.
+
+Knows: the public calls, which save is under way. Does not know: how a save or a load works, which
+checkpoints are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from collectives import Kind, Tag
+
+from ..optimizer import ZeroOptimizer
+from .directory import LockedDirectory, complete_steps, step_name
+from .failures import Failures
+from .options import parse_size, read_assets, require, warn_caller
+from .read.restorer import Reshard, Restored, Restorer
+from .retention import Retention, StepDestination
+from .visibility import check_visible
+from .write.save_thread import Destination, Saving
+from .write.saver import Saver, SaveRequest
+
+_GRACE = 5.0  # seconds in which a save may still be completed after an error
+
+
+class CheckpointManager:
+    """Saves and restores the checkpoints of one optimizer, and all that training needs to go on, in one folder.
+
+    Every rank builds one over its own optimizer, and every rank makes every call. The bytes of a checkpoint do not
+    depend on the number of ranks, on the stage or on the sizes of buckets, and it can be restored at any of these.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        optimizer: ZeroOptimizer,
+        *,
+        max_to_keep: int | None = None,
+        keep_period: int | None = None,
+        asynchronous: bool = True,
+        on_busy: Literal["wait", "skip"] = "wait",
+        staging_mb: float | None = None,
+        max_shard_size: str | int = "5GB",
+        assets: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Open a folder of checkpoints, and lock it. All ranks.
+
+        Args:
+            directory: the folder, which all ranks see; created if it is missing.
+            optimizer: the optimizer whose parameters and states are saved.
+            max_to_keep: how many checkpoints are kept; None: all. At least one.
+            keep_period: those of steps that this number divides are kept for good.
+            asynchronous: ``save`` returns at once, and a thread writes while training goes on.
+            on_busy: what ``save`` does while the last one is under way: "wait" for it, or "skip" the new one.
+            staging_mb: how many MB of states a step may copy so that it need not wait for the disk; None: no limit.
+            max_shard_size: of a safetensors file, as in Hugging Face's libraries; a larger tensor has its own file.
+            assets: a folder whose files (``config.json``, a tokenizer's) are copied beside the model.
+
+        Raises:
+            ValueError: an argument is invalid, another run holds the lock, or a rank does not see the folder.
+        """
+        self.directory = Path(directory).absolute()
+        self._optimizer, self._engine = optimizer, optimizer.engine
+        self._asynchronous, self._on_busy, self._assets = asynchronous, on_busy, assets
+        self._saver = Saver(self._engine, lambda: optimizer.param_groups)
+        self._saving: Saving | None = None
+        self._failures = Failures(self.directory)
+        self._lock: LockedDirectory | None = None
+        self._closed = False
+        problem: str | None = None
+        try:
+            for name, number, least in (("max_to_keep", max_to_keep, 1), ("keep_period", keep_period, 1)):
+                require(number is None or number >= least, f"{name} is {number}: it must be at least {least}, or None")
+            require(on_busy in ("wait", "skip"), f"on_busy is {on_busy!r}: it must be 'wait' or 'skip'")
+            require(staging_mb is None or staging_mb >= 0, f"staging_mb is {staging_mb}: it must not be negative")
+            self._retention = Retention(max_to_keep, keep_period)
+            self._staging_bytes = None if staging_mb is None else int(staging_mb * 1e6)
+            self._max_shard_bytes = parse_size(max_shard_size)
+            self._take_lock()
+        except OSError as error:
+            problem = f"{self.directory} cannot be written on host {socket.gethostname()}: {error}"
+        except Exception as error:
+            problem = str(error)
+        try:
+            check_visible(optimizer, self.directory, problem)
+        except BaseException:
+            self._unlock()
+            raise
+        self._engine.watchers.append(self)
+
+    def _take_lock(self) -> None:
+        """Lock the folder on rank 0, and remove what earlier runs have left."""
+        if self._optimizer.rank == 0:
+            self._lock = LockedDirectory(self.directory, secrets.token_hex(8))
+            for text in self._lock.clean():
+                warn_caller(text)
+
+    # -- save ---------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any] | None = None,
+        rank_state: Mapping[str, Any] | None = None,
+        *,
+        blocking: bool = False,
+        overwrite: bool = False,
+    ) -> Saving | None:
+        """Save a checkpoint. All ranks, with equal arguments, between two steps.
+
+        Args:
+            step: its number, at least 0.
+            state: what training needs beside model and optimizer, equal on all ranks: schedulers, a `GradScaler`, any
+                object with ``state_dict``, and plain values. Restored at any number of ranks.
+            rank_state: this rank's own. Restored at the same number of ranks, or by ``reshard``.
+            blocking: return when the checkpoint is complete.
+            overwrite: replace a checkpoint of this step.
+
+        Returns:
+            The save, which is under way; None if it was skipped, since the last one is.
+
+        Raises:
+            RuntimeError, ValueError, TypeError: on every rank, if one cannot save, or if their arguments differ. No
+                file was changed. What fails later is told by a warning after the next step, and by `Saving.result`.
+        """
+        self._check_open()
+        skip = self._saving is not None and not self._saving.done() and self._on_busy == "skip"
+        if self._saving is not None and not skip:
+            self._saving.wait()
+            self._failures.note(self._saving)
+        problem: Exception | None = self._failures.third(self._saving)
+        target, assets = self.directory, {}
+        try:
+            whole = isinstance(step, int) and not isinstance(step, bool)
+            require(whole and step >= 0, f"step must be 0 or more, not {step!r}")
+            target, assets = self.directory / step_name(step), read_assets(self._assets)
+        except (ValueError, OSError) as error:
+            problem = problem or error
+        request = SaveRequest(
+            target,
+            step,
+            state,
+            rank_state,
+            overwrite=overwrite,
+            skip=skip,
+            blocking=blocking or not self._asynchronous,
+            staging_bytes=self._staging_bytes,
+            max_shard_bytes=self._max_shard_bytes,
+            assets=assets,
+            problem=problem,
+        )
+        before, saving = self._saving, self._saver.save(request, self._destination(step, overwrite))
+        if saving is None:
+            return None
+        self._saving = saving
+        if before is not None:
+            before.remove_rest()  # every rank has seen how it ended
+        if request.blocking:
+            saving.result()
+            self._failures.note(saving)
+        return saving
+
+    def _destination(self, step: int, overwrite: bool) -> Destination | None:
+        return None if self._lock is None else StepDestination(self._lock, self._retention, step, overwrite=overwrite)
+
+    # -- failures -----------------------------------------------------------------------------------------------------
+
+    def before_step(self, reports: Sequence[Mapping[str, str]]) -> None:
+        """Warn of a save that has failed on some rank. Called in each step."""
+        if self._saving is not None:
+            self._failures.hear(self._saving, reports)
+
+    def before_update(self, bucket: int) -> None:
+        """Let a save under way keep what an update will change. Called before each update of a bucket."""
+        if self._saving is not None:
+            self._saving.before_update(bucket)
+
+    # -- restore ------------------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None = None,
+        state: Mapping[str, Any] | None = None,
+        rank_state: Mapping[str, Any] | None = None,
+        *,
+        optimizer: bool = True,
+        rng: bool = True,
+        reshard: Reshard | None = None,
+    ) -> Restored | None:
+        """Load a checkpoint, at whatever stage and number of ranks it was saved. All ranks, between two steps.
+
+        Args:
+            step: which one; None: the newest that is not broken. A broken one is told by a warning.
+            state: objects with ``load_state_dict``, under the keys under which they were saved.
+            rank_state: likewise, of this rank.
+            optimizer: load also the states and the options of the param groups; else the model alone.
+            rng: continue the random generators of this rank, if the number of ranks is that of the checkpoint.
+            reshard: makes this rank's own state from those of all ranks that saved: ``reshard(states, rank, world)``.
+
+        Returns:
+            What was restored; None if ``step`` is None and the folder has no checkpoint.
+
+        Raises:
+            ValueError: the checkpoint is that of another model or optimizer, or no state was saved under a key. Nothing
+                has changed.
+            CheckpointError: the checkpoint is broken, or there is none of this step. Nothing has changed.
+        """
+        self._check_open()
+        if self._saving is not None:
+            self._saving.wait()
+        restorer = Restorer(self._optimizer, state, rank_state, optimizer_too=optimizer, rng=rng, reshard=reshard)
+        restored = restorer.restore(self.directory, step)
+        if restored is not None:
+            self._retention.note_whole(restored.step)
+        return restored
+
+    # -- facts --------------------------------------------------------------------------------------------------------
+
+    def all_steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, in ascending order. Local."""
+        return complete_steps(self.directory)
+
+    def latest_step(self) -> int | None:
+        """Return the newest step that has a checkpoint; None if there is none. Local."""
+        return max(self.all_steps(), default=None)
+
+    def wait_until_finished(self) -> None:
+        """Wait until no save is under way. Raises the error of the last one. Local; every rank must make the call."""
+        if self._saving is not None:
+            self._saving.result()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for the save under way, and give up the lock. All ranks. Raises what went wrong with the last save."""
+        if self._closed:
+            return
+        saving = self._saving
+        try:
+            if saving is not None:
+                if self._engine.parts.transport.broken:
+                    saving.abandon(f"rank {self._optimizer.rank} has lost the other ranks", _GRACE)
+                saving.wait()
+                self._compare(saving)
+        finally:
+            self._release()
+        if saving is not None and not saving.was_raised:
+            saving.result()
+            self._failures.note(saving)
+
+    def _compare(self, saving: Saving) -> None:
+        """Let every rank know why the last save has failed, and remove what it has left."""
+        transport, tag = self._engine.parts.transport, Tag(Kind.EXCHANGE, "CheckpointManager.close()")
+        if not transport.broken:
+            for why in filter(None, transport.exchange(saving.known_cause().encode(), tag)):
+                saving.learn(why.decode())
+            saving.remove_rest()
+
+    def _release(self) -> None:
+        self._closed = True
+        if self in self._engine.watchers:
+            self._engine.watchers.remove(self)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; after an error of the block, without the other ranks, which may be elsewhere.
+
+        A save under way may still be completed then, if every rank writes its part within a few seconds.
+        """
+        if error is None:
+            self.close()
+            return
+        try:
+            if self._saving is not None:
+                self._saving.abandon(f"rank {self._optimizer.rank} has left the block: {error!r:.200}", _GRACE)
+                self._saving.wait()
+        finally:
+            self._release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this CheckpointManager is closed: build a new one")

@@ -1,0 +1,1 @@
+"""Reads checkpoints, and loads them into optimizers."""

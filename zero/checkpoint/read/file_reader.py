@@ -1,0 +1,128 @@
+"""Reads one file of a checkpoint. Every block that is touched is compared with its checksum.
+
+Knows: blocks, and which tensors one has, for errors. Does not know: the checkpoint. Follows no link below its folder.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from contextlib import ExitStack
+from pathlib import Path
+
+from .. import files
+from ..format.manifest import FileSums
+from ..format.tensorfile import FormatError, Header, header_length, parse_header
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, or not one."""
+
+
+class FileReader:
+    """Reads one file of a checkpoint. It is open inside a ``with`` block."""
+
+    def __init__(self, folder: Path, path: str, sums: FileSums, block_bytes: int) -> None:
+        self.path = path
+        self._folder, self._file, self._sums, self._block = folder, folder / path, sums, block_bytes
+        self._opened = ExitStack()
+        self._number = -1
+        self._buffer: memoryview | None = None
+        self._kept = -1  # the block in the buffer
+
+    def __enter__(self) -> FileReader:
+        """Open the file. Raises `CheckpointError` unless it is a regular file of the size that the manifest says."""
+        try:
+            self._number = self._opened.enter_context(files.read_only(self._folder, self.path))
+        except OSError as error:
+            raise CheckpointError(f"{self._file} cannot be read ({error.strerror or error})") from error
+        size = os.fstat(self._number).st_size
+        if size != self._sums.nbytes:
+            self._opened.close()
+            raise CheckpointError(
+                f"{self._file} has {size:,} bytes instead of {self._sums.nbytes:,}: it was cut off or changed"
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+        self._number = self._kept = -1
+
+    @property
+    def nbytes(self) -> int:
+        return self._sums.nbytes
+
+    @property
+    def blocks(self) -> int:
+        return len(self._sums.crc32)
+
+    def span(self, block: int) -> tuple[int, int]:
+        """Return the first byte of a block, and its length."""
+        begin = block * self._block
+        return begin, min(self._block, self._sums.nbytes - begin)
+
+    def verify(self, first: int, last: int) -> None:
+        """Read the blocks from ``first`` to ``last`` (exclusive). Raises `CheckpointError` naming a broken one."""
+        for block in range(first, last):
+            self._keep(block)
+
+    def read(self, begin: int, length: int) -> bytearray:
+        """Return bytes of the file, checked."""
+        data = bytearray(length)
+        self.read_into(memoryview(data), begin)
+        return data
+
+    def read_into(self, out: memoryview, begin: int) -> None:
+        """Fill ``out`` with the bytes from ``begin`` on. Raises `CheckpointError` naming a broken block."""
+        done = 0
+        while done < len(out):
+            block, inside = divmod(begin + done, self._block)
+            whole = self.span(block)[1]
+            length = min(whole - inside, len(out) - done)
+            if length == whole:
+                self.read_block(block, out[done : done + length])
+            else:
+                out[done : done + length] = self._keep(block)[inside : inside + length]
+            done += length
+
+    def _keep(self, block: int) -> memoryview:
+        """Return a block. The last one is kept, since small tensors share one."""
+        if self._buffer is None:
+            self._buffer = memoryview(bytearray(min(self._block, self.nbytes)))
+        data = self._buffer[: self.span(block)[1]]
+        if block != self._kept:
+            self._kept = -1
+            self.read_block(block, data)
+            self._kept = block
+        return data
+
+    def read_block(self, block: int, data: memoryview) -> None:
+        """Fill ``data``, which has the length of the block. Raises `CheckpointError` if the block is broken."""
+        begin, _ = self.span(block)
+        try:
+            read = files.read_at(self._number, data, begin)
+        except OSError as error:
+            raise CheckpointError(f"block {block} of {self._file} cannot be read ({error.strerror})") from error
+        if read != len(data) or zlib.crc32(data) != self._sums.crc32[block]:
+            raise CheckpointError(f"{self._file} is broken at block {block}{self._names(block)}")
+
+    def _names(self, block: int) -> str:
+        """Return, as text, the tensors that a broken block has bytes of, if the header can still be read."""
+        try:
+            found = self._header()
+        except (FormatError, OSError):
+            return " (its header)" if block == 0 and self.path.endswith(".safetensors") else ""
+        begin = block * self._block - found.data
+        end = begin + self._block
+        names = [repr(e.name) for e in found.tensors if e.nbytes and e.end > begin and e.begin < end]
+        if len(names) > 1:
+            names = [f"one of {len(names)} tensors from {names[0]} to {names[-1]}"]
+        return f" ({' or '.join([*(['its header'] if begin < 0 else []), *names])})"
+
+    def _header(self) -> Header:
+        """Return the header of a safetensors file, unchecked."""
+        first = bytearray(8)
+        read = files.read_at(self._number, memoryview(first), 0)
+        text = bytearray(header_length(bytes(first[:read]), self.nbytes))
+        files.read_at(self._number, memoryview(text), 8)
+        return parse_header(bytes(text), self.nbytes)

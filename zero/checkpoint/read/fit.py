@@ -1,0 +1,108 @@
+"""Whether a checkpoint is one of this model and this optimizer, and what it has for each parameter.
+
+Knows: names, shapes, dtypes, param groups. Does not know: bytes, memory, ranks. Nothing changes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...state.plain_dicts import check
+from ...step.elementwise import check_elementwise
+from ..contents import Contents, StoredTensor
+from ..format.names import MASTERS, MODEL
+from ..format.tensorfile import DTYPES, TensorEntry
+from .reader import Checkpoint
+
+Saved = tuple[str, TensorEntry]  # a saved tensor: its file, and its entry there
+_OF_CLASS = ("optimizer_class", "optimizer_module")
+
+
+class Fit:
+    """What a checkpoint has for an optimizer that it fits.
+
+    Attributes:
+        model, masters: each saved tensor, by name.
+        states: by the name of a parameter, and of a state.
+        values: the states that are no tensors, likewise.
+        elementwise: names of the states that are as large as their parameter.
+        groups: the options of the param groups.
+    """
+
+    def __init__(self, contents: Contents, checkpoint: Checkpoint, *, with_states: bool) -> None:
+        """Compare. Local.
+
+        Raises:
+            ValueError: the checkpoint is that of another model or optimizer; names the first difference.
+            CheckpointError: the checkpoint is damaged.
+        """
+        self.model: Mapping[str, Saved] = checkpoint.tensors(MODEL)
+        self.masters: Mapping[str, Saved] = checkpoint.tensors(MASTERS)
+        self.states: Mapping[str, Mapping[str, Saved]] = {}
+        self.values: dict[str, dict[str, Any]] = {}
+        self.elementwise: frozenset[str] = frozenset()
+        self.groups: list[dict[str, Any]] = []
+        self._check_model(contents)
+        if with_states:
+            self._check_states(contents, checkpoint)
+
+    def widest(self, stored: StoredTensor) -> Saved:
+        """Return the saved weights of a parameter in their widest dtype."""
+        return self.masters.get(stored.name, self.model[stored.name])
+
+    def _check_model(self, contents: Contents) -> None:
+        ours = {stored.name: stored for stored in contents.model}
+        for name, stored in ours.items():
+            if name not in self.model:
+                raise ValueError(f"the checkpoint has no {name!r}, which the model has: it is that of another model")
+            entry = self.model[name][1]
+            if entry.shape != stored.shape:
+                raise ValueError(
+                    f"{name!r} has shape {entry.shape} in the checkpoint, but {stored.shape} in the model: it is "
+                    "that of another model"
+                )
+            dtype = DTYPES[entry.dtype]
+            if dtype is not stored.dtype and not (dtype.is_floating_point and stored.dtype.is_floating_point):
+                raise ValueError(f"{name!r} is {dtype} in the checkpoint, but {stored.dtype} in the model")
+        for name in self.model:
+            if name not in ours:
+                raise ValueError(f"the model has no {name!r}, which the checkpoint has: it is that of another model")
+        for name, (_, entry) in self.masters.items():
+            if name not in self.model or entry.shape != self.model[name][1].shape:
+                raise ValueError(f"the master weights of {name!r} in the checkpoint belong to another model")
+
+    def _check_states(self, contents: Contents, checkpoint: Checkpoint) -> None:
+        """Compare the states and the options as `load_state_dict` does."""
+        inner = contents.parts.inner
+        mine = f"{inner.optimizer_class.__module__}.{inner.optimizer_class.__qualname__}"
+        saved_groups = checkpoint.param_groups
+        for number, group in enumerate(saved_groups):
+            if group.get("optimizer_class") not in (mine, None):  # None: imported from a dict, which has no class
+                raise ValueError(
+                    f"param group {number} of the checkpoint was trained by {group.get('optimizer_class')}, but this "
+                    f"optimizer is {mine}"
+                )
+        order = [name for group in saved_groups for name in group["params"]]
+        indices = {name: index for index, name in enumerate(order)}
+        self.groups = [{k: v for k, v in group.items() if k not in (*_OF_CLASS, "params")} for group in saved_groups]
+        self.states = checkpoint.states()
+        self.values = checkpoint.state_values()
+        layout = contents.storage.layout
+        known = [spec for spec in layout.parameters if spec.group < len(saved_groups)]
+        self.elementwise = inner.elementwise | check_elementwise(inner, self.groups, known)
+        meta: dict[int, dict[str, Any]] = {}
+        for parameter, found in self.states.items():
+            if parameter not in indices:
+                raise ValueError(f"the checkpoint has states of {parameter!r}, which is in no param group")
+            meta[indices[parameter]] = {
+                name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
+                for name, (_, entry) in found.items()
+            }
+        named = [
+            {**options, "param_names": group["params"], "params": [indices[name] for name in group["params"]]}
+            for options, group in zip(self.groups, saved_groups, strict=True)
+        ]
+        check({"state": meta, "param_groups": named}, contents.groups, contents.storage.listed(), self.elementwise)

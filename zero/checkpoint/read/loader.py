@@ -1,0 +1,290 @@
+"""Loads a checkpoint into an optimizer: each rank reads the bytes of its shards into the memory that holds them.
+
+Knows: which saved tensor becomes which weights and states, also at another precision. Does not know: which checkpoint
+is chosen, how ranks agree.
+
+    saved                               becomes
+    masters/ if there is one, else      the widest weights: the master weights, or without them the parameter itself
+    model/
+    model/                              the parameter, if it has this dtype; else it is the widest weights, rounded
+    optimizer/                          the states; a state in the dtype of the widest weights follows their new dtype
+
+Files are read in their order, each block once, and compared with its checksum again. Where every rank has the whole of
+a bucket, the shards are gathered.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collectives import Kind, Tag
+
+from ...core.bits import as_bytes, flattened, memory_of
+from ...core.stage import Placement
+from ...runtime.bucket import Bucket
+from ...runtime.flat_buffer import FlatBuffer, redistribute
+from ...runtime.flat_states import PieceState
+from ...state.plain_dicts import scalar_state
+from ..contents import Contents, StoredTensor
+from ..format.extents import Part, chunks, is_row_major, slot_part
+from ..format.names import FOLDERS, MASTERS, MODEL, OPTIMIZER
+from ..format.tensorfile import DTYPES, Header, TensorEntry
+from .file_reader import FileReader
+from .fit import Fit, Saved
+from .reader import Checkpoint
+
+_Target = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file of the checkpoint, as `extents.chunks` needs it."""
+
+    path: str
+    header: Header
+
+    @property
+    def folder(self) -> str:
+        return self.path.rpartition("/")[0]
+
+    @property
+    def data(self) -> int:
+        return self.header.data
+
+    @property
+    def tensors(self) -> Sequence[TensorEntry]:
+        return self.header.tensors
+
+
+class Loader:
+    """The loading of one checkpoint into one optimizer, on one rank."""
+
+    def __init__(self, contents: Contents, checkpoint: Checkpoint, fit: Fit, *, with_states: bool) -> None:
+        """``fit``: of these two. ``with_states``: load also the states and the options of the param groups."""
+        self._contents, self._checkpoint, self._fit, self._with_states = contents, checkpoint, fit, with_states
+        self._rank = contents.parts.shards.rank
+        self._parts: dict[tuple[str, str], list[Part]] = {}
+        self._memory: dict[_Target, Tensor] = {}  # bytes into which is read
+        self._left: dict[_Target, int] = {}  # bytes that are still to be read there
+        self._then: dict[_Target, list[tuple[Tensor, Tensor]]] = {}  # copies, target and source, when all are there
+        self._later: list[Callable[[], None]] = []  # what follows when everything was read
+        self._scalars = bytearray()
+        self._places: dict[tuple[int, int], dict[str, tuple[int, TensorEntry]]] = {}  # of scalars, by bucket and slot
+        self._wide: dict[int, set[int]] = {}  # slots of a bucket whose master weights are read
+        self._rounded: dict[int, set[int]] = {}  # those whose parameters are these, rounded
+        self._pieces = [
+            {piece.slot: piece for piece in bucket.spec.pieces(*self._interval(bucket))} for bucket in contents.buckets
+        ]
+
+    def load(self) -> None:
+        """Read everything. Collective."""
+        contents = self._contents
+        stored_in: dict[int, list[StoredTensor]] = {}
+        for stored in contents.model:
+            if stored.place is not None:
+                stored_in.setdefault(stored.place[0], []).append(stored)
+        for number, bucket in enumerate(contents.buckets):
+            with_states = self._with_states and number in contents.updated
+            if number in contents.updated:
+                bucket.states.wait_for_copies()
+                if bucket.states.master is not None:
+                    bucket.states.snapshot()
+                    bucket.states.master.forget()
+            if with_states:
+                bucket.states.snapshot()
+                bucket.states.flat.clear()
+            for stored in stored_in.get(number, ()):
+                self._expect_weights(stored, number, bucket)
+                if with_states:
+                    self._expect_states(stored, number, bucket)
+        self._read()
+        for action in self._later:
+            action()
+        for number, bucket in enumerate(contents.buckets):
+            self._finish(number, bucket)
+            if self._with_states and number in contents.updated:
+                self._set_states(number, bucket, stored_in.get(number, ()))
+        for stored in contents.model:
+            if stored.tensor is not None:
+                stored.tensor.copy_(self._checkpoint.read(*self._fit.model[stored.name]))
+        for group, options in zip(contents.groups, self._fit.groups, strict=False):
+            group.update(options)
+        contents.parts.inner.elementwise |= self._fit.elementwise
+
+    # -- which saved tensor becomes what ------------------------------------------------------------------------------
+
+    def _interval(self, bucket: Bucket) -> tuple[int, int]:
+        """Return the elements of a bucket that this rank reads."""
+        return bucket.spec.owned(self._rank)
+
+    def _expect_weights(self, stored: StoredTensor, number: int, bucket: Bucket) -> None:
+        low, high = self._interval(bucket)
+        dtypes, fit = bucket.spec.dtypes, self._fit
+        weights = bucket.weights.interval(low, high).detach()
+        narrow, widest = fit.model[stored.name], fit.widest(stored)
+        has_dtype = DTYPES[narrow[1].dtype] is dtypes.param_dtype
+        master = bucket.states.master if number in self._contents.updated else None
+        if master is None:
+            self._expect(stored, number, bucket, MODEL if widest is narrow else MASTERS, widest, "weights", weights)
+            return
+        if has_dtype:
+            self._expect(stored, number, bucket, MODEL, narrow, "weights", weights)
+            if widest is narrow:
+                return  # the master weights are equal to the parameter
+        begin = bucket.states.begin
+        wide = master.master[low - begin : high - begin]
+        self._expect(stored, number, bucket, MODEL if widest is narrow else MASTERS, widest, MASTERS, wide)
+        assert stored.place is not None
+        self._wide.setdefault(number, set()).add(stored.place[1])
+        if not has_dtype:
+            self._rounded.setdefault(number, set()).add(stored.place[1])
+
+    def _expect_states(self, stored: StoredTensor, number: int, bucket: Bucket) -> None:
+        assert stored.place is not None
+        states, slot = bucket.states, stored.place[1]
+        for name, saved in self._fit.states.get(stored.name, {}).items():
+            if name in self._fit.elementwise:
+                follows = saved[1].dtype == self._fit.widest(stored)[1].dtype
+                dtype = bucket.spec.dtypes.master_dtype if follows else DTYPES[saved[1].dtype]
+                flat = states.flat[name] if name in states.flat else states.allocate(name, dtype)
+                into = flat.interval(*self._interval(bucket))
+                self._expect(stored, number, bucket, OPTIMIZER, saved, f"state {name}", into)
+            elif states.piece_of(slot) is not None:
+                place = len(self._scalars)
+                self._parts[OPTIMIZER, saved[1].name] = [Part(("scalars", 0), place, 0, saved[1].nbytes)]
+                self._places.setdefault((number, slot), {})[name] = (place, saved[1])
+                self._scalars += bytes(saved[1].nbytes)
+
+    def _expect(
+        self, stored: StoredTensor, number: int, bucket: Bucket, folder: str, saved: Saved, kind: str, into: Tensor
+    ) -> None:
+        """Read this rank's piece of a saved tensor into ``into``, which is 1-D and holds its interval of the bucket."""
+        assert stored.place is not None
+        slot, (low, high), dtype = stored.place[1], self._interval(bucket), DTYPES[saved[1].dtype]
+        piece = self._pieces[number].get(slot)
+        if piece is None or not piece.numel:
+            return
+        target = into[piece.begin - low : piece.end - low]
+        if not is_row_major(bucket.specs[slot]):
+            begin = bucket.spec.slots[slot].offset
+
+            def read_permuted() -> None:
+                whole = flattened(self._checkpoint.read(*saved), bucket.specs[slot].stride)
+                target.copy_(whole[piece.begin - begin : piece.end - begin])
+
+            self._later.append(read_permuted)
+            return
+        key = (f"{kind} {dtype}", number)
+        direct = dtype is into.dtype and into.device.type == "cpu"
+        if key not in self._memory:
+            self._memory[key] = as_bytes(into if direct else torch.empty(high - low, dtype=dtype))
+        if not direct:
+            source = self._memory[key].view(dtype)[piece.begin - low : piece.end - low]
+            self._then.setdefault(key, []).append((target, source))
+        self._left[key] = self._left.get(key, 0) + piece.numel * dtype.itemsize
+        self._parts[folder, saved[1].name] = [slot_part(key, piece, bucket.spec, (low, high), dtype.itemsize)]
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Read all parts, in the order of the files."""
+        found = self._checkpoint
+        if self._scalars:
+            self._memory["scalars", 0] = torch.frombuffer(self._scalars, dtype=torch.uint8)
+            self._left["scalars", 0] = len(self._scalars)
+        saved = [SavedFile(path, found.header(path)) for folder in FOLDERS for path in found.paths(folder)]
+        block_bytes = found.manifest.block_bytes
+        buffer = torch.empty(block_bytes, dtype=torch.uint8)
+        wanted = chunks(saved, self._parts, block_bytes)
+        for number, of_file in itertools.groupby(wanted, key=lambda chunk: chunk.file):
+            with found.file(saved[number].path) as reader:
+                for block, of_block in itertools.groupby(of_file, key=lambda chunk: chunk.begin // block_bytes):
+                    self._read_block(reader, block, [part for chunk in of_block for part in chunk.parts], buffer)
+
+    def _read_block(self, reader: FileReader, block: int, parts: Sequence[Part], buffer: Tensor) -> None:
+        """Read a block of a file, and copy its parts to their places. A part that is the whole block is read there."""
+        first, length = reader.span(block)
+        alone = parts[0] if parts[0].nbytes == length else None
+        into = buffer[:length]
+        if alone is not None:
+            into = self._memory[alone.source][alone.offset : alone.offset + length]
+        reader.read_block(block, memory_of(into))
+        for part in parts:
+            if alone is None:
+                place = self._memory[part.source][part.offset : part.offset + part.nbytes]
+                place.copy_(into[part.begin - first : part.begin - first + part.nbytes])
+            self._left[part.source] -= part.nbytes
+            if not self._left[part.source]:
+                for target, read in self._then.pop(part.source, ()):
+                    target.copy_(read)
+                if part.source != ("scalars", 0):
+                    del self._memory[part.source]
+
+    # -- the end of a bucket ------------------------------------------------------------------------------------------
+
+    def _finish(self, number: int, bucket: Bucket) -> None:
+        """Round what must be rounded, and gather what every rank has whole. Collective."""
+        parts = self._contents.parts
+        wide = self._wide.get(number, set())
+        if wide:
+            assert bucket.states.master is not None
+            master = FlatBuffer(bucket.states.master.master, bucket.weights.placement, bucket.states.begin)
+            for piece in self._pieces[number].values():
+                if piece.slot in self._rounded.get(number, ()):
+                    bucket.weights.piece(piece).copy_(master.piece(piece))
+                elif piece.slot not in wide:
+                    master.piece(piece).copy_(bucket.weights.piece(piece))
+        if parts.shards.world_size > 1:
+            held = [bucket.weights] if bucket.weights.placement is Placement.WHOLE else []
+            if parts.stage.states is Placement.WHOLE and number in self._contents.updated:
+                held += [flat for _, flat in sorted(bucket.states.flat.items())] if self._with_states else []
+                held += [FlatBuffer(bucket.states.master.master, Placement.WHOLE)] if wide else []  # type: ignore[union-attr]
+            for place, whole in enumerate(held):
+                tag = Tag(Kind.ALL_GATHER, f"loading bucket {number}, tensor {place}", index=number)
+                cuts = bucket.spec.cuts
+                redistribute(whole.shard(cuts, parts.shards.rank), whole, cuts, parts.collective, tag).wait()
+        if number in self._contents.updated:
+            bucket.states.evict()
+            self._contents.storage.evict(bucket)
+
+    def _set_states(self, number: int, bucket: Bucket, stored: Sequence[StoredTensor]) -> None:
+        """Note which states the pieces of a bucket have. Neighbours with equal ones share the note."""
+        by_slot = {each.place[1]: each for each in stored if each.place is not None}
+        states, before, shared = bucket.states, None, None
+        for index, piece in enumerate(states.pieces):
+            each = by_slot[piece.slot]
+            names = tuple(n for n in sorted(self._fit.states.get(each.name, {})) if n in self._fit.elementwise)
+            scalars = {
+                name: (entry, bytes(self._scalars[place : place + entry.nbytes]))
+                for name, (place, entry) in self._places.get((number, piece.slot), {}).items()
+            }
+            values = self._fit.values.get(each.name, {})
+            facts = [(name, entry.dtype, entry.shape, data) for name, (entry, data) in scalars.items()]
+            now = (names, facts, repr(values), states.groups[index])
+            if now != before:
+                before, shared = now, self._state(names, scalars, values, states.groups[index], bucket)
+            states.set_state(index, shared)
+
+    def _state(
+        self,
+        names: tuple[str, ...],
+        scalars: Mapping[str, tuple[TensorEntry, bytes]],
+        values: Mapping[str, Any],
+        group: int,
+        bucket: Bucket,
+    ) -> PieceState | None:
+        if not names and not scalars and not values:
+            return None
+        options = self._contents.groups[group] | self._fit.groups[group]
+        on_device = bool(options.get("fused") or options.get("capturable"))
+        found = dict(values)
+        for name, (entry, data) in scalars.items():
+            tensor = torch.frombuffer(bytearray(data), dtype=DTYPES[entry.dtype]).view(entry.shape).clone()
+            found[name] = scalar_state(name, tensor, on_device, bucket.spec.device)
+        return PieceState(names, found)

@@ -1,0 +1,196 @@
+"""The restoring of one checkpoint on all ranks: which one, what they agree on before anything changes, and the rest.
+
+Knows: the exchanges of a restore. Does not know: how bytes become states (`loader`).
+
+    rank 0 chooses a folder -> every rank compares it with its optimizer, and verifies a part of its blocks -> all agree
+    -> every rank loads -> the caller's objects, random generators
+
+A file that fails is found before the first byte of the optimizer changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...core.cuts import EvenCuts
+from ...optimizer import ZeroOptimizer
+from ..contents import Contents
+from ..directory import step_name, steps_in
+from ..format.manifest import VersionError
+from ..options import warn_caller
+from ..user_state import check_keys, restored, set_generators
+from .file_reader import CheckpointError
+from .fit import Fit
+from .loader import Loader
+from .reader import Checkpoint
+
+Reshard = Callable[[Sequence[Mapping[str, Any]], int, int], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored.
+
+    Attributes:
+        step: the number under which it was saved.
+        path: its folder.
+        content: the SHA-256 that names it.
+        not_restored: what was not saved, or could not be restored, and why.
+        state, rank_state: the saved values that no object of the caller has taken.
+    """
+
+    step: int
+    path: Path
+    content: str
+    not_restored: tuple[str, ...] = ()
+    state: Mapping[str, Any] = field(default_factory=dict)
+    rank_state: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Restorer:
+    """One call of `restore` on one rank. Arguments: those of `CheckpointManager.restore`."""
+
+    def __init__(
+        self,
+        optimizer: ZeroOptimizer,
+        state: Mapping[str, Any] | None,
+        rank_state: Mapping[str, Any] | None,
+        *,
+        optimizer_too: bool,
+        rng: bool,
+        reshard: Reshard | None,
+    ) -> None:
+        self._optimizer, self._engine = optimizer, optimizer.engine
+        self._state, self._rank_state = state, rank_state
+        self._with_states, self._rng, self._reshard = optimizer_too, rng, reshard
+
+    def restore(self, directory: Path, step: int | None) -> Restored | None:
+        """Restore ``step``, or the newest that is not broken. Collective. None if there is none at all."""
+        paths: list[str] = []
+        older: list[int] = []
+        if self._optimizer.rank == 0:
+            there = steps_in(directory)
+            wanted = reversed(there) if step is None else [step]
+            paths = [str(there.get(number, directory / step_name(number))) for number in wanted]
+            older = [] if step is None else [number for number in there if number < step]
+        told, older = json.loads(self._optimizer.exchange(json.dumps([paths, older]).encode())[0])
+        if not told:
+            return None
+        try:
+            return self.load([Path(path) for path in told], fall_back=step is None)
+        except CheckpointError as error:
+            if not older:
+                raise
+            raise CheckpointError(f"{error}; older steps: {', '.join(map(str, reversed(older)))}") from None
+
+    @torch.no_grad()
+    def load(self, paths: Sequence[Path], *, fall_back: bool) -> Restored:
+        """Load the first of these checkpoints that is not broken. Collective.
+
+        ``fall_back``: whether another one is tried after a broken one.
+        """
+        self._engine.agree_to_load()
+        for number, path in enumerate(paths):
+            loader, checkpoint, problem = self._try(path)
+            broken = self._agree(checkpoint, problem)
+            if broken is None:
+                assert loader is not None
+                assert checkpoint is not None
+                self._engine.load(loader.load)
+                return self._rest(checkpoint)
+            left = [older.name for older in paths[number + 1 :]]
+            if not fall_back or not left:
+                raise CheckpointError(broken)
+            warn_caller(f"{broken}; {left[0]} is tried instead")
+        raise CheckpointError("there is no checkpoint")
+
+    def _try(self, path: Path) -> tuple[Loader | None, Checkpoint | None, Exception | None]:
+        """Compare a checkpoint with the optimizer, and verify this rank's part of its blocks. Local."""
+        checkpoint: Checkpoint | None = None
+        try:
+            checkpoint = Checkpoint(path)
+            checkpoint.check_structure()
+            self._verify(checkpoint)
+            contents = Contents(self._engine, self._optimizer.param_groups)
+            fit = Fit(contents, checkpoint, with_states=self._with_states)
+            check_keys(self._state, checkpoint.state, "state")
+            self._check_rank_state(checkpoint)
+            return Loader(contents, checkpoint, fit, with_states=self._with_states), checkpoint, None
+        except (ValueError, OSError, TypeError) as error:
+            return None, checkpoint, error
+
+    def _verify(self, checkpoint: Checkpoint) -> None:
+        """Read this rank's part of all blocks."""
+        counts = {path: checkpoint.file(path).blocks for path in checkpoint.manifest.files}
+        low, high = EvenCuts(sum(counts.values()), self._optimizer.world_size, 1).owned(self._optimizer.rank)
+        begin = 0
+        for path, blocks in counts.items():
+            first, last = max(low - begin, 0), min(high - begin, blocks)
+            if first < last:
+                with checkpoint.file(path) as reader:
+                    reader.verify(first, last)
+            begin += blocks
+        checkpoint.check_indices()
+
+    def _check_rank_state(self, checkpoint: Checkpoint) -> None:
+        same = checkpoint.world_size == self._optimizer.world_size
+        if self._rank_state is not None and not same and self._reshard is None:
+            raise ValueError(
+                f"rank_state was saved for {checkpoint.world_size} ranks, and here are {self._optimizer.world_size}: "
+                "pass reshard=, which makes a rank's state from those of all, or leave rank_state away"
+            )
+        if same and self._rank_state is not None:
+            saved = checkpoint.rank_state(self._optimizer.rank)["rank_state"]
+            check_keys(self._rank_state, saved, "rank_state")
+
+    def _agree(self, checkpoint: Checkpoint | None, problem: Exception | None) -> str | None:
+        """Return, as text, why the checkpoint is broken; None if it can be loaded. Collective.
+
+        Raises on every rank if it is whole, but does not fit.
+        """
+        newer = problem is not None and isinstance(problem.__cause__, VersionError)  # whole, but not readable here
+        broken = isinstance(problem, (CheckpointError, OSError)) and not newer
+        names = hashlib.sha256(b"" if checkpoint is None else checkpoint.manifest.to_bytes()).hexdigest()
+        mine = [None if problem is None else str(problem), broken, names]
+        told = [json.loads(data) for data in self._optimizer.exchange(json.dumps(mine).encode())]
+        if problem is not None and not broken:
+            raise problem
+        for rank, (theirs, is_broken, _) in enumerate(told):
+            if theirs is not None and not is_broken:
+                raise ValueError(f"rank {rank}: {theirs}")
+        found: list[str] = [theirs for theirs, _, _ in told if theirs is not None]
+        if found:
+            return found[0]
+        for rank, (_, _, theirs) in enumerate(told):
+            if theirs != told[0][2]:
+                raise ValueError(f"rank {rank} sees another checkpoint than rank 0: all ranks must see one folder")
+        return None
+
+    def _rest(self, checkpoint: Checkpoint) -> Restored:
+        """Restore what is beside the optimizer."""
+        rank, world = self._optimizer.rank, self._optimizer.world_size
+        missing = [f"{name} (it could not be saved)" for name in checkpoint.not_saved]
+        state = restored(self._state, checkpoint.state)
+        own: Mapping[str, Any] = {}
+        if checkpoint.world_size == world:
+            saved = checkpoint.rank_state(rank)
+            own = saved["rank_state"]
+            if self._rng:
+                set_generators(saved["rng"])
+        else:
+            if self._reshard is not None:
+                everyone = [checkpoint.rank_state(number)["rank_state"] for number in range(checkpoint.world_size)]
+                own = self._reshard(everyone, rank, world)
+            if self._rng:
+                missing.append(f"random generators (saved by {checkpoint.world_size} ranks, and here are {world})")
+        if missing and rank == 0:
+            warn_caller(f"not restored from {checkpoint.path}: {', '.join(missing)}")
+        rest = restored(self._rank_state, own)
+        return Restored(checkpoint.step, checkpoint.path, checkpoint.content, tuple(missing), state, rest)

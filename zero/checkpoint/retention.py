@@ -1,0 +1,77 @@
+"""Which checkpoints of a folder are kept after a commit.
+
+Knows: the rule. Does not know: how a checkpoint is removed. Runs on rank 0, in the thread of a save.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .directory import LockedDirectory, complete_steps, steps_in
+from .format.manifest import Manifest
+from .read.reader import open_checkpoint
+from .write.save_folder import SaveFolder
+
+
+class Retention:
+    """Keeps the newest checkpoints, and those of some steps for good.
+
+    A checkpoint counts as one that is kept only if every block of it is whole. A broken one is neither counted nor
+    removed. A checkpoint of an earlier run is read once to find out, and only if the rule asks.
+    """
+
+    def __init__(self, max_to_keep: int | None, keep_period: int | None) -> None:
+        """``max_to_keep``: how many; None: all. ``keep_period``: steps that it divides are kept for good."""
+        self._max_to_keep, self._keep_period = max_to_keep, keep_period
+        self._whole: dict[int, bool] = {}  # of steps that were read, or written by this run
+
+    def note_whole(self, step: int) -> None:
+        """Note that every block of a checkpoint was written by this run, or read."""
+        self._whole[step] = True
+
+    def apply(self, directory: LockedDirectory, step: int) -> list[str]:
+        """Remove what is not kept, after the commit of ``step``. Return, as text, what was left instead, and why."""
+        self._whole[step] = True
+        if self._max_to_keep is None:
+            return directory.remove([])
+        kept = 1
+        surplus = []
+        for other in reversed(complete_steps(directory.path)):
+            if other == step or (self._keep_period is not None and other % self._keep_period == 0):
+                continue
+            if not self._is_whole(directory.path, other):
+                continue
+            if kept < self._max_to_keep:
+                kept += 1
+            else:
+                surplus.append(other)
+        return directory.remove(surplus)
+
+    def _is_whole(self, directory: Path, step: int) -> bool:
+        if step not in self._whole:
+            try:
+                open_checkpoint(steps_in(directory)[step]).verify()
+                self._whole[step] = True
+            except (ValueError, OSError, KeyError):
+                self._whole[step] = False
+        return self._whole[step]
+
+
+class StepDestination:
+    """The folder of one step, in a locked folder with a rule of retention; see `Destination`."""
+
+    def __init__(self, directory: LockedDirectory, retention: Retention, step: int, *, overwrite: bool) -> None:
+        self._directory, self._retention, self._step, self._overwrite = directory, retention, step, overwrite
+
+    def check(self) -> None:
+        self._directory.check_free(self._step, overwrite=self._overwrite)
+
+    def commit(self, folder: SaveFolder, manifest: Manifest) -> None:
+        folder.commit(manifest, self._overwrite, self._directory.check)
+
+    def tidy(self, folder: SaveFolder, manifest: Manifest) -> list[str]:
+        left: list[str] = []
+        if os.path.lexists(folder.trash):
+            left = self._directory.remove_trash(folder.trash)
+        return left + self._retention.apply(self._directory, manifest.step)

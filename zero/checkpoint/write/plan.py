@@ -1,0 +1,255 @@
+"""The plan of a save on one rank: the files, which bytes of them this rank writes, and from which memory.
+
+Knows: folders and keys of the format, which memory holds which tensor. Does not know: values, folders on a disk.
+
+Nothing here depends on a value but the options of param groups, which are in the headers of `optimizer/`. So a plan
+serves until the model or the kinds of its states change: `PlanCache` has the rule.
+
+    source               memory of this rank
+    (WEIGHTS, n)         the parameters of bucket n
+    ("state s", n)       the state s of bucket n
+    (MASTERS, n)         the master weights of bucket n
+    ("whole", 0)         the rank's parts of all tensors that every rank has whole, side by side
+    ("scalars", b)       states of b bytes that are not as large as their parameter, in the order of the files
+    (folder/key, n)      a tensor whose memory is not row-major
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.layout import ParameterSpec
+from ..contents import Contents, Place, StateFacts, StoredTensor
+from ..format.extents import Chunk, FilePlan, Part, chunks, even_part, is_row_major, plan_files, slot_part
+from ..format.names import MASTERS, MODEL, OPTIMIZER, index_file, state_key
+from ..format.tensorfile import DTYPES, NAMES, TensorEntry, header_of, index_bytes, tensors_text
+from .snapshot import Source
+
+WEIGHTS, WHOLE, SCALARS = "weights", "whole", "scalars"
+
+
+@dataclass(frozen=True)
+class SharedFiles:
+    """The files of `model/`, `optimizer/` and `masters/`, as `lay_out` makes them.
+
+    Attributes:
+        model, masters: complete.
+        optimizer: without the options of the param groups, each with the text of its tensors.
+        values: the states that are no tensors, as JSON.
+        indices: of the folders, by path.
+    """
+
+    model: Sequence[FilePlan]
+    optimizer: Sequence[tuple[FilePlan, str]]
+    masters: Sequence[FilePlan]
+    values: str
+    indices: dict[str, bytes]
+
+    def with_options(self, param_groups: Sequence[Any]) -> list[FilePlan]:
+        """Return all files. Those of `optimizer/` hold the options of these param groups."""
+        metadata = {"param_groups": json.dumps(param_groups), "values": self.values}
+        optimizer = [
+            replace(file, header=header_of(text, len(file.tensors), metadata)) for file, text in self.optimizer
+        ]
+        return [*self.model, *optimizer, *self.masters]
+
+
+def lay_out(
+    model: Sequence[TensorEntry],
+    aliases: Mapping[str, str],
+    states: Sequence[TensorEntry],
+    values: Mapping[str, Any],
+    masters: Sequence[TensorEntry],
+    max_shard_bytes: int,
+) -> SharedFiles:
+    """Return the files of `model/`, `optimizer/` and `masters/` that hold these tensors, in this order.
+
+    States without dimensions come last. ``aliases``: further names of the model's tensors, with the names of these.
+    ``values``: the states that are no tensors, by key.
+    """
+    ordered = sorted(states, key=lambda entry: not entry.shape)
+    folders = {
+        MODEL: plan_files(MODEL, model, aliases, max_shard_bytes),
+        OPTIMIZER: plan_files(OPTIMIZER, ordered, {}, max_shard_bytes),
+        MASTERS: plan_files(MASTERS, masters, {}, max_shard_bytes) if masters else [],
+    }
+    indices = {
+        index_file(folder): index_bytes({file.path.rpartition("/")[2]: file.tensors for file in files})
+        for folder, files in folders.items()
+        if files
+    }
+    optimizer = [(file, tensors_text(file.tensors)) for file in folders[OPTIMIZER]]
+    return SharedFiles(folders[MODEL], optimizer, folders[MASTERS], json.dumps(values), indices)
+
+
+@dataclass(frozen=True)
+class BucketTensor:
+    """A tensor of the files whose elements lie in a bucket: where, in which kind of memory, and its dtype."""
+
+    folder: str
+    key: str
+    kind: str
+    place: Place
+    dtype: torch.dtype
+
+    @property
+    def source(self) -> Source:
+        """Its own memory, if that of the bucket is not row-major."""
+        return f"{self.folder}/{self.key}", self.place[0]
+
+
+def bucket_tensors(contents: Contents, facts: StateFacts, stored: StoredTensor, place: Place) -> list[BucketTensor]:
+    """Return the tensors of the files that are as large as a parameter, of one parameter."""
+    found = [BucketTensor(MODEL, stored.name, WEIGHTS, place, stored.dtype)]
+    states = facts.states.get(place)
+    for name, dtype in {} if states is None else states.elementwise.items():
+        found.append(BucketTensor(OPTIMIZER, state_key(stored.name, name), f"state {name}", place, DTYPES[dtype]))
+    if place in facts.masters:
+        dtypes = contents.buckets[place[0]].spec.dtypes
+        found.append(BucketTensor(MASTERS, stored.name, MASTERS, place, dtypes.master_dtype))
+    return found
+
+
+def permuted_tensors(contents: Contents, facts: StateFacts) -> list[BucketTensor]:
+    """Return the tensors whose memory is not row-major, in order. Equal on all ranks, which gather them."""
+    return [
+        tensor
+        for stored in contents.model
+        if stored.place is not None and not is_row_major(_spec(contents, stored.place))
+        for tensor in bucket_tensors(contents, facts, stored, stored.place)
+    ]
+
+
+def _spec(contents: Contents, place: Place) -> ParameterSpec:
+    number, slot = place
+    return contents.buckets[number].specs[slot]
+
+
+class WritePlan:
+    """What all saves of one layout with the same kinds of states have in common, on one rank.
+
+    Attributes:
+        contents, facts: what it was made from.
+        files: of all ranks; equal on all.
+        intervals: of each bucket, the elements that this rank writes.
+        mastered: the numbers of the buckets with master weights in `masters/`.
+        wholes: tensors that every rank has, with the bytes of each that this rank writes.
+        scalars: by their bytes, for each place of the source the number of its value among `Contents.own_scalars`
+            of this size.
+        parameters: of the manifest.
+    """
+
+    def __init__(self, contents: Contents, facts: StateFacts, max_shard_bytes: int, block_bytes: int) -> None:
+        self.contents, self.facts = contents, facts
+        self._block_bytes = block_bytes
+        self._parts: dict[tuple[str, str], list[Part]] = {}
+        self.wholes: list[tuple[Tensor, int, int]] = []
+        self.scalars: dict[int, Tensor] = {}
+        self.files = self._lay_out(max_shard_bytes)
+        self._plan_parts()
+        self.parameters = contents.parameters()
+        self._chunks: tuple[list[int], list[Chunk]] = ([], [])
+
+    def _lay_out(self, max_shard_bytes: int) -> SharedFiles:
+        contents, facts = self.contents, self.facts
+        model = [TensorEntry(stored.name, NAMES[stored.dtype], stored.shape) for stored in contents.model]
+        aliases = {alias: stored.name for stored in contents.model for alias in stored.aliases}
+        states: list[TensorEntry] = []
+        masters: list[TensorEntry] = []
+        values: dict[str, Any] = {}
+        for stored in contents.model:
+            if stored.index is None or stored.place is None:
+                continue
+            found = facts.states.get(stored.place)
+            if found is not None:
+                shapes = {name: (dtype, stored.shape) for name, dtype in found.elementwise.items()}
+                for name, (kind, shape) in sorted((shapes | dict(found.tensors)).items()):
+                    states.append(TensorEntry(state_key(stored.name, name), kind, shape))
+                values.update((state_key(stored.name, name), value) for name, value in sorted(found.values.items()))
+            if stored.place in facts.masters:
+                dtype = contents.buckets[stored.place[0]].spec.dtypes.master_dtype
+                masters.append(TensorEntry(stored.name, NAMES[dtype], stored.shape))
+        return lay_out(model, aliases, states, values, masters, max_shard_bytes)
+
+    def chunks(self, files: Sequence[FilePlan]) -> list[Chunk]:
+        """Return the chunks of this rank in ``files``, which have the options of this save.
+
+        They are those of before if no header has another length now.
+        """
+        data = [file.data for file in files]
+        if data != self._chunks[0]:
+            self._chunks = data, chunks(files, self._parts, self._block_bytes)
+        return self._chunks[1]
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _plan_parts(self) -> None:
+        """Note which part of each tensor this rank writes, and where it lies."""
+        contents, rank = self.contents, self.contents.transport.rank
+        pieces = [
+            {piece.slot: piece for piece in contents.writers.pieces(bucket.spec, rank)} for bucket in contents.buckets
+        ]
+        self.intervals = [contents.writers.interval(bucket.spec, rank) for bucket in contents.buckets]
+        self.mastered = frozenset(number for number, _ in self.facts.masters)
+        end = 0
+        for stored in contents.model:
+            if stored.place is None:
+                end = self._plan_whole(stored, end)
+                continue
+            number, slot = stored.place
+            spec, piece = contents.buckets[number].spec, pieces[number].get(slot)
+            row_major = is_row_major(_spec(contents, stored.place))
+            for tensor in bucket_tensors(contents, self.facts, stored, stored.place):
+                if not row_major:
+                    self._plan_permuted(tensor)
+                elif piece is not None and piece.numel:
+                    source, itemsize = (tensor.kind, number), tensor.dtype.itemsize
+                    part = slot_part(source, piece, spec, self.intervals[number], itemsize)
+                    self._parts[tensor.folder, tensor.key] = [part]
+        self._plan_scalars()
+
+    def _plan_permuted(self, tensor: BucketTensor) -> None:
+        number, slot = tensor.place
+        if slot in self.contents.first_slots(number):
+            nbytes = _spec(self.contents, tensor.place).numel * tensor.dtype.itemsize
+            self._parts[tensor.folder, tensor.key] = [Part(tensor.source, 0, 0, nbytes)]
+
+    def _plan_whole(self, stored: StoredTensor, offset: int) -> int:
+        """Plan this rank's part of a tensor that every rank has; of a buffer, rank 0 writes all. Return the end of the
+        part in its source."""
+        assert stored.tensor is not None
+        rank, world = self.contents.transport.rank, self.contents.transport.world_size
+        nbytes = stored.tensor.numel() * stored.tensor.itemsize
+        begin, end = (0, nbytes if rank == 0 else 0) if stored.is_buffer else even_part(nbytes, world, rank)
+        if begin < end:
+            self.wholes.append((stored.tensor, begin, end))
+            self._parts[MODEL, stored.name] = [Part((WHOLE, 0), offset, begin, end - begin)]
+            offset += end - begin
+        return offset
+
+    def _plan_scalars(self) -> None:
+        """Lay out the states that are not as large as their parameter, so that neighbours in a file are neighbours in
+        memory: most are equal to the next one."""
+        names = {stored.place: stored.name for stored in self.contents.model if stored.place is not None}
+        values: dict[int, int] = {}  # by bytes, how many values there are
+        value_of: dict[str, tuple[int, int]] = {}  # bytes and number of the value, by key
+        for number, slots, name, value in self.contents.own_scalars():
+            nbytes = value.numel() * value.itemsize
+            found = values.setdefault(nbytes, 0)
+            values[nbytes] += 1
+            value_of.update((state_key(names[number, slot], name), (nbytes, found)) for slot in slots)
+        places: dict[int, list[int]] = {nbytes: [] for nbytes in values}
+        for file, _ in self.files.optimizer:
+            for entry in file.tensors:
+                if entry.name in value_of:
+                    nbytes, found = value_of[entry.name]
+                    part = Part((SCALARS, nbytes), len(places[nbytes]) * nbytes, 0, nbytes)
+                    self._parts[OPTIMIZER, entry.name] = [part]
+                    places[nbytes].append(found)
+        self.scalars = {nbytes: torch.tensor(numbers) for nbytes, numbers in places.items() if nbytes}

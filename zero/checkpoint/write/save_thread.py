@@ -1,0 +1,267 @@
+"""One save on one rank: the plan, the snapshot, and the thread that writes.
+
+Knows: the order plan - write - checksums - commit, and which steps rank 0 alone takes. Does not know: how ranks agree,
+where values come from, which checkpoints are kept.
+
+    main thread     (ranks have agreed, values are staged)  start
+    thread          rank 0: make the files -> all: write this rank's chunks, to the disk -> rank 0: checksums, commit
+    main thread     trains on; an update asks `before_update` first
+
+The thread sends no message. If it fails, its error waits in `error`, and every other rank finds a note of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from ..format.checksums import Fragment, block_sums
+from ..format.extents import Chunk
+from ..format.manifest import FileSums, Manifest
+from .chunk_writer import ChunkWriter
+from .save_folder import GivenUpError, LateError, SaveError, SaveFolder
+from .snapshot import Snapshot
+
+LONGEST_CAUSE = 500  # characters
+LATE = "late: "  # before a report that another rank may know better
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What one rank writes.
+
+    Attributes:
+        paths: of the files; chunks refer to them by number.
+        heads: the first bytes of files, by path, which this rank writes: on rank 0 all headers and all small files.
+        chunks: the tensors' bytes that this rank writes.
+        sizes: the bytes of every file of all ranks, by path.
+        block_bytes: of each checksum.
+        snapshot: from which chunks are taken.
+        manifest: makes the manifest from the sums of all files.
+    """
+
+    paths: Sequence[str]
+    heads: Mapping[str, bytes]
+    chunks: Sequence[Chunk]
+    sizes: Mapping[str, int]
+    block_bytes: int
+    snapshot: Snapshot
+    manifest: Callable[[Mapping[str, FileSums]], Manifest]
+
+
+class Destination(Protocol):
+    """Where a checkpoint goes. Rank 0 calls it."""
+
+    def check(self) -> None:
+        """Raise an error, `FileExistsError` for instance, if no checkpoint may be written there."""
+
+    def commit(self, folder: SaveFolder, manifest: Manifest) -> None:
+        """Make the folder the checkpoint."""
+
+    def tidy(self, folder: SaveFolder, manifest: Manifest) -> list[str]:
+        """Remove what the commit has made superfluous. Return, as text, what was left instead, and why."""
+
+
+class Saving:
+    """A save under way, or complete. `CheckpointManager.save` returns it.
+
+    Optimizer states are written from their own memory: an edit of ``optimizer.state[p]`` in place, before the next step
+    and before the save is done, may be in the checkpoint. Everything else may change at once.
+
+    Attributes:
+        step: the number under which it is saved.
+        path: the folder that the checkpoint will have.
+        blocked_ms: the milliseconds for which this rank's training has waited for it so far.
+        nbytes: the bytes that this rank writes; ``total_bytes``: the size of the checkpoint.
+        seconds: from the beginning of the writing to the commit; 0 until then.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        folder: SaveFolder,
+        rank: int,
+        plan: SavePlan | BaseException,
+        destination: Destination | None,
+        report: Callable[[str], None],
+    ) -> None:
+        """``plan``: or the error for which there is none; the save then fails at once, on all ranks.
+
+        ``destination``: on rank 0. ``report``: lets all ranks have a text at their next agreement.
+        """
+        self.step, self.path = step, folder.target
+        self.blocked_ms = self.seconds = 0.0
+        self.total_bytes = 0 if isinstance(plan, BaseException) else sum(plan.sizes.values())
+        self.nbytes = 0 if isinstance(plan, BaseException) else sum(chunk.nbytes for chunk in plan.chunks)
+        self.error: SaveError | None = None
+        self.was_raised = False  # to the caller
+        self.remarks: list[str] = []  # of a checkpoint that is complete
+        self._folder, self._rank = folder, rank
+        self._plan: SavePlan | BaseException | None = plan  # None when the save is over
+        self._destination, self._report = destination, report
+        self._content = ""
+        self._finished = threading.Event()
+
+    # -- what a caller sees -------------------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Return whether the save is over: committed or failed. Local."""
+        return self._finished.is_set()
+
+    def result(self, timeout: float | None = None) -> str:
+        """Wait until the checkpoint is committed, and return its ``content``. Local.
+
+        Raises the error that has ended the save, or `TimeoutError` after ``timeout`` seconds.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"{self.path} is not complete after {timeout:g} s")
+        if self.error is not None:
+            self.was_raised = True
+            raise self.error
+        return self._content
+
+    # -- main thread --------------------------------------------------------------------------------------------------
+
+    def start(self, *, asynchronous: bool) -> None:
+        """Write in a thread, or here."""
+        if asynchronous and isinstance(self._plan, SavePlan):
+            try:
+                threading.Thread(target=self._run, name=f"zero-checkpoint rank {self._rank}", daemon=True).start()
+                return
+            except RuntimeError as error:  # there are too many threads
+                self._plan = error
+        self._run()
+
+    def before_update(self, bucket: int) -> None:
+        """Keep what an update of this bucket is about to change."""
+        plan = self._plan
+        if isinstance(plan, SavePlan):
+            began = time.perf_counter()
+            plan.snapshot.before_update(bucket)
+            self.blocked_ms += 1000 * (time.perf_counter() - began)
+
+    @property
+    def nonce(self) -> str:
+        """What distinguishes this save from every other one."""
+        return self._folder.nonce
+
+    def wait(self) -> None:
+        """Wait until the save is over, and raise nothing. Waits for other ranks end by themselves."""
+        self._finished.wait()
+
+    def learn(self, why: str) -> None:
+        """Note that the save has failed on another rank."""
+        if not self.done():
+            self._folder.abandon(why)
+        elif self.error is None or isinstance(self.error, (GivenUpError, LateError)):
+            self.error = SaveError(why)
+
+    def known_cause(self) -> str:
+        """Return why the save has failed, as far as this rank knows; otherwise an empty text."""
+        return (
+            ""
+            if self.error is None or isinstance(self.error, (GivenUpError, LateError))
+            else str(self.error)[:LONGEST_CAUSE]
+        )
+
+    def abandon(self, why: str, after: float) -> None:
+        """End all waits for other ranks, ``after`` so many seconds."""
+        self._folder.abandon(why, after)
+
+    def remove_rest(self) -> None:
+        """Remove what a failed save has left. On rank 0; every other rank has seen that it failed."""
+        if self._rank == 0 and self.error is not None:
+            self._folder.remove_rest()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        began, plan = time.perf_counter(), self._plan
+        try:
+            if not isinstance(plan, SavePlan):
+                assert plan is not None, "a save runs once"
+                raise plan
+            try:
+                manifest = self._save(plan)
+            finally:
+                plan.snapshot.end()  # before anything else: no step waits for what follows
+            self.seconds = time.perf_counter() - began
+            if self._destination is not None and manifest is not None:
+                self.remarks = self._tidy(self._destination, manifest)
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._plan = None
+            self._finished.set()
+
+    def _fail(self, error: BaseException) -> None:
+        traceback.clear_frames(error.__traceback__)  # they hold what was to be written
+        self.error = self._as_save_error(error)
+        if not isinstance(self.error, GivenUpError):
+            self._report(f"{LATE if isinstance(self.error, LateError) else ''}{self.error}")
+        self._folder.report_failed(str(self.error))
+        if self._rank == 0:
+            self._folder.give_up(str(self.error))
+
+    def _as_save_error(self, error: BaseException) -> SaveError:
+        if isinstance(error, FileNotFoundError) and self._rank != 0:
+            try:
+                self._folder.check()  # rank 0 has removed the files, and this is no error of this rank
+            except SaveError as given_up:
+                return given_up
+            except OSError:
+                pass
+        if isinstance(error, SaveError):
+            return error
+        told = SaveError(f"rank {self._rank} could not save {self.path}: {type(error).__name__}: {error}")
+        told.__cause__ = error
+        return told
+
+    def _save(self, plan: SavePlan) -> Manifest | None:
+        """Write this rank's part, and wait until the checkpoint is committed. Rank 0 does, and returns its manifest."""
+        folder = self._folder
+        if self._rank == 0:
+            folder.make_files(plan.sizes)
+        else:
+            folder.wait_until_ready()
+        writer = ChunkWriter(folder.temporary, plan.block_bytes)
+        try:
+            for path, data in plan.heads.items():
+                writer.write_bytes(path, data)
+            for chunk in plan.chunks:
+                writer.write(plan.paths[chunk.file], chunk.begin, chunk.nbytes, partial(plan.snapshot.take, chunk))
+            writer.finish()
+        finally:
+            writer.close()
+        folder.report_done(writer.fragments)
+        if self._destination is None:
+            self._content = folder.wait_until_committed()
+            return None
+        manifest = plan.manifest(sums_of(folder.collect(), plan.sizes, plan.block_bytes))
+        self._destination.commit(folder, manifest)
+        self._content = manifest.content
+        return manifest
+
+    def _tidy(self, destination: Destination, manifest: Manifest) -> list[str]:
+        try:
+            return destination.tidy(self._folder, manifest)
+        except Exception as error:  # the checkpoint is complete, whatever happens to older ones
+            return [f"older checkpoints beside {self.path} could not be removed: {type(error).__name__}: {error}"]
+
+
+def sums_of(
+    fragments: Mapping[str, Iterable[Fragment]], sizes: Mapping[str, int], block_bytes: int
+) -> dict[str, FileSums]:
+    """Return the sizes and block checksums of all files. Raises `SaveError` if a byte was not written, or twice."""
+    found = {}
+    for path, nbytes in sizes.items():
+        try:
+            found[path] = FileSums(nbytes, tuple(block_sums(fragments.get(path, ()), nbytes, block_bytes)))
+        except ValueError as error:
+            raise SaveError(f"{path}: {error}") from error
+    return found

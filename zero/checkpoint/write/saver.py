@@ -1,0 +1,271 @@
+"""A save on all ranks: what they agree on, and what each one then writes.
+
+Knows: the one exchange of a save, and how its outcome becomes a plan. Does not know: which steps a folder keeps.
+
+Nothing is written into a checkpoint's files before all ranks have agreed on where, on the number, and on equal states.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collectives import CollectiveError
+
+from ...engine import Engine
+from ...runtime.flat_states import Options
+from ..contents import Contents
+from ..format.checksums import BLOCK_BYTES
+from ..format.manifest import FileSums, Manifest
+from ..format.names import STATE_FILE, rank_file
+from ..format.statetree import encode
+from ..user_state import collected, digests, generators
+from .capture import Capture, TreeFile
+from .plan_cache import PlanCache
+from .save_folder import SaveError, SaveFolder
+from .save_thread import Destination, SavePlan, Saving
+from .snapshot import Source
+
+REPORT = "checkpoint {nonce}"  # under which a failed save is reported to the other ranks
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """One call of `save` on one rank.
+
+    Attributes:
+        target: the checkpoint's folder.
+        step: the number of the checkpoint.
+        state: equal on all ranks; rank_state: this rank's own.
+        overwrite: whether a checkpoint that exists is replaced.
+        skip: whether this rank would skip it, since its last save is under way.
+        blocking: whether the call waits until it is complete.
+        staging_bytes: of `Snapshot`.
+        max_shard_bytes: of a file.
+        assets: further files that are copied into `model/`, by name.
+        block_bytes: of each checksum; equal on all ranks. The checkpoint's `content` depends on it.
+        problem: an error that the caller has found; every rank raises it.
+    """
+
+    target: Path
+    step: int
+    state: Mapping[str, Any] | None
+    rank_state: Mapping[str, Any] | None
+    overwrite: bool = False
+    skip: bool = False
+    blocking: bool = False
+    staging_bytes: int | None = None
+    max_shard_bytes: int = 5 * 10**9
+    assets: Mapping[str, bytes] | None = None
+    block_bytes: int = BLOCK_BYTES
+    problem: Exception | None = None
+
+
+class Saver:
+    """Saves one optimizer on one rank."""
+
+    def __init__(self, engine: Engine, groups: Callable[[], list[Options]]) -> None:
+        """``groups``: returns the live param groups."""
+        self._engine, self._groups = engine, groups
+        self._transport = engine.parts.transport
+        self._room: dict[Source, Tensor] = {}
+        self._report = ""  # the name of the last save's report
+        self._cache = PlanCache(engine)
+
+    def save(self, request: SaveRequest, destination: Destination | None) -> Saving | None:
+        """Agree and begin. Collective. Returns None on every rank if some rank skips.
+
+        Args:
+            request: what to save; every rank gives the same, but for ``rank_state``, ``skip`` and ``problem``.
+            destination: on rank 0.
+
+        Raises:
+            RuntimeError, ValueError, TypeError: on every rank, if a rank may not save or ranks differ. Nothing is left.
+                An error of the disk is not raised here, but ends the save that is returned.
+        """
+        began = time.perf_counter()
+        nonce = secrets.token_hex(8)
+        own_folder = self._folder(request, nonce)
+        problem = request.problem
+        own: _Own | None = None
+        disk: str | None = None
+        try:
+            if problem is not None:
+                raise problem
+            self._engine.check()
+            own = self._collect(request)
+            if destination is not None and not request.skip:
+                disk = _make(destination, own_folder)
+        except Exception as error:
+            problem = error
+        text = None if problem is None else _told(problem)
+        message = {} if own is None else {**own.message, "nonce": nonce, "disk": disk}
+        try:
+            told = self._engine.agree_to_save(text, json.dumps(message).encode())
+            found = [json.loads(data) for data in told]
+            _compare(found)
+        except BaseException:
+            own_folder.remove_rest()
+            if problem is not None:
+                raise problem from None
+            raise
+        assert own is not None, "all ranks have agreed"
+        if any(theirs["skip"] for theirs in found):
+            own_folder.remove_rest()
+            return None
+        plan: SavePlan | BaseException
+        capture = None if found[0]["disk"] else self._capture(own, found)
+        try:
+            plan = SaveError(found[0]["disk"]) if capture is None else self._plan(request, own, found, capture)
+        except BaseException as error:
+            plan = error
+        agreement = self._engine.parts.reducer.agreement
+        agreement.report(self._report, None)
+        name = self._report = REPORT.format(nonce=found[0]["nonce"])
+        saving = Saving(
+            request.step,
+            self._folder(request, found[0]["nonce"]),
+            self._transport.rank,
+            plan,
+            destination,
+            lambda text: agreement.report(name, text),
+        )
+        saving.start(asynchronous=not request.blocking)
+        saving.blocked_ms = 1000 * (time.perf_counter() - began)
+        if isinstance(plan, BaseException) and not isinstance(plan, Exception):
+            raise plan  # an interrupt; the other ranks do not wait for this one
+        return saving
+
+    def _folder(self, request: SaveRequest, nonce: str) -> SaveFolder:
+        return SaveFolder(
+            request.target, nonce, self._transport.rank, self._transport.world_size, self._transport.timeout
+        )
+
+    def _collect(self, request: SaveRequest) -> _Own:
+        """Return what this rank saves, and what it lets the others have. Raises an error that names a value."""
+        rank = self._transport.rank
+        contents = self._cache.contents(self._groups())
+        state = collected(request.state, "state")
+        mine = {"rng": generators(), "rank_state": collected(request.rank_state, "rank_state")}
+        tree = TreeFile(rank_file(rank), *encode(mine, "rank_state"))
+        message = {
+            "facts": contents.describe().decode(),
+            "agree": {
+                "the step": request.step,
+                "the folder": str(request.target),
+                "overwrite": request.overwrite,
+                **{f"state[{key!r}]": digest for key, digest in digests(state, "state").items()},
+                "the model": contents.digest,
+            },
+            "skip": request.skip,
+            "own": tree.plan().nbytes,
+            "host": socket.gethostname(),
+        }
+        return _Own(contents, contents.param_groups(), tree, TreeFile(STATE_FILE, *encode(state, "state")), message)
+
+    def _capture(self, own: _Own, found: list[dict[str, Any]]) -> Capture:
+        """Take what needs the other ranks. Collective, so an error ends the group."""
+        try:
+            permuted = self._cache.permuted([theirs["facts"].encode() for theirs in found])
+            return Capture(own.contents, permuted, self._room)
+        except CollectiveError:
+            raise
+        except BaseException as error:
+            self._transport.abort(f"{self._transport.rank_label}, in save(): {type(error).__name__}: {error}")
+            raise
+
+    def _plan(self, request: SaveRequest, own: _Own, found: list[dict[str, Any]], capture: Capture) -> SavePlan:
+        """Take a copy of what may change at any time, and plan what this rank writes. Local."""
+        rank, contents, groups = self._transport.rank, own.contents, own.groups
+        trees = [own.tree, own.of_state] if rank == 0 else [own.tree]
+        plan = self._cache.plan(request.max_shard_bytes, request.block_bytes)
+        capture.stage(plan)
+        for tree in trees:
+            capture.add_tree(tree)
+        shared = plan.files.with_options(groups)
+        own_files = [tree.plan() for tree in trees]
+        chunks = [*plan.chunks(shared), *capture.own_chunks(own_files, request.block_bytes, len(shared))]
+        plain = {**plan.files.indices, **{f"model/{name}": data for name, data in (request.assets or {}).items()}}
+        heads = {file.path: file.header for file in own_files}
+        if rank == 0:
+            heads |= {file.path: file.header for file in shared} | plain
+        sizes = {file.path: file.nbytes for file in [*shared, own.of_state.plan()]}
+        sizes |= {path: len(data) for path, data in plain.items()}
+        sizes |= {rank_file(number): theirs["own"] for number, theirs in enumerate(found)}
+        parameters, not_saved = plan.parameters, tuple(contents.not_saved)
+        parts = self._engine.parts
+        written_by = {
+            "nonce": found[0]["nonce"],
+            "world_size": self._transport.world_size,
+            "stage": parts.stage.number,
+            "sharding_factor": parts.shards.world_size,
+            "collective": parts.collective.name,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+
+        def manifest(files: Mapping[str, FileSums]) -> Manifest:
+            return Manifest(request.step, parameters, tuple(groups), files, request.block_bytes, not_saved, written_by)
+
+        snapshot = capture.snapshot(chunks, request.staging_bytes)
+        return SavePlan(
+            [file.path for file in [*shared, *own_files]], heads, chunks, sizes, request.block_bytes, snapshot, manifest
+        )
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What one rank saves: the model and states, the param groups, its own tree, the caller's state, and the message
+    for the other ranks."""
+
+    contents: Contents
+    groups: list[Any]
+    tree: TreeFile
+    of_state: TreeFile
+    message: dict[str, Any]
+
+
+def _make(destination: Destination, folder: SaveFolder) -> str | None:
+    """Make the folder of a save on rank 0. Return, as text, an error of the disk."""
+    try:
+        destination.check()
+        folder.make()
+    except FileExistsError:
+        raise
+    except OSError as error:
+        return f"rank 0 could not save {folder.target}: {type(error).__name__}: {error}"
+    return None
+
+
+def _told(error: Exception) -> str:
+    """Return an error as text for the other ranks."""
+    if isinstance(error, OSError):
+        return f"{type(error).__name__}: {error}"
+    return str(error)
+
+
+def _compare(found: list[dict[str, Any]]) -> None:
+    """Raise `ValueError` naming what differs between rank 0 and another rank."""
+    first = found[0]["agree"]
+    for rank, theirs in enumerate(found):
+        for key in {**first, **theirs["agree"]}:
+            if first.get(key) != theirs["agree"].get(key):
+                if not key.startswith(("state[", "the model")):
+                    raise ValueError(
+                        f"save(): {key} is {theirs['agree'][key]!r} on rank {rank} (host {theirs['host']}), but "
+                        f"{first[key]!r} on rank 0: every rank must save the same"
+                    )
+                raise ValueError(
+                    f"save(): {key} is not on rank {rank} (host {theirs['host']}) what it is on rank 0: every rank "
+                    "must save the same; what differs between ranks belongs into rank_state"
+                )

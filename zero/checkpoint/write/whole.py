@@ -1,0 +1,128 @@
+"""Writes a checkpoint of tensors that one process has whole, without an optimizer and without ranks.
+
+Knows: how whole tensors become files, and the order of a save. Does not know: where the tensors come from.
+"""
+
+from __future__ import annotations
+
+import platform
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.bits import as_bytes
+from ..format.checksums import BLOCK_BYTES
+from ..format.extents import Part, chunks
+from ..format.manifest import FileSums, Manifest, SavedParameter
+from ..format.names import MASTERS, MODEL, OPTIMIZER, STATE_FILE, state_key
+from ..format.statetree import encode, encode_inline
+from ..format.tensorfile import NAMES, TensorEntry
+from .capture import TreeFile
+from .one_path import OnePath
+from .plan import lay_out
+from .save_folder import SaveFolder
+from .save_thread import SavePlan, Saving
+from .snapshot import Snapshot, Source
+
+_MAX_SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class WholeContents:
+    """What a checkpoint is made of. Tensors are plain, on the CPU and row-major.
+
+    Attributes:
+        model: by name; ``aliases``: further names, with the names of the same tensors in ``model``.
+        groups: the options of the param groups; "params" has the names of the parameters.
+        states: by the parameter's name and the state's name, tensors and plain values.
+        masters: the master weights, by name.
+        state: the caller's state.
+    """
+
+    model: Mapping[str, Tensor]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    groups: Sequence[Mapping[str, Any]] = ()
+    states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    masters: Mapping[str, Tensor] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
+    """Write a checkpoint at ``path``, and return its ``content``.
+
+    Raises:
+        FileExistsError: there is something at ``path``.
+        TypeError: a value cannot be saved; names it.
+        SaveError: a file could not be written. Nothing is left.
+    """
+    if path.exists():
+        raise FileExistsError(f"{path} exists: name another folder")
+    tensors = {
+        **{(MODEL, name): tensor for name, tensor in contents.model.items()},
+        **{(MASTERS, name): tensor for name, tensor in contents.masters.items()},
+    }
+    values: dict[str, Any] = {}
+    for parameter, states in contents.states.items():
+        for name, value in sorted(states.items()):
+            key = state_key(parameter, name)
+            if isinstance(value, Tensor):
+                tensors[OPTIMIZER, key] = value
+            else:
+                values[key] = encode_inline(value, f"optimizer.state[{parameter!r}][{name!r}]")
+    groups = [
+        {
+            **encode_inline({k: v for k, v in group.items() if k != "params"}, f"optimizer.param_groups[{number}]"),
+            "params": list(group["params"]),
+        }
+        for number, group in enumerate(contents.groups)
+    ]
+    of_state = TreeFile(STATE_FILE, *encode(dict(contents.state), "state"))
+    entries: dict[str, list[TensorEntry]] = {MODEL: [], OPTIMIZER: [], MASTERS: []}
+    for (folder, name), tensor in tensors.items():
+        entries[folder].append(TensorEntry(name, NAMES[tensor.dtype], tuple(tensor.shape)))
+    shared = lay_out(entries[MODEL], contents.aliases, entries[OPTIMIZER], values, entries[MASTERS], _MAX_SHARD_BYTES)
+    files = [*shared.with_options(groups), of_state.plan()]
+    tensors |= {("", name): tensor for name, tensor in of_state.tensors.items()}
+    staged: dict[Source, Tensor] = {}
+    parts: dict[tuple[str, str], list[Part]] = {}
+    for number, (place, tensor) in enumerate(tensors.items()):
+        source = ("whole", number)
+        staged[source] = as_bytes(tensor.cpu())
+        parts[place] = [Part(source, 0, 0, staged[source].numel())]
+    found = chunks(files, parts, BLOCK_BYTES)
+    plain = shared.indices
+    sizes = {file.path: file.nbytes for file in files} | {name: len(data) for name, data in plain.items()}
+    nonce = secrets.token_hex(8)
+
+    def manifest(sums: Mapping[str, FileSums]) -> Manifest:
+        written_by = {"nonce": nonce, "torch": torch.__version__, "python": platform.python_version()}
+        return Manifest(step, _parameters(contents), tuple(groups), sums, BLOCK_BYTES, (), written_by)
+
+    save = SaveFolder(path, nonce, rank=0, world_size=1, timeout=1.0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save.make()
+    heads = {file.path: file.header for file in files} | plain
+    snapshot = Snapshot(staged, {}, found)
+    plan = SavePlan([file.path for file in files], heads, found, sizes, BLOCK_BYTES, snapshot, manifest)
+    saving = Saving(step, save, 0, plan, OnePath(path, overwrite=False), lambda _: None)
+    saving.start(asynchronous=False)
+    saving.remove_rest()
+    return saving.result()
+
+
+def _parameters(contents: WholeContents) -> tuple[SavedParameter, ...]:
+    """Return what the manifest says of the parameters: those of the param groups, in the order of the model."""
+    groups = {name: number for number, group in enumerate(contents.groups) for name in group["params"]}
+    names: dict[str, list[str]] = {name: [name] for name in groups}
+    for alias, name in contents.aliases.items():
+        names.get(name, []).append(alias)
+    return tuple(
+        SavedParameter(name, tuple(names[name]), tuple(tensor.shape), NAMES[tensor.dtype], groups[name], True)
+        for name, tensor in contents.model.items()
+        if name in groups
+    )
