@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from zero.commands import cli, runner
 from zero.commands.console import Console, StepStats
 from zero.commands.sweep import command as sweep
 from zero.commands.train import command as train
-from zero.commands.train import memory_stats, plots, rank
+from zero.commands.train import memory_stats
 from zero.commands.train.data import load_corpus
 from zero.commands.train.loop import Loop
 from zero.commands.train.model import build_model
@@ -37,28 +36,7 @@ STEPS, MICRO_BATCHES, BATCH, SEQUENCE = 3, 4, 2, 24
 LIMIT = 100  # seconds for a command; it takes about ten
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text"
-    path.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(300)))
-    return path
-
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Remove the variables of a launcher, and restore the number of threads."""
-    for name in ("WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write no pictures and hardly a sample, which take longer than the training."""
-    monkeypatch.setattr(plots, "can_draw", lambda: False)
-    monkeypatch.setattr(rank, "SAMPLE_LENGTH", 8)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def flags(text: Path, out: Path, *more: str) -> list[str]:
@@ -275,6 +253,13 @@ def test_a_command_without_the_extra_says_what_to_install(
         (["--lr=nan"], "--lr is nan: it must be finite"),
         (["--seed=-1"], "--seed is -1"),
         (["--clip=0"], "--clip is 0.0: it must be above 0"),
+        (["--checkpoint=c", "--checkpoint-every=0"], "--checkpoint-every is 0: it must be at least 1"),
+        (["--checkpoint=c", "--keep=0"], "--keep is 0: it must be at least 1"),
+        (["--checkpoint-every=5"], "--checkpoint-every is 5: it must be with --checkpoint"),
+        (["--keep=5"], "--keep is 5: it must be with --checkpoint"),
+        (["--no-async"], "--no-async is True: it must be with --checkpoint"),
+        (["--resume=auto"], "--resume is auto: it must be with --checkpoint"),
+        (["--resume=/no/such"], "--resume /no/such: /no/such is not a checkpoint: it has no checkpoint.json"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_started(
@@ -422,7 +407,7 @@ def test_both_command_lines_have_the_flags_of_the_configuration(
 
 
 def test_a_rank_gets_the_configuration_as_json() -> None:
-    config = TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), offload=Path("disk"), preset="tiny", lr=1e-7)
+    config = TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), offload=Path("disk"), checkpoint=Path("c"))
     for sent in (config, TrainConfig()):
         assert TrainConfig.from_json(json.loads(json.dumps(sent.to_json()))) == sent
 

@@ -10,7 +10,8 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from .console import INSTALL_HINT
 from .runner import fail, reports_errors
@@ -25,6 +26,17 @@ HELP = {
     "train": "Train a byte-level GPT on real text, on any number of ranks.",
     "sweep": "Measure memory against time: every setting, and torch's own, side by side.",
     "verify": "Find where your own model, at each stage and number of ranks, first leaves the bits of your plain loop.",
+    "checkpoint": "Look at checkpoints, and convert them from and to other formats. Needs no ranks.",
+}
+HELP_CHECKPOINT = {
+    "list": "Print step, bytes, writer and content of each checkpoint of a folder, and whether its files are complete.",
+    "verify": "Read every byte of a checkpoint, or of each one in a folder. If one is not whole, name file and tensor, "
+    "and end with 1.",
+    "export": "Write a checkpoint in another format: torch (one file, which torch.load reads with weights_only=True: "
+    "model, optimizer, state), hf (a transformers folder: the model alone), dcp (torch.distributed.checkpoint: model "
+    "and flattened optimizer).",
+    "import": "Make a checkpoint of a torch.save file with {'model', 'optimizer'}, state dicts of torch. Only what "
+    "weights_only reads is taken. Random generators are not in it.",
 }
 
 
@@ -65,32 +77,66 @@ def _application() -> Any:
     train, sweep = _command(TrainConfig, _train), _command(SweepConfig, _sweep)
     for name, command in {"train": train, "sweep": sweep, "verify": _verify_command()}.items():
         application.command(name, help=HELP[name], short_help=HELP[name], context_settings=HELP_FLAGS)(command)
+    application.add_typer(_checkpoint_application(), name="checkpoint")
     return application
 
 
 def _command(config: type[TrainConfig] | type[SweepConfig], run: Callable[[Any], int]) -> Any:
-    """Make a function with one keyword argument for each field of ``config``, which typer turns into flags."""
+    """Make a command with a flag for each field of ``config``."""
     import typer
 
     @reports_errors
-    def run_with(values: dict[str, Any]) -> int:
+    def command(**values: Any) -> int:
         return run(config(**values))
 
-    def command(**values: Any) -> int:
-        return run_with(values)
+    return _with_parameters(
+        command,
+        {flag.name: Annotated[flag.type, typer.Option(*flag.options, help=flag.help)] for flag in flags_of(config)},
+        {flag.name: flag.default for flag in flags_of(config)},
+    )
 
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+
+def _with_parameters(run: Callable[..., int], annotations: dict[str, Any], defaults: dict[str, Any]) -> Any:
+    """Make a function with these keyword arguments, which typer turns into arguments and flags."""
+
+    def called(**values: Any) -> int:
+        return run(**values)
+
+    called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(
-                flag.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=flag.default,
-                annotation=Annotated[flag.type, typer.Option(help=flag.help)],
+                name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, inspect.Parameter.empty), annotation=of
             )
-            for flag in flags_of(config)
+            for name, of in annotations.items()
         ]
     )
-    return command
+    return called
+
+
+def _checkpoint_application() -> Any:
+    import typer
+
+    from .checkpoint import command
+
+    def path(name: str, text: str) -> Any:
+        return Annotated[Path, typer.Argument(metavar=name, help=text)]
+
+    text = HELP["checkpoint"]
+    application = typer.Typer(help=text, short_help=text, context_settings=HELP_FLAGS, rich_markup_mode=None)
+    to = Annotated[Literal["torch", "hf", "dcp"], typer.Option(help="the format")]
+    out = path("OUT", "where nothing is yet")
+    commands: dict[str, tuple[Callable[..., int], dict[str, Any]]] = {
+        "list": (command.list_, {"directory": path("DIR", "a folder of checkpoints")}),
+        "verify": (command.verify, {"path": path("PATH", "a checkpoint, or a folder of them")}),
+        "export": (command.export, {"path": path("PATH", "a checkpoint"), "to": to, "out": out}),
+        "import": (command.import_, {"source": path("SOURCE", "a file of torch.save"), "out": out}),
+    }
+    for name, (run, parameters) in commands.items():
+        text = HELP_CHECKPOINT[name]
+        application.command(name, help=text, short_help=text, context_settings=HELP_FLAGS)(
+            _with_parameters(run, parameters, {})
+        )
+    return application
 
 
 def _train(config: TrainConfig) -> int:

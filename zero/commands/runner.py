@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 RUN_PREFIX = "zero-"
-T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class RankError(Exception):
@@ -140,14 +140,14 @@ def run_rank(work: Callable[[dict[str, Any]], None]) -> int:
     return 0
 
 
-def reports_errors(run: Callable[[T], int]) -> Callable[[T], int]:
+def reports_errors(run: Callable[P, int]) -> Callable[P, int]:
     """Make a command of ``run`` that never raises and returns the exit code: that of ``run``, 1 after an error, which
     it prints in one line, or 130 after an interrupt."""
 
     @functools.wraps(run)
-    def command(argument: T) -> int:
+    def command(*args: P.args, **kwargs: P.kwargs) -> int:
         try:
-            return run(argument)
+            return run(*args, **kwargs)
         except KeyboardInterrupt:
             if not under_launcher():  # the launcher reports it
                 print("interrupted", file=sys.stderr)

@@ -15,6 +15,7 @@ from ...core.stage import check_reshard, check_sharding_factor, stage_of
 from ..runner import check_output, fail, launch_ranks, record_error, reports_errors, under_launcher
 from .data import load_corpus
 from .rank import make_optimizer, optimizer_arguments, work
+from .saves import check_resume
 from .settings import TrainConfig
 
 __all__ = ["run"]
@@ -64,7 +65,7 @@ def _check(config: TrainConfig, world: int) -> None:
     check_sharding_factor(config.sharding_factor, world, stage)
     check_reshard(config.reshard, config.sharding_factor or world, stage)
     optimizer_arguments(config)
-    load_corpus(config.data, config.sequence)
+    check_resume(config, load_corpus(config.data, config.sequence).sha256)
     if int(os.environ.get("RANK", "0")) == 0:
         check_output(config.out, TRACEBACK)
     if "WORLD_SIZE" not in os.environ:

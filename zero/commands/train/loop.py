@@ -1,8 +1,9 @@
 """The steps of `zero train` on one rank, with their losses, times and bytes.
 
-Knows: micro-batches, and the order backward - clip - step - zero_grad. Does not know: how ranks are started, or how
-results are printed. Each rank keeps the losses of its own micro-batches. At logging time the ranks exchange them and
-put them into the order of the micro-batches, so that a loss has the same bits for every number of ranks.
+Knows: micro-batches, and the order backward - clip - step - zero_grad - save. Does not know: how ranks are started, or
+how results are printed. Each rank keeps the losses of its own micro-batches. At logging time, and before a save, the
+ranks exchange them and put them into the order of the micro-batches, so that a loss has the same bits for every number
+of ranks.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .data import Batch, Corpus
 from .memory_stats import bytes_by_kind, live_storages, proportional_set_size
 from .model import loss_fn
 from .report import RankFacts
+from .saves import Saves
 from .settings import TrainConfig
 
 __all__ = ["Loop", "validate"]
@@ -60,28 +62,50 @@ class Observation:
 
 
 class Loop:
-    """The training of one rank. After `run`, ``losses`` (nats per byte, over all ranks) and ``step_ms`` have an entry
-    for each step."""
+    """The training of one rank. After `run`, ``losses`` (nats per byte, over all ranks) has an entry for each step of
+    the run, and ``step_ms`` for each that was taken here, not before a checkpoint."""
 
     def __init__(
-        self, config: TrainConfig, corpus: Corpus, model: nn.Module, optimizer: ZeroOptimizer, console: Console | None
+        self,
+        config: TrainConfig,
+        corpus: Corpus,
+        model: nn.Module,
+        optimizer: ZeroOptimizer,
+        console: Console | None,
+        saves: Saves,
     ) -> None:
         self.losses: list[float] = []
         self.step_ms: list[float] = []
         self._config, self._corpus, self._console = config, corpus, console
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._saves = model, optimizer, saves
         self._mine = range(optimizer.rank, config.micro_batches, optimizer.world_size)
         self._stopwatch = Stopwatch()
         self._unshared: list[float] = []
+        self._logged = 0  # steps whose losses were logged
         self._scaler = torch.amp.GradScaler("cpu", enabled=config.precision == "fp16")
 
     def run(self) -> RankFacts:
-        """Take all steps. Return the measurements of this rank in the last one. All ranks must call it."""
+        """Take all steps that a checkpoint does not have yet. Return the measurements of this rank in the last one, or
+        now if there is none left. All ranks must call it."""
         self._optimizer.divisor = self._config.micro_batches
+        begin = self._resume()
+        if begin == self._config.steps:
+            now = self._observe()
+            return self._facts(now, now, payload=0, control=0)
         every = max(1, self._config.steps // LOGS_PER_RUN)
-        for step in range(self._config.steps - 1):
+        for step in range(begin, self._config.steps - 1):
             self._step(step, log=(step + 1) % every == 0)
         return self._last_step(self._config.steps - 1)
+
+    def _resume(self) -> int:
+        """Go on from a checkpoint, if ``--resume`` names one. Return the number of steps that were taken before."""
+        found = self._saves.resume(self._scaler)
+        self.losses += found.losses
+        self._logged = found.step
+        if self._console is not None:
+            for line in found.lines:
+                self._console.line(line)
+        return found.step
 
     def _step(self, step: int, *, log: bool) -> None:
         with self._stopwatch:
@@ -91,6 +115,7 @@ class Loop:
         self._clear()
         if log:
             self._log(held)
+        self._save(step + 1)
 
     def _last_step(self, step: int) -> RankFacts:
         """Take a step and measure storages and traffic between its parts."""
@@ -110,6 +135,7 @@ class Loop:
         )
         self._clear()
         self._log(after_step.total)
+        self._save(step + 1)
         return facts
 
     def _accumulate(self, step: int) -> None:
@@ -158,21 +184,29 @@ class Loop:
             control_sent=control,
         )
 
-    def _log(self, held: int) -> None:
-        """Exchange the losses of the steps since the last call, and print the newest one."""
-        new = self._share_losses()
-        self.losses += new
-        if self._console is not None:
-            seconds = sum(self.step_ms[-len(new) :]) / 1000
-            tokens = len(new) * self._config.micro_batches * self._config.batch * self._config.sequence
-            self._console.advance(StepStats(len(self.losses), new[-1], tokens / seconds, held))
+    def _save(self, steps: int) -> None:
+        if self._saves.due(steps):
+            self._share_losses()
+            self._saves.save(steps, self.losses, self._scaler)
 
-    def _share_losses(self) -> list[float]:
+    def _log(self, held: int) -> None:
+        """Share the losses, and print the newest one."""
+        self._share_losses()
+        steps, self._logged = len(self.losses) - self._logged, len(self.losses)
+        if self._console is not None:
+            seconds = sum(self.step_ms[-steps:]) / 1000
+            tokens = steps * self._config.micro_batches * self._config.batch * self._config.sequence
+            self._console.advance(StepStats(len(self.losses), self.losses[-1], tokens / seconds, held))
+
+    def _share_losses(self) -> None:
+        """Exchange the losses of the steps since the last call, and form their means."""
+        if not self._unshared:
+            return
         parts = self._optimizer.exchange(np.array(self._unshared, dtype="<f8").tobytes())
         self._unshared.clear()
         by_step = [np.frombuffer(part, dtype="<f8").reshape(-1, len(self._mine)) for part in parts]
         in_order = np.stack(by_step, axis=-1).reshape(-1, self._config.micro_batches)
-        return [math.fsum(step) / len(step) for step in in_order.tolist()]
+        self.losses += [math.fsum(step) / len(step) for step in in_order.tolist()]
 
 
 @torch.no_grad()

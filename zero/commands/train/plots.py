@@ -1,4 +1,4 @@
-"""The pictures of `zero train`, loss.png and memory.png, and of `zero sweep`, sweep.png.
+"""The pictures of `zero train`, loss.png, memory.png and steps.png, and of `zero sweep`, sweep.png.
 
 Knows: how to draw them from numbers, with matplotlib, which is imported when something is drawn. Does not know: where
 the numbers come from.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.transforms import Bbox
 
-__all__ = ["Dot", "can_draw", "draw_loss", "draw_memory", "draw_sweep"]
+__all__ = ["Dot", "can_draw", "draw_loss", "draw_memory", "draw_steps", "draw_sweep"]
 
 MEASURED, FORMULA, ACCENT = "#2f6f9f", "#c9d6e0", "#c4552d"
 SIZE, RESOLUTION = (8.0, 4.5), 150
@@ -65,6 +65,21 @@ def draw_memory(path: Path, title: str, measured: Mapping[str, int], formula: Ma
     axes.margins(y=0.12)
     axes.grid(axis="y", color="0.92")
     axes.set_axisbelow(True)
+    axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def draw_steps(path: Path, title: str, before: int, step_ms: Sequence[float], saves: Mapping[int, float]) -> None:
+    """Draw the time of each step, and mark the saves. ``before``: steps that were taken earlier; ``saves``: by the step
+    after which one began, the milliseconds for which training has waited for it."""
+    figure, axes = _figure(title)
+    steps = range(before + 1, before + len(step_ms) + 1)
+    axes.plot(steps, step_ms, color=MEASURED, linewidth=1.2, label="step")
+    for step in saves:
+        axes.axvline(step, color=ACCENT, linestyle=":", linewidth=0.9)
+    axes.scatter(list(saves), list(saves.values()), s=26, color=ACCENT, zorder=3, label="waited for a save")
+    axes.set(xlabel="step", ylabel="ms", xlim=(before + 0.5, before + len(step_ms) + 0.5), ylim=(0, None))
+    axes.grid(axis="y", color="0.92")
     axes.legend(frameon=False)
     _save(figure, path)
 

@@ -26,6 +26,7 @@ from .loop import Loop, validate
 from .memory_stats import parameters_sha256
 from .model import GPT, build_model, generate
 from .report import RankFacts, RunRecord, write_report
+from .saves import Saves
 from .settings import TrainConfig
 
 __all__ = ["main", "make_optimizer", "optimizer_arguments", "work"]
@@ -36,7 +37,7 @@ _PRECISIONS = {"fp32": None, "bf16": MixedPrecision(torch.bfloat16), "fp16": Mix
 
 
 def work(config: TrainConfig) -> None:
-    """Train as one rank. Rank 0 writes the report after the group is destroyed."""
+    """Train as one rank. Rank 0 writes the report after the group is destroyed. Raises if the last save has failed."""
     torch.set_num_threads(config.threads)
     console = Console(config.steps) if int(os.environ.get("RANK", "0")) == 0 else None
     try:
@@ -47,6 +48,8 @@ def work(config: TrainConfig) -> None:
             console.finish()
     if console is not None:
         write_report(record, console)
+        if record.unsaved is not None:
+            raise RuntimeError(record.unsaved)
 
 
 def _train(config: TrainConfig, console: Console | None) -> RunRecord:
@@ -55,11 +58,12 @@ def _train(config: TrainConfig, console: Console | None) -> RunRecord:
     model = build_model(config.preset, config.sequence, config.seed)
     optimizer = make_optimizer(config, model)
     _agree_on_text(optimizer, corpus)
-    loop = Loop(config, corpus, model, optimizer, console)
-    facts = loop.run()
-    batches = corpus.validation_batches(config.batch, config.sequence, VALIDATION_WINDOWS)
-    bits_per_byte = validate(model, optimizer, batches)
-    ranks = [RankFacts.from_bytes(data) for data in optimizer.exchange(facts.to_bytes())]
+    with Saves(config, optimizer, corpus.sha256) as saves:
+        loop = Loop(config, corpus, model, optimizer, console, saves)
+        facts = loop.run()
+        batches = corpus.validation_batches(config.batch, config.sequence, VALIDATION_WINDOWS)
+        bits_per_byte = validate(model, optimizer, batches)
+        ranks = [RankFacts.from_bytes(data) for data in optimizer.exchange(facts.to_bytes())]
     description = optimizer.describe()
     backwards = config.micro_batches // optimizer.world_size
     optimizer.close()
@@ -72,6 +76,8 @@ def _train(config: TrainConfig, console: Console | None) -> RunRecord:
         validation_bits_per_byte=bits_per_byte,
         params_sha256=parameters_sha256(model),
         step_ms=loop.step_ms,
+        checkpoints=saves.records(),
+        unsaved=saves.unsaved,
         ranks=ranks,
         formula_traffic=description.formula_traffic_bytes(backwards, backwards),
         sample=_sample(model, corpus, config.seed) if console is not None else "",

@@ -1,4 +1,4 @@
-"""The report of `zero train`: the summary in the terminal and the files run.json, loss.png and memory.png.
+"""The report of `zero train`: the summary in the terminal and the files run.json, loss.png, memory.png and steps.png.
 
 Knows: the record of a run, and how to write and print it. Does not know: how the numbers were measured.
 """
@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from ..console import INSTALL_HINT, Console, megabytes
-from .plots import can_draw, draw_loss, draw_memory
+from .plots import can_draw, draw_loss, draw_memory, draw_steps
+from .saves import SaveRecord
 from .settings import TrainConfig
 
 __all__ = ["KINDS", "RankFacts", "RunRecord", "write_report"]
@@ -61,7 +62,8 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A finished run. `losses`: for each step the mean over all its micro-batches, in nats per byte."""
+    """A finished run. `losses`: for each step the mean over all its micro-batches, in nats per byte; `step_ms`: for
+    each step that was taken since the run was resumed; `unsaved`: why its end has no checkpoint, if it should."""
 
     config: TrainConfig
     collective: str
@@ -71,9 +73,16 @@ class RunRecord:
     validation_bits_per_byte: float
     params_sha256: str
     step_ms: list[float]
+    checkpoints: list[SaveRecord]
+    unsaved: str | None
     ranks: list[RankFacts]
     formula_traffic: int
     sample: str
+
+    @property
+    def resumed(self) -> int:
+        """The number of steps that a checkpoint had, after which this run went on."""
+        return len(self.losses) - len(self.step_ms)
 
     @property
     def traffic(self) -> int:
@@ -97,7 +106,8 @@ class RunRecord:
             "losses": self.losses,
             "validation_bits_per_byte": self.validation_bits_per_byte,
             "params_sha256": self.params_sha256,
-            "step_ms_median": float(np.median(self.step_ms)),
+            "step_ms_median": float(np.median(self.step_ms)) if self.step_ms else None,
+            "checkpoints": [asdict(save) for save in self.checkpoints],
             "bytes_per_rank": first.measured,
             "formula_bytes_per_rank": first.formula,
             "traffic_bytes_per_step": self.traffic,
@@ -146,7 +156,11 @@ def _draw(record: RunRecord, out: Path) -> list[str]:
     draw_loss(out / "loss.png", f"Loss: {run}", record.losses, record.validation_bits_per_byte)
     measured, formula = ({kind: sizes[kind] for kind in _kinds(first)} for sizes in (first.measured, first.formula))
     draw_memory(out / "memory.png", f"Memory of rank 0: {run}", measured, formula)
-    return ["loss.png", "memory.png"]
+    if config.checkpoint is None or not record.step_ms:
+        return ["loss.png", "memory.png"]
+    saves = {save.step: save.blocked_ms for save in record.checkpoints}
+    draw_steps(out / "steps.png", f"Time of a step: {run}", record.resumed, record.step_ms, saves)
+    return ["loss.png", "memory.png", "steps.png"]
 
 
 def _kinds(facts: RankFacts) -> list[str]:
@@ -171,12 +185,27 @@ def _show_table(record: RunRecord, console: Console) -> None:
 
 def _show_result(record: RunRecord, console: Console) -> None:
     first, last = record.losses[0] / math.log(2), record.losses[-1] / math.log(2)
-    console.line(f"median step: {np.median(record.step_ms):.1f} ms")
+    console.line(f"median step: {np.median(record.step_ms):.1f} ms" if record.step_ms else "no step was left to take")
+    _show_checkpoints(record, console)
     console.line(f"training loss: {first:.3f} -> {last:.3f} bits per byte")
     console.line(f"validation: {record.validation_bits_per_byte:.3f} bits per byte")
     console.line(f"parameters: {record.parameters:,}, SHA-256 {record.params_sha256}")
     console.line("a sample of what it writes:")
     console.line("".join(f"    {line}\n" for line in record.sample.splitlines()).rstrip())
+
+
+def _show_checkpoints(record: RunRecord, console: Console) -> None:
+    """Print one line about checkpoints, if the run has used any."""
+    parts = [f"resumed after step {record.resumed}"] if record.resumed else []
+    saves = record.checkpoints
+    if saves:
+        waited = sum(save.blocked_ms for save in saves) / len(saves)
+        size = megabytes(max(save.bytes for save in saves))
+        parts.append(
+            f"{len(saves)} of {size} saved to {record.config.checkpoint}, for each rank 0 waited {waited:.1f} ms"
+        )
+    if parts:
+        console.line(f"checkpoints: {', '.join(parts)}")
 
 
 def _count(number: int, noun: str) -> str:

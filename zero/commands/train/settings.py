@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-__all__ = ["Flag", "SweepConfig", "TrainConfig", "flags_of"]
+__all__ = ["Flag", "SweepConfig", "TrainConfig", "flags_of", "option_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,29 @@ class TrainConfig:
     bucket_cap_mb: Annotated[float, "size of a bucket in MiB"] = 25.0
     collective: Annotated[str, "algorithm that moves the buckets"] = "auto"
     data: Annotated[Path | None, "file or folder of text; the source of Python's standard library when omitted"] = None
-    out: Annotated[Path, "folder for run.json, loss.png and memory.png"] = Path("zero-train")
+    checkpoint: Annotated[Path | None, "folder of checkpoints; one is saved after the last step"] = None
+    checkpoint_every: Annotated[
+        int | None, "with --checkpoint: save one after every so many steps, too; after the last alone when omitted"
+    ] = None
+    keep: Annotated[int | None, "with --checkpoint: how many of the newest are kept; all when omitted"] = None
+    resume: Annotated[
+        str, "none: start anew; auto: go on from the newest whole one in --checkpoint, if any; or a checkpoint's path"
+    ] = "none"
+    no_async: Annotated[bool, "with --checkpoint: wait for the disk at each save, instead of writing in a thread"] = (
+        False
+    )
+    out: Annotated[Path, "folder for run.json, loss.png, memory.png, and with --checkpoint steps.png"] = Path(
+        "zero-train"
+    )
 
     def __post_init__(self) -> None:
-        for name in ("steps", "micro_batches", "batch", "sequence", "threads"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("steps", "micro_batches", "batch", "sequence", "threads", "checkpoint_every", "keep"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "at least 1")
+        for name, default in (("checkpoint_every", None), ("keep", None), ("no_async", False)):
+            value = getattr(self, name)
+            _require(self.checkpoint is not None or value == default, name, value, "with --checkpoint")
+        _require(self.checkpoint is not None or self.resume != "auto", "resume", "auto", "with --checkpoint")
         _require(self.offload is not None or not self.offload_parameters, "offload_parameters", True, "with --offload")
         known = self.reshard_after_forward in ("true", "false") or self.reshard_after_forward.isdecimal()
         _require(known, "reshard_after_forward", self.reshard_after_forward, "true, false or a number of ranks")
@@ -75,7 +93,9 @@ class TrainConfig:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainConfig:
         """Build the configuration from the values of `to_json`."""
-        paths = {name: Path(values[name]) for name in ("offload", "data", "out") if values[name] is not None}
+        paths = {
+            name: Path(values[name]) for name in ("offload", "data", "checkpoint", "out") if values[name] is not None
+        }
         return cls(**{**values, **paths})
 
 
@@ -110,7 +130,7 @@ class SweepConfig:
 
 def _require(holds: bool, name: str, value: object, expected: str) -> None:
     if not holds:
-        raise ValueError(f"{_option(name)} is {value}: it must be {expected}")
+        raise ValueError(f"{option_of(name)} is {value}: it must be {expected}")
 
 
 def _require_choices(config: TrainConfig | SweepConfig, *names: str) -> None:
@@ -120,7 +140,8 @@ def _require_choices(config: TrainConfig | SweepConfig, *names: str) -> None:
         _require(value in choices, name, value, f"one of {', '.join(choices)}")
 
 
-def _option(name: str) -> str:
+def option_of(name: str) -> str:
+    """Return the flag of a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -132,6 +153,11 @@ class Flag:
     type: Any
     default: Any
     help: str
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The flags, if typer should not make them of the name: one that says no has no opposite."""
+        return (option_of(self.name),) if self.name.startswith("no_") else ()
 
 
 def flags_of(config: type[TrainConfig] | type[SweepConfig]) -> list[Flag]:

@@ -1,0 +1,438 @@
+"""`zero checkpoint`: what is listed and verified, and that conversions keep every bit."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import zero
+from zero import ZeroOptimizer, open_checkpoint
+from zero.checkpoint.format.names import OPTIMIZER
+from zero.commands import cli
+
+from ..models import Odd, odd_batches, odd_loss
+
+BATCHES = odd_batches(6)
+STATE = {"epoch": 3, "rates": [0.1, float("inf"), None], "seen": torch.arange(3), "scheduler": {"last_epoch": 2}}
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95)}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether two trees have the same types, keys and bits."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.dtype is b.dtype and a.shape == b.shape and torch.equal(raw(a), raw(b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return repr(a) == repr(b)
+
+
+def raw(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def model() -> Odd:
+    torch.manual_seed(0)
+    return Odd()
+
+
+def groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Return two param groups with names, which are not in the order of the model."""
+    named = list(module.named_parameters())
+    wide = [(name, parameter) for name, parameter in named if parameter.ndim > 1]
+    rest = [(name, parameter) for name, parameter in named if parameter.ndim <= 1]
+    return [{"params": wide}, {"params": rest, "weight_decay": 0.0}]
+
+
+def plain_run(count: int, module: nn.Module) -> torch.optim.Optimizer:
+    """Train a model with torch's own optimizer."""
+    optimizer = torch.optim.AdamW(groups(module), **OPTIONS)
+    train(module, optimizer, BATCHES[:count])
+    return optimizer
+
+
+def train(module: nn.Module, optimizer: Any, batches: Any) -> None:
+    for batch in batches:
+        odd_loss(module, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run(*arguments: object) -> int:
+    return cli.main(["checkpoint", *map(str, arguments)])
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Return a checkpoint after three steps, in a folder of steps."""
+    module, assets, path = model(), tmp_path / "assets", tmp_path / "runs" / "step-00000003"
+    optimizer = ZeroOptimizer(groups(module), torch.optim.AdamW, module=module, **OPTIONS)
+    train(module, optimizer, BATCHES[:3])
+    assets.mkdir()
+    (assets / "config.json").write_text('{"width": 7}')
+    path.parent.mkdir()
+    zero.save(path, optimizer, STATE, step=3, assets=assets)
+    optimizer.close()
+    return path
+
+
+def flip(path: Path, place: int) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    path.write_bytes(data)
+
+
+# -------------------------------------------------------------------------------------------------- list and verify
+
+
+def test_the_table_has_every_checkpoint_and_says_why_one_is_not_complete(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, cut, damaged = open_checkpoint(saved).content[:12], saved.parent / "step-00000004", saved.parent
+    shutil.copytree(saved, cut)
+    (cut / "state.safetensors").write_bytes(b"")
+    shutil.copytree(saved, damaged / "step-00000005")
+    flip(damaged / "step-00000005" / "checkpoint.json", 200)
+    size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file() and path.name != "checkpoint.json")
+    assert run("list", saved.parent) == 0
+    _, header, _, whole, shorter, unreadable = capsys.readouterr().out.splitlines()
+    assert header.split() == ["step", "bytes", "written", "by", "content", "files"]
+    assert re.split(r"  +", whole) == ["3", f"{size:,}", "ranks: 1, stage: 2", content, "complete"]
+    assert re.search(rf" {content} +{cut}/state.safetensors has 0 bytes instead of ", shorter)
+    assert re.match(r"5 +\? +\? +\? .*step-00000005/checkpoint.json: its text ", unreadable)
+
+
+def test_an_empty_folder_has_an_empty_list_and_a_missing_one_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("list", tmp_path) == 0
+    assert capsys.readouterr().out == f"{tmp_path} has no checkpoints\n"
+    assert run("list", tmp_path / "no") == run("verify", tmp_path / "no") == 1
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path}/no is not a folder\nerror: {tmp_path}/no is not a checkpoint: it has no checkpoint.json\n"
+    )
+
+
+def test_what_is_broken_is_named_by_file_and_tensor_and_the_rest_is_verified(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = saved.parent / "step-00000004"
+    shutil.copytree(saved, other)
+    file = saved / "optimizer" / "optimizer-00001-of-00001.safetensors"
+    content = open_checkpoint(saved).content[:12]
+    assert run("verify", saved) == run("verify", saved.parent) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{path}: whole, step 3, content {content}" for path in (saved, saved, other)
+    ]
+    flip(file, -1)
+    assert run("verify", saved.parent) == 1
+    shown = capsys.readouterr()
+    assert shown.out == f"{other}: whole, step 3, content {content}\n"
+    assert shown.err.startswith(f"error: {file} is broken at block 0 (")
+    assert "'state.one.exp_avg'" in shown.err
+    assert run("verify", saved) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------- export
+
+
+def test_torch_reads_an_exported_file_and_trains_on_with_the_same_bits(saved: Path, tmp_path: Path) -> None:
+    assert run("export", saved, "--to", "torch", tmp_path / "file") == 0
+    found = torch.load(tmp_path / "file", weights_only=True)
+    module, expected = Odd(), model()
+    reference = plain_run(3, expected)
+    assert same(found["state"], STATE)
+    assert same(found["model"], dict(expected.state_dict()))
+    assert same(found["optimizer"], ordered(reference.state_dict()))
+    module.load_state_dict(found["model"])
+    optimizer = torch.optim.AdamW(groups(module))
+    optimizer.load_state_dict(found["optimizer"])
+    train(module, optimizer, BATCHES[3:])
+    train(expected, reference, BATCHES[3:])
+    assert same(dict(module.state_dict()), dict(expected.state_dict()))
+    assert same(optimizer.state_dict(), reference.state_dict())
+
+
+def ordered(found: Any) -> Any:
+    """Return a dict of torch.optim as a plain one."""
+    return {"state": dict(found["state"]), "param_groups": list(found["param_groups"])}
+
+
+def test_numpy_values_are_exported_as_tensors_and_numbers(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    optimizer = ZeroOptimizer(module)
+    state = {"rng": (np.arange(3), np.float32(0.1)), "counts": Counter("aab"), "more": OrderedDict(a=b"1")}
+    zero.save(tmp_path / "saved", optimizer, state)
+    assert run("export", tmp_path / "saved", "--to", "torch", tmp_path / "file") == 0
+    found = torch.load(tmp_path / "file", weights_only=True)["state"]
+    expected = {"rng": (torch.arange(3), float(np.float32(0.1))), "counts": Counter("aab"), "more": state["more"]}
+    assert same(found, expected)
+
+
+def test_a_transformers_folder_has_the_model_its_index_and_what_was_saved_beside(saved: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "hf"
+    assert run("export", saved, "--to", "hf", out) == 0
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert (out / "config.json").read_text() == '{"width": 7}'
+    file = out / "model-00001-of-00001.safetensors"
+    expected, module = model(), Odd()
+    plain_run(3, expected)
+    safetensors.torch.load_model(module, file)
+    assert same(dict(module.state_dict()), dict(expected.state_dict()))
+    placed = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert placed == dict.fromkeys(safetensors.torch.load_file(file), file.name)
+
+
+def test_torch_distributed_checkpoint_loads_model_and_optimizer_and_trains_on(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.distributed.checkpoint import state_dict as names
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    assert run("export", saved, "--to", "dcp", tmp_path / "dcp") == 0
+    assert capsys.readouterr() == (f"{saved}: written to {tmp_path}/dcp for dcp, without state\n", "")
+    flat = names.StateDictOptions(flatten_optimizer_state_dict=True)
+    module = Odd()
+    optimizer = torch.optim.AdamW([{"params": [p for _, p in group["params"]]} for group in groups(module)])
+    weights, states = names.get_state_dict(module, optimizer, options=flat)
+    loaded: dict[str, Any] = {"model": weights, "optimizer": states}
+    planner = DefaultLoadPlanner(allow_partial_load=True)  # an unused parameter has no state, and `names` makes one
+    load(loaded, checkpoint_id=tmp_path / "dcp", planner=planner, no_dist=True)
+    names.set_state_dict(
+        module, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"], options=flat
+    )
+    expected = model()
+    reference = plain_run(3, expected)
+    train(module, optimizer, BATCHES[3:])
+    train(expected, reference, BATCHES[3:])
+    assert same(dict(module.state_dict()), dict(expected.state_dict()))
+
+
+@pytest.mark.parametrize("to", ["torch", "hf", "dcp"])
+def test_a_broken_checkpoint_and_an_existing_path_are_not_written_to(
+    to: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("export", saved, "--to", to, saved.parent) == 1
+    flip(saved / "state.safetensors", -1)
+    assert run("export", saved, "--to", to, tmp_path / "out") == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"error: {saved.parent} exists: name another path"
+    assert second.startswith(f"error: {saved}/state.safetensors is broken at block 0 (")
+    assert not (tmp_path / "out").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------- import
+
+
+def test_an_imported_file_is_the_checkpoint_from_which_training_goes_on(tmp_path: Path) -> None:
+    expected, file, path = model(), tmp_path / "file", tmp_path / "imported"
+    reference = plain_run(3, expected)
+    torch.save({"model_state_dict": expected.state_dict(), "optimizer_state_dict": reference.state_dict()}, file)
+    assert run("import", file, path) == 0
+    assert run("verify", path) == 0
+    module = Odd()
+    optimizer = ZeroOptimizer(groups(module), torch.optim.AdamW, module=module, stage=3)
+    with pytest.warns(RuntimeWarning, match="random generators"):
+        assert zero.load(path, optimizer).not_restored == ("random generators (saved by 0 ranks, and here are 1)",)
+    train(module, optimizer, BATCHES[3:])
+    train(expected, reference, BATCHES[3:])
+    optimizer.consolidate_state_dict()
+    found = optimizer.state_dict()
+    optimizer.close()
+    assert same(dict(module.state_dict()), dict(expected.state_dict()))
+    assert same(found["state"], dict(reference.state_dict()["state"]))
+
+
+def test_the_names_of_one_group_may_be_the_order_of_the_model(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    module(torch.ones(3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 7}, tmp_path / "file")
+    assert run("import", tmp_path / "file", tmp_path / "imported") == 0
+    found = open_checkpoint(tmp_path / "imported")
+    assert found.state == {"epoch": 7}
+    for name, parameter in module.named_parameters():
+        state = found.read(*found.tensors(OPTIMIZER)[f"state.{name}.momentum_buffer"])
+        assert same(state, optimizer.state[parameter]["momentum_buffer"])
+
+
+TENSORS = st.builds(
+    lambda dtype, shape: torch.randn(shape).to(dtype),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]),
+    st.sampled_from([(), (1,), (0, 3), (5,), (3, 4)]),
+)
+LEAVES = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=3)
+VALUES = st.recursive(
+    LEAVES | st.binary(min_size=1, max_size=3) | TENSORS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=2).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers(0, 3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+NAMES = ["a", "a.b", "a.b.c", "weight_", "ä"]
+
+
+@st.composite
+def files(draw: st.DrawFn) -> dict[str, Any]:
+    """Return what a file of torch.save may hold."""
+    weights = {name: draw(TENSORS) for name in draw(st.permutations(NAMES))}
+    listed = draw(st.permutations(NAMES))[: draw(st.integers(0, len(NAMES)))]
+    cut = draw(st.integers(0, len(listed)))
+    saved_groups, end = [], 0
+    for names in (listed[:cut], listed[cut:]):
+        options = {"lr": draw(st.floats(0, 1)), "betas": (0.9, draw(st.floats(0, 1))), "x": draw(VALUES)}
+        saved_groups.append({**options, "param_names": names, "params": [*range(end, end + len(names))]})
+        end += len(names)
+    states = st.dictionaries(st.sampled_from(["step", "exp_avg", "b"]), TENSORS | LEAVES, min_size=1)
+    state = {index: draw(states) for index in range(end) if draw(st.booleans())}
+    masters = {"masters": {0: draw(TENSORS)}} if end and draw(st.booleans()) else {}
+    return {
+        "model": weights,
+        "optimizer": {"state": state, "param_groups": saved_groups, **masters},
+        "state": draw(st.dictionaries(st.text(max_size=3), VALUES, max_size=3)),
+    }
+
+
+@given(found=files())
+def test_an_import_and_an_export_keep_the_tree_and_every_bit(
+    found: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("tree")
+    torch.save(found, folder / "file")
+    expected = torch.load(folder / "file", weights_only=True)
+    assert run("import", folder / "file", folder / "imported") == 0
+    assert run("verify", folder / "imported") == 0
+    assert run("export", folder / "imported", "--to", "torch", folder / "again") == 0
+    assert same(torch.load(folder / "again", weights_only=True), expected)
+
+
+class Foreign:
+    """A class that no file may name."""
+
+
+def adam(count: int = 1, **group: Any) -> dict[str, Any]:
+    return {"state": {}, "param_groups": [{"lr": 0.1, "params": [*range(count)], **group}]}
+
+
+ONE = {"w": torch.ones(2)}
+REFUSED: dict[str, tuple[Any, str]] = {
+    "code": ({"model": ONE, "args": Foreign()}, r"needs? full unpickling, which runs code of the file \("),
+    "no dict": ([1], "has no 'model'"),
+    "no model": ({"optimizer": adam()}, "has no 'model'"),
+    "a module": ({"model": 5}, "'model' is no state dict, from names to tensors"),
+    "numbers for names": ({"model": {1: torch.ones(2)}}, "'model' is no state dict, from names to tensors"),
+    "a dict inside": ({"model": {"w": {"x": 1}}}, r"model\['w'\] is a dict, and must be a tensor"),
+    "a sparse tensor": ({"model": {"w": torch.eye(2).to_sparse()}}, r"model\['w'\] is a Tensor of .* cannot be saved"),
+    "no optimizer": ({"model": ONE, "optimizer": {"lr": 1}}, "'optimizer' is no dict of torch.optim"),
+    "other groups": (
+        {"model": ONE, "optimizer": {"state": {}, "param_groups": [{}]}},
+        "'optimizer' is no dict of torch",
+    ),
+    "other states": ({"model": ONE, "optimizer": {**adam(), "state": {0: {1: 2}}}}, "'optimizer' is no dict of torch"),
+    "no names": (
+        {"model": ONE, "optimizer": adam(2)},
+        "has 2 parameters in 1 param groups without names, and the model 1",
+    ),
+    "a wrong name": (
+        {"model": ONE, "optimizer": adam(param_names=["v"])},
+        "the optimizer has 'v', which the model has not",
+    ),
+    "another order": (
+        {"model": ONE, "optimizer": {**adam(), "state": {0: {"m": torch.ones(3)}}}},
+        r"state 'm' of parameter 0 has shape \(3,\), and 'w' has \(2,\): the optimizer's order is not the model's",
+    ),
+    "a state of none": (
+        {"model": ONE, "optimizer": {**adam(), "state": {4: {"m": torch.ones(2)}}}},
+        "a state of parameter 4, which is in no param group",
+    ),
+    "a state": ({"model": ONE, "state": 3}, "'state' is a int, and must be a dict"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_imported_is_one_error_and_leaves_nothing(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, said = REFUSED[what]
+    torch.save(found, tmp_path / "file")
+    assert run("import", tmp_path / "file", tmp_path / "out") == 1
+    error = capsys.readouterr().err
+    assert re.search(f"^error: .*{said}", error)
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_missing_file_and_an_existing_folder_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"model": ONE}, tmp_path / "file")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "text").write_text("no archive")
+    assert [
+        run("import", tmp_path / name, tmp_path / out) for name, out in (("no", "a"), ("file", "out"), ("text", "a"))
+    ] == [
+        1,
+        1,
+        1,
+    ]
+    missing, existing, no_archive = capsys.readouterr().err.splitlines()
+    assert missing == f"error: {tmp_path}/no: there is no such file"
+    assert existing == f"error: {tmp_path}/out exists: name another folder"
+    assert no_archive.startswith(f"error: {tmp_path}/text cannot be read: it is no file of torch.save, or ")
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    torch.save({"model": ONE}, tmp_path / "file")
+    monkeypatch.setattr("zero.checkpoint.files.reserve", full)
+    assert run("import", tmp_path / "file", tmp_path / "out") == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+# ------------------------------------------------------------------------------------------------------------ usage
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], r"Missing command\. See `zero checkpoint --help`"),
+        (["lost"], r"No such command 'lost'\. .*See `zero checkpoint --help`"),
+        (["list"], r"Missing argument 'DIR'\. See `zero checkpoint list --help`"),
+        (["export", "a", "b"], r"Missing option '--to'\. .*torch, hf, dcp\. See `zero checkpoint export --help`"),
+        (["export", "a", "b", "--to=zip"], r"Invalid value for '--to': .*See `zero checkpoint export --help`"),
+        (["import", "a"], r"Missing argument 'OUT'\. See `zero checkpoint import --help`"),
+        (["verify", "a", "b"], r"Got unexpected extra argument.*b.*\. See `zero checkpoint verify --help`"),
+    ],
+)
+def test_arguments_that_cannot_be_read_end_with_two_and_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    assert re.fullmatch(f"error: {said}\n", capsys.readouterr().err)
