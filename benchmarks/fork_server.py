@@ -13,14 +13,23 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 
 import torch._dynamo  # noqa: F401  # every first call of an optimizer imports it
 
 import zero  # noqa: F401
 
-from . import step_rank
+from . import checkpoint_rank, step_rank
+from .checkpoint_job import CheckpointJob
 from .rank import end_with
 from .step_job import Asked, StepJob
+
+RANKS: dict[str, Callable[[str, str, int], None]] = {
+    StepJob.__name__: lambda job, meeting, parent: step_rank.main(StepJob.from_json(job), meeting, parent),
+    CheckpointJob.__name__: lambda job, meeting, parent: checkpoint_rank.main(
+        CheckpointJob(**json.loads(job)), meeting, parent
+    ),
+}
 
 
 def _fork(asked: Asked, rank: int, server: int) -> int:
@@ -31,7 +40,7 @@ def _fork(asked: Asked, rank: int, server: int) -> int:
     try:
         os.dup2(os.open(asked.said(rank), os.O_WRONLY | os.O_CREAT), sys.stdout.fileno())
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(asked.world_size))
-        step_rank.main(StepJob.from_json(asked.job), asked.meeting, server)
+        RANKS[asked.kind](asked.job, asked.meeting, server)
         code = 0
     except BaseException:
         traceback.print_exc()

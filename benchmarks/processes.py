@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from .calls_rank import Called, CallsJob
+from .checkpoint_job import CheckpointJob, SaveSample, merged
 from .crossing_rank import Crossed, CrossingJob
 from .gpu_job import GpuJob, OnDevice, read_on_device
 from .interleaved_rank import InterleavedJob
@@ -85,27 +86,49 @@ def train_on_device(job: GpuJob) -> OnDevice:
 
 @contextmanager
 def forked_ranks() -> Iterator[Callable[[StepJob, int], list[Trained]]]:
-    """Yield a function that trains on a number of ranks and returns the result of each.
+    """Yield a function that trains on a number of ranks and returns the result of each."""
+    with _forked() as ask:
+        yield lambda job, world_size: [
+            Trained(**json.loads(lines[-1])) for lines in ask(StepJob.__name__, job.to_json(), world_size)
+        ]
+
+
+@contextmanager
+def checkpointing_ranks() -> Iterator[Callable[[CheckpointJob, int], list[SaveSample]]]:
+    """Yield a function that saves and loads on a number of ranks, and returns the samples of all ranks as one."""
+
+    def samples(lines: Sequence[str]) -> list[SaveSample]:
+        return [SaveSample(**json.loads(line)) for line in lines if line.startswith("{")]
+
+    with _forked() as ask:
+        yield lambda job, world_size: merged(
+            [samples(lines) for lines in ask(CheckpointJob.__name__, json.dumps(asdict(job)), world_size)]
+        )
+
+
+@contextmanager
+def _forked() -> Iterator[Callable[[str, str, int], list[list[str]]]]:
+    """Yield a function that runs a job, given by the name of its class and as JSON, on a number of ranks, and returns
+    the lines that each rank has printed.
 
     The ranks are fresh processes, forked from one that has only imported torch: an import takes longer than most of
-    these trainings.
+    these jobs.
     """
     with _started("benchmarks.fork_server", "", [()], "lo") as (processes, folder):
         numbers = itertools.count()
 
-        def train(job: StepJob, world_size: int) -> list[Trained]:
+        def ask(kind: str, job: str, world_size: int) -> list[list[str]]:
             server = processes[0]
             assert server.stdin is not None
             assert server.stdout is not None
-            asked = Asked(job.to_json(), world_size, str(folder / f"meeting{next(numbers)}"))
+            asked = Asked(kind, job, world_size, str(folder / f"meeting{next(numbers)}"))
             with suppress(BrokenPipeError):  # the error below quotes the server's output
                 print(asked.to_json(), file=server.stdin, flush=True)
             if server.stdout.readline() != "done\n":
                 _complain(processes, folder)
-            said = [asked.said(rank).read_text().strip().splitlines() for rank in range(world_size)]
-            return [Trained(**json.loads(lines[-1])) for lines in said]
+            return [asked.said(rank).read_text().strip().splitlines() for rank in range(world_size)]
 
-        yield train
+        yield ask
 
 
 @contextmanager

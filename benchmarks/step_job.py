@@ -66,9 +66,11 @@ class StepJob:
 class Asked:
     """A request for ranks.
 
-    ``job``: as JSON; ``meeting``: the file of their rendezvous. Rank r writes to ``said(r)``.
+    ``kind``: the name of the job's class; ``job``: as JSON; ``meeting``: the file of their rendezvous. Rank r writes to
+    ``said(r)``.
     """
 
+    kind: str
     job: str
     world_size: int
     meeting: str
