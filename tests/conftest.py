@@ -31,6 +31,8 @@ LONGEST = (
     "exact",
     "gloo",
     "train",
+    "saves",
+    "resumes",
     "verify_ranks",
     "sharding_factor",
     "wire",

@@ -7,7 +7,7 @@ two launched processes), and with the names of the guide's table:
     loss_fn           torch's mean squared error
     stage             each of 0 to 3
     device, backend   "cpu", "aot_eager"
-    path              a file in a temporary folder
+    path, folder      a file, and a folder, in a temporary folder
     optimizer         for `Saving` alone: the one that `fp32` built and trained with
 """
 
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from zero import MixedPrecision, ZeroOptimizer
+from zero import MixedPrecision, ZeroOptimizer, save
 
 from ..launched import launch
 from ..loops import (
@@ -100,7 +100,7 @@ EXAMPLES = {
     "torch.compile": Example(PlainLoop(), build=Conditioned, compiled=True),
     "Activation checkpointing": Example(PlainLoop()),
 }
-OTHERS = ("Start", "Saving", "Loading")
+OTHERS = ("Start", "Saving", "Loading", "Checkpoints", "From FSDP2", "To FSDP2")
 
 
 def names_of(example: Example, stage: int, group: dist.ProcessGroup | None, rank: int) -> dict[str, Any]:
@@ -244,6 +244,73 @@ def test_what_was_saved_is_plain_and_training_goes_on_from_it(gloo: GlooPool, tm
             assert_same_dict(saved["model"], weights)
             assert_same_states(saved["optimizer"], states)
             assert_same_dict(state, model.state_dict())
+
+
+def stop_and_go_on(group: dist.ProcessGroup, rank: int, path: str) -> list[dict[str, Tensor]]:
+    """Run the block over half of the micro-batches, and then at another stage over all of them."""
+    results = []
+    for stage in STAGES:
+        names = {**names_of(EXAMPLES["fp32"], stage, group, rank), "folder": f"{path}-{stage}"}
+        names["loader"] = names["loader"][: len(names["loader"]) // 2]
+        exec(code_of("Checkpoints"), names)
+        names["optimizer"].close()
+        later = {**names_of(EXAMPLES["fp32"], 3 - stage, group, rank), "folder": f"{path}-{stage}"}
+        later["model"] = seeded(8, network)
+        exec(code_of("Checkpoints"), later)
+        results.append(trained(later).state_dict())
+    return results
+
+
+@pytest.mark.full
+def test_a_loop_that_was_stopped_goes_on_from_its_checkpoint(gloo: GlooPool, tmp_path: Path) -> None:
+    expected = EXAMPLES["fp32"].expected().state_dict()
+    for by_stage in gloo.run(stop_and_go_on, str(tmp_path / "run")):
+        for state in by_stage:
+            assert_same_dict(state, expected)
+
+
+def from_and_to_fsdp2(names: dict[str, Any], folder: Path) -> list[dict[str, Tensor]]:
+    """Train a part of the micro-batches here, a part by FSDP2, and the rest here again."""
+    from torch.distributed.fsdp import fully_shard
+
+    rank, loader = names["rank"], EXAMPLES["fp32"].loader(12)
+    scope = {**names_of(EXAMPLES["fp32"], 3, None, rank), **_public(names), "path": str(folder / "file")}
+    ours = ZeroOptimizer(scope["model"], torch.optim.AdamW, stage=3, lr=1e-2)
+    step_through(scope["model"], ours, loader[:4], rank)
+    checkpoint = str(folder / "checkpoint")
+    save(checkpoint, ours)
+    ours.close()
+    theirs = seeded(8, network)
+    fully_shard(theirs)
+    peer = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    exec(code_of("To FSDP2"), {**scope, "fsdp_model": theirs, "fsdp_optimizer": peer, "checkpoint": checkpoint})
+    step_through(theirs, peer, loader[4:8], rank)
+    exec(code_of("From FSDP2"), {**scope, "fsdp_model": theirs, "fsdp_optimizer": peer})
+    later = {**scope, "model": seeded(9, network), "stage": 2}
+    exec(code_of("Loading"), later)
+    step_through(later["model"], later["optimizer"], loader[8:], rank)
+    return [trained(later).state_dict()]
+
+
+def _public(names: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in names.items() if not name.startswith("__")}
+
+
+def step_through(model: nn.Module, optimizer: Any, batches: list[tuple[Tensor, Tensor]], rank: int) -> None:
+    """Take a step for every two micro-batches."""
+    for inputs, targets in batches[rank::WORLD_SIZE]:
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.full
+def test_training_goes_to_fsdp2_and_comes_back_with_the_plain_loops_bits(tmp_path: Path) -> None:
+    """Two ranks with a micro-batch each: a sum of two terms has one order, and FSDP2's bits are the plain loop's."""
+    expected, batches = EXAMPLES["fp32"].model(), EXAMPLES["fp32"].loader(12)
+    PlainLoop(max_norm=float("inf")).run(expected, batches)
+    for state in launch("tests.contract.test_loops:from_and_to_fsdp2", tmp_path):
+        assert_same_dict(state, expected.state_dict())
 
 
 def begin(names: dict[str, Any], _: Path) -> list[dict[str, Tensor]]:
