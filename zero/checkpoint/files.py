@@ -19,6 +19,7 @@ _WRITE = os.O_RDWR | os.O_CLOEXEC | _NO_LINK
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0)
 DIRECT = getattr(os, "O_DIRECT", 0)
 MOST_AT_ONCE = 8
+_MOST_PIECES = 1024  # of one read: IOV_MAX of Linux
 
 
 @contextmanager
@@ -70,12 +71,22 @@ def write_at(number: int, data: bytes | memoryview, offset: int) -> None:
 
 def read_at(number: int, data: memoryview, offset: int) -> int:
     """Fill ``data`` from ``offset`` on, and return how many bytes there were."""
-    done = 0
-    while done < len(data):
-        read = os.preadv(number, [data[done:]], offset + done)
+    return read_pieces(number, [data], offset)
+
+
+def read_pieces(number: int, pieces: Sequence[memoryview], offset: int) -> int:
+    """Fill ``pieces``, one after the other, from ``offset`` on, and return how many bytes there were."""
+    left, first, done = list(pieces), 0, 0
+    while first < len(left):
+        read = os.preadv(number, left[first : first + _MOST_PIECES], offset + done)
         if not read:
             break
         done += read
+        while first < len(left) and read >= len(left[first]):
+            read -= len(left[first])
+            first += 1
+        if read:
+            left[first] = left[first][read:]
     return done
 
 

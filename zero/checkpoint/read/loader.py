@@ -9,15 +9,14 @@ is chosen, how ranks agree.
     model/                              the parameter, if it has this dtype; else it is the widest weights, rounded
     optimizer/                          the states; a state in the dtype of the widest weights follows their new dtype
 
-Files are read in their order, each block once, and compared with its checksum again. Where every rank has the whole of
-a bucket, the shards are gathered.
+Files are read in their order, each block once, and compared with its checksum again (`parts`). Where every rank has the
+whole of a bucket, the shards are gathered.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,41 +24,22 @@ from torch import Tensor
 
 from collectives import Kind, Tag
 
-from ...core.bits import as_bytes, flattened, memory_of
+from ...core.bits import flattened
 from ...core.stage import Placement
 from ...runtime.bucket import Bucket
 from ...runtime.flat_buffer import FlatBuffer, redistribute
-from ...runtime.flat_states import PieceState
+from ...runtime.flat_states import BucketStates, PieceState
 from ...state.plain_dicts import scalar_state
 from ..contents import Contents, StoredTensor
-from ..format.extents import Part, chunks, is_row_major, slot_part
-from ..format.names import FOLDERS, MASTERS, MODEL, OPTIMIZER
-from ..format.tensorfile import DTYPES, Header, TensorEntry
-from .file_reader import FileReader
+from ..format.extents import Part, is_row_major, slot_part
+from ..format.names import MASTERS, MODEL, OPTIMIZER
+from ..format.tensorfile import DTYPES, TensorEntry
 from .fit import Fit, Saved
+from .parallel import threads_of_rank
+from .parts import PartReader
 from .reader import Checkpoint
 
-_Target = tuple[str, int]
-
-
-@dataclass(frozen=True)
-class SavedFile:
-    """A file of the checkpoint, as `extents.chunks` needs it."""
-
-    path: str
-    header: Header
-
-    @property
-    def folder(self) -> str:
-        return self.path.rpartition("/")[0]
-
-    @property
-    def data(self) -> int:
-        return self.header.data
-
-    @property
-    def tensors(self) -> Sequence[TensorEntry]:
-        return self.header.tensors
+_SCALARS = ("scalars", 0)
 
 
 class Loader:
@@ -69,12 +49,11 @@ class Loader:
         """``fit``: of these two. ``with_states``: load also the states and the options of the param groups."""
         self._contents, self._checkpoint, self._fit, self._with_states = contents, checkpoint, fit, with_states
         self._rank = contents.parts.shards.rank
-        self._parts: dict[tuple[str, str], list[Part]] = {}
-        self._memory: dict[_Target, Tensor] = {}  # bytes into which is read
-        self._left: dict[_Target, int] = {}  # bytes that are still to be read there
-        self._then: dict[_Target, list[tuple[Tensor, Tensor]]] = {}  # copies, target and source, when all are there
+        self._parts = PartReader(checkpoint)
+        self._old: dict[str, FlatBuffer] = {}  # memory of the states of the bucket that is begun
         self._later: list[Callable[[], None]] = []  # what follows when everything was read
-        self._scalars = bytearray()
+        self._scalars = bytearray()  # of all pieces, one after the other
+        self._scalar_parts: list[tuple[str, Part]] = []  # of these bytes, with the tensor's name
         self._places: dict[tuple[int, int], dict[str, tuple[int, TensorEntry]]] = {}  # of scalars, by bucket and slot
         self._wide: dict[int, set[int]] = {}  # slots of a bucket whose master weights are read
         self._rounded: dict[int, set[int]] = {}  # those whose parameters are these, rounded
@@ -98,6 +77,7 @@ class Loader:
                     bucket.states.master.forget()
             if with_states:
                 bucket.states.snapshot()
+                self._old = dict(bucket.states.flat)
                 bucket.states.flat.clear()
             for stored in stored_in.get(number, ()):
                 self._expect_weights(stored, number, bucket)
@@ -152,14 +132,21 @@ class Loader:
             if name in self._fit.elementwise:
                 follows = saved[1].dtype == self._fit.widest(stored)[1].dtype
                 dtype = bucket.spec.dtypes.master_dtype if follows else DTYPES[saved[1].dtype]
-                flat = states.flat[name] if name in states.flat else states.allocate(name, dtype)
+                flat = self._flat(states, name, dtype)
                 into = flat.interval(*self._interval(bucket))
                 self._expect(stored, number, bucket, OPTIMIZER, saved, f"state {name}", into)
             elif states.piece_of(slot) is not None:
                 place = len(self._scalars)
-                self._parts[OPTIMIZER, saved[1].name] = [Part(("scalars", 0), place, 0, saved[1].nbytes)]
                 self._places.setdefault((number, slot), {})[name] = (place, saved[1])
+                self._scalar_parts.append((saved[1].name, Part(_SCALARS, place, 0, saved[1].nbytes)))
                 self._scalars += bytes(saved[1].nbytes)
+
+    def _flat(self, states: BucketStates, name: str, dtype: torch.dtype) -> FlatBuffer:
+        """Return the memory of a state: that which it had, if it fits."""
+        if name not in states.flat:
+            old = self._old.get(name)
+            states.flat[name] = old if old is not None and old.data.dtype is dtype else states.allocate(name, dtype)
+        return states.flat[name]
 
     def _expect(
         self, stored: StoredTensor, number: int, bucket: Bucket, folder: str, saved: Saved, kind: str, into: Tensor
@@ -182,49 +169,17 @@ class Loader:
             return
         key = (f"{kind} {dtype}", number)
         direct = dtype is into.dtype and into.device.type == "cpu"
-        if key not in self._memory:
-            self._memory[key] = as_bytes(into if direct else torch.empty(high - low, dtype=dtype))
-        if not direct:
-            source = self._memory[key].view(dtype)[piece.begin - low : piece.end - low]
-            self._then.setdefault(key, []).append((target, source))
-        self._left[key] = self._left.get(key, 0) + piece.numel * dtype.itemsize
-        self._parts[folder, saved[1].name] = [slot_part(key, piece, bucket.spec, (low, high), dtype.itemsize)]
-
-    # -- reading ------------------------------------------------------------------------------------------------------
+        memory = self._parts.memory(key, lambda: into if direct else torch.empty(high - low, dtype=dtype))
+        then = None if direct else functools.partial(target.copy_, memory[piece.begin - low : piece.end - low])
+        self._parts.want(folder, saved[1].name, slot_part(key, piece, bucket.spec, (low, high), dtype.itemsize), then)
 
     def _read(self) -> None:
-        """Read all parts, in the order of the files."""
-        found = self._checkpoint
-        if self._scalars:
-            self._memory["scalars", 0] = torch.frombuffer(self._scalars, dtype=torch.uint8)
-            self._left["scalars", 0] = len(self._scalars)
-        saved = [SavedFile(path, found.header(path)) for folder in FOLDERS for path in found.paths(folder)]
-        block_bytes = found.manifest.block_bytes
-        buffer = torch.empty(block_bytes, dtype=torch.uint8)
-        wanted = chunks(saved, self._parts, block_bytes)
-        for number, of_file in itertools.groupby(wanted, key=lambda chunk: chunk.file):
-            with found.file(saved[number].path) as reader:
-                for block, of_block in itertools.groupby(of_file, key=lambda chunk: chunk.begin // block_bytes):
-                    self._read_block(reader, block, [part for chunk in of_block for part in chunk.parts], buffer)
-
-    def _read_block(self, reader: FileReader, block: int, parts: Sequence[Part], buffer: Tensor) -> None:
-        """Read a block of a file, and copy its parts to their places. A part that is the whole block is read there."""
-        first, length = reader.span(block)
-        alone = parts[0] if parts[0].nbytes == length else None
-        into = buffer[:length]
-        if alone is not None:
-            into = self._memory[alone.source][alone.offset : alone.offset + length]
-        reader.read_block(block, memory_of(into))
-        for part in parts:
-            if alone is None:
-                place = self._memory[part.source][part.offset : part.offset + part.nbytes]
-                place.copy_(into[part.begin - first : part.begin - first + part.nbytes])
-            self._left[part.source] -= part.nbytes
-            if not self._left[part.source]:
-                for target, read in self._then.pop(part.source, ()):
-                    target.copy_(read)
-                if part.source != ("scalars", 0):
-                    del self._memory[part.source]
+        """Read all that is expected."""
+        self._parts.memory(_SCALARS, lambda: torch.frombuffer(self._scalars or bytearray(1), dtype=torch.uint8))
+        for name, part in self._scalar_parts:
+            self._parts.want(OPTIMIZER, name, part)
+        on_host = all(torch.device(bucket.spec.device).type == "cpu" for bucket in self._contents.buckets)
+        self._parts.read(threads_of_rank(self._contents.parts.shards.world_size) if on_host else 1)
 
     # -- the end of a bucket ------------------------------------------------------------------------------------------
 

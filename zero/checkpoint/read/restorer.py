@@ -29,6 +29,7 @@ from ..user_state import check_keys, restored, set_generators
 from .file_reader import CheckpointError
 from .fit import Fit
 from .loader import Loader
+from .parallel import threads_of_rank
 from .reader import Checkpoint
 
 Reshard = Callable[[Sequence[Mapping[str, Any]], int, int], Mapping[str, Any]]
@@ -128,6 +129,7 @@ class Restorer:
 
     def _verify(self, checkpoint: Checkpoint) -> None:
         """Read this rank's part of all blocks."""
+        threads = threads_of_rank(self._optimizer.world_size)
         counts = {path: checkpoint.file(path).blocks for path in checkpoint.manifest.files}
         low, high = EvenCuts(sum(counts.values()), self._optimizer.world_size, 1).owned(self._optimizer.rank)
         begin = 0
@@ -135,7 +137,7 @@ class Restorer:
             first, last = max(low - begin, 0), min(high - begin, blocks)
             if first < last:
                 with checkpoint.file(path) as reader:
-                    reader.verify(first, last)
+                    reader.verify(first, last, threads)
             begin += blocks
         checkpoint.check_indices()
 

@@ -79,7 +79,7 @@ def draw_steps(path: Path, title: str, before: int, step_ms: Sequence[float], sa
         axes.axvline(step, color=ACCENT, linestyle=":", linewidth=0.9)
     axes.scatter(list(saves), list(saves.values()), s=26, color=ACCENT, zorder=3, label="waited for a save")
     axes.set(xlabel="step", ylabel="ms", xlim=(before + 0.5, before + len(step_ms) + 0.5), ylim=(0, None))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     axes.grid(axis="y", color="0.92")
     axes.legend(frameon=False)
     _save(figure, path)

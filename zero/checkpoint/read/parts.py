@@ -1,0 +1,120 @@
+"""Reads parts of a checkpoint's tensors to the memory where they belong. Each block is read once, by several threads.
+
+Knows: files, blocks, and to which bytes of memory each part goes. Does not know: parameters, states, ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...core.bits import as_bytes, memory_of
+from ..format.extents import Part, chunks
+from ..format.names import FOLDERS
+from ..format.tensorfile import Header, TensorEntry
+from .file_reader import FileReader
+from .parallel import each_block
+from .reader import Checkpoint
+
+Target = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file of the checkpoint, as `extents.chunks` needs it."""
+
+    path: str
+    header: Header
+
+    @property
+    def folder(self) -> str:
+        return self.path.rpartition("/")[0]
+
+    @property
+    def data(self) -> int:
+        return self.header.data
+
+    @property
+    def tensors(self) -> Sequence[TensorEntry]:
+        return self.header.tensors
+
+
+@dataclass
+class _Memory:
+    """Memory that is filled from a checkpoint."""
+
+    tensor: Tensor
+    data: memoryview
+    left: int = 0  # bytes that are still to be read
+
+    def of(self, part: Part) -> memoryview:
+        return self.data[part.offset : part.offset + part.nbytes]
+
+
+class PartReader:
+    """Reads parts of tensors of one checkpoint. `want` says which, `read` reads all of them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._parts: dict[tuple[str, str], list[Part]] = {}
+        self._memory: dict[Target, _Memory] = {}
+        self._then: dict[Target, list[Callable[[], object]]] = {}
+        self._lock = threading.Lock()  # of these three, while several threads read
+
+    def memory(self, target: Target, make: Callable[[], Tensor]) -> Tensor:
+        """Return the memory of a target, a contiguous tensor on the CPU: ``make()`` at the first time.
+
+        It is kept until all parts of the target were read.
+        """
+        if target not in self._memory:
+            made = make()
+            self._memory[target] = _Memory(made, memory_of(as_bytes(made)))
+        return self._memory[target].tensor
+
+    def want(self, folder: str, name: str, part: Part, then: Callable[[], object] | None = None) -> None:
+        """Read a part of a tensor to its source, a target. ``then``: called when all parts of that target are there."""
+        self._parts[folder, name] = [part]
+        self._memory[part.source].left += part.nbytes
+        if then is not None:
+            self._then.setdefault(part.source, []).append(then)
+
+    def read(self, threads: int) -> None:
+        """Read all parts, in the order of the files. Raises `CheckpointError` naming a broken block."""
+        found = self._checkpoint
+        saved = [SavedFile(path, found.header(path)) for folder in FOLDERS for path in found.paths(folder)]
+        block_bytes = found.manifest.block_bytes
+        wanted = chunks(saved, self._parts, block_bytes)
+        for number, of_file in itertools.groupby(wanted, key=lambda chunk: chunk.file):
+            blocks = [
+                (block, [part for chunk in of_block for part in chunk.parts])
+                for block, of_block in itertools.groupby(of_file, key=lambda chunk: chunk.begin // block_bytes)
+            ]
+            with found.file(saved[number].path) as reader:
+                each_block(blocks, functools.partial(self._read_block, reader), threads)
+
+    def _read_block(self, reader: FileReader, wanted: tuple[int, Sequence[Part]]) -> None:
+        """Read a block: its parts to their places, and what lies between them to nowhere."""
+        block, parts = wanted
+        begin, length = reader.span(block)
+        end, pieces = begin, []
+        for part in parts:
+            pieces += [_nowhere(part.begin - end), self._memory[part.source].of(part)]
+            end = part.begin + part.nbytes
+        reader.read_block(block, *(piece for piece in (*pieces, _nowhere(begin + length - end)) if piece))
+        with self._lock:
+            for part in parts:
+                self._memory[part.source].left -= part.nbytes
+            done = {part.source for part in parts if not self._memory[part.source].left}
+        for target in done:
+            for action in self._then.pop(target, ()):
+                action()
+            del self._memory[target]
+
+
+def _nowhere(nbytes: int) -> memoryview:
+    return memoryview(bytearray(nbytes))
