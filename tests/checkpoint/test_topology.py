@@ -89,6 +89,7 @@ TOPOLOGIES = st.builds(
 
 
 @given(before=TOPOLOGIES, after=TOPOLOGIES, steps=st.integers(0, 2))
+@pytest.mark.timeout(600)
 def test_training_goes_on_at_any_topology_as_if_undisturbed(before: Topology, after: Topology, steps: int) -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)

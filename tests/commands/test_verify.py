@@ -121,7 +121,7 @@ def test_a_loss_that_runs_a_backward_itself_is_told_that_the_order_is_by_rounds(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_on_several_ranks_it_is_told_where_the_runs_differ() -> None:
-    ranks: dict[str, Any] = {"world_sizes": (2,), "stages": (2,), "batches": verified.pairs(8), "micro_batches": 4}
+    ranks: dict[str, Any] = {"world_sizes": (2,), "stages": (2,), "batches": verified.pairs(64), "micro_batches": 4}
     found = alone(loss_fn=verified.two_losses, **ranks)
     assert not found.ok
     assert str(found).splitlines()[-2:] == ["1 of 1 runs differ from the plain loop", verification.BY_ROUNDS]

@@ -26,6 +26,11 @@ from ..runtime.flat_states import BucketStates, Options, is_elementwise
 from .inner import BucketUpdate, InnerOptimizer, unhooked_step
 
 
+# With AVX-512 torch computes `sigmoid` and `pow` of the last n % 32 elements of a tensor in another way. Alone, all of
+# these sizes have such a rest; in a run of pieces, which need no padding between them, most elements are in none.
+RAGGED = (16, 48, 80, 112, 144, 176, 208, 240)
+
+
 @dataclass(frozen=True)
 class Setting:
     """A kind of the user's parameters that is tried: equal options, dtypes and device."""
@@ -203,7 +208,7 @@ def _bounds(size: int, align: int, half: int) -> tuple[int, int]:
 
 
 def _shapes(dimensions: int, setting: Setting) -> list[tuple[int, ...]]:
-    """Return the shapes of throw-away parameters. All but that of 96 elements need padding after their end.
+    """Return the shapes of throw-away parameters. All but those of `RAGGED` and of 96 elements have padding after them.
 
     If the user has matrices, the matrix is larger than the limit below which some classes treat one as small.
     """
@@ -211,7 +216,8 @@ def _shapes(dimensions: int, setting: Setting) -> list[tuple[int, ...]]:
         case 0:
             return [()]
         case 1:
-            return [(96,), (1,)] if setting.single_elements else [(96,)]
+            ragged = [(size,) for size in RAGGED if setting.device.type == "cpu"]
+            return [(96,), *ragged, *([(1,)] if setting.single_elements else [])]
         case 2:
             return [(131, 137) if setting.matrices else (13, 17)]
         case 3:

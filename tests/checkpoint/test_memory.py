@@ -1,0 +1,73 @@
+"""What a save and a load add to the peak of a process: no copy of the states, whatever the stage and the precision."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero import CheckpointManager, MixedPrecision, ZeroOptimizer
+
+from ..pool import GlooPool
+
+MIB = 1 << 20
+LAYERS, WIDTH = 8, 1024
+STAGING_MB = 4
+
+
+def _resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def _added(action: Callable[[], object]) -> int:
+    """Return what a call adds to the resident bytes of this process at their peak."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now the current value
+    before = _resident("VmRSS")
+    action()
+    return _resident("VmHWM") - before
+
+
+def _process(group: dist.ProcessGroup, rank: int, stage: int, narrow: bool, path: str) -> tuple[int, int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    precision = MixedPrecision(torch.bfloat16) if narrow else None
+    optimizer = ZeroOptimizer(
+        model, torch.optim.AdamW, stage=stage, process_group=group, lr=1e-3, bucket_cap_mb=4, mixed_precision=precision
+    )
+
+    def step() -> None:
+        model(torch.ones(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def save(number: int) -> None:
+        checkpoints.save(number)
+        step()
+        checkpoints.wait_until_finished()
+
+    with CheckpointManager(path, optimizer, staging_mb=STAGING_MB, max_to_keep=1) as checkpoints:
+        step()
+        save(1)  # what a first save imports and allocates for good
+        trained = _added(step)
+        saved = _added(lambda: save(2)) - trained
+        loaded = _added(checkpoints.restore)
+    optimizer.close()
+    return saved, loaded
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
+def test_a_save_adds_the_parameters_and_its_staging_and_a_load_a_few_blocks(
+    gloo: GlooPool, stage: int, narrow: bool, tmp_path: Path
+) -> None:
+    numel = LAYERS * WIDTH * (WIDTH + 1) // 2  # of a rank
+    for saved, loaded in gloo.run(_process, stage, narrow, str(tmp_path), ranks=(0, 1)):
+        assert saved <= numel * (2 if narrow else 4) + STAGING_MB * MIB + 16 * MIB, f"{saved / MIB:.1f} MiB"
+        assert loaded <= 16 * MIB, f"{loaded / MIB:.1f} MiB"
