@@ -3,6 +3,7 @@
 model/       fqn                       what the model computes with
 optimizer/   state.<fqn>.<name>        the states; those without dimensions come last
 masters/     fqn                       the master weights of mixed precision, if there are any
+averages/<name>/   fqn                 whole tensors that accompany the model, if there are any: moving averages
 state.safetensors                      the caller's state, equal on all ranks
 ranks/rank-00000.safetensors ...       each rank's own
 checkpoint.json                        the manifest
@@ -11,9 +12,11 @@ notes/                                 while a checkpoint is written: what ranks
 
 from __future__ import annotations
 
-from collections.abc import Container
+import re
+from collections.abc import Container, Iterable
 
 MODEL, OPTIMIZER, MASTERS = FOLDERS = ("model", "optimizer", "masters")
+AVERAGES = "averages"
 STATE_FILE = "state.safetensors"
 NOTES = "notes"
 
@@ -26,6 +29,22 @@ def rank_file(rank: int) -> str:
 def index_file(folder: str) -> str:
     """Return the path of a folder's index."""
     return f"{folder}/{folder.rpartition('/')[2]}.safetensors.index.json"
+
+
+def averages_folder(name: str) -> str:
+    """Return the folder of averages of this name. Raises `ValueError` for a name that no folder or file should have."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
+        raise ValueError(
+            f"averages cannot have the name {name!r:.200}: at most 100 letters, digits, '_', '-' and '.', of which the "
+            "first one is none of the last two"
+        )
+    return f"{AVERAGES}/{name}"
+
+
+def averages_in(paths: Iterable[str]) -> list[str]:
+    """Return the names of the averages to which some of these files belong, in order."""
+    found = (path.split("/") for path in paths)
+    return sorted({parts[1] for parts in found if parts[0] == AVERAGES and len(parts) == 3})
 
 
 def state_key(parameter: str, name: str) -> str:

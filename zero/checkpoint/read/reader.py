@@ -1,56 +1,31 @@
-"""Reads the files of a checkpoint. Every block that is touched is compared with its checksum.
+"""What a checkpoint holds, as values: the plain dicts, the states by name, the caller's state.
 
-Knows: the manifest, headers, blocks. Does not know: optimizers, ranks. Runs no code of the checkpoint, follows no link,
-and reads nothing outside its folder.
+Knows: the folders and keys of the format. Does not know: blocks, ranks, how an optimizer is loaded.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Container
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ...core.bits import as_bytes, memory_of
-from ..directory import read_manifest
-from ..format.manifest import NAME, Manifest
-from ..format.names import FOLDERS, MASTERS, MODEL, OPTIMIZER, STATE_FILE, index_file, rank_file, split_key
+from ..format.manifest import NAME
+from ..format.names import AVERAGES, MASTERS, MODEL, OPTIMIZER, STATE_FILE, rank_file, split_key
 from ..format.statetree import decode
-from ..format.tensorfile import (
-    DTYPES,
-    FormatError,
-    Header,
-    TensorEntry,
-    header_length,
-    parse_header,
-    parse_index,
-    parse_json,
-)
-from .file_reader import CheckpointError, FileReader
+from ..format.tensorfile import FormatError, TensorEntry, parse_json
+from .file_reader import CheckpointError
+from .tensor_folder import TensorFolder
 
 
-class Checkpoint:
+class Checkpoint(TensorFolder):
     """A checkpoint on a disk. `zero.open_checkpoint` returns it. Needs no ranks; tensors are read when asked for.
 
     Attributes:
         path: the folder.
         manifest: what it holds.
     """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open a checkpoint. Raises `CheckpointError` if it is none, or its manifest is damaged."""
-        self.path = Path(path)
-        try:
-            self.manifest: Manifest = read_manifest(self.path)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{self.path} is not a checkpoint: it has no {NAME}") from error
-        except (OSError, FormatError) as error:
-            raise CheckpointError(f"{self.path / NAME}: {error}") from error
-        self._headers: dict[str, Header] = {}
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, step {self.step}, content {self.content[:12]})"
@@ -70,69 +45,11 @@ class Checkpoint:
         """The names of what could not be saved."""
         return self.manifest.not_saved
 
-    def file(self, path: str) -> FileReader:
-        """Return the reader of one file."""
-        if path not in self.manifest.files:
-            raise CheckpointError(f"{self.path} has no {path}")
-        return FileReader(self.path, path, self.manifest.files[path], self.manifest.block_bytes)
-
-    def header(self, path: str) -> Header:
-        """Return the header of a safetensors file."""
-        if path not in self._headers:
-            with self._parsing(path), self.file(path) as reader:
-                length = header_length(bytes(reader.read(0, min(8, reader.nbytes))), reader.nbytes)
-                self._headers[path] = parse_header(bytes(reader.read(8, length)), reader.nbytes)
-        return self._headers[path]
-
-    @contextmanager
-    def _parsing(self, path: str) -> Iterator[None]:
-        """Raise `CheckpointError` naming a file whose format is wrong."""
-        try:
-            yield
-        except FormatError as error:
-            raise CheckpointError(f"{self.path / path}: {error}") from error
-
-    def tensors(self, folder: str) -> dict[str, tuple[str, TensorEntry]]:
-        """Return each tensor of a folder: its file, and its entry there."""
-        found: dict[str, tuple[str, TensorEntry]] = {}
-        for path in self.paths(folder):
-            for entry in self.header(path).tensors:
-                if entry.name in found:
-                    raise CheckpointError(f"{self.path}: {entry.name!r} is in {found[entry.name][0]} and in {path}")
-                found[entry.name] = (path, entry)
-        return found
-
-    def paths(self, folder: str) -> list[str]:
-        """Return the safetensors files of a folder, in order."""
-        inside = (path for path in self.manifest.files if path.rpartition("/")[0] == folder)
-        return sorted(path for path in inside if path.endswith(".safetensors"))
-
-    def read(self, path: str, entry: TensorEntry) -> Tensor:
-        """Return a tensor."""
-        with self.file(path) as reader:
-            return self._read(reader, entry)
-
-    def _read(self, reader: FileReader, entry: TensorEntry) -> Tensor:
-        made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        if entry.nbytes:
-            reader.read_into(memory_of(as_bytes(made)), self.header(reader.path).data + entry.begin)
-        return made
-
-    def _read_all(self, path: str) -> dict[str, Tensor]:
-        """Return the tensors of a file by name, read in the order of their bytes."""
-        with self.file(path) as reader:
-            return {entry.name: self._read(reader, entry) for entry in self.header(path).tensors}
-
-    def _read_folder(self, folder: str) -> dict[str, Tensor]:
-        """Return the tensors of a folder by name."""
-        self.tensors(folder)  # raises if a name occurs twice
-        return {name: tensor for path in self.paths(folder) for name, tensor in self._read_all(path).items()}
-
     # -- values -------------------------------------------------------------------------------------------------------
 
     def model_state_dict(self) -> dict[str, Tensor]:
         """Return the model's tensors by name, aliases included, as ``module.load_state_dict`` takes them."""
-        found = self._read_folder(MODEL)
+        found = self.read_folder(MODEL)
         for alias, name in self._aliases().items():
             if name not in found:
                 raise CheckpointError(f"{self.path}: {alias!r} is another name of {name!r}, which is in no file")
@@ -147,12 +64,18 @@ class Checkpoint:
 
     def masters(self) -> dict[str, Tensor]:
         """Return the master weights by name; none without mixed precision."""
-        return self._read_folder(MASTERS)
+        return self.read_folder(MASTERS)
+
+    def averages(self, name: str) -> dict[str, Tensor]:
+        """Return the averages of this name, by the names of the tensors. Raises `CheckpointError` if there are none."""
+        if name not in self.average_names:
+            raise CheckpointError(f"{self.path} has no averages {name!r}, but {self.average_names}")
+        return self.read_folder(f"{AVERAGES}/{name}")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The options of the param groups; "params" has the names of the parameters."""
-        with self._parsing(NAME):
+        with self.parsing(NAME):
             return [decode(group, {}) for group in self.manifest.param_groups]
 
     def state_values(self) -> dict[str, dict[str, Any]]:
@@ -160,7 +83,7 @@ class Checkpoint:
         found: dict[str, dict[str, Any]] = {}
         names = self._indices()
         for path in self.paths(OPTIMIZER)[:1]:  # each of them has all values
-            with self._parsing(path):
+            with self.parsing(path):
                 values = parse_json(self.header(path).metadata.get("values", "{}").encode(), "values")
                 if not isinstance(values, dict):
                     raise FormatError("its values have no names")
@@ -182,7 +105,7 @@ class Checkpoint:
         """Return the plain torch.optim dict, with "masters" if there are master weights."""
         indices = self._indices()
         states: dict[int, dict[str, Any]] = {}
-        for key, tensor in self._read_folder(OPTIMIZER).items():
+        for key, tensor in self.read_folder(OPTIMIZER).items():
             parameter, name = self._split(key, indices)
             states.setdefault(indices[parameter], {})[name] = tensor
         for parameter, values in self.state_values().items():
@@ -227,60 +150,12 @@ class Checkpoint:
 
     def tree(self, path: str) -> dict[str, Any]:
         """Return the values of a file of one tree."""
-        tensors = self._read_all(path)
-        with self._parsing(path):
+        tensors = self.read_all(path)
+        with self.parsing(path):
             found = decode(parse_json(self.header(path).metadata.get("tree", "null").encode(), "tree"), tensors)
             if not isinstance(found, dict):
                 raise FormatError("it has no tree of values by name")
             return found
-
-    # -- verification -------------------------------------------------------------------------------------------------
-
-    def verify(self) -> None:
-        """Read every block of every file. Raises `CheckpointError` naming the first file, and the tensor, that is
-        damaged, missing, or too many."""
-        self.check_structure()
-        for path in self.manifest.files:
-            with self.file(path) as reader:
-                reader.verify(0, reader.blocks)
-        for path in self.manifest.files:
-            if path.endswith(".safetensors"):
-                self.header(path)
-        self.check_indices()
-
-    def check_structure(self) -> None:
-        """Raise `CheckpointError` if a file is missing, has another size, or should not be there."""
-        for path in self.manifest.files:
-            with self.file(path):
-                pass
-        for parent, folders, names in os.walk(self.path):
-            links = [name for name in folders if (Path(parent) / name).is_symlink()]
-            for name in (*names, *links):
-                inside = (Path(parent) / name).relative_to(self.path).as_posix()
-                if inside not in self.manifest.files and inside != NAME and _may_mislead(inside):
-                    raise CheckpointError(f"{self.path / inside} is no part of the checkpoint")
-
-    def check_indices(self) -> None:
-        """Raise `CheckpointError` if the index of a folder does not say where its tensors are."""
-        for folder in FOLDERS:
-            self._check_index(folder)
-
-    def _check_index(self, folder: str) -> None:
-        tensors = self.tensors(folder)
-        path = index_file(folder)
-        if path not in self.manifest.files:
-            if tensors or folder != MASTERS:
-                raise CheckpointError(f"{self.path} has no {path}")
-            return
-        with self._parsing(path), self.file(path) as reader:
-            placed = parse_index(bytes(reader.read(0, reader.nbytes)))
-        if placed != {name: file.rpartition("/")[2] for name, (file, _) in tensors.items()}:
-            raise CheckpointError(f"{self.path / path} does not name the files in which the tensors are")
-
-
-def _may_mislead(path: str) -> bool:
-    """Return whether a file that a manifest does not name could be taken for a part of the checkpoint."""
-    return not path.startswith("model/") or path.endswith((".safetensors", ".safetensors.index.json", ".bin"))
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

@@ -179,6 +179,7 @@ class Restorer:
         """Restore what is beside the optimizer."""
         rank, world = self._optimizer.rank, self._optimizer.world_size
         missing = [f"{name} (it could not be saved)" for name in checkpoint.not_saved]
+        missing += [f"the averages {name!r} (open_checkpoint reads them)" for name in checkpoint.average_names]
         state = restored(self._state, checkpoint.state)
         own: Mapping[str, Any] = {}
         if checkpoint.world_size == world:

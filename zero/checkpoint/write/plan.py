@@ -27,7 +27,7 @@ from torch import Tensor
 from ...core.layout import ParameterSpec
 from ..contents import Contents, Place, StateFacts, StoredTensor
 from ..format.extents import Chunk, FilePlan, Part, chunks, even_part, is_row_major, plan_files, slot_part
-from ..format.names import MASTERS, MODEL, OPTIMIZER, index_file, state_key
+from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder, index_file, state_key
 from ..format.tensorfile import DTYPES, NAMES, TensorEntry, header_of, index_bytes, tensors_text
 from .snapshot import Source
 
@@ -36,10 +36,10 @@ WEIGHTS, WHOLE, SCALARS = "weights", "whole", "scalars"
 
 @dataclass(frozen=True)
 class SharedFiles:
-    """The files of `model/`, `optimizer/` and `masters/`, as `lay_out` makes them.
+    """The files of `model/`, `optimizer/`, `masters/` and `averages/`, as `lay_out` makes them.
 
     Attributes:
-        model, masters: complete.
+        model, masters, averages: complete.
         optimizer: without the options of the param groups, each with the text of its tensors.
         values: the states that are no tensors, as JSON.
         indices: of the folders, by path.
@@ -48,6 +48,7 @@ class SharedFiles:
     model: Sequence[FilePlan]
     optimizer: Sequence[tuple[FilePlan, str]]
     masters: Sequence[FilePlan]
+    averages: Sequence[FilePlan]
     values: str
     indices: dict[str, bytes]
 
@@ -57,7 +58,7 @@ class SharedFiles:
         optimizer = [
             replace(file, header=header_of(text, len(file.tensors), metadata)) for file, text in self.optimizer
         ]
-        return [*self.model, *optimizer, *self.masters]
+        return [*self.model, *optimizer, *self.masters, *self.averages]
 
 
 def lay_out(
@@ -67,11 +68,12 @@ def lay_out(
     values: Mapping[str, Any],
     masters: Sequence[TensorEntry],
     max_shard_bytes: int,
+    averages: Mapping[str, Sequence[TensorEntry]] | None = None,
 ) -> SharedFiles:
-    """Return the files of `model/`, `optimizer/` and `masters/` that hold these tensors, in this order.
+    """Return the files of `model/`, `optimizer/`, `masters/` and `averages/` that hold these tensors, in this order.
 
     States without dimensions come last. ``aliases``: further names of the model's tensors, with the names of these.
-    ``values``: the states that are no tensors, by key.
+    ``values``: the states that are no tensors, by key. ``averages``: by name. Raises `ValueError` if it is none.
     """
     ordered = sorted(states, key=lambda entry: not entry.shape)
     folders = {
@@ -79,13 +81,18 @@ def lay_out(
         OPTIMIZER: plan_files(OPTIMIZER, ordered, {}, max_shard_bytes),
         MASTERS: plan_files(MASTERS, masters, {}, max_shard_bytes) if masters else [],
     }
+    of_averages = {
+        (folder := averages_folder(name)): plan_files(folder, entries, {}, max_shard_bytes)
+        for name, entries in sorted((averages or {}).items())
+    }
     indices = {
         index_file(folder): index_bytes({file.path.rpartition("/")[2]: file.tensors for file in files})
-        for folder, files in folders.items()
+        for folder, files in (folders | of_averages).items()
         if files
     }
     optimizer = [(file, tensors_text(file.tensors)) for file in folders[OPTIMIZER]]
-    return SharedFiles(folders[MODEL], optimizer, folders[MASTERS], json.dumps(values), indices)
+    further = [file for files in of_averages.values() for file in files]
+    return SharedFiles(folders[MODEL], optimizer, folders[MASTERS], further, json.dumps(values), indices)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ...core.bits import as_bytes
 from ..format.checksums import BLOCK_BYTES
 from ..format.extents import Part, chunks
 from ..format.manifest import FileSums, Manifest, SavedParameter
-from ..format.names import MASTERS, MODEL, OPTIMIZER, STATE_FILE, state_key
+from ..format.names import MASTERS, MODEL, OPTIMIZER, STATE_FILE, averages_folder, state_key
 from ..format.statetree import encode, encode_inline
 from ..format.tensorfile import NAMES, TensorEntry
 from .capture import TreeFile
@@ -41,6 +41,7 @@ class WholeContents:
         groups: the options of the param groups; "params" has the names of the parameters.
         states: by the parameter's name and the state's name, tensors and plain values.
         masters: the master weights, by name.
+        averages: by their name, tensors by name.
         state: the caller's state.
     """
 
@@ -49,6 +50,7 @@ class WholeContents:
     groups: Sequence[Mapping[str, Any]] = ()
     states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     masters: Mapping[str, Tensor] = field(default_factory=dict)
+    averages: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -57,6 +59,7 @@ def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
 
     Raises:
         FileExistsError: there is something at ``path``.
+        ValueError: averages have a name that cannot be a folder's.
         TypeError: a value cannot be saved; names it.
         SaveError: a file could not be written. Nothing is left.
     """
@@ -66,6 +69,8 @@ def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
         **{(MODEL, name): tensor for name, tensor in contents.model.items()},
         **{(MASTERS, name): tensor for name, tensor in contents.masters.items()},
     }
+    for average, found in contents.averages.items():
+        tensors.update({(averages_folder(average), name): tensor for name, tensor in found.items()})
     values: dict[str, Any] = {}
     for parameter, states in contents.states.items():
         for name, value in sorted(states.items()):
@@ -84,8 +89,11 @@ def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
     of_state = TreeFile(STATE_FILE, *encode(dict(contents.state), "state"))
     entries: dict[str, list[TensorEntry]] = {MODEL: [], OPTIMIZER: [], MASTERS: []}
     for (folder, name), tensor in tensors.items():
-        entries[folder].append(TensorEntry(name, NAMES[tensor.dtype], tuple(tensor.shape)))
-    shared = lay_out(entries[MODEL], contents.aliases, entries[OPTIMIZER], values, entries[MASTERS], _MAX_SHARD_BYTES)
+        entries.setdefault(folder, []).append(TensorEntry(name, NAMES[tensor.dtype], tuple(tensor.shape)))
+    averages = {name: entries.get(averages_folder(name), []) for name in contents.averages}
+    shared = lay_out(
+        entries[MODEL], contents.aliases, entries[OPTIMIZER], values, entries[MASTERS], _MAX_SHARD_BYTES, averages
+    )
     files = [*shared.with_options(groups), of_state.plan()]
     tensors |= {("", name): tensor for name, tensor in of_state.tensors.items()}
     staged: dict[Source, Tensor] = {}
@@ -94,7 +102,7 @@ def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
         source = ("whole", number)
         staged[source] = as_bytes(tensor.cpu())
         parts[place] = [Part(source, 0, 0, staged[source].numel())]
-    found = chunks(files, parts, BLOCK_BYTES)
+    planned = chunks(files, parts, BLOCK_BYTES)
     plain = shared.indices
     sizes = {file.path: file.nbytes for file in files} | {name: len(data) for name, data in plain.items()}
     nonce = secrets.token_hex(8)
@@ -107,8 +115,8 @@ def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     save.make()
     heads = {file.path: file.header for file in files} | plain
-    snapshot = Snapshot(staged, {}, found)
-    plan = SavePlan([file.path for file in files], heads, found, sizes, BLOCK_BYTES, snapshot, manifest)
+    snapshot = Snapshot(staged, {}, planned)
+    plan = SavePlan([file.path for file in files], heads, planned, sizes, BLOCK_BYTES, snapshot, manifest)
     saving = Saving(step, save, 0, plan, OnePath(path, overwrite=False), lambda _: None)
     saving.start(asynchronous=False)
     saving.remove_rest()

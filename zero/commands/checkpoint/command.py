@@ -73,7 +73,7 @@ def export(path: Path, to: str, out: Path) -> int:
         raise FileExistsError(f"{out} exists: name another path")
     checkpoint = open_checkpoint(path)
     checkpoint.verify()
-    left_out = EXPORTS[to](checkpoint, out)
+    left_out = EXPORTS[to](checkpoint, out) + ["averages"] * bool(checkpoint.average_names)
     without = f", without {' and '.join(left_out)}" if left_out else ""
     Console().line(f"{path}: written to {out} for {to}{without}")
     return 0

@@ -1,0 +1,130 @@
+"""Folders of whole tensors beside the model, by name: they are written, hashed, verified and read like the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from zero import CheckpointError, ZeroOptimizer, load, open_checkpoint
+from zero.checkpoint.format.names import averages_folder, averages_in
+from zero.checkpoint.write.whole import WholeContents, write_whole
+
+from ..plain import assert_same_bits
+from .saved import built, edit_manifest, forge
+
+FILE, INDEX = "averages/ema.0-9/ema.0-9-00001-of-00001.safetensors", "averages/ema.0-9/ema.0-9.safetensors.index.json"
+
+
+def averages() -> dict[str, dict[str, Tensor]]:
+    first = {"b": torch.arange(5.0), "a": torch.tensor(3, dtype=torch.int64), "none": torch.empty(0, 2)}
+    return {"swa": {"a": torch.ones(2, 3, dtype=torch.bfloat16)}, "ema.0-9": first}
+
+
+def write(path: Path, found: dict[str, dict[str, Tensor]]) -> Path:
+    write_whole(path, WholeContents({"a": torch.zeros(2)}, averages=found))
+    return path
+
+
+def test_averages_come_back_by_name_with_and_without_this_library(tmp_path: Path) -> None:
+    path = write(tmp_path / "saved", averages())
+    checkpoint = open_checkpoint(path)
+    checkpoint.verify()
+    assert checkpoint.average_names == ["ema.0-9", "swa"]
+    for name, expected in averages().items():
+        file = path / f"averages/{name}/{name}-00001-of-00001.safetensors"
+        for read in (checkpoint.averages(name), load_file(file)):
+            assert read.keys() == expected.keys()
+            for key, tensor in expected.items():
+                assert_same_bits(read[key], tensor, key)
+
+
+def test_the_content_has_averages_and_is_that_of_before_without_any(tmp_path: Path) -> None:
+    first = averages()
+    first["swa"]["a"][1, 2] = 2
+    contents = {
+        open_checkpoint(write(tmp_path / str(number), found)).content
+        for number, found in enumerate(({}, averages(), first, {"ema": averages()["swa"]}))
+    }
+    assert len(contents) == 4
+    assert not (tmp_path / "0" / "averages").exists()
+    same = {name: averages()[name] for name in reversed(averages())}
+    assert open_checkpoint(write(tmp_path / "same", same)).content in contents
+
+
+def test_averages_that_are_not_there_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no averages 'ema', but \['ema.0-9', 'swa'\]"):
+        open_checkpoint(write(tmp_path / "saved", averages())).averages("ema")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "-option", "a/b", "a\\b", "a\0", "a\n", "ä", "a" * 101])
+def test_averages_need_the_name_of_a_folder(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="averages cannot have the name"):
+        write(tmp_path / "saved", {name: {}})
+    assert list(tmp_path.iterdir()) == []
+    assert averages_folder("a" * 100) == "averages/" + "a" * 100
+
+
+def test_only_folders_directly_below_averages_have_averages() -> None:
+    paths = ["averages/b/x", "averages/b/y", "averages/a/x", "averages/file", "averages/c/d/x", "model/averages/x"]
+    assert averages_in(paths) == ["a", "b"]
+
+
+@pytest.mark.parametrize("path", [FILE, INDEX])
+def test_a_broken_file_of_averages_is_named(path: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "saved", averages())
+    data = bytearray((folder / path).read_bytes())
+    data[-1] ^= 1
+    (folder / path).write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"{path} is broken at block 0"):
+        open_checkpoint(folder).verify()
+
+
+def test_a_folder_of_averages_has_exactly_its_files_and_its_index(tmp_path: Path) -> None:
+    folder = write(tmp_path / "saved", averages())
+    (folder / "averages/swa/more.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"averages/swa/more\.safetensors is no part of the checkpoint"):
+        open_checkpoint(folder).verify()
+    (folder / "averages/swa/more.safetensors").unlink()
+    files = open_checkpoint(folder).manifest.files
+    (folder / INDEX).unlink()
+    forge(folder, files={path: sums for path, sums in files.items() if path != INDEX})
+    with pytest.raises(CheckpointError, match=rf"has no {INDEX}"):
+        open_checkpoint(folder).verify()
+
+
+def test_an_index_of_averages_names_their_files(tmp_path: Path) -> None:
+    folder = write(tmp_path / "saved", averages())
+    (folder / INDEX).write_text('{"weight_map": {"a": "swa-00001-of-00001.safetensors"}}')
+    forge(folder)
+    with pytest.raises(CheckpointError, match=rf"{INDEX} does not name the files"):
+        open_checkpoint(folder).verify()
+
+
+def test_a_restore_names_the_averages_that_no_optimizer_has(tmp_path: Path) -> None:
+    model = built(torch.nn.Linear, in_features=2, out_features=1)
+    found = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    write_whole(tmp_path / "saved", WholeContents(found, averages={"ema": found}))
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+    with pytest.warns(RuntimeWarning, match="the averages 'ema'"):
+        restored = load(tmp_path / "saved", optimizer, with_states=False, rng=False)
+    assert restored.not_restored == ("the averages 'ema' (open_checkpoint reads them)",)
+    for name, value in model.state_dict().items():
+        assert_same_bits(value, found[name], name)
+
+
+def test_a_manifest_may_have_files_that_this_release_does_not_know(tmp_path: Path) -> None:
+    """A later release may add folders: they are verified, and nothing else is made of them."""
+    folder = write(tmp_path / "saved", averages())
+    (folder / "later").mkdir()
+    (folder / "later/file").write_bytes(b"text")
+    files = open_checkpoint(folder).manifest.files
+    forge(folder, files={**files, "later/file": files[FILE]})
+    edit_manifest(folder, later={"key": [1]})
+    open_checkpoint(folder).verify()
+    (folder / "later/file").write_bytes(b"tent")
+    with pytest.raises(CheckpointError, match="later/file is broken at block 0"):
+        open_checkpoint(folder).verify()
