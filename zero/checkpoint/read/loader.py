@@ -240,6 +240,7 @@ class Loader:
         on_device = bool(options.get("fused") or options.get("capturable"))
         found = dict(values)
         for name, (entry, data) in scalars.items():
-            tensor = torch.frombuffer(bytearray(data), dtype=DTYPES[entry.dtype]).view(entry.shape).clone()
+            tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+            memory_of(as_bytes(tensor))[:] = data
             found[name] = scalar_state(name, tensor, on_device, bucket.spec.device)
         return PieceState(names, found)

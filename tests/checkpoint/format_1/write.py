@@ -1,0 +1,86 @@
+"""The program that wrote the checkpoints of this folder: ``python -m tests.checkpoint.format_1.write FOLDER``.
+
+Knows: what was saved, and by which call. Does not know: what is tested with it. The files of this folder are never
+written again: every release that reads format 1 reads these.
+
+    sharded         by a `ZeroOptimizer`: bf16 with master weights, a tied and a frozen parameter, a buffer, rank_state
+    other_shapes    of a class whose states have another shape, dtype and number than their parameter, with averages
+
+`ZeroOptimizer` shards element-wise classes alone, so the second one is written as ``zero checkpoint import`` writes, by
+`write_whole`.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from collectives import Transport, solo
+from zero import MixedPrecision, ZeroOptimizer
+from zero.checkpoint.write.whole import WholeContents, write_whole
+
+from ..saved import save_small
+from .toys import HalfMomentum, OtherShapes, Small, groups, train
+
+STEPS = 2
+
+
+def zero_optimizer(model: nn.Module, transport: Transport | None = None, stage: int = 0) -> ZeroOptimizer:
+    """Return the optimizer of `sharded`."""
+    precision = MixedPrecision(torch.bfloat16)
+    return ZeroOptimizer(
+        groups(model), HalfMomentum, module=model, stage=stage, process_group=transport, mixed_precision=precision
+    )
+
+
+def write_sharded(path: Path, transport: Transport | None = None, stage: int = 0) -> None:
+    """Train and save by a `ZeroOptimizer`. All ranks."""
+    model = Small()
+    optimizer = zero_optimizer(model, solo() if transport is None else transport, stage)
+    train(model, optimizer, range(STEPS))
+    state = {"epoch": 1, "position": (2, b"\x00\xff"), "losses": torch.tensor([0.5, 0.25], dtype=torch.float64)}
+    save_small(path, optimizer, step=STEPS, state=state, rank_state={"rank": optimizer.rank})
+    optimizer.close()
+
+
+def trained_other_shapes() -> tuple[Small, OtherShapes]:
+    """Return the model and the optimizer of `other_shapes`, trained by plain torch."""
+    model = Small()
+    optimizer = OtherShapes(groups(model))
+    train(model, optimizer, range(STEPS))
+    return model, optimizer
+
+
+def write_other_shapes(path: Path) -> None:
+    model, optimizer = trained_other_shapes()
+    found = optimizer.state_dict()
+    names = [name for group in found["param_groups"] for name in group["param_names"]]
+    module = OtherShapes.__module__
+    of_class = {"optimizer_class": f"{module}.{OtherShapes.__qualname__}", "optimizer_module": module}
+    contents = WholeContents(
+        model={name: value for name, value in model.state_dict().items() if name != "inner.weight"},
+        aliases={"inner.weight": "weight"},
+        groups=[{"lr": g["lr"], **of_class, "params": g["param_names"]} for g in found["param_groups"]],
+        states={names[index]: found["state"][index] for index in sorted(found["state"])},
+        averages={"ema": {"weight": torch.full((2, 3), 0.5, dtype=torch.float64), "count": torch.tensor(7)}},
+        state={"epoch": 1},
+    )
+    write_whole(path, contents, STEPS)
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    write_sharded(folder / "sharded")
+    write_other_shapes(folder / "other_shapes")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

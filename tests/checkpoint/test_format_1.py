@@ -1,0 +1,350 @@
+"""The checkpoints of format 1 that are kept here are read by every later release, and still written byte by byte."""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from collectives import Transport, on_threads
+from zero import CheckpointError, ZeroOptimizer, load, open_checkpoint
+from zero.checkpoint.contents import Contents
+from zero.checkpoint.read import fit
+from zero.checkpoint.user_state import generators, set_generators
+from zero.commands.cli import main
+from zero.runtime.flat_states import BucketStates, PieceState
+
+from ..plain import assert_same_bits, assert_same_states
+from .format_1.toys import HalfMomentum, OtherShapes, Small, gradients, groups, train
+from .format_1.write import STEPS, trained_other_shapes, write_other_shapes, write_sharded, zero_optimizer
+from .saved import edit_manifest, files_of, save_small
+
+FOLDER = Path(__file__).parent / "format_1"
+SHARDED, OTHER_SHAPES = FOLDER / "sharded", FOLDER / "other_shapes"
+BOTH = pytest.mark.parametrize("folder", [SHARDED, OTHER_SHAPES], ids=["sharded", "other_shapes"])
+BF16, I8, I64 = torch.bfloat16, torch.int8, torch.int64
+
+FIRST_RATE, SECOND_RATE = 0.5, 0.0009765625
+NAMES = ["weight", "scale", "unused", "bias"]  # in the order of the optimizer
+
+SHARDED_MASTERS = {
+    "weight": torch.tensor([[-1.75, 3.0, 1.5], [-1.25, 3.5, 5.75]]),
+    "bias": torch.tensor([0.9951171875, -1.0, 0.5087890625]),
+    "scale": torch.tensor(1.75),
+    "unused": torch.tensor([[8.0]]),
+}
+SHARDED_MODEL = {
+    "weight": torch.tensor([[-1.75, 3.0, 1.5], [-1.25, 3.5, 5.75]], dtype=BF16),
+    "bias": torch.tensor([0.99609375, -1.0, 0.5078125], dtype=BF16),
+    "scale": torch.tensor(1.75, dtype=BF16),
+    "unused": torch.tensor([[8.0]], dtype=BF16),
+    "frozen": torch.tensor([0.25, -0.0], dtype=BF16),
+    "seen": torch.tensor([3, 4]),
+}
+SHARDED_STATES: dict[str, dict[str, Any]] = {
+    "weight": {"momentum": torch.tensor([[2.5, -2.0, 1.0], [5.5, 1.0, -0.5]]), "step": torch.tensor(2)},
+    "bias": {"momentum": torch.tensor([3.0, 0.0, -5.0]), "step": torch.tensor(2)},
+    "scale": {"momentum": torch.tensor(-0.5), "step": torch.tensor(2)},
+}
+OTHER_MODEL = {
+    "weight": torch.tensor([[-1.5, 2.5, 0.625], [-0.875, 2.625, 4.75]]),
+    "bias": torch.tensor([0.994140625, -1.0, 0.5107421875]),
+    "scale": torch.tensor(2.5),
+    "unused": torch.tensor([[8.0]]),
+    "frozen": torch.tensor([0.25, -0.0]),
+    "seen": torch.tensor([3, 4]),
+}
+OTHER_STATES: dict[str, dict[str, Any]] = {
+    "weight": {
+        "rows": torch.tensor([7.0, 9.0]),
+        "columns": torch.tensor([10.0, 4.0, 2.0]),
+        "signs": torch.tensor([[1], [-1], [1], [1], [1], [0]], dtype=I8),
+        "limit": math.inf,
+        "step": torch.tensor(2),
+    },
+    "bias": {"history": torch.tensor([[2.0, 0.0, -4.0], [2.0, 0.0, -3.0]], dtype=BF16), "step": torch.tensor(2)},
+    "scale": {"step": torch.tensor(2)},
+}
+AVERAGES = {"weight": torch.full((2, 3), 0.5, dtype=torch.float64), "count": torch.tensor(7)}
+
+
+def assert_same_values(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_same_bits(found[name], value, name)
+
+
+def plain_dict(states: dict[str, dict[str, Any]], **options: Any) -> dict[str, Any]:
+    """Return the dict of torch.optim that these states make."""
+    return {
+        "state": {NAMES.index(name): found for name, found in states.items()},
+        "param_groups": [
+            {"lr": FIRST_RATE, **options, "param_names": NAMES[:3], "params": [0, 1, 2]},
+            {"lr": SECOND_RATE, **options, "param_names": NAMES[3:], "params": [3]},
+        ],
+    }
+
+
+def with_alias(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**values, "inner.weight": values["weight"]}
+
+
+def copied(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / folder.name))
+
+
+# -- what is in them ---------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_every_byte_is_as_it_was_written(folder: Path) -> None:
+    open_checkpoint(folder).verify()
+    assert main(["checkpoint", "verify", str(folder)]) == 0
+
+
+def test_a_sharded_training_has_the_values_that_were_saved() -> None:
+    checkpoint = open_checkpoint(SHARDED)
+    assert (checkpoint.step, checkpoint.world_size, checkpoint.not_saved) == (STEPS, 1, ())
+    assert_same_values(checkpoint.model_state_dict(), with_alias(SHARDED_MODEL))
+    assert_same_values(checkpoint.masters(), SHARDED_MASTERS)
+    found = checkpoint.optimizer_state_dict()
+    masters = found.pop("masters")
+    assert_same_values({NAMES[index]: value for index, value in masters.items()}, SHARDED_MASTERS)
+    assert_same_states(found, plain_dict(SHARDED_STATES, bounds=(-64.0, 64.0)))
+    state = checkpoint.state
+    assert_same_bits(state.pop("losses"), torch.tensor([0.5, 0.25], dtype=torch.float64), "losses")
+    assert state == {"epoch": 1, "position": (2, b"\x00\xff")}
+    own = checkpoint.rank_state(0)
+    assert own["rank_state"] == {"rank": 0}
+    assert own["rng"].keys() == {"torch", "numpy", "random"}
+
+
+def test_states_of_any_shape_dtype_and_number_have_the_values_that_were_saved() -> None:
+    checkpoint = open_checkpoint(OTHER_SHAPES)
+    assert (checkpoint.step, checkpoint.state, checkpoint.masters()) == (STEPS, {"epoch": 1}, {})
+    assert_same_values(checkpoint.model_state_dict(), with_alias(OTHER_MODEL))
+    assert_same_states(checkpoint.optimizer_state_dict(), plain_dict(OTHER_STATES))
+    assert checkpoint.average_names == ["ema"]
+    assert_same_values(checkpoint.averages("ema"), AVERAGES)
+
+
+def test_each_state_has_a_byte_range_of_its_own() -> None:
+    path, entry = open_checkpoint(OTHER_SHAPES).states()["weight"]["signs"]
+    header = open_checkpoint(OTHER_SHAPES).header(path)
+    data = (OTHER_SHAPES / path).read_bytes()
+    assert data[header.data + entry.begin : header.data + entry.end] == bytes([1, 255, 1, 1, 1, 0])
+    assert [(e.name, e.dtype, e.shape) for e in header.tensors] == [
+        ("state.weight.columns", "F32", (3,)),
+        ("state.weight.rows", "F32", (2,)),
+        ("state.weight.signs", "I8", (6, 1)),
+        ("state.bias.history", "BF16", (2, 3)),
+        ("state.weight.step", "I64", ()),
+        ("state.scale.step", "I64", ()),
+        ("state.bias.step", "I64", ()),
+    ]
+
+
+@BOTH
+def test_each_param_group_has_the_class_and_its_module(folder: Path) -> None:
+    of_class = HalfMomentum if folder == SHARDED else OtherShapes
+    for group in open_checkpoint(folder).param_groups:
+        assert group["optimizer_module"] == of_class.__module__
+        assert group["optimizer_class"] == f"{of_class.__module__}.{of_class.__qualname__}"
+
+
+# -- today's code writes them ------------------------------------------------------------------------------------------
+
+
+def shared_bytes(folder: Path) -> dict[str, bytes]:
+    """Return the files but those that are a rank's own or name the run that wrote them."""
+    own = ("checkpoint.json", "ranks/")
+    return {path: (folder / path).read_bytes() for path in files_of(folder) if not path.startswith(own)}
+
+
+def test_states_of_any_shape_are_still_written_to_the_same_bytes(tmp_path: Path) -> None:
+    write_other_shapes(tmp_path / "saved")
+    assert shared_bytes(tmp_path / "saved") == shared_bytes(OTHER_SHAPES)
+    assert open_checkpoint(tmp_path / "saved").content == open_checkpoint(OTHER_SHAPES).content
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 3), (3, 1)])
+def test_a_sharded_training_is_still_written_to_the_same_bytes(world_size: int, stage: int, tmp_path: Path) -> None:
+    on_threads(world_size, lambda transport: write_sharded(tmp_path / "saved", transport, stage))
+    assert shared_bytes(tmp_path / "saved") == shared_bytes(SHARDED)
+    assert open_checkpoint(tmp_path / "saved").content == open_checkpoint(SHARDED).content
+
+
+# -- training goes on --------------------------------------------------------------------------------------------------
+
+
+def plain_sharded(steps: range) -> dict[str, Tensor]:
+    """Train the written values by plain torch, as mixed precision does. Return the master weights."""
+    masters = {name: torch.nn.Parameter(value.clone()) for name, value in SHARDED_MASTERS.items()}
+    first = [(name, masters[name]) for name in NAMES[:3]]
+    optimizer = HalfMomentum([{"params": first}, {"params": [("bias", masters["bias"])]}], lr=7.0)
+    optimizer.load_state_dict(copy.deepcopy(plain_dict(SHARDED_STATES, bounds=(-64.0, 64.0))))
+    for step in steps:
+        for name, gradient in gradients(step).items():
+            masters[name].grad = gradient
+        optimizer.step()
+    return {name: value.detach() for name, value in masters.items()}
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 2), (2, 3)])
+def test_a_sharded_training_goes_on_at_any_topology(world_size: int, stage: int) -> None:
+    further = range(STEPS, STEPS + 3)
+    expected = plain_sharded(further)
+    assert any(not torch.equal(value, SHARDED_MASTERS[name]) for name, value in expected.items())
+
+    def program(transport: Transport) -> dict[str, Tensor]:
+        model = Small()
+        for parameter in model.parameters():
+            parameter.data.fill_(-3.0)
+        optimizer = zero_optimizer(model, transport, stage)
+        restored = load(SHARDED, optimizer, rng=world_size == 1)
+        assert restored.state["epoch"] == 1
+        train(model, optimizer, further)
+        optimizer.consolidate_state_dict(None)
+        found = {name: optimizer.state_dict()["masters"][index] for index, name in enumerate(NAMES)}
+        with optimizer.gathered():
+            for name, parameter in model.named_parameters():
+                whole = SHARDED_MODEL["frozen"] if name == "frozen" else found[name].to(BF16)
+                assert_same_bits(parameter.detach(), whole, name)
+        optimizer.close()
+        return found
+
+    before = generators()
+    try:
+        for found in on_threads(world_size, program):
+            assert_same_values(found, expected)
+    finally:
+        set_generators(before)
+
+
+def test_a_training_with_states_of_any_shape_goes_on_in_plain_torch() -> None:
+    checkpoint = open_checkpoint(OTHER_SHAPES)
+    model = Small()
+    model.load_state_dict(checkpoint.model_state_dict())
+    optimizer = OtherShapes(groups(model), lr=7.0)
+    optimizer.load_state_dict(checkpoint.optimizer_state_dict())
+    expected, reference = trained_other_shapes()
+    for trained, by in ((model, optimizer), (expected, reference)):
+        train(trained, by, range(STEPS, STEPS + 3))
+    assert_same_values(model.state_dict(), expected.state_dict())
+    assert_same_states(optimizer.state_dict(), reference.state_dict())
+    assert not torch.equal(model.weight, OTHER_MODEL["weight"])
+
+
+def test_a_class_with_such_states_is_refused_by_the_optimizer_and_its_model_is_loaded() -> None:
+    model = Small()
+    with pytest.raises(ValueError, match="OtherShapes is not element-wise"):
+        ZeroOptimizer(groups(model), OtherShapes, module=model)
+    optimizer = ZeroOptimizer(groups(model), HalfMomentum, module=model)
+    with pytest.raises(ValueError, match=r"was trained by tests\.checkpoint\.format_1\.toys\.OtherShapes, but this"):
+        load(OTHER_SHAPES, optimizer, rng=False)
+    with pytest.warns(RuntimeWarning, match="the averages 'ema'"):
+        load(OTHER_SHAPES, optimizer, with_states=False, rng=False)
+    assert_same_values(model.state_dict(), with_alias(OTHER_MODEL))
+
+
+# -- ranks with such states --------------------------------------------------------------------------------------------
+
+
+def pieces_of(optimizer: ZeroOptimizer) -> list[tuple[str, BucketStates, int]]:
+    """Return each piece of a parameter that this rank holds: the name, the states of its bucket, its number there."""
+    contents = Contents(optimizer.engine, optimizer.param_groups)
+    names = {stored.place: stored.name for stored in contents.model if stored.place is not None}
+    found = []
+    for number in contents.updated:
+        states = contents.buckets[number].states
+        states.snapshot()
+        found += [(names[number, piece.slot], states, index) for index, piece in enumerate(states.pieces)]
+    return found
+
+
+EXTRA = {"rows": torch.tensor([7.0, 9.0]), "signs": torch.tensor([[1], [-1]], dtype=I8), "none": torch.empty(0, 3)}
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (3, 1), (4, 0)])
+def test_ranks_write_and_read_states_of_any_shape(
+    world_size: int, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The format's writer and loader carry them; it is the check of the class that refuses them before."""
+
+    def write(transport: Transport) -> None:
+        model = Small()
+        optimizer = zero_optimizer(model, transport, stage)
+        train(model, optimizer, range(STEPS))
+        for name, states, index in pieces_of(optimizer):
+            if name == "weight":
+                state = states.state_of(index)
+                assert state is not None
+                states.set_state(index, PieceState(state.elementwise, {**state.scalars, **EXTRA}))
+        save_small(tmp_path / f"{transport.world_size}", optimizer, state={})
+
+    def read(transport: Transport) -> list[tuple[str, PieceState | None]]:
+        optimizer = zero_optimizer(Small(), transport, stage)
+        load(tmp_path / f"{world_size}", optimizer, rng=False)
+        return [(name, states.state_of(index)) for name, states, index in pieces_of(optimizer)]
+
+    for ranks in (1, world_size):
+        on_threads(ranks, write)
+    one, many = (open_checkpoint(tmp_path / f"{ranks}") for ranks in (1, world_size))
+    assert one.content == many.content
+    expected = {**SHARDED_STATES, "weight": {**SHARDED_STATES["weight"], **EXTRA}}
+    found = many.optimizer_state_dict()
+    found.pop("masters")
+    assert_same_states(found, plain_dict(expected, bounds=(-64.0, 64.0)))
+
+    monkeypatch.setattr(fit, "check", lambda *_: {})
+    pieces = [each for of_rank in on_threads(world_size, read) for each in of_rank]
+    assert {name for name, _ in pieces} == set(NAMES)
+    for name, state in pieces:
+        scalars = {} if state is None else dict(state.scalars)
+        assert_same_values(scalars, {k: v for k, v in expected.get(name, {}).items() if k != "momentum"})
+
+
+# -- other versions ----------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_newer_version_is_one_clear_error(folder: Path, tmp_path: Path) -> None:
+    path = copied(folder, tmp_path)
+    edit_manifest(path, version=2)
+    told = (
+        r"checkpoint\.json: it has version 2 of the format, and this release of zero reads 1: read it with the release"
+    )
+    with pytest.raises(CheckpointError, match=told):
+        open_checkpoint(path)
+
+    def program(transport: Transport) -> None:
+        model = Small()
+        optimizer = zero_optimizer(model, transport, 3)
+        with pytest.raises(ValueError, match=told):
+            load(path, optimizer)
+        optimizer.consolidate_state_dict(None)
+        assert not optimizer.state_dict()["state"]
+
+    on_threads(2, program)
+
+
+@BOTH
+def test_keys_that_a_later_release_adds_to_the_manifest_are_ignored(folder: Path, tmp_path: Path) -> None:
+    path = copied(folder, tmp_path)
+    before = open_checkpoint(path)
+    files = {
+        name: {"bytes": sums.nbytes, "crc32": list(sums.crc32), "later": 1}
+        for name, sums in before.manifest.files.items()
+    }
+    parameters = [{**vars(parameter), "later": [None]} for parameter in before.manifest.parameters]
+    edit_manifest(path, files=files, parameters=parameters, later={"key": "value"})
+    after = open_checkpoint(path)
+    after.verify()
+    assert after.manifest == before.manifest
+    assert after.content == before.content
