@@ -22,6 +22,8 @@ ECOSYSTEM = (
     "accelerate with autocast and accumulation",
     "Fabric",
     "Fabric with a strategy",
+    "From a transformers folder",
+    "To a transformers folder",
     "Trainer",
 )
 """The blocks of `test_ecosystem`, which need more than torch; all others are those of `test_loops`."""

@@ -342,3 +342,8 @@ def test_files_that_a_user_adds_to_the_model_are_no_damage(tmp_path: Path) -> No
     (tmp_path / "a" / "model" / "README.md").write_text("mine")
     open_checkpoint(tmp_path / "a").verify()
     assert (tmp_path / "a" / "model" / "config.json").read_text() == "{}"
+
+
+def test_no_file_of_a_checkpoint_is_a_program(tmp_path: Path) -> None:
+    save(tmp_path / "a", ZeroOptimizer(built(), torch.optim.SGD, lr=0.1))
+    assert not any(path.stat().st_mode & 0o111 for path in (tmp_path / "a").rglob("*") if path.is_file())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from collectives import Transport, on_threads, solo
-from zero import MixedPrecision, ZeroOptimizer
+from zero import MixedPrecision, ZeroOptimizer, open_checkpoint
 
 from ..launched import launch
 from ..loops import (
@@ -535,7 +535,7 @@ RECIPES = {
 
 
 def test_every_recipe_is_run() -> None:
-    assert {*RECIPES, "Trainer"} == set(ECOSYSTEM)
+    assert {*RECIPES, "From a transformers folder", "To a transformers folder", "Trainer"} == set(ECOSYSTEM)
     assert all(len(inputs) == SAMPLES for inputs, _ in even(COUNT))  # the blocks' batch_size
     assert all("batch_size=4" in BLOCKS[heading] for heading in RECIPES)
 
@@ -550,6 +550,52 @@ def test_a_recipe_trains_the_bits_of_the_plain_loop_at_every_stage(tmp_path: Pat
     assert len(states) == len(STAGES)
     for stage, state in enumerate(states):
         assert_same_state(state, state_of(plain), f"stage {stage}")
+
+
+def come_and_leave(started: dict[str, Any], folder: Path) -> list[tuple[str, State]]:
+    """Train what `save_pretrained` wrote, leave for a folder of transformers, and come back from there at each stage.
+
+    Return the folder of each checkpoint, and the state of the model that came back.
+    """
+    results = []
+    for stage in STAGES:
+        names = {name: value for name, value in started.items() if not name.startswith("__")}
+        names |= {"stage": stage, "path": str(folder / "origin"), "checkpoint": str(folder / f"stage-{stage}")}
+        exec(code_of("From a transformers folder"), names)
+        for batch in tokens(4)[names["rank"] :: WORLD_SIZE]:
+            language_loss(names["model"], batch).backward()
+            names["optimizer"].step()
+            names["optimizer"].zero_grad()
+        exec(code_of("To a transformers folder"), names)
+        names["optimizer"].close()
+        assert_same_state(state_of(names["whole"]), state_of(names["model"]), "the folder that was left behind")
+
+        names["path"] = f"{names['checkpoint']}/model"
+        exec(code_of("From a transformers folder"), names)
+        assert names["model"].training
+        names["optimizer"].close()
+        results.append((names["checkpoint"], state_of(names["model"])))
+    return results
+
+
+def test_training_comes_from_a_transformers_folder_and_leaves_one(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    built: Any = seeded(5, gpt2)  # with tied embeddings
+    built.save_pretrained(tmp_path / "origin")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "origin")
+    plain.train()
+    PlainLoop(language_loss, max_norm=float("inf")).run(plain, tokens(4))
+    contents = set()
+    for stage, (path, state) in enumerate(launch(f"{__name__}:come_and_leave", tmp_path)):
+        assert_same_state(state, state_of(plain), f"stage {stage}")
+        checkpoint = open_checkpoint(path)
+        checkpoint.verify()
+        contents.add(checkpoint.content)
+        _, loading = transformers.AutoModelForCausalLM.from_pretrained(f"{path}/model", output_loading_info=True)
+        assert not any(loading.values()), loading
+        for name in ("config.json", "generation_config.json"):
+            assert (checkpoint.path / "model" / name).read_bytes() == (tmp_path / "origin" / name).read_bytes()
+    assert len(contents) == 1
 
 
 def train_with_trainer(started: dict[str, Any], folder: Path) -> list[Any]:

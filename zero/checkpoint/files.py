@@ -25,7 +25,7 @@ _MOST_PIECES = 1024  # of one read: IOV_MAX of Linux
 @contextmanager
 def opened(path: Path | str, flags: int = _WRITE, folder: int | None = None) -> Iterator[int]:
     """Open an existing file for a block. The value is its descriptor. ``folder``: to which ``path`` is relative."""
-    number = os.open(path, flags, dir_fd=folder)
+    number = os.open(path, flags, 0o666, dir_fd=folder)
     try:
         yield number
     finally:
