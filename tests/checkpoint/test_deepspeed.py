@@ -1,0 +1,314 @@
+"""The page `zero/checkpoint/DEEPSPEED.md`: its blocks read what DeepSpeed writes, and training goes on from there.
+
+These tests are outside the default run. Those that train with DeepSpeed skip if it is not installed (the extra
+`peers`); the others read a file that torch wrote in its form.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from zero import ZeroOptimizer, open_checkpoint
+from zero.commands.cli import main
+
+from ..launched import launch
+from ..loops import PlainLoop, blocks_of, seeded
+from ..plain import assert_same_bits, assert_same_states
+
+PAGE = Path(zero.__file__).parent / "checkpoint" / "DEEPSPEED.md"
+BLOCKS = blocks_of(PAGE.read_text())
+WORLD_SIZE, STEPS = 2, 3
+CASES: dict[str, dict[str, Any]] = {
+    "1": {"stage": 1},
+    "2": {"stage": 2},
+    "2-round-robin": {"stage": 2, "round_robin_gradients": True},  # another order of the parameters
+    "3": {"stage": 3},
+    "3-parts": {"stage": 3, "sub_group_size": 16},  # a param group has several flat tensors
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def block(heading: str) -> Any:
+    return compile(BLOCKS[heading], f"DEEPSPEED.md, {heading!r}", "exec")
+
+
+class TiedAndFrozen(nn.Module):
+    """A model with a tied, a frozen and an unused parameter, and a buffer; no number of elements is even."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.second = nn.Linear(5, 3, bias=False)
+        self.tied = nn.Linear(5, 3, bias=False)
+        self.tied.weight = self.second.weight
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.tensor([0.5, -1.0, 2.0]), requires_grad=False)
+        self.register_buffer("shift", torch.tensor([0.25, 0.0, -1.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x) * self.scale)
+        found: Tensor = self.second(hidden) * self.frozen + self.tied(hidden / 2) + self.shift
+        return found
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Return two param groups with names, without what is frozen."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = [pair for pair in named if pair[1].dim() > 1]
+    return [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": [pair for pair in named if pair[1].dim() == 1], "lr": 2e-2},
+    ]
+
+
+def batches(seed: int, count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(4, 3, generator=generator), torch.randn(4, 3, generator=generator)) for _ in range(count)]
+
+
+def train_with_deepspeed(names: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train and save in each case. Return what DeepSpeed reports: weights and states by the names of parameters."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    reported: dict[str, Any] = {}
+    for case, options in CASES.items():
+        model = seeded(5, TiedAndFrozen)
+        unnamed = [{**group, "params": [p for _, p in group["params"]]} for group in groups_of(model)]
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_optimization": options,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(unnamed, lr=1e-2), config=config)
+        for inputs, targets in batches(1, STEPS * WORLD_SIZE)[names["rank"] :: WORLD_SIZE]:
+            engine.backward(nn.functional.mse_loss(engine(inputs), targets))
+            engine.step()
+        engine.save_checkpoint(str(folder / case))
+        if options["stage"] < 3:  # states of all param groups but the first are missing in its own reports
+            engine.optimizer._hp_optimizer_states_linked = False
+            engine.optimizer._lazy_init_hp_params_optimizer_state()
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        reported[case] = {
+            "weights": {name: safe_get_full_fp32_param(p) for name, p in trained},
+            **{
+                state: {name: safe_get_full_optimizer_state(p, state) for name, p in trained}
+                for state in ("exp_avg", "exp_avg_sq")
+            },
+        }
+        engine.destroy()
+    reported["2-round-robin"] = reported["2"]  # its own reports are mixed up; two ranks' sums have one order
+    return reported
+
+
+def train_on(names: dict[str, Any], folder: Path) -> dict[str, list[dict[str, Tensor]]]:
+    """Train on by the blocks of the page, at each of our stages. Return the states of the models."""
+    results: dict[str, list[dict[str, Tensor]]] = {}
+    for case in CASES:
+        for stage in range(4):
+            scope = {name: value for name, value in names.items() if not name.startswith("__")}
+            scope |= {"path": str(folder / case), "stage": stage, "model": seeded(6, TiedAndFrozen)}
+            exec(block("Reading it"), scope)
+            exec(block("Training on"), scope)
+            model, optimizer = scope["model"], scope["optimizer"]
+            for inputs, targets in batches(2, STEPS * WORLD_SIZE)[names["rank"] :: WORLD_SIZE]:
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.check_replicas()
+            optimizer.close()
+            state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+            results.setdefault(case, []).append(state)
+    return results
+
+
+def plain_from(reported: dict[str, dict[str, Tensor]]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a plain model and optimizer with the values that DeepSpeed has reported."""
+    model = seeded(5, TiedAndFrozen)
+    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
+    named = dict(model.named_parameters())
+    for name, value in reported["weights"].items():
+        named[name].data.copy_(value)
+        optimizer.state[named[name]] = {
+            "step": torch.tensor(float(STEPS)),
+            "exp_avg": reported["exp_avg"][name].clone(),
+            "exp_avg_sq": reported["exp_avg_sq"][name].clone(),
+        }
+    return model, optimizer
+
+
+def by_name(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the options and the states of a dict of torch.optim by the names of the parameters."""
+    result = {}
+    for group in found["param_groups"]:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for index, name in zip(group["params"], group["param_names"], strict=True):
+            result[name] = (options, found["state"][index])
+    return result
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Return the folder with what DeepSpeed has saved in each case, and what it has reported."""
+    pytest.importorskip("deepspeed")
+    folder = tmp_path_factory.mktemp("deepspeed")
+    return folder, launch("tests.checkpoint.test_deepspeed:train_with_deepspeed", folder, limit=250)
+
+
+def reader() -> Any:
+    """Return the function of the page that reads a folder."""
+    scope: dict[str, Any] = {}
+    exec(block("Reading it"), scope)
+    return scope["read_deepspeed"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_read_has_the_bits_that_deepspeed_reports(case: str, written: tuple[Path, dict[str, Any]]) -> None:
+    folder, reported = written
+    model, optimizer = plain_from(reported[case])
+    found = reader()(folder / case)
+    assert found["state"] == {"step": STEPS}
+    assert found["model"].keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert_same_bits(found["model"][name], value, name)
+    ours, theirs = by_name(found["optimizer"]), by_name(optimizer.state_dict())
+    assert ours.keys() == theirs.keys()
+    for name, (options, states) in theirs.items():
+        assert ours[name][0] == options
+        assert ours[name][1].keys() == states.keys()
+        for key, value in states.items():
+            assert_same_bits(ours[name][1][key], value, f"{key} of {name}")
+
+
+def test_training_goes_on_with_the_bits_of_the_plain_loop(written: tuple[Path, dict[str, Any]]) -> None:
+    folder, reported = written
+    for case, states in launch("tests.checkpoint.test_deepspeed:train_on", folder).items():
+        model, optimizer = plain_from(reported[case])
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        PlainLoop(optimizer=optimizer, max_norm=float("inf")).run(model, batches(2, STEPS * WORLD_SIZE))
+        changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+        assert changed == {"first.weight", "first.bias", "second.weight", "tied.weight", "scale"}
+        for stage, state in enumerate(states):
+            for name, value in model.state_dict().items():
+                assert_same_bits(state[name], value, f"case {case}, stage {stage}, {name}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_imported_folder_is_a_checkpoint(case: str, written: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, _ = written
+    scope = {"path": folder / case, "file": str(tmp_path / "file")}
+    exec(block("Reading it"), scope)
+    exec(block("As a checkpoint"), scope)
+    assert main(["checkpoint", "import", str(scope["file"]), str(tmp_path / "saved")]) == 0
+    checkpoint = open_checkpoint(tmp_path / "saved")
+    checkpoint.verify()
+    found = reader()(folder / case)
+    assert checkpoint.state == {"step": STEPS}
+    for name, value in checkpoint.model_state_dict().items():
+        assert_same_bits(value, found["model"][name], name)
+    assert_same_states(checkpoint.optimizer_state_dict(), found["optimizer"])
+    model = seeded(6, TiedAndFrozen)
+    named = dict(model.named_parameters())
+    groups = [{"params": [(name, named[name]) for name in g["params"]]} for g in checkpoint.param_groups]
+    optimizer = ZeroOptimizer(groups, torch.optim.AdamW, module=model)
+    zero.load(tmp_path / "saved", optimizer, rng=False)
+    assert_same_states(optimizer.state_dict(), found["optimizer"])
+
+
+class RunsCode:
+    """An object that would make a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+def forged(folder: Path) -> Path:
+    """Write a folder in the form of stage 1, on one rank, and return its tag's."""
+    inside = folder / "tag"
+    inside.mkdir()
+    (folder / "latest").write_text("tag\n")
+    shapes = {"weight": torch.Size([2, 3])}
+    options = {"lr": 0.1, "params": [0]}
+    rank = {
+        "zero_stage": 1,
+        "partition_count": [1],
+        "single_partition_of_fp32_groups": [torch.arange(6.0)],
+        "base_optimizer_state": {"state": {0: {"exp_avg": torch.ones(8), "count": 4}}, "param_groups": [options]},
+    }
+    model = {"module": {"weight": torch.zeros(2, 3)}, "param_shapes": [shapes], "shared_params": {}, "global_steps": 7}
+    torch.save(model, inside / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": rank}, inside / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    return inside
+
+
+def test_a_folder_is_read_without_deepspeed(tmp_path: Path) -> None:
+    forged(tmp_path)
+    found = reader()(tmp_path)
+    assert_same_bits(found["model"]["weight"], torch.arange(6.0).view(2, 3))
+    expected = {"exp_avg": torch.ones(2, 3), "count": torch.tensor(4)}
+    options = {"lr": 0.1, "params": [0], "param_names": ["weight"]}
+    assert_same_states(found["optimizer"], {"state": {0: expected}, "param_groups": [options]})
+    assert found["optimizer"]["param_groups"] == [options]
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+def test_what_needs_full_unpickling_is_refused_and_runs_no_code(name: str, tmp_path: Path) -> None:
+    inside = forged(tmp_path)
+    kept = torch.load(inside / name, weights_only=True)
+    torch.save({**kept, "client": RunsCode(tmp_path / "ran")}, inside / name)
+    with pytest.raises(ValueError, match=f"{name} is damaged, or holds objects that only unpickling makes, which runs"):
+        reader()(tmp_path)
+    assert not (tmp_path / "ran").exists()
+    torch.load(inside / name, weights_only=False)
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mp_rank_01_model_states.pt",
+        "zero_pp_rank_0_mp_rank_01_optim_states.pt",
+        "layer_00-model_states.pt",
+        "expp_rank_0_mp_rank_00_optim_states.pt",
+    ],
+)
+def test_other_parallelism_is_refused(name: str, tmp_path: Path) -> None:
+    inside = forged(tmp_path)
+    (inside / name).write_bytes(b"")
+    with pytest.raises(ValueError, match=f"{name}: tensor, pipeline and expert parallelism are not read here"):
+        reader()(tmp_path)
+
+
+def test_a_missing_rank_and_an_elastic_checkpoint_are_refused(tmp_path: Path) -> None:
+    inside = forged(tmp_path)
+    path = inside / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    found = torch.load(path, weights_only=True)
+    found["optimizer_state_dict"]["base_optimizer_state"] = [{}]
+    torch.save(found, path)
+    with pytest.raises(ValueError, match="was saved with elastic_checkpoint, which leaves the param groups out"):
+        reader()(tmp_path)
+    found["optimizer_state_dict"]["partition_count"] = [2]
+    torch.save(found, path)
+    with pytest.raises(ValueError, match="does not have the states of every rank of ZeRO stage 1, 2 or 3"):
+        reader()(tmp_path)
+    path.unlink()
+    with pytest.raises(ValueError, match="does not have the states of every rank of ZeRO stage 1, 2 or 3"):
+        reader()(tmp_path)
+
+
+def test_every_block_of_the_page_is_run_here() -> None:
+    assert set(BLOCKS) == {"Reading it", "Training on", "As a checkpoint"}
