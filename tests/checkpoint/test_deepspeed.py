@@ -31,6 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
     "2-round-robin": {"stage": 2, "round_robin_gradients": True},  # another order of the parameters
     "3": {"stage": 3},
     "3-parts": {"stage": 3, "sub_group_size": 16},  # a param group has several flat tensors
+    "2-bf16": {"stage": 2},
+    "3-bf16": {"stage": 3},
 }
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -78,8 +80,11 @@ def batches(seed: int, count: int) -> list[tuple[Tensor, Tensor]]:
 def train_with_deepspeed(names: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train and save in each case. Return what DeepSpeed reports: weights and states by the names of parameters."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    import deepspeed  # type: ignore[import-not-found]
+    from deepspeed.utils import (  # type: ignore[import-not-found]
+        safe_get_full_fp32_param,
+        safe_get_full_optimizer_state,
+    )
 
     reported: dict[str, Any] = {}
     for case, options in CASES.items():
@@ -88,12 +93,13 @@ def train_with_deepspeed(names: dict[str, Any], folder: Path) -> dict[str, Any]:
         config = {
             "train_micro_batch_size_per_gpu": 4,
             "zero_optimization": options,
+            "bf16": {"enabled": case.endswith("bf16")},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
         engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(unnamed, lr=1e-2), config=config)
         for inputs, targets in batches(1, STEPS * WORLD_SIZE)[names["rank"] :: WORLD_SIZE]:
-            engine.backward(nn.functional.mse_loss(engine(inputs), targets))
+            engine.backward(nn.functional.mse_loss(engine(inputs.to(model.scale.dtype)).float(), targets))
             engine.step()
         engine.save_checkpoint(str(folder / case))
         if options["stage"] < 3:  # states of all param groups but the first are missing in its own reports
@@ -123,7 +129,7 @@ def train_on(names: dict[str, Any], folder: Path) -> dict[str, list[dict[str, Te
             exec(block("Training on"), scope)
             model, optimizer = scope["model"], scope["optimizer"]
             for inputs, targets in batches(2, STEPS * WORLD_SIZE)[names["rank"] :: WORLD_SIZE]:
-                nn.functional.mse_loss(model(inputs), targets).backward()
+                nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
             optimizer.check_replicas()
@@ -181,7 +187,7 @@ def test_what_is_read_has_the_bits_that_deepspeed_reports(case: str, written: tu
     assert found["state"] == {"step": STEPS}
     assert found["model"].keys() == model.state_dict().keys()
     for name, value in model.state_dict().items():
-        assert_same_bits(found["model"][name], value, name)
+        assert_same_bits(found["model"][name].to(value.dtype), value, name)
     ours, theirs = by_name(found["optimizer"]), by_name(optimizer.state_dict())
     assert ours.keys() == theirs.keys()
     for name, (options, states) in theirs.items():
