@@ -12,6 +12,7 @@ from torch import Tensor
 from zero import CheckpointError, ZeroOptimizer, load, open_checkpoint
 from zero.checkpoint.format.names import averages_folder, averages_in
 from zero.checkpoint.write.whole import WholeContents, write_whole
+from zero.commands.cli import main
 
 from ..plain import assert_same_bits
 from .saved import built, edit_manifest, forge
@@ -53,6 +54,18 @@ def test_the_content_has_averages_and_is_that_of_before_without_any(tmp_path: Pa
     assert not (tmp_path / "0" / "averages").exists()
     same = {name: averages()[name] for name in reversed(averages())}
     assert open_checkpoint(write(tmp_path / "same", same)).content in contents
+
+
+@pytest.mark.parametrize(
+    ("to", "without"),
+    [("torch", "averages"), ("hf", "optimizer and state and averages"), ("dcp", "state and averages")],
+)
+def test_an_export_tells_that_it_has_no_averages(
+    to: str, without: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "saved", averages())
+    assert main(["checkpoint", "export", str(path), "--to", to, str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(f"for {to}, without {without}")
 
 
 def test_averages_that_are_not_there_are_an_error(tmp_path: Path) -> None:

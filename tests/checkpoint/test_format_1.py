@@ -241,6 +241,21 @@ def test_a_training_with_states_of_any_shape_goes_on_in_plain_torch() -> None:
     assert not torch.equal(model.weight, OTHER_MODEL["weight"])
 
 
+def test_a_file_of_torch_with_such_states_is_imported_and_exported(tmp_path: Path) -> None:
+    model, optimizer = trained_other_shapes()
+    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": {"epoch": 1}}
+    torch.save(whole, tmp_path / "file")
+    assert main(["checkpoint", "import", str(tmp_path / "file"), str(tmp_path / "imported")]) == 0
+    imported, kept = open_checkpoint(tmp_path / "imported"), open_checkpoint(OTHER_SHAPES)
+    assert_same_values(imported.model_state_dict(), kept.model_state_dict())
+    assert_same_states(imported.optimizer_state_dict(), kept.optimizer_state_dict())
+    assert main(["checkpoint", "export", str(tmp_path / "imported"), "--to", "torch", str(tmp_path / "out")]) == 0
+    exported = torch.load(tmp_path / "out", weights_only=True)
+    assert exported["state"] == {"epoch": 1}
+    assert_same_values(exported["model"], dict(model.state_dict()))
+    assert_same_states(exported["optimizer"], optimizer.state_dict())
+
+
 def test_a_class_with_such_states_is_refused_by_the_optimizer_and_its_model_is_loaded() -> None:
     model = Small()
     with pytest.raises(ValueError, match="OtherShapes is not element-wise"):
