@@ -24,7 +24,7 @@ from torch import Tensor
 
 from collectives import Kind, Tag
 
-from ...core.bits import flattened
+from ...core.bits import as_bytes, flattened, memory_of
 from ...core.stage import Placement
 from ...runtime.bucket import Bucket
 from ...runtime.flat_buffer import FlatBuffer, redistribute
