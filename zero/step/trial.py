@@ -25,7 +25,6 @@ from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options, is_elementwise
 from .inner import BucketUpdate, InnerOptimizer, unhooked_step
 
-
 # With AVX-512 torch computes `sigmoid` and `pow` of the last n % 32 elements of a tensor in another way. Alone, all of
 # these sizes have such a rest; in a run of pieces, which need no padding between them, most elements are in none.
 RAGGED = (16, 48, 80, 112, 144, 176, 208, 240)
