@@ -272,6 +272,21 @@ def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path, optimizer: Zer
             checkpoints.restore(9)
 
 
+def test_a_newest_checkpoint_that_is_broken_is_replaced_when_training_comes_to_its_step_again(
+    tmp_path: Path, optimizer: ZeroOptimizer
+) -> None:
+    saved(tmp_path, optimizer, 1, 2)
+    break_one(tmp_path, 2)
+    with CheckpointManager(tmp_path, optimizer) as checkpoints:
+        with pytest.warns(RuntimeWarning, match="step-00000001 is tried instead"):
+            checkpoints.restore()
+        with pytest.raises(FileExistsError, match="step-00000001 exists"):
+            checkpoints.save(1)
+        checkpoints.save(2, blocking=True)
+    zero.open_checkpoint(tmp_path / "step-00000002").verify()
+    assert entries(tmp_path) == names(1, 2)
+
+
 # -- retention ---------------------------------------------------------------------------------------------------------
 
 

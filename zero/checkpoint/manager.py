@@ -73,6 +73,7 @@ class CheckpointManager:
         self._failures = Failures(self.directory)
         self._lock: LockedDirectory | None = None
         self._closed = False
+        self._broken: set[str] = set()  # names of checkpoints that a restore has found broken
         problem: str | None = None
         try:
             for name, number, least in (("max_to_keep", max_to_keep, 1), ("keep_period", keep_period, 1)):
@@ -120,7 +121,7 @@ class CheckpointManager:
                 object with ``state_dict``, and plain values. Restored at any number of ranks.
             rank_state: this rank's own. Restored at the same number of ranks, or by ``reshard``.
             blocking: return when the checkpoint is complete.
-            overwrite: replace a checkpoint of this step.
+            overwrite: replace a checkpoint of this step. One that `restore` has found broken is replaced anyway.
 
         Returns:
             The save, which is under way; None if it was skipped, since the last one is.
@@ -140,6 +141,7 @@ class CheckpointManager:
             whole = isinstance(step, int) and not isinstance(step, bool)
             require(whole and step >= 0, f"step must be 0 or more, not {step!r}")
             target, assets = self.directory / step_name(step), read_assets(self._assets)
+            overwrite = overwrite or target.name in self._broken
         except (ValueError, OSError) as error:
             problem = problem or error
         request = SaveRequest(
@@ -216,6 +218,7 @@ class CheckpointManager:
             self._saving.wait()
         restorer = Restorer(self._optimizer, state, rank_state, optimizer_too=optimizer, rng=rng, reshard=reshard)
         restored = restorer.restore(self.directory, step)
+        self._broken.update(path.name for path in restorer.broken)
         if restored is not None:
             self._retention.note_whole(restored.step)
         return restored

@@ -71,6 +71,7 @@ class Restorer:
         self._optimizer, self._engine = optimizer, optimizer.engine
         self._state, self._rank_state = state, rank_state
         self._with_states, self._rng, self._reshard = optimizer_too, rng, reshard
+        self.broken: list[Path] = []  # checkpoints instead of which an older one was tried
 
     def restore(self, directory: Path, step: int | None) -> Restored | None:
         """Restore ``step``, or the newest that is not broken. Collective. None if there is none at all."""
@@ -109,6 +110,7 @@ class Restorer:
             left = [older.name for older in paths[number + 1 :]]
             if not fall_back or not left:
                 raise CheckpointError(broken)
+            self.broken.append(path)
             warn_caller(f"{broken}; {left[0]} is tried instead")
         raise CheckpointError("there is no checkpoint")
 
