@@ -141,6 +141,28 @@ def test_a_closed_manager_and_a_closed_optimizer_say_so(tmp_path: Path) -> None:
 # -- folders that cannot be used ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("step", [-1, 1.0, "1", True, 2**63])
+@pytest.mark.by_default
+def test_a_step_that_no_reader_takes_is_refused_before_a_byte_is_written(step: Any, tmp_path: Path) -> None:
+    training = Training(None, 0)
+    with pytest.raises(ValueError, match="step must be"):
+        zero.save(tmp_path / "saved", training.optimizer, step=step)
+    with CheckpointManager(tmp_path, training.optimizer) as checkpoints, pytest.raises(ValueError, match="step must be"):
+        checkpoints.save(step)
+    assert entries(tmp_path) == [".lock"]
+
+
+@pytest.mark.parametrize("name", [b"a\\b.json", b"\xff.json"])
+@pytest.mark.by_default
+def test_a_file_to_copy_whose_name_no_manifest_can_hold_is_refused(name: bytes, tmp_path: Path) -> None:
+    (tmp_path / "assets").mkdir()
+    with open(os.fsencode(tmp_path / "assets") + b"/" + name, "w"):
+        pass
+    with pytest.raises(ValueError, match="cannot be the name of a file of a checkpoint"):
+        zero.save(tmp_path / "saved", Training(None, 0).optimizer, assets=tmp_path / "assets")
+    assert entries(tmp_path) == ["assets"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -19,7 +19,7 @@ from collectives import Kind, Tag
 from ..optimizer import ZeroOptimizer
 from .directory import LockedDirectory, complete_steps, step_name
 from .failures import Failures
-from .options import parse_size, read_assets, require, warn_caller
+from .options import check_step, parse_size, read_assets, require, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
 from .retention import Retention, StepDestination
 from .visibility import check_visible
@@ -138,8 +138,7 @@ class CheckpointManager:
         problem: Exception | None = self._failures.third(self._saving)
         target, assets = self.directory, {}
         try:
-            whole = isinstance(step, int) and not isinstance(step, bool)
-            require(whole and step >= 0, f"step must be 0 or more, not {step!r}")
+            check_step(step)
             target, assets = self.directory / step_name(step), read_assets(self._assets)
             overwrite = overwrite or target.name in self._broken
         except (ValueError, OSError) as error:

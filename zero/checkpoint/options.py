@@ -27,8 +27,18 @@ def read_assets(folder: str | os.PathLike[str] | None) -> dict[str, bytes]:
     """Return the files of a folder, by name. Those that a checkpoint writes itself, and folders, are left out."""
     if folder is None:
         return {}
-    found = (entry for entry in sorted(Path(folder).iterdir()) if entry.is_file())
-    return {entry.name: entry.read_bytes() for entry in found if not entry.name.endswith(_WEIGHTS)}
+    found = {entry.name: entry for entry in sorted(Path(folder).iterdir()) if entry.is_file()}
+    for name in found:
+        is_text = name == name.encode(errors="replace").decode()
+        require("\\" not in name and is_text, f"assets: {name!r} cannot be the name of a file of a checkpoint")
+    return {name: entry.read_bytes() for name, entry in found.items() if not name.endswith(_WEIGHTS)}
+
+
+def check_step(step: int) -> None:
+    """Raise `ValueError` for what is not the number of a checkpoint."""
+    is_whole = isinstance(step, int) and not isinstance(step, bool)
+    require(is_whole and step >= 0, f"step must be 0 or more, not {step!r}")
+    require(step < 2**63, f"step must be below 2**63, not {step}")
 
 
 def require(holds: bool, otherwise: str) -> None:

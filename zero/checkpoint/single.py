@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..optimizer import ZeroOptimizer
-from .options import parse_size, read_assets, warn_caller
+from .options import check_step, parse_size, read_assets, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
 from .write.one_path import OnePath
 from .write.save_thread import Saving
@@ -34,6 +34,7 @@ def save(
     files: dict[str, bytes] = {}
     max_bytes = 0
     try:
+        check_step(step)
         max_bytes, files = parse_size(max_shard_size), read_assets(assets)
     except (ValueError, OSError) as error:
         problem = error
