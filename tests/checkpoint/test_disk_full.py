@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,6 +223,27 @@ def test_a_failure_is_a_warning_at_the_line_of_the_step_and_an_error_of_close(
         checkpoints.close()
     checkpoints.close()
     assert entries(tmp_path / "run") == [".lock"]
+
+
+def test_a_warning_that_is_an_error_on_one_rank_ends_the_next_save_on_all(tmp_path: Path) -> None:
+    def program(transport: Transport) -> None:
+        training = Training(transport, 1)
+        checkpoints = CheckpointManager(tmp_path, training.optimizer, max_to_keep=1)
+        checkpoints.save(1, blocking=True)
+        if transport.rank == 0:
+            (tmp_path / "step-00000001" / "foreign").touch()
+        saving = checkpoints.save(2)  # rank 0 alone has something to warn of
+        assert saving is not None
+        saving.result(PATIENCE)
+        with pytest.raises((RuntimeError, RuntimeWarning), match="step-00000001 is left, because it has foreign"):
+            checkpoints.save(3)
+        training.step(1)
+        checkpoints.close()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on_threads(2, program)
+    assert entries(tmp_path) == [".lock", "step-00000001", "step-00000002"]
 
 
 @pytest.mark.parametrize("name", ["rename", "remove"])

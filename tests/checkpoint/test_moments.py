@@ -138,6 +138,23 @@ def test_a_closed_manager_and_a_closed_optimizer_say_so(tmp_path: Path) -> None:
     assert entries(tmp_path) == [".lock"]
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_of_a_blocking_save_is_no_failed_save(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(number: int) -> None:
+        raise error
+
+    training = Training(None, 0)
+    with CheckpointManager(tmp_path, training.optimizer) as checkpoints, monkeypatch.context() as patch:
+        patch.setattr(files, "sync", interrupted)
+        with pytest.raises(error):
+            checkpoints.save(1, blocking=True)
+        with pytest.raises(error):
+            zero.save(tmp_path / "saved", training.optimizer)
+    assert complete_steps(tmp_path) == []
+
+
 # -- folders that cannot be used ---------------------------------------------------------------------------------------
 
 

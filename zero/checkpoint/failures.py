@@ -36,9 +36,9 @@ class Failures:
 
     def note(self, saving: Saving) -> None:
         """Take note of how a save has ended, and warn if it has failed. It must be over."""
-        for remark in saving.remarks:
+        remarks, saving.remarks = saving.remarks, []
+        for remark in remarks:
             warn_caller(remark)
-        saving.remarks = []
         if saving.error is not None:
             self._warn(saving, str(saving.error))
         else:

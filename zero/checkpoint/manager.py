@@ -23,7 +23,7 @@ from .options import check_step, parse_size, read_assets, require, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
 from .retention import Retention, StepDestination
 from .visibility import check_visible
-from .write.save_thread import Destination, Saving
+from .write.save_thread import Saving
 from .write.saver import Saver, SaveRequest
 
 _GRACE = 5.0  # seconds in which a save may still be completed after an error
@@ -132,16 +132,17 @@ class CheckpointManager:
         """
         self._check_open()
         skip = self._saving is not None and not self._saving.done() and self._on_busy == "skip"
-        if self._saving is not None and not skip:
-            self._saving.wait()
-            self._failures.note(self._saving)
-        problem: Exception | None = self._failures.third(self._saving)
+        problem: Exception | None = None
         target, assets = self.directory, {}
         try:
+            if self._saving is not None and not skip:
+                self._saving.wait()
+                self._failures.note(self._saving)  # raises, perhaps on this rank alone, if warnings are errors
+            problem = self._failures.third(self._saving)
             check_step(step)
             target, assets = self.directory / step_name(step), read_assets(self._assets)
             overwrite = overwrite or target.name in self._broken
-        except (ValueError, OSError) as error:
+        except Exception as error:
             problem = problem or error
         request = SaveRequest(
             target,
@@ -156,7 +157,8 @@ class CheckpointManager:
             assets=assets,
             problem=problem,
         )
-        before, saving = self._saving, self._saver.save(request, self._destination(step, overwrite))
+        destination = self._lock and StepDestination(self._lock, self._retention, step, overwrite=overwrite)
+        before, saving = self._saving, self._saver.save(request, destination)
         if saving is None:
             return None
         self._saving = saving
@@ -166,9 +168,6 @@ class CheckpointManager:
             saving.result()
             self._failures.note(saving)
         return saving
-
-    def _destination(self, step: int, overwrite: bool) -> Destination | None:
-        return None if self._lock is None else StepDestination(self._lock, self._retention, step, overwrite=overwrite)
 
     # -- failures -----------------------------------------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ class Saving:
     # -- main thread --------------------------------------------------------------------------------------------------
 
     def start(self, *, asynchronous: bool) -> None:
-        """Write in a thread, or here."""
+        """Write in a thread, or here. Raises nothing but an interrupt of the caller, which ends the save, too."""
         if asynchronous and isinstance(self._plan, SavePlan):
             try:
                 threading.Thread(target=self._run, name=f"zero-checkpoint rank {self._rank}", daemon=True).start()
@@ -136,6 +136,9 @@ class Saving:
             except RuntimeError as error:  # there are too many threads
                 self._plan = error
         self._run()
+        cause = None if self.error is None else self.error.__cause__
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause
 
     def before_update(self, bucket: int) -> None:
         """Keep what an update of this bucket is about to change."""

@@ -140,10 +140,8 @@ class Saver:
             destination,
             lambda text: agreement.report(name, text),
         )
-        saving.start(asynchronous=not request.blocking)
+        saving.start(asynchronous=not request.blocking)  # raises an interrupt; no other rank waits for this one then
         saving.blocked_ms = 1000 * (time.perf_counter() - began)
-        if isinstance(plan, BaseException) and not isinstance(plan, Exception):
-            raise plan  # an interrupt; the other ranks do not wait for this one
         return saving
 
     def _folder(self, request: SaveRequest, nonce: str) -> SaveFolder:
