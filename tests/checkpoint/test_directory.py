@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import shutil
 import socket
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ import pytest
 import zero
 from collectives import Transport, on_threads
 from zero import CheckpointError, CheckpointManager, ZeroOptimizer
+from zero.checkpoint import files
 from zero.checkpoint.directory import complete_steps, steps_in
 from zero.checkpoint.write.save_folder import SaveFolder
 
@@ -253,10 +258,10 @@ def test_only_a_checkpoint_is_replaced(what: str, tmp_path: Path, optimizer: Zer
             target.symlink_to(tmp_path / "elsewhere") if what == "a link" else target.write_text("mine")
     before = tree(tmp_path)
     checkpoints = CheckpointManager(tmp_path / "run", optimizer)
-    with pytest.raises(FileExistsError, match="step-00000001 is left, because it has"):
+    with pytest.raises(FileExistsError, match="step-00000001 is left, because it "):
         checkpoints.save(1, overwrite=True)
     checkpoints.close()
-    with pytest.raises(FileExistsError, match="is left, because it has"):
+    with pytest.raises(FileExistsError, match="is left, because it "):
         zero.save(target, optimizer, overwrite=True)
     assert tree(tmp_path) == before
 
@@ -325,6 +330,46 @@ def test_a_checkpoint_with_anything_foreign_is_left_and_named(tmp_path: Path, op
     assert {found.filename for found in warned} == {__file__}
     assert set(before) <= set(tree(tmp_path))
     assert complete_steps(tmp_path) == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "path", ["model/model-00002-of-00002.safetensors", "averages/ema/ema-00001-of-00001.safetensors"]
+)
+@pytest.mark.by_default
+def test_a_file_that_has_a_name_of_ours_but_is_not_in_the_manifest_is_foreign(
+    path: str, tmp_path: Path, optimizer: ZeroOptimizer
+) -> None:
+    with CheckpointManager(tmp_path, optimizer, max_to_keep=1) as checkpoints:
+        checkpoints.save(1, blocking=True)
+        mine = tmp_path / "step-00000001" / path
+        mine.parent.mkdir(parents=True, exist_ok=True)
+        mine.write_text("mine")
+        with pytest.warns(RuntimeWarning, match=f"step-00000001 is left, because it has {path}"):
+            checkpoints.save(2, blocking=True)
+    assert mine.read_text() == "mine"
+
+
+def test_a_removal_that_failed_and_that_the_user_has_completed_is_not_tried_again(
+    tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path, optimizer, max_to_keep=1) as checkpoints:
+        checkpoints.save(1, blocking=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "remove", partial(fails_in_trash, files.remove))
+            with pytest.warns(RuntimeWarning, match="could not be removed yet"):
+                checkpoints.save(2, blocking=True)
+        (trash,) = tmp_path.glob(".trash-*")
+        shutil.rmtree(trash)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            checkpoints.save(3, blocking=True)
+    assert entries(tmp_path) == names(3)
+
+
+def fails_in_trash(remove: Callable[[Path], None], path: Path) -> None:
+    if ".trash-" in str(path):
+        raise OSError(errno.EIO, "it fails")
+    remove(path)
 
 
 def test_files_that_a_save_was_told_to_copy_are_its_own(tmp_path: Path, optimizer: ZeroOptimizer) -> None:

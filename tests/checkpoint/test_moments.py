@@ -164,7 +164,10 @@ def test_a_step_that_no_reader_takes_is_refused_before_a_byte_is_written(step: A
     training = Training(None, 0)
     with pytest.raises(ValueError, match="step must be"):
         zero.save(tmp_path / "saved", training.optimizer, step=step)
-    with CheckpointManager(tmp_path, training.optimizer) as checkpoints, pytest.raises(ValueError, match="step must be"):
+    with (
+        CheckpointManager(tmp_path, training.optimizer) as checkpoints,
+        pytest.raises(ValueError, match="step must be"),
+    ):
         checkpoints.save(step)
     assert entries(tmp_path) == [".lock"]
 

@@ -179,7 +179,7 @@ class LockedDirectory:
         self.check()
         self._unremoved.add(trash)
         try:
-            left = remove_checkpoint(trash)
+            left = remove_checkpoint(trash) if os.path.lexists(trash) else []
         except OSError as error:
             return [f"{trash} could not be removed yet ({error})"]
         self._unremoved.discard(trash)
@@ -204,17 +204,22 @@ def check_free(target: Path, *, overwrite: bool) -> None:
 
 
 def foreign(folder: Path) -> str | None:
-    """Return the first entry of a checkpoint's folder that is no part of it; None if there is none."""
+    """Return the first entry of a checkpoint's folder that is no part of it; None if there is none.
+
+    The manifest has the names of its files. Without one, files that have names of this library are parts of it.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return str(folder)
-    assets: set[str] = set()
+    listed: set[str] | None = None
     with suppress(OSError, FormatError):
-        assets = set(read_manifest(folder).files)
+        listed = {NAME, *read_manifest(folder).files}
     for parent, folders, names in os.walk(folder):
         for name in (*folders, *names):
             path = Path(parent) / name
             inside = path.relative_to(folder).as_posix()
-            known = inside in assets or any(pattern.fullmatch(inside) for pattern in _OURS)
+            known = any(pattern.fullmatch(inside) for pattern in _OURS)
+            if listed is not None and name in names and not inside.startswith(f"{NOTES}/"):
+                known = inside in listed
             if path.is_symlink() or not known:
                 return inside
     return None
@@ -243,6 +248,8 @@ def remove_checkpoint(folder: Path) -> list[str]:
 
 
 def _has_foreign(folder: Path, strange: str) -> str:
+    if strange == str(folder):
+        return f"{folder} is left, because it is no folder"
     return f"{folder} is left, because it has {strange}, which is no part of a checkpoint"
 
 
