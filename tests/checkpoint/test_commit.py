@@ -229,6 +229,13 @@ def test_files_are_synced_also_when_no_thread_can_be_started(tmp_path: Path, mon
     assert [call.path for call in disk.calls if call.name == "sync"] == paths
 
 
+def test_no_file_is_executable(tmp_path: Path) -> None:
+    zero.save(tmp_path / "saved", Training(None, 0).optimizer)
+    files_of = [path for path in (tmp_path / "saved").rglob("*") if path.is_file()]
+    assert len(files_of) > 5
+    assert not [path for path in files_of if path.stat().st_mode & 0o111]
+
+
 def test_a_folder_that_is_made_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch, tmp_path)
     files.make_folders(tmp_path / "a" / "b")
