@@ -177,11 +177,19 @@ def ordered(found: Any) -> Any:
 def test_numpy_values_are_exported_as_tensors_and_numbers(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
     optimizer = ZeroOptimizer(module)
-    state = {"rng": (np.arange(3), np.float32(0.1)), "counts": Counter("aab"), "more": OrderedDict(a=b"1")}
+    state = {
+        "rng": (np.arange(3), np.float32(0.1)),
+        "counts": Counter("aab"),
+        "more": OrderedDict(a=b"1", b=np.int64(2)),
+    }
     zero.save(tmp_path / "saved", optimizer, state)
     assert run("export", tmp_path / "saved", "--to", "torch", tmp_path / "file") == 0
     found = torch.load(tmp_path / "file", weights_only=True)["state"]
-    expected = {"rng": (torch.arange(3), float(np.float32(0.1))), "counts": Counter("aab"), "more": state["more"]}
+    expected = {
+        "rng": (torch.arange(3), float(np.float32(0.1))),
+        "counts": Counter("aab"),
+        "more": OrderedDict(a=b"1", b=2),
+    }
     assert same(found, expected)
 
 

@@ -44,8 +44,8 @@ def _without_numpy(value: Any) -> Any:
         return value.item()
     if isinstance(value, (list, tuple)):
         return type(value)(_without_numpy(item) for item in value)
-    if type(value) is dict:
-        return {key: _without_numpy(item) for key, item in value.items()}
+    if isinstance(value, dict):
+        return type(value)({key: _without_numpy(item) for key, item in value.items()})
     return value
 
 
