@@ -148,10 +148,12 @@ class Disk:
         self._failing.clear()
 
     def release_locks(self, rank: int) -> None:
-        """Close the locks of a dead rank, as the kernel does."""
-        for number, owner in list(self._locks.items()):
-            if owner == rank:
-                files.close(number)
+        """Give up the locks of a dead rank, as the kernel does. Their descriptors stay open."""
+        with open(os.devnull) as nothing:
+            for number, owner in list(self._locks.items()):
+                if owner == rank:
+                    del self._locks[number]
+                    os.dup2(nothing.fileno(), number, inheritable=False)
 
     def hold(self, when: Callable[[Call], bool]) -> Hold:
         """Hold the calls of which ``when`` is true until they are released."""

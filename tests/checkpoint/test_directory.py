@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import re
@@ -66,7 +67,8 @@ def test_a_second_run_is_refused_and_names_the_first_on_every_rank(tmp_path: Pat
     with CheckpointManager(tmp_path, optimizer):
         first, second = on_threads(2, program)
     assert first == second
-    assert f"rank 0: pid {os.getpid()} on host {socket.gethostname()} still trains into {tmp_path}" in first
+    assert f"rank 0: pid {os.getpid()} on host {socket.gethostname()} (this process:" in first
+    assert f"still trains into {tmp_path}" in first
     CheckpointManager(tmp_path, optimizer).close()
 
 
@@ -89,6 +91,16 @@ def test_a_forked_process_does_not_hold_the_lock_after_its_parent(tmp_path: Path
         for number in (writing, is_there, was_there):
             os.close(number)
         os.waitpid(child, 0)
+
+
+def test_a_manager_that_was_dropped_holds_no_lock(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    training = Training(None, 0)
+    manager = CheckpointManager(tmp_path, training.optimizer)
+    with pytest.raises(ValueError, match=r"this process: a CheckpointManager that was not closed\) still trains"):
+        CheckpointManager(tmp_path, optimizer)
+    del manager, training
+    gc.collect()
+    CheckpointManager(tmp_path, optimizer).close()
 
 
 @pytest.mark.parametrize("how", ["replaced", "removed"])

@@ -91,10 +91,11 @@ class LockedDirectory:
 
     def __init__(self, directory: Path, nonce: str) -> None:
         """Create the folder if it is missing, and lock it. Raises `ValueError` if another run holds the lock."""
-        self.path, self._number = directory, -1
+        self.path = directory
         self._unremoved: set[Path] = set()  # of this run
         files.make_folders(directory)
         self._number = files.open_lock(directory / _LOCK)
+        self._closing = weakref.finalize(self, files.close, self._number)  # also if nobody calls `close`
         try:
             if not files.lock(self._number):
                 holder = bytearray(4096)
@@ -108,8 +109,8 @@ class LockedDirectory:
         except BaseException:
             self.close()
             raise
-        myself = weakref.ref(self)  # a forked child, a worker of a data loader say, must not hold the lock after us
-        os.register_at_fork(after_in_child=lambda: _close(myself()))
+        # a forked child, a worker of a data loader say, must not hold the lock after us
+        os.register_at_fork(after_in_child=self._closing)
 
     def check(self) -> None:
         """Raise `RuntimeError` if this run does not hold the lock any more: the file was removed or replaced."""
@@ -123,11 +124,10 @@ class LockedDirectory:
 
     def close(self) -> None:
         """Give up the lock."""
-        if self._number >= 0:
+        if self._closing.alive:
             with suppress(OSError, RuntimeError):
                 self.remove([])
-            files.close(self._number)
-            self._number = -1
+            self._closing()
 
     def clean(self) -> list[str]:
         """Remove what earlier runs have left under way, and bring back a checkpoint that was being replaced.
@@ -159,11 +159,13 @@ class LockedDirectory:
 
     def remove(self, steps: Iterable[int]) -> list[str]:
         """Remove these steps. Return, as text, what was left instead. A crash leaves a trash folder for `clean`."""
-        there = steps_in(self.path)
         left: list[str] = []
         for trash in list(self._unremoved):
             left += self.remove_trash(trash)
+        there = steps_in(self.path)
         for step in steps:
+            if step not in there:
+                continue  # it was in one of these
             strange = foreign(there[step])
             if strange is not None:
                 left.append(_has_foreign(there[step], strange))
@@ -253,13 +255,6 @@ def _has_foreign(folder: Path, strange: str) -> str:
     return f"{folder} is left, because it has {strange}, which is no part of a checkpoint"
 
 
-def _close(lock: LockedDirectory | None) -> None:
-    """Let a forked process have no lock."""
-    if lock is not None and lock._number >= 0:
-        os.close(lock._number)
-        lock._number = -1
-
-
 def _has_manifest(folder: Path) -> bool:
     """Return whether a folder has the manifest of a checkpoint, whatever else is missing."""
     with suppress(OSError, FormatError):
@@ -294,6 +289,8 @@ def _remove_empty(folder: Path) -> None:
 def _holder(text: bytes) -> str:
     try:
         found = json.loads(text)
-        return f"pid {int(found['pid'])} on host {found['host']}"
+        me = (found["pid"], found["host"]) == (os.getpid(), socket.gethostname())
+        which = " (this process: a CheckpointManager that was not closed)" if me else ""
+        return f"pid {int(found['pid'])} on host {found['host']}{which}"
     except (ValueError, KeyError, TypeError):
         return "another run"
