@@ -303,3 +303,22 @@ def test_the_inner_tensors_of_a_subclass_are_saved_and_what_torch_cannot_open_is
 
     for missing in on_threads(2, program):
         assert missing[0] == "blocks.5.weight (it could not be saved)"
+
+
+class Extra(nn.Linear):
+    """A module with a state that is no tensor."""
+
+    def get_extra_state(self) -> Any:
+        return {"scale": 2}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("it was not saved")
+
+
+def test_the_extra_state_of_a_module_is_named_as_not_saved(tmp_path: Path) -> None:
+    optimizer = ZeroOptimizer(nn.Sequential(Extra(2, 2), nn.Linear(2, 2)), torch.optim.SGD, lr=0.1)
+    save(tmp_path / "saved", optimizer)
+    assert open_checkpoint(tmp_path / "saved").not_saved == ("0._extra_state",)
+    with pytest.warns(RuntimeWarning, match=r"not restored from .*: 0\._extra_state \(it could not be saved\)"):
+        restored = load(tmp_path / "saved", optimizer)
+    assert restored.not_restored == ("0._extra_state (it could not be saved)",)

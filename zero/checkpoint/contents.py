@@ -90,13 +90,11 @@ class Contents:
         self.writers = Writers(engine.parts.stage, self.transport.world_size, engine.parts.shards.world_size)
         self.buckets: list[Bucket] = [*self.storage.buckets, *self.storage.rest_buckets()]
         self.updated = range(len(self.storage.buckets))  # the numbers of the buckets that have states
-        self.not_saved: list[str] = []
+        self.not_saved = list(_extra_states(self.parts.module))
         self.wrapped: list[tuple[Tensor, str]] = []  # subclasses, and their attributes that are tensors
         self.model = list(self._model())
         self.digest = _digest(self.model)  # of what all ranks must have alike
-        self._names: dict[
-            int, list[str]
-        ] = {}  # of each param group's parameters, in the order of torch.optim's indices
+        self._names: dict[int, list[str]] = {}  # of each param group's parameters, in torch.optim's order
         for listed in sorted(self.storage.listed(), key=lambda spec: spec.index):
             self._names.setdefault(listed.group, []).append(listed.name)
         self._first: dict[int, range] = {}
@@ -292,3 +290,10 @@ def _named_tensors(module: nn.Module | None) -> Iterator[tuple[str, Tensor, bool
         for key, buffer in part._buffers.items():
             if buffer is not None and key not in part._non_persistent_buffers_set:
                 yield dot + key, buffer, True
+
+
+def _extra_states(module: nn.Module | None) -> Iterator[str]:
+    """Yield the names under which a module's ``state_dict`` has what ``get_extra_state`` returns."""
+    for prefix, part in () if module is None else module.named_modules(remove_duplicate=False):
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}._extra_state".removeprefix(".")
