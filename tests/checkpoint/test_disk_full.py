@@ -284,6 +284,25 @@ def test_a_failure_is_heard_although_another_manager_saves(tmp_path: Path, monke
         first.close()
 
 
+def test_a_failure_of_which_all_ranks_have_heard_is_told_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch, tmp_path)
+    training = Training(None, 0)
+    manager = CheckpointManager(tmp_path / "run", training.optimizer)
+    disk.fail_when(lambda call: call.name == "sync", errno.EIO)
+    for number in range(3):
+        with pytest.raises(RuntimeError, match="Input/output error"):
+            zero.save(tmp_path / f"{number}", training.optimizer)
+    saving = manager.save(1)
+    assert saving is not None
+    saving.wait()
+    with pytest.raises(RuntimeError, match="Input/output error"):
+        manager.close()
+    training.step(0)
+    assert training.optimizer.engine.parts.reducer.agreement.reports == [{}]
+
+
 def full_on_one_rank(group: Any, rank: int, folder: str) -> tuple[str, str, str]:
     """Save while the disk of rank 1 is full. Returns the warning, the error of `close`, and the bits."""
     training = Training(group, 2)

@@ -265,6 +265,7 @@ class CheckpointManager:
 
     def _release(self) -> None:
         self._closed = True
+        self._saver.withdraw()
         if self in self._engine.watchers:
             self._engine.watchers.remove(self)
         self._unlock()

@@ -61,6 +61,7 @@ def save_one(optimizer: ZeroOptimizer, request: SaveRequest) -> Saving:
     for why in optimizer.exchange(saving.known_cause().encode()):  # every rank has seen how it ended
         if why:
             saving.learn(why.decode())
+    saver.withdraw()
     saving.remove_rest()
     saving.result()
     for remark in saving.remarks:

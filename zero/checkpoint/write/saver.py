@@ -129,8 +129,8 @@ class Saver:
             plan = SaveError(found[0]["disk"]) if capture is None else self._plan(request, own, found, capture)
         except BaseException as error:
             plan = error
+        self.withdraw()
         agreement = self._engine.parts.reducer.agreement
-        agreement.report(self._report, None)
         name = self._report = REPORT.format(nonce=found[0]["nonce"])
         saving = Saving(
             request.step,
@@ -143,6 +143,10 @@ class Saver:
         saving.start(asynchronous=not request.blocking)  # raises an interrupt; no other rank waits for this one then
         saving.blocked_ms = 1000 * (time.perf_counter() - began)
         return saving
+
+    def withdraw(self) -> None:
+        """Withdraw the report of the last save: every rank has heard of it. Local."""
+        self._engine.parts.reducer.agreement.report(self._report, None)
 
     def _folder(self, request: SaveRequest, nonce: str) -> SaveFolder:
         return SaveFolder(
