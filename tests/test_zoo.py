@@ -20,7 +20,11 @@ from .zoo.entries import ENTRIES, REPOSITORIES, link
 from .zoo.judge import How, judge
 from .zoo.mutant import ROOT, Edit, Mutant, PatchError, patched, tree
 
-SUBJECTS = [*(f"S{number}" for number in range(1, 63)), *(f"R{number}" for number in range(1, 19)), "P24", "P27"]
+SUBJECTS = [
+    *(f"S{number}" for number in range(1, 98)),
+    *(f"R{number}" for number in range(1, 19)),
+    *("P24", "P27", *(f"P{number}" for number in range(31, 55) if number not in (48, 49))),
+]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -328,6 +328,32 @@ def test_a_broken_checkpoint_is_neither_counted_nor_removed(tmp_path: Path, opti
     assert entries(tmp_path) == names(2, 3, 4, 5)
 
 
+def test_what_is_left_of_other_saves_is_not_counted_as_kept(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    saved(tmp_path, optimizer, 1, 2)
+    foreign = tmp_path / f".tmp-step-00000009-{NONCE}"
+    left_under_way(foreign)
+    (foreign / "notes" / "nonce").write_text("f" * 16)
+    with pytest.warns(RuntimeWarning, match="is left, because"):
+        checkpoints = CheckpointManager(tmp_path, optimizer, max_to_keep=2)
+    checkpoints.save(3, blocking=True)
+    checkpoints.close()
+    assert entries(tmp_path) == [".lock", foreign.name, "step-00000002", "step-00000003"]
+
+
+def test_a_checkpoint_that_the_user_has_removed_is_not_missed(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    with (
+        CheckpointManager(tmp_path, optimizer, max_to_keep=2) as checkpoints,
+        warnings.catch_warnings(record=True) as warned,
+    ):
+        warnings.simplefilter("always")
+        for step in (1, 2, 3):
+            checkpoints.save(step, blocking=True)
+        shutil.rmtree(tmp_path / "step-00000002")
+        checkpoints.save(4, blocking=True)
+    assert [str(found.message) for found in warned] == []
+    assert entries(tmp_path) == names(3, 4)
+
+
 def test_a_checkpoint_with_anything_foreign_is_left_and_named(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
     saved(tmp_path, optimizer, 1, 2)
     (tmp_path / "step-00000001" / "model" / "config.json").write_text("{}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import (
+    mutants_checkpoints_commit,
     mutants_classes,
     mutants_compiled,
     mutants_frozen,
@@ -42,4 +43,5 @@ MUTANTS = (
     *mutants_frozen.MUTANTS,
     *mutants_processes.MUTANTS,
     *mutants_compiled.MUTANTS,
+    *mutants_checkpoints_commit.MUTANTS,
 )

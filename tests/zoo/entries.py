@@ -11,26 +11,47 @@ from dataclasses import dataclass
 REPOSITORIES = {
     "ACC": "huggingface/accelerate",
     "AREAL": "areal-project/AReaL",
+    "AUTO": "NVIDIA-NeMo/Automodel",
     "BNB": "bitsandbytes-foundation/bitsandbytes",
     "CAI": "hpcaitech/ColossalAI",
     "COMP": "mosaicml/composer",
     "DS": "deepspeedai/DeepSpeed",
+    "ENTR": "paiml/entrenar",
     "FS": "facebookresearch/fairscale",
     "HF": "huggingface/transformers",
     "IL": "instructlab/training",
+    "KF": "KempnerInstitute/KempnerForge",
+    "MAXT": "AI-Hypercomputer/maxtext",
+    "META": "facebookresearch/metaseq",
     "MILD": "radixark/miles_diffusion",
+    "MILES": "radixark/miles",
     "ML": "NVIDIA/Megatron-LM",
+    "MLF": "radixark/Megatron-LM",
     "NC": "karpathy/nanochat",
     "NEOX": "EleutherAI/gpt-neox",
+    "ORB": "google/orbax",
+    "OTAU": "TensorAuto/OpenTau",
     "PICO": "huggingface/picotron",
+    "PL": "Lightning-AI/pytorch-lightning",
+    "PRIME": "PrimeIntellect-ai/prime-rl",
     "PT": "pytorch/pytorch",
+    "RETU": "rwth-i6/returnn",
     "RL": "NVIDIA-NeMo/RL",
+    "RLINF": "RLinf/RLinf",
     "RLX": "redai-studio/Relax",
+    "SKY": "NovaSky-AI/SkyRL",
+    "SPD": "goodfire-ai/spd",
+    "SPEC": "vllm-project/speculators",
     "SWIFT": "modelscope/ms-swift",
     "TE": "NVIDIA/TransformerEngine",
     "TREC": "meta-pytorch/torchrec",
+    "TRT": "NVIDIA/TensorRT-LLM",
     "TT": "pytorch/torchtitan",
+    "TUNE": "meta-pytorch/torchtune",
+    "UNI": "Tencent-Hunyuan/UniRL",
     "VEO": "ByteDance-Seed/VeOmni",
+    "VERL": "langfengQ/verl-agent",
+    "VMLX": "osaurus-ai/vmlx-swift",
 }
 
 
@@ -48,7 +69,7 @@ class Entry:
     impossible: str = ""
 
 
-MATRIX, DISK = "whole-matrix optimizers (Muon)", "checkpoints on disk"
+MATRIX = "whole-matrix optimizers (Muon)"
 
 ENTRIES: dict[str, Entry] = {
     # gradients and accumulation
@@ -128,6 +149,75 @@ ENTRIES: dict[str, Entry] = {
     "S60": Entry("padding in optimizer checkpoints", ("ML!5898",)),
     "S61": Entry("a strict load succeeds into the wrong layers", ("ML#7452",)),
     "S62": Entry("a newer scheduler state is saved with an older model", ("VEO!1181",)),
+    "S63": Entry("a checkpoint can be resumed with as many ranks as saved it alone", ("DS#2898",)),
+    "S64": Entry(
+        "converted, it resumes as from scratch, with wrong values on several hosts, or looks for files of other ranks",
+        ("DS#6691", "DS!7601", "DS!7599"),
+    ),
+    "S65": Entry(
+        "what one rank has is stored as common to all; empty slices are unknown at the load", ("MLF!66", "PT#108869")
+    ),
+    "S66": Entry("the format is that of the insides: older states cannot be loaded any more", ("SKY!1268",)),
+    "S67": Entry("of several parts of one tensor the last one is written (torch's writer of safetensors)"),
+    "S68": Entry("scalars are dropped, zeroed or crash where files are put together", ("AUTO!301", "PT#192485")),
+    "S69": Entry(
+        "a save in the background has the values of the next step; a load right after it", ("PT#144657", "TT#930")
+    ),
+    "S70": Entry(
+        "killed while saving: half a file has the final name; an incomplete folder is the newest",
+        ("PL#688", "PL#19970", "HF#35782", "SPEC!739"),
+    ),
+    "S71": Entry("older checkpoints are removed before the new one is on the disk", ("KF#102",)),
+    "S72": Entry("a save that failed is remembered: it is restored, and later ones are refused", ("MAXT!5260",)),
+    "S73": Entry("a checkpoint is overwritten in place; a mixture of both loads (torch.distributed.checkpoint)"),
+    "S74": Entry("what a commit depends on is not synced", ("VERL!237", "PT#183878")),
+    "S75": Entry(
+        "a changed bit loads in silence, a file that was cut off reads as zeros", ("TT#4011", "VMLX!217", "TRT!17368")
+    ),
+    "S76": Entry("to load a checkpoint runs its code", ("PT#189308", "PT!195600")),
+    "S77": Entry("a generator's state is refused, the error swallowed: the stream is a fresh one", ("RLX!317",)),
+    "S78": Entry(
+        "a full disk ends the process, an error of the disk the run; files without bytes stay",
+        ("PT!175248", "RETU#1829", "META#53"),
+    ),
+    "S79": Entry(
+        "one rank fails, and the others run into a time limit without its cause",
+        ("TUNE#2093", "SPD!536", "AUTO!3248"),
+    ),
+    "S80": Entry("one rank puts everything together: it has no memory for that", ("AUTO#1093",)),
+    "S81": Entry("a save in the background and training use one process group: they wait for each other", ("KF#104",)),
+    "S82": Entry("the same by a group that was kept from before", ("UNI!410",)),
+    "S83": Entry("who writes has died, and training waits for ever", ("SKY!1960",)),
+    "S84": Entry("memory grows with every save", ("PT#170163",)),
+    "S85": Entry(
+        "retention counts saves under way, removes what the user put there, fails on what is gone",
+        ("TT!4197", "ORB#394", "HF#48315"),
+    ),
+    "S86": Entry("ranks save to different paths; in none there is everything", ("OTAU!396",)),
+    "S87": Entry(
+        "options of param groups and states that some parameters lack are mixed up between ranks, or lost",
+        ("PT!127071", "PT#192224", "PT#192225", "TUNE#2553", "PT#121519"),
+    ),
+    "S88": Entry("a load casts the states to the parameter's dtype", ("PT#43706", "TT!4615", "FS#50")),
+    "S89": Entry("the first step after a load has the options of before it", ("ML!7468",)),
+    "S90": Entry("a save or a load takes a step", ("PT#164929", "PT!125708")),
+    "S91": Entry(
+        "one rank's random generators are restored on all ranks, or those of several are mixed",
+        ("ML!6858", "MILES!3187", "RLINF!1570"),
+    ),
+    "S92": Entry("one of several random generators is not restored, and nothing is said", ("ACC#4283", "ACC#3960")),
+    "S93": Entry(
+        "the position in the data is another rank's, that of the beginning, or not saved",
+        ("PRIME!1035", "ACC!4071", "ACC#2016", "KF#51", "ENTR#294"),
+    ),
+    "S94": Entry("at another number of ranks the positions of some ranks in the data are lost", ("TT#811", "TT!816")),
+    "S95": Entry("a load needs the memory of a second copy", ("ML#2339", "PT#110479")),
+    "S96": Entry(
+        "elastic runs: a dead node goes unnoticed, a signal ends the rendezvous for good, orphans keep training",
+        ("PT#111646", "PT#67742", "PT#147064"),
+        "elastic runs",
+    ),
+    "S97": Entry("the time follows the number of tensors; every rank reads the same bytes", ("PT!193909",)),
     # read in source code
     "R1": Entry("DeepSpeed: the loss scale is updated, then used to unscale older gradients"),
     "R2": Entry("DeepSpeed stages 1, 2: `reduce_scatter=True` is an all-reduce: twice the traffic"),
@@ -138,7 +228,7 @@ ENTRIES: dict[str, Entry] = {
     "R7": Entry("ColossalAI: returns before a collective where a rank has no gradients; adds norms, not squares"),
     "R8": Entry("nanotron: equal splits against uneven offsets"),
     "R9": Entry("nanotron: the last key of a state alone is flattened for the checkpoint"),
-    "R10": Entry("nanotron: writes files under one name, looks for another", (), DISK),
+    "R10": Entry("nanotron: writes files under one name, looks for another"),
     "R11": Entry("picotron: the hook averages the parameter instead of its gradient", ("PICO#39",)),
     "R12": Entry("picotron, FairScale: `no_sync` without `finally`"),
     "R13": Entry("modded-nanogpt: states are keyed by `id(p)`"),
@@ -153,6 +243,28 @@ ENTRIES: dict[str, Entry] = {
     # promises that cover several entries
     "P24": Entry("degenerate shapes train as any other: one rank, one rank to a copy, one copy, 2 x 2 (S8, S10)"),
     "P27": Entry("what a rank holds at its peak is no more than the formulas say", ("NC#566",)),
+    "P31": Entry("one content: the bytes of a checkpoint do not depend on who wrote it"),
+    "P32": Entry("a checkpoint is loaded at any topology, and training goes on as if undisturbed"),
+    "P33": Entry("a checkpoint is read, and trained on, without this library"),
+    "P34": Entry("what is committed is the state at the save, whatever follows"),
+    "P35": Entry("an import and an export give back the same objects and bits"),
+    "P36": Entry("whenever ranks die, the newest checkpoint is whole, and not older than the last that was reported"),
+    "P37": Entry("all that a commit depends on is synced before the rename, and the rename after it"),
+    "P38": Entry("a changed, missing, added or shortened file is an error that names it, and never another bit"),
+    "P39": Entry("a checkpoint is data: nothing is unpickled, imported, or opened outside its folder"),
+    "P40": Entry("whatever call of the disk fails, training goes on, and older checkpoints stay"),
+    "P41": Entry("what fails on one rank is known to every rank in the next step, with its cause"),
+    "P42": Entry("saves send no message but one exchange, and none from a thread"),
+    "P43": Entry("retention keeps what was asked for, and touches nothing else"),
+    "P44": Entry("ranks agree on path, step and state before a byte is written"),
+    "P45": Entry("states, options with their types, schedulers, aliases, buffers: everything comes back"),
+    "P46": Entry("each rank has its own random streams back, or none, which is said"),
+    "P47": Entry("a resumed run takes each micro-batch once"),
+    "P50": Entry("a save or a load needs no memory for a copy of the states"),
+    "P51": Entry("the work of a save is linear in its files, and saves leave nothing behind"),
+    "P52": Entry("a run that saves has the bits and the messages of one that does not"),
+    "P53": Entry("a newer version of the format is one error"),
+    "P54": Entry("loaded at another precision, the wide weights and states are rounded once"),
     # laws of this library
     "L1": Entry("the plain loop's arithmetic: order of sums, true division, -0.0 for nothing, cuts that no sum sees"),
     "L2": Entry("a gradient or parameter that a rank shows is right, or it is loud"),
@@ -173,6 +285,7 @@ ENTRIES: dict[str, Entry] = {
     "L17": Entry("ranks that hold the same slices have the same sums, and what is kept of a unit is the unit"),
     "L18": Entry("what is kept on disk has its room from the start, and is in memory only while it is stepped"),
     "L19": Entry("a model that was built without memory gets the values of plain construction, a bucket at a time"),
+    "L20": Entry("one run writes into a folder of checkpoints"),
 }
 
 
