@@ -151,6 +151,7 @@ class Disk:
             assert part.begin == place
             data = memory[part.source][part.offset : part.offset + part.nbytes]
             assert len(data) == part.nbytes > 0
+            assert place + part.nbytes <= self.files[chunk.file].nbytes, "behind the end of the file"
             self.data[chunk.file][place : place + part.nbytes] = data
             for byte in range(place, place + part.nbytes):
                 self.times[chunk.file][byte] += 1

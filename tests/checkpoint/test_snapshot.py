@@ -54,11 +54,12 @@ def committed_is_saved(
         most = max(int(data) for data in training.optimizer.exchange(str(total).encode()))
         for number, count in enumerate(counts or range(most + 1), start=1):
             path = folder / f"blocking-{number}"
-            state = {"n": number, "t": torch.arange(number)}
+            state: dict[str, Any] = {"n": number, "t": torch.arange(number)}
             expected = zero.save(path, training.optimizer, state, {"rank": rank}, step=number).result()
             taker.allow(rank, count if count < total else ALL)
             saving = checkpoints.save(number, state, {"rank": rank})
             assert saving is not None
+            state["t"].fill_(-1)
             taker.wait_until(rank, min(count, total))
             follows(training, number)
             taker.allow(rank, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     mutants_checkpoints_commit,
+    mutants_checkpoints_written,
     mutants_classes,
     mutants_compiled,
     mutants_frozen,
@@ -43,5 +44,6 @@ MUTANTS = (
     *mutants_frozen.MUTANTS,
     *mutants_processes.MUTANTS,
     *mutants_compiled.MUTANTS,
+    *mutants_checkpoints_written.MUTANTS,
     *mutants_checkpoints_commit.MUTANTS,
 )
