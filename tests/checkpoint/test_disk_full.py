@@ -202,6 +202,28 @@ def test_the_third_failure_in_a_row_is_an_error_on_every_rank(tmp_path: Path, mo
     assert entries(tmp_path / "run") == [".lock", "step-00000004", "step-00000014"]
 
 
+def test_a_blocking_save_that_fails_on_one_rank_ends_at_once_on_all_with_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch, tmp_path)
+    disk.fail_when(
+        lambda call: call.rank == 1 and call.name == "write_at" and call.path.suffix == ".safetensors", errno.EIO
+    )
+
+    def program(transport: Transport) -> None:
+        disk.this_thread_is(transport.rank)
+        training = Training(transport, 1)
+        training.step(0)
+        checkpoints = CheckpointManager(tmp_path / "run", training.optimizer)
+        with pytest.raises(RuntimeError, match=r"rank 1 could not save .*Input/output error"):
+            checkpoints.save(1, blocking=True)
+        checkpoints.close()
+
+    on_threads(2, program, timeout=5)  # for which a rank would wait that is not told
+    assert entries(tmp_path / "run") == [".lock"]
+
+
+@pytest.mark.timeout(20)  # a save that never ends would be waited for
 def test_a_failure_is_a_warning_at_the_line_of_the_step_and_an_error_of_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from zero.checkpoint import files
 from zero.checkpoint.directory import complete_steps
 from zero.checkpoint.write import save_folder
 from zero.checkpoint.write.save_folder import SaveError, SaveFolder
+from zero.checkpoint.write.save_thread import Saving
 from zero.checkpoint.write.snapshot import Snapshot
 
 from ..pool import GlooPool
@@ -280,6 +281,27 @@ def test_a_save_while_another_is_under_way_is_skipped_or_waits(
     on_threads(2, program)
     assert complete_steps(tmp_path) == ([1] if on_busy == "skip" else [1, 2])
     assert len(entries(tmp_path)) == 1 + len(complete_steps(tmp_path))
+
+
+def test_a_restore_waits_for_the_save_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taker, wait = Taker(monkeypatch), Saving.wait
+
+    def released(this: Saving) -> None:
+        taker.allow(0, None)
+        wait(this)
+
+    training = Training(None, 1)
+    training.step(0)
+    with CheckpointManager(tmp_path, training.optimizer) as checkpoints:
+        checkpoints.save(1, blocking=True)
+        training.step(1)
+        monkeypatch.setattr(Saving, "wait", released)
+        taker.allow(0, 0)
+        checkpoints.save(2)
+        taker.wait_until(0, 0)
+        restored = checkpoints.restore()
+        assert restored is not None
+        assert restored.step == 2
 
 
 class Clock:

@@ -23,6 +23,7 @@ from zero import CheckpointManager, MixedPrecision, Offload
 from zero.checkpoint.format.extents import Chunk, Part
 from zero.checkpoint.write.save_thread import Saving
 from zero.checkpoint.write.snapshot import Snapshot
+from zero.commands.train.memory_stats import live_storages
 
 from ..pool import GlooPool
 from .saves import PATIENCE, Taker, Training, own_file, small_blocks
@@ -310,7 +311,27 @@ def test_a_step_that_may_copy_little_waits_for_the_disk(
     assert max(taker.peak.values()) <= staging_mb * 1e6
 
 
+def test_a_save_that_is_over_holds_nothing_of_what_it_wrote(tmp_path: Path) -> None:
+    training = Training(None, 1)
+    training.step(0)
+    found: list[Saving] = []
+    sizes = []
+    with CheckpointManager(tmp_path / "a", training.optimizer) as checkpoints:
+        for number in range(1, 4):
+            saving = checkpoints.save(number, {"t": torch.zeros(100_000)})
+            assert saving is not None
+            found.append(saving)
+            training.step(number)
+            saving.result(PATIENCE)
+            for thread in threading.enumerate():
+                if thread.name.startswith("zero-checkpoint"):
+                    thread.join(PATIENCE)
+            sizes.append(sum(live_storages().values()))
+    assert max(sizes) - min(sizes) < 10_000, "the caller's tensor alone has 400,000 bytes; a step makes small states"
+
+
 @pytest.mark.filterwarnings("ignore:the save of step 1 has failed:RuntimeWarning")
+@pytest.mark.timeout(20)  # for which a step would wait
 @pytest.mark.parametrize("staging_mb", [None, 0])
 def test_an_error_of_the_thread_never_blocks_a_step(
     staging_mb: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -114,7 +114,7 @@ MUTANTS = (
                 '        "torch": (torch.rand(1), torch.get_rng_state())[1],\n',
             ),
         ),
-        ("checkpoint/test_restored.py::test_a_save_leaves_the_random_streams_as_they_are",),
+        ("checkpoint/test_streams.py::test_a_save_leaves_the_random_streams_as_they_are",),
     ),
     Mutant(
         "copies-stay-until-the-save-is-over",

@@ -164,8 +164,8 @@ class LockedDirectory:
             left += self.remove_trash(trash)
         there = steps_in(self.path)
         for step in steps:
-            if step not in there:
-                continue  # it was in one of these
+            if step not in there or there[step] in self._unremoved:
+                continue  # its trash folder was whole, and is removed by now, or cannot be removed
             strange = foreign(there[step])
             if strange is not None:
                 left.append(_has_foreign(there[step], strange))
