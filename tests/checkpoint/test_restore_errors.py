@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+import zero
 from collectives import Transport, on_threads
 from zero import CheckpointError, CheckpointManager, ZeroOptimizer, open_checkpoint
 
+from .saved import BLOCK, OPTIMIZER, save_small
 from .saves import Training
 
 
@@ -152,6 +154,27 @@ def test_what_cannot_be_restored_is_named_on_every_rank_and_nothing_changes(case
             assert restored is not None
             assert (restored.step, restored.state) == (100, {"n": 100})
         assert {found.filename for found in warned} == {__file__}
+
+
+def test_a_broken_block_behind_the_header_is_found_before_anything_changes(tmp_path: Path) -> None:
+    training = Training(None, 0)
+    training.step(0)
+    save_small(tmp_path / "a", training.optimizer)
+    file = tmp_path / "a" / OPTIMIZER
+    data = bytearray(file.read_bytes())
+    header = open_checkpoint(tmp_path / "a").header(OPTIMIZER).data
+    assert len(data) // BLOCK > header // BLOCK
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+    def program(transport: Transport) -> None:
+        optimizer = same(transport)
+        before = optimizer.check_replicas()
+        with pytest.raises(CheckpointError, match=f"is broken at block {len(data) // BLOCK} "):
+            zero.load(tmp_path / "a", optimizer)
+        assert (optimizer.check_replicas(), len(optimizer.state)) == (before, 0)
+
+    on_threads(2, program)
 
 
 def test_a_checkpoint_of_before_the_first_step_is_whole_and_can_be_restored(tmp_path: Path) -> None:

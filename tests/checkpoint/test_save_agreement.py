@@ -89,7 +89,7 @@ def test_ranks_that_save_to_other_paths_are_told(tmp_path: Path) -> None:
         training.optimizer.exchange(b"")
         assert entries(tmp_path) == []
 
-    on_threads(2, program)
+    on_threads(2, program, timeout=5)  # for which each would wait for the other's part
 
 
 def test_a_file_to_copy_that_one_rank_lacks_is_told_to_all(tmp_path: Path) -> None:

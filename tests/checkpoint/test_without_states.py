@@ -40,3 +40,18 @@ def test_a_checkpoint_without_states_is_whole_and_restores_weights_and_options(n
     assert target.param_groups[0]["lr"] == 0.25
     for one, other in zip(saved.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(one.detach().view(torch.int32), other.detach().view(torch.int32))
+
+
+def test_a_parameter_that_was_never_used_has_no_state_after_a_load(tmp_path: Path) -> None:
+    def built() -> nn.ModuleList:
+        return nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+
+    saved, target = built(), optimizer_of(built(), "before a step")
+    source = optimizer_of(saved, "before a step")
+    saved[1](torch.ones(3)).sum().backward()
+    source.step()
+    source.zero_grad()
+    zero.save(tmp_path / "saved", source)
+    zero.load(tmp_path / "saved", target)
+    target.consolidate_state_dict(to=0)
+    assert sorted(target.state_dict()["state"]) == [2, 3]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -325,6 +325,18 @@ def files(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+WITH_MASTERS = {
+    "model": {"a": torch.ones(2, dtype=torch.bfloat16)},
+    "optimizer": {
+        "state": {0: {"step": torch.tensor(1.0), "level": 3}},
+        "param_groups": [{"lr": 0.5, "betas": (0.5, 0.75), "param_names": ["a"], "params": [0]}],
+        "masters": {0: torch.full((2,), 1 / 3)},
+    },
+    "state": {},
+}
+
+
+@example(found=WITH_MASTERS)
 @given(found=files())
 def test_an_import_and_an_export_keep_the_tree_and_every_bit(
     found: dict[str, Any], tmp_path_factory: pytest.TempPathFactory

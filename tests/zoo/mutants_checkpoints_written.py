@@ -228,7 +228,7 @@ MUTANTS = (
         ("S65", "S87"),
         "Which states there are is what rank 0 has: those of parameters that lie on other ranks are not saved.",
         (Edit("zero.checkpoint.contents.Contents.merge", "for data in told:", "for data in told[:1]:"),),
-        (f"{CLASSES}[fp32-sgd]",),
+        (f"{CLASSES}[fp16-sgd]",),
     ),
     Mutant(
         "scalars-of-rank-0-where-there-are-none",
@@ -244,7 +244,7 @@ MUTANTS = (
                 "                states.setdefault((number, slot), SlotState({}, common.tensors, {}))\n",
             ),
         ),
-        (f"{CLASSES}[fp32-tensor]",),
+        (f"{CLASSES}[fp32-nadam]",),
     ),
     Mutant(
         "scalars-are-zeros",
