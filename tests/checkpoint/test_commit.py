@@ -19,7 +19,7 @@ import zero
 from collectives import CollectiveError, Transport, on_threads
 from zero import CheckpointManager
 from zero.checkpoint import files
-from zero.checkpoint.directory import complete_steps, steps_in
+from zero.checkpoint.directory import LockedDirectory, complete_steps, steps_in
 from zero.checkpoint.write.save_thread import Saving
 
 from .disk import WORLDS, Call, DiedError, Disk, materialize
@@ -175,6 +175,37 @@ def test_after_any_crash_in_a_removal_the_kept_checkpoints_are_whole(
         assert max(found, default=0) >= least
         for step in found:
             zero.open_checkpoint(steps_in(left / "run")[step]).verify()
+
+
+def test_after_any_crash_the_next_run_removes_what_a_save_or_a_removal_has_left(tmp_path: Path) -> None:
+    states: dict[int, tuple[dict[str, bytes | None], str, Call]] = {}
+    training = Training(None, 1)
+    training.step(0)
+    with pytest.MonkeyPatch.context() as patch:
+        disk = Disk(patch, tmp_path)
+
+        def crash(call: Call) -> None:
+            for world in WORLDS:
+                tree = disk.tree(world)
+                small = [
+                    (path, data if "/notes/" in path or path.endswith(".json") else b"") for path, data in tree.items()
+                ]
+                if any("/.trash-" in path or ("/.tmp-" in path and path.endswith(".safetensors")) for path in tree):
+                    states[zlib.crc32(repr(small).encode())] = (tree, world, call)
+
+        disk.after = crash
+        with CheckpointManager(tmp_path / "run", training.optimizer, max_to_keep=1) as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(step, blocking=True)
+    assert len(states) > 30
+    for number, (tree, world, call) in enumerate(states.values()):
+        left = tmp_path / f"crash-{number}"
+        left.mkdir()
+        materialize(tree, left)
+        lock = LockedDirectory(left / "run", "0" * 16)
+        assert lock.clean() == [], f"a crash that keeps {world}, after {call}"
+        lock.close()
+        assert not [name for name in entries(left / "run") if name.startswith((".tmp-", ".trash-"))]
 
 
 def test_everything_is_synced_before_the_rename_and_the_rename_after(

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,6 +141,25 @@ def test_a_lock_that_is_lost_while_a_save_is_under_way_fences_its_commit(
         old.save(2, blocking=True)
     old.close()
     assert entries(tmp_path) == names(1)
+
+
+def test_a_lock_that_is_lost_after_a_commit_fences_the_removal_of_older_checkpoints(
+    tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = CheckpointManager(tmp_path, optimizer, max_to_keep=1)
+    old.save(1, blocking=True)
+    commit = SaveFolder.commit
+
+    def loses_the_lock(this: SaveFolder, *arguments: Any) -> None:
+        commit(this, *arguments)
+        (tmp_path / ".lock").unlink()
+        (tmp_path / ".lock").touch()
+
+    monkeypatch.setattr(SaveFolder, "commit", loses_the_lock)
+    with pytest.warns(RuntimeWarning, match=r"could not be removed: .*\.lock belongs to another run"):
+        old.save(2, blocking=True)
+    old.close()
+    assert entries(tmp_path) == names(1, 2)
 
 
 # -- what earlier runs have left ---------------------------------------------------------------------------------------

@@ -288,6 +288,22 @@ def test_an_older_checkpoint_that_cannot_be_removed_is_no_failure_of_the_save(
     assert entries(tmp_path / "run") == [".lock", "step-00000003"]
 
 
+def test_a_checkpoint_whose_replacement_fails_stays_at_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch, tmp_path)
+    training = Training(None, 0)
+    training.step(0)
+    with CheckpointManager(tmp_path / "run", training.optimizer) as checkpoints:
+        saving = checkpoints.save(1, {"n": 1}, blocking=True)
+        assert saving is not None
+        disk.fail_when(lambda call: call.name == "rename" and call.path.name.startswith(".tmp-"), errno.EIO)
+        with pytest.raises(RuntimeError, match="Input/output error"):
+            checkpoints.save(1, {"n": 2}, overwrite=True, blocking=True)
+    assert entries(tmp_path / "run") == [".lock", "step-00000001"]
+    assert zero.open_checkpoint(saving.path).state == {"n": 1}
+
+
 def test_a_failure_is_heard_although_another_manager_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch, tmp_path)
     training = Training(None, 0)

@@ -156,6 +156,34 @@ def test_saved_master_weights_follow_what_was_written_into_the_parameters(tmp_pa
         assert_same_bits(found[names[index]], master)
 
 
+def test_master_weights_of_what_was_trained_for_a_while_come_back(tmp_path: Path) -> None:
+    def made() -> tuple[nn.Sequential, ZeroOptimizer]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[0].requires_grad_(False)
+        return model, ZeroOptimizer(model, torch.optim.AdamW, mixed_precision=MixedPrecision(torch.bfloat16), **ADAM)
+
+    def trained_whole(model: nn.Sequential, optimizer: ZeroOptimizer, steps: int) -> dict[int, Tensor]:
+        model[0].requires_grad_(True)
+        for number in range(steps):
+            model(torch.full((2, 4), number + 1.0)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model[0].requires_grad_(False)
+        masters: dict[int, Tensor] = plain_dict(optimizer)["masters"]
+        return masters
+
+    model, optimizer = made()
+    trained_whole(model, optimizer, 3)
+    save_small(tmp_path / "a", optimizer)
+    assert set(open_checkpoint(tmp_path / "a").masters()) == {name for name, _ in model.named_parameters()}
+    again, resumed = made()
+    load(tmp_path / "a", resumed)
+    expected, found = trained_whole(model, optimizer, 2), trained_whole(again, resumed, 2)
+    assert found.keys() == expected.keys()
+    for index, master in expected.items():
+        assert_same_bits(found[index], master)
+
+
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam])
 def test_an_optimizer_without_states_or_before_its_first_step_is_saved_too(
     cls: type[torch.optim.Optimizer], tmp_path: Path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,33 @@ def test_every_class_and_precision_has_one_content_and_goes_on(
     run(tmp_path / "run", Topology(2, 3, SMALL, precision=precision), 1, of)
     assert run(tmp_path / "run", Topology(3, 1, SMALL, precision=precision), 2, of) == alone
     assert digests_of(tmp_path / "run", 3) == digests_of(tmp_path / "alone", 3)
+
+
+class Counting(torch.optim.Optimizer):
+    """Divides a gradient by the number of a parameter's updates, which is a plain number in its state."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    parameter.add_(parameter.grad / state["count"], alpha=-group["lr"])
+
+
+def test_states_that_are_no_tensors_come_back(tmp_path: Path) -> None:
+    of = Class(Counting, {"lr": 0.1})
+    alone = run(tmp_path / "alone", Topology(), 3, of)
+    run(tmp_path / "run", Topology(2, 3, SMALL), 1, of)
+    assert run(tmp_path / "run", Topology(3, 1, SMALL), 2, of) == alone
+    assert digests_of(tmp_path / "run", 3) == digests_of(tmp_path / "alone", 3)
+    states = open_checkpoint(step_folder(tmp_path / "run", 3)).optimizer_state_dict()["state"]
+    assert {value for state in states.values() for value in state.values()} <= {1, 2, 3}
+    assert len(states) > 3
 
 
 TOPOLOGIES = st.builds(

@@ -7,6 +7,7 @@ from .mutant import Edit, Mutant
 COMMIT, DIRECTORY, FULL = (f"checkpoint/test_{name}.py" for name in ("commit", "directory", "disk_full"))
 SYNCED = f"{COMMIT}::test_everything_is_synced_before_the_rename_and_the_rename_after"
 CRASH = f"{COMMIT}::test_after_any_crash_the_newest_checkpoint_is_whole_and_none_is_lost[2]"
+LEFT = f"{COMMIT}::test_after_any_crash_the_next_run_removes_what_a_save_or_a_removal_has_left"
 FOLDER = "zero.checkpoint.write.save_folder.SaveFolder"
 
 MUTANTS = (
@@ -313,5 +314,68 @@ MUTANTS = (
             ),
         ),
         (f"{DIRECTORY}::test_the_newest_are_kept_and_those_of_a_period_beside_them",),
+    ),
+    Mutant(
+        "notes-are-removed-and-that-is-not-synced",
+        ("S74", "P37"),
+        "After a crash a checkpoint has the notes of its save again.",
+        (
+            Edit(
+                f"{FOLDER}.commit",
+                "        files.remove_folder(self.temporary / NOTES)\n        files.sync_folder(self.temporary)\n",
+                "        files.remove_folder(self.temporary / NOTES)\n",
+            ),
+        ),
+        (CRASH,),
+    ),
+    Mutant(
+        "after-a-crash-a-save-is-nobody-s",
+        ("P40",),
+        "The nonce of a save is not synced before its room is reserved: after a crash no run removes its files.",
+        (
+            Edit(
+                f"{FOLDER}.make_files",
+                '        files.sync_file(self._note("nonce"))\n        files.sync_folder(self.temporary / NOTES)\n'
+                "        files.sync_folder(self.temporary)\n",
+                "",
+            ),
+        ),
+        (LEFT,),
+    ),
+    Mutant(
+        "manifests-are-removed-first",
+        ("P43",),
+        "A removal that is interrupted leaves files of which nothing shows that they were a checkpoint's.",
+        (
+            Edit(
+                "zero.checkpoint.directory.remove_checkpoint",
+                "            if (Path(parent) / name) not in marks:\n",
+                "            if Path(parent) / name != folder:\n",
+            ),
+        ),
+        (LEFT,),
+    ),
+    Mutant(
+        "a-replacement-that-fails-leaves-a-gap",
+        ("S73", "P40"),
+        "When the second rename of a replacement fails, the old checkpoint is not put back to its place.",
+        (
+            Edit(
+                f"{FOLDER}.commit",
+                "            if replaces:\n                files.rename(self.trash, self.target)\n            raise\n",
+                "            raise\n",
+            ),
+        ),
+        (f"{FULL}::test_a_checkpoint_whose_replacement_fails_stays_at_its_place",),
+    ),
+    Mutant(
+        "who-has-lost-the-lock-removes",
+        ("L20",),
+        "A run that has lost its lock after a commit removes checkpoints of the run that has it.",
+        (
+            Edit("zero.checkpoint.directory.LockedDirectory.remove", "            self.check()\n", ""),
+            Edit("zero.checkpoint.directory.LockedDirectory.remove_trash", "        self.check()\n", ""),
+        ),
+        (f"{DIRECTORY}::test_a_lock_that_is_lost_after_a_commit_fences_the_removal_of_older_checkpoints",),
     ),
 )

@@ -169,4 +169,11 @@ MUTANTS = (
         ),
         (SENT,),
     ),
+    Mutant(
+        "a-second-save-does-not-wait",
+        ("S69",),
+        "A second save takes the memory from which the first one is still written.",
+        (Edit("zero.checkpoint.manager.CheckpointManager.save", "            self._saving.wait()\n", ""),),
+        (f"{MOMENTS}::test_a_save_while_another_is_under_way_is_skipped_or_waits[wait]",),
+    ),
 )

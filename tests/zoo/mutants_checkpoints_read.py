@@ -303,4 +303,43 @@ MUTANTS = (
         ),
         ("commands/test_checkpoint.py::test_an_import_and_an_export_keep_the_tree_and_every_bit",),
     ),
+    Mutant(
+        "masters-of-what-is-frozen-again-are-lost",
+        ("P45", "P54"),
+        "A parameter that was trained for a while and is frozen now comes back without its master weights.",
+        (
+            Edit(
+                "zero.checkpoint.contents.Contents._extra_masters",
+                "                found.append(piece.slot)\n",
+                "                assert piece\n",
+            ),
+        ),
+        ("checkpoint/test_reader.py::test_master_weights_of_what_was_trained_for_a_while_come_back",),
+    ),
+    Mutant(
+        "states-that-are-no-tensors-are-lost",
+        ("P45",),
+        "Of a parameter's state the tensors are saved, and a plain number that counts its updates is not.",
+        (
+            Edit(
+                "zero.checkpoint.write.plan.WritePlan._lay_out",
+                "in sorted(found.values.items()))",
+                "in sorted(found.values.items())[:0])",
+            ),
+        ),
+        (f"{TOPOLOGY}::test_states_that_are_no_tensors_come_back",),
+    ),
+    Mutant(
+        "transposed-weights-are-written-as-they-lie",
+        ("P33",),
+        "A parameter whose memory is not row-major is written in the order of its memory.",
+        (
+            Edit(
+                "zero.checkpoint.write.capture.Capture._capture_permuted",
+                "flat.as_strided(spec.shape, spec.stride).cpu().contiguous()",
+                "flat.cpu().clone()",
+            ),
+        ),
+        (f"{BACK}[1-2]",),
+    ),
 )
