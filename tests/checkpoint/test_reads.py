@@ -13,8 +13,9 @@ from torch import nn
 import zero
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
+from zero.checkpoint.read import loader, restorer
 from zero.checkpoint.read.file_reader import FileReader
-from zero.checkpoint.read.loader import Loader
+from zero.checkpoint.read.parts import PartReader
 from zero.commands.train.memory_stats import live_storages
 
 from .saved import BLOCK, save_small
@@ -29,7 +30,7 @@ def _trained(model: nn.Module, **arguments: object) -> ZeroOptimizer:
 
 
 class Reads:
-    """Counts the blocks that each thread reads."""
+    """Counts the blocks that each rank reads, with one thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.blocks: Counter[tuple[int, str, int]] = Counter()
@@ -37,13 +38,15 @@ class Reads:
         self._lock = threading.Lock()
         read_block = FileReader.read_block
 
-        def counted(this: FileReader, block: int, data: memoryview) -> None:
+        def counted(this: FileReader, block: int, *pieces: memoryview) -> None:
             with self._lock:
                 self.blocks[threading.get_ident(), this.path, block] += 1
-                self.nbytes += len(data)
-            read_block(this, block, data)
+                self.nbytes += sum(map(len, pieces))
+            read_block(this, block, *pieces)
 
         monkeypatch.setattr(FileReader, "read_block", counted)
+        for module in (loader, restorer):
+            monkeypatch.setattr(module, "threads_of_rank", lambda _: 1)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -85,13 +88,13 @@ def test_a_load_needs_no_memory_but_two_blocks(tmp_path: Path, monkeypatch: pyte
     optimizer = _trained(nn.Linear(64, 512))
     save_small(tmp_path / "a", optimizer)
     peaks: list[int] = []
-    read_block = Loader._read_block
+    read_block = PartReader._read_block
 
-    def measured(this: Loader, *arguments: object) -> None:
+    def measured(this: PartReader, *arguments: object) -> None:
         read_block(this, *arguments)  # type: ignore[arg-type]
         peaks.append(sum(live_storages().values()))
 
-    monkeypatch.setattr(Loader, "_read_block", measured)
+    monkeypatch.setattr(PartReader, "_read_block", measured)
     before = sum(live_storages().values())
     zero.load(tmp_path / "a", optimizer)
     assert len(peaks) > 90

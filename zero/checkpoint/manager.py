@@ -76,8 +76,6 @@ class CheckpointManager:
         self._broken: set[str] = set()  # names of checkpoints that a restore has found broken
         problem: str | None = None
         try:
-            for name, number, least in (("max_to_keep", max_to_keep, 1), ("keep_period", keep_period, 1)):
-                require(number is None or number >= least, f"{name} is {number}: it must be at least {least}, or None")
             require(on_busy in ("wait", "skip"), f"on_busy is {on_busy!r}: it must be 'wait' or 'skip'")
             require(staging_mb is None or staging_mb >= 0, f"staging_mb is {staging_mb}: it must not be negative")
             self._retention = Retention(max_to_keep, keep_period)
@@ -157,7 +155,8 @@ class CheckpointManager:
             assets=assets,
             problem=problem,
         )
-        destination = self._lock and StepDestination(self._lock, self._retention, step, overwrite=overwrite)
+        lock = self._lock
+        destination = None if lock is None else StepDestination(lock, self._retention, step, overwrite=overwrite)
         before, saving = self._saving, self._saver.save(request, destination)
         if saving is None:
             return None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .directory import LockedDirectory, complete_steps, steps_in
 from .format.manifest import Manifest
+from .options import require
 from .read.reader import open_checkpoint
 from .write.save_folder import SaveFolder
 
@@ -22,7 +23,12 @@ class Retention:
     """
 
     def __init__(self, max_to_keep: int | None, keep_period: int | None) -> None:
-        """``max_to_keep``: how many; None: all. ``keep_period``: steps that it divides are kept for good."""
+        """``max_to_keep``: how many; None: all. ``keep_period``: steps that it divides are kept for good.
+
+        Raises `ValueError` if one of them is not positive.
+        """
+        for name, number in (("max_to_keep", max_to_keep), ("keep_period", keep_period)):
+            require(number is None or number >= 1, f"{name} is {number}: it must be at least 1, or None")
         self._max_to_keep, self._keep_period = max_to_keep, keep_period
         self._whole: dict[int, bool] = {}  # of steps that were read, or written by this run
 
