@@ -238,9 +238,9 @@ MUTANTS = (
         "A forked child, a worker of a data loader say, holds the lock after its parent has ended: no run can go on.",
         (
             Edit(
-                "zero.checkpoint.directory._close",
-                "lock is not None and lock._number >= 0:",
-                "lock is not None and lock._number < 0:",
+                "zero.checkpoint.directory.LockedDirectory.__init__",
+                "        os.register_at_fork(after_in_child=self._closing)\n",
+                "",
             ),
         ),
         (f"{DIRECTORY}::test_a_forked_process_does_not_hold_the_lock_after_its_parent",),

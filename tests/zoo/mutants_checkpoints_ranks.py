@@ -147,11 +147,11 @@ MUTANTS = (
         (
             Edit(
                 f"{SAVER}.save",
-                "        saving.start(asynchronous=not request.blocking)\n",
+                "        saving.start(asynchronous=not request.blocking)  #",
                 "        from collectives import Kind, Tag\n\n"
                 '        save, tag = saving._save, Tag(Kind.EXCHANGE, "written")\n'
                 "        saving._save = lambda plan: (save(plan), self._transport.exchange(b'', tag))[0]\n"
-                "        saving.start(asynchronous=not request.blocking)\n",
+                "        saving.start(asynchronous=not request.blocking)  #",
             ),
         ),
         (SENT,),

@@ -47,8 +47,8 @@ MUTANTS = (
         (
             Edit(
                 f"{LOADER}._expect",
-                "[slot_part(key, piece, bucket.spec, (low, high), dtype.itemsize)]",
-                "[Part(key, (piece.begin - low) * dtype.itemsize, 0, piece.numel * dtype.itemsize)]",
+                "slot_part(key, piece, bucket.spec, (low, high), dtype.itemsize)",
+                "Part(key, (piece.begin - low) * dtype.itemsize, 0, piece.numel * dtype.itemsize)",
             ),
         ),
         (f"{GOES_ON}[fp32-nadam]",),
@@ -114,8 +114,8 @@ MUTANTS = (
         (
             Edit(
                 f"{LOADER}._state",
-                ".view(entry.shape).clone()\n",
-                '.view(entry.shape).clone()\n            tensor += name == "step"\n',
+                "memory_of(as_bytes(tensor))[:] = data\n",
+                'memory_of(as_bytes(tensor))[:] = data\n            tensor += name == "step"\n',
             ),
         ),
         (f"{GOES_ON}[fp32-nadam]",),
@@ -157,9 +157,9 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.read.reader.Checkpoint.tree",
-                "        tensors = self._read_all(path)\n",
+                "        tensors = self.read_all(path)\n",
                 '        files = self.paths(path.rpartition("/")[0])\n'
-                "        tensors = {name: tensor for file in files for name, tensor in self._read_all(file).items()}\n",
+                "        tensors = {name: tensor for file in files for name, tensor in self.read_all(file).items()}\n",
             ),
         ),
         (STREAMS,),

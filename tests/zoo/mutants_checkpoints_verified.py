@@ -18,8 +18,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.read.file_reader.FileReader.read_block",
-                "read != len(data) or zlib.crc32(data) != self._sums.crc32[block]",
-                "read != len(data)",
+                "read != length or found != self._sums.crc32[block]",
+                "read != length",
             ),
         ),
         (f"{DAMAGE}::test_every_flipped_bit_is_found_and_named[101]",),
@@ -31,8 +31,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.read.file_reader.FileReader.read_block",
-                "zlib.crc32(data) != self._sums.crc32[block]",
-                "(len(data) == self._block and zlib.crc32(data) != self._sums.crc32[block])",
+                "found != self._sums.crc32[block]",
+                "(length == self._block and found != self._sums.crc32[block])",
             ),
         ),
         (f"{DAMAGE}::test_every_flipped_bit_is_found_and_named[101]",),
@@ -54,7 +54,7 @@ MUTANTS = (
         "added-files-are-not-noticed",
         ("P38",),
         "A file that could be taken for a part of the checkpoint may lie in its folder.",
-        (Edit("zero.checkpoint.read.reader._may_mislead", "return not path", "return not path and not path"),),
+        (Edit("zero.checkpoint.read.tensor_folder._may_mislead", "return not path", "return not path and not path"),),
         (f"{DAMAGE}::test_an_added_file_that_could_be_taken_for_a_part_is_named[a link-optimizer/x]",),
     ),
     Mutant(
@@ -64,8 +64,8 @@ MUTANTS = (
         (
             Edit(
                 f"{RESTORER}._verify",
-                "                    reader.verify(first, last)\n",
-                "                    assert reader.blocks\n",
+                "                    reader.verify(first, last, threads)\n",
+                "                    assert reader.blocks and threads\n",
             ),
         ),
         (f"{ERRORS}::test_a_broken_block_behind_the_header_is_found_before_anything_changes",),
@@ -77,11 +77,11 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.read.reader.Checkpoint.tree",
-                "        tensors = self._read_all(path)\n",
+                "        tensors = self.read_all(path)\n",
                 '        if (self.path / path).read_bytes()[:1] == b"\\x80":\n'
                 "            import pickle\n\n"
                 "            pickle.loads((self.path / path).read_bytes())\n"
-                "        tensors = self._read_all(path)\n",
+                "        tensors = self.read_all(path)\n",
             ),
         ),
         (f"{FORGED}::test_a_pickle_is_never_unpickled[pickle-ranks/rank-00000.safetensors]",),
@@ -151,11 +151,11 @@ MUTANTS = (
         "A block is read, and its checksum formed, once for each tensor in it.",
         (
             Edit(
-                f"{LOADER}._read",
-                "for block, of_block in itertools.groupby(of_file, key=lambda chunk: chunk.begin // block_bytes):",
+                "zero.checkpoint.read.parts.PartReader.read",
+                "for block, of_block in itertools.groupby(of_file, key=lambda chunk: chunk.begin // block_bytes)",
                 "for (block, _), of_block in itertools.groupby(\n"
                 "                    of_file, key=lambda chunk: (chunk.begin // block_bytes, chunk.begin)\n"
-                "                ):",
+                "                )",
             ),
         ),
         (f"{READ}::test_a_rank_reads_a_block_of_many_tensors_once",),
