@@ -90,6 +90,18 @@ def fewer_parameters(transport: Transport) -> ZeroOptimizer:
     return ZeroOptimizer(model, torch.optim.AdamW, process_group=transport, lr=1e-2)
 
 
+def other_dtype(transport: Transport) -> ZeroOptimizer:
+    model = Training(None, 0).model
+    model.register_buffer("offset", torch.zeros(13, dtype=torch.int64))
+    return ZeroOptimizer(model, torch.optim.AdamW, process_group=transport, lr=1e-2)
+
+
+def two_groups(transport: Transport) -> ZeroOptimizer:
+    first, *rest = (model := Training(None, 0).model).parameters()
+    groups = [{"params": [first]}, {"params": rest}]
+    return ZeroOptimizer(groups, torch.optim.AdamW, module=model, process_group=transport, lr=1e-2)
+
+
 def other_class(transport: Transport) -> ZeroOptimizer:
     return Training(transport, 1, torch.optim.SGD).optimizer
 
@@ -118,6 +130,13 @@ CASES: dict[str, tuple[Callable[[Path], None], Callable[[Transport], ZeroOptimiz
     ),
     "another model": (no_change, fewer_parameters, {}, r"the model has no 'unused', which the checkpoint has"),
     "another class": (no_change, other_class, {}, r"was trained by torch\.optim\.adamw\.AdamW, but this optimizer is"),
+    "another dtype": (
+        no_change,
+        other_dtype,
+        {},
+        r"'offset' is torch\.float32 in the checkpoint, but torch\.int64 in the model",
+    ),
+    "other groups": (no_change, two_groups, {}, r"the state dict has 1 param groups, this optimizer 2"),
     "other ranks": (
         no_change,
         same,
