@@ -118,20 +118,6 @@ MUTANTS = (
         (f"{FORGED}::test_a_forged_checkpoint_is_a_checkpoint_error[a path outside]",),
     ),
     Mutant(
-        "a-checkpoint-of-other-groups-is-taken",
-        ("S61",),
-        "The parameters of a checkpoint's param groups are not compared with those of the optimizer.",
-        (
-            Edit(
-                "zero.checkpoint.read.fit.Fit._check_states",
-                '        check({"state": meta, "param_groups": named}, contents.groups, contents.storage.listed(), '
-                "self.elementwise)\n",
-                "        assert check\n",
-            ),
-        ),
-        (f"{ERRORS}::test_what_cannot_be_restored_is_named_on_every_rank_and_nothing_changes[other groups]",),
-    ),
-    Mutant(
         "a-checkpoint-of-other-dtypes-is-taken",
         ("S61",),
         "Numbers with a fraction are loaded into a tensor of whole ones.",
