@@ -246,6 +246,19 @@ def test_options_of_param_groups_keep_their_types(tmp_path: Path) -> None:
     assert (second["param_names"], second["params"]) == (["embedding.weight"], [1])
 
 
+def test_a_tied_parameter_may_have_the_name_of_the_headers_format(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.arange(6.0))
+    model.format = model.weight
+    save_small(tmp_path / "a", ZeroOptimizer(model, torch.optim.SGD, lr=0.1))
+    checkpoint = open_checkpoint(tmp_path / "a")
+    with safe_open(checkpoint.path / checkpoint.paths("model")[0], framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt", "weight": "format"}
+    found = checkpoint.model_state_dict()
+    assert found.keys() == {"weight", "format"}
+    model.load_state_dict(found)
+
+
 # -- without this library ----------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,8 @@ from torch import nn
 import zero
 from collectives import Transport, on_threads
 from zero import CheckpointError, CheckpointManager, ZeroOptimizer, open_checkpoint
+from zero.checkpoint.write.save_folder import SaveError
+from zero.core.bits import same_bits
 
 from .saved import BLOCK, OPTIMIZER, save_small
 from .saves import Training
@@ -212,3 +214,33 @@ def test_a_checkpoint_of_before_the_first_step_is_whole_and_can_be_restored(tmp_
     found = open_checkpoint(tmp_path / "step-00000000")
     found.verify()
     assert found.optimizer_state_dict()["state"] == {}
+
+
+def test_a_folder_that_was_given_another_number_is_told_and_changes_nothing(copied: Path) -> None:
+    (copied / "step-00000200").rename(copied / "step-00000300")
+    training = Training(None, 2)
+    before = [parameter.detach().clone() for parameter in training.model.parameters()]
+    with (
+        CheckpointManager(copied, training.optimizer) as checkpoints,
+        pytest.raises(ValueError, match="step-00000300 was saved as step 200: give its folder that name again"),
+    ):
+        checkpoints.restore()
+    for parameter, old in zip(training.model.parameters(), before, strict=True):
+        assert same_bits(parameter.detach().reshape(-1), old.reshape(-1))
+    assert zero.load(copied / "step-00000300", training.optimizer, rng=False).step == 200
+
+
+def test_a_state_whose_key_could_be_that_of_another_parameter_is_refused(tmp_path: Path) -> None:
+    class Dotted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["b.c"] = torch.zeros_like(parameter)
+
+    pairs = [("a", nn.Parameter(torch.ones(3))), ("a.b", nn.Parameter(torch.ones(2)))]
+    optimizer = ZeroOptimizer(pairs, Dotted, lr=0.1)
+    pairs[0][1].sum().backward()  # type: ignore[no-untyped-call]
+    pairs[1][1].sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    with pytest.raises(SaveError, match=r"state 'b\.c' of 'a' could be taken for one of another parameter"):
+        zero.save(tmp_path / "saved", optimizer)
+    assert list(tmp_path.iterdir()) == []

@@ -116,13 +116,12 @@ class Contents:
             found.setdefault(id(parameter), ([*spec.names] or [spec.name], parameter, False))
         for key, (names, tensor, is_buffer) in found.items():
             index = listed[key].index if key in listed else None
+            name, *aliases = sorted(names, key=lambda name: name != "format")  # a header has no alias of this name
             if key in places:
-                number, slot = places[key]
-                spec = self.buckets[number].specs[slot]
-                dtype = spec.dtypes.param_dtype
-                yield StoredTensor(names[0], tuple(names[1:]), dtype, spec.shape, (number, slot), index=index)
+                spec = self.buckets[places[key][0]].specs[places[key][1]]
+                yield StoredTensor(name, tuple(aliases), spec.dtypes.param_dtype, spec.shape, places[key], index=index)
             else:
-                yield from self._whole(names[0], tuple(names[1:]), tensor, is_buffer, index)
+                yield from self._whole(name, tuple(aliases), tensor, is_buffer, index)
 
     def _listed(self) -> list[tuple[Tensor, Any]]:
         """Return the listed parameters with their specs, in the order of torch.optim's indices."""

@@ -80,11 +80,13 @@ def generators() -> dict[str, Any]:
     return found
 
 
-def set_generators(states: Mapping[str, Any]) -> None:
-    """Continue the streams of `generators`."""
+def set_generators(states: Mapping[str, Any]) -> list[str]:
+    """Continue the streams of `generators`. Return the names of those that only one of the two processes has."""
     torch.set_rng_state(states["torch"])
     np.random.set_state(states["numpy"])
     random.setstate(states["random"])
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    here = {"torch", "numpy", "random", *([] if accelerator is None else [accelerator.type])}
     if accelerator is not None and accelerator.type in states:
         torch.get_device_module(accelerator).set_rng_state(states[accelerator.type])
+    return sorted(here ^ states.keys())

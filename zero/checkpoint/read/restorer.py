@@ -75,50 +75,52 @@ class Restorer:
 
     def restore(self, directory: Path, step: int | None) -> Restored | None:
         """Restore ``step``, or the newest that is not broken. Collective. None if there is none at all."""
-        paths: list[str] = []
+        paths: list[tuple[str, int]] = []
         older: list[int] = []
         if self._optimizer.rank == 0:
             there = steps_in(directory)
             wanted = reversed(there) if step is None else [step]
-            paths = [str(there.get(number, directory / step_name(number))) for number in wanted]
+            paths = [(str(there.get(number, directory / step_name(number))), number) for number in wanted]
             older = [] if step is None else [number for number in there if number < step]
         told, older = json.loads(self._optimizer.exchange(json.dumps([paths, older]).encode())[0])
         if not told:
             return None
         try:
-            return self.load([Path(path) for path in told], fall_back=step is None)
+            return self.load([(Path(path), number) for path, number in told], fall_back=step is None)
         except CheckpointError as error:
             if not older:
                 raise
             raise CheckpointError(f"{error}; older steps: {', '.join(map(str, reversed(older)))}") from None
 
     @torch.no_grad()
-    def load(self, paths: Sequence[Path], *, fall_back: bool) -> Restored:
+    def load(self, paths: Sequence[tuple[Path, int | None]], *, fall_back: bool) -> Restored:
         """Load the first of these checkpoints that is not broken. Collective.
 
-        ``fall_back``: whether another one is tried after a broken one.
+        ``paths``: with the step of each; None: any. ``fall_back``: whether another one is tried after a broken one.
         """
         self._engine.agree_to_load()
-        for number, path in enumerate(paths):
-            loader, checkpoint, problem = self._try(path)
+        for number, (path, step) in enumerate(paths):
+            loader, checkpoint, problem = self._try(path, step)
             broken = self._agree(checkpoint, problem)
             if broken is None:
                 assert loader is not None
                 assert checkpoint is not None
                 self._engine.load(loader.load)
                 return self._rest(checkpoint)
-            left = [older.name for older in paths[number + 1 :]]
+            left = [older.name for older, _ in paths[number + 1 :]]
             if not fall_back or not left:
                 raise CheckpointError(broken)
             self.broken.append(path)
             warn_caller(f"{broken}; {left[0]} is tried instead")
         raise CheckpointError("there is no checkpoint")
 
-    def _try(self, path: Path) -> tuple[Loader | None, Checkpoint | None, Exception | None]:
+    def _try(self, path: Path, step: int | None) -> tuple[Loader | None, Checkpoint | None, Exception | None]:
         """Compare a checkpoint with the optimizer, and verify this rank's part of its blocks. Local."""
         checkpoint: Checkpoint | None = None
         try:
             checkpoint = Checkpoint(path)
+            if step is not None and checkpoint.step != step:
+                raise ValueError(f"{path} was saved as step {checkpoint.step}: give its folder that name again")
             checkpoint.check_structure()
             self._verify(checkpoint)
             contents = Contents(self._engine, self._optimizer.param_groups)
@@ -188,7 +190,8 @@ class Restorer:
             saved = checkpoint.rank_state(rank)
             own = saved["rank_state"]
             if self._rng:
-                set_generators(saved["rng"])
+                others = set_generators(saved["rng"])
+                missing += [f"random generators of {name} (here or there is no such device)" for name in others]
         else:
             if self._reshard is not None:
                 everyone = [checkpoint.rank_state(number)["rank_state"] for number in range(checkpoint.world_size)]

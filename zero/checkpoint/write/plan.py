@@ -27,7 +27,7 @@ from torch import Tensor
 from ...core.layout import ParameterSpec
 from ..contents import Contents, Place, StateFacts, StoredTensor
 from ..format.extents import Chunk, FilePlan, Part, chunks, even_part, is_row_major, plan_files, slot_part
-from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder, index_file, state_key
+from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder, index_file, split_key, state_key
 from ..format.tensorfile import DTYPES, NAMES, TensorEntry, header_of, index_bytes, tensors_text
 from .snapshot import Source
 
@@ -170,6 +170,14 @@ class WritePlan:
         states: list[TensorEntry] = []
         masters: list[TensorEntry] = []
         values: dict[str, Any] = {}
+        listed = {stored.name for stored in contents.model if stored.index is not None}
+
+        def key(parameter: str, name: str) -> str:
+            made = state_key(parameter, name)
+            if split_key(made, listed) != (parameter, name):
+                raise ValueError(f"the state {name!r} of {parameter!r} could be taken for one of another parameter")
+            return made
+
         for stored in contents.model:
             if stored.index is None or stored.place is None:
                 continue
@@ -177,8 +185,8 @@ class WritePlan:
             if found is not None:
                 shapes = {name: (dtype, stored.shape) for name, dtype in found.elementwise.items()}
                 for name, (kind, shape) in sorted((shapes | dict(found.tensors)).items()):
-                    states.append(TensorEntry(state_key(stored.name, name), kind, shape))
-                values.update((state_key(stored.name, name), value) for name, value in sorted(found.values.items()))
+                    states.append(TensorEntry(key(stored.name, name), kind, shape))
+                values.update((key(stored.name, name), value) for name, value in sorted(found.values.items()))
             if stored.place in facts.masters:
                 dtype = contents.buckets[stored.place[0]].spec.dtypes.master_dtype
                 masters.append(TensorEntry(stored.name, NAMES[dtype], stored.shape))

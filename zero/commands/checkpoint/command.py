@@ -46,7 +46,7 @@ def _row(step: int, folder: Path) -> list[str]:
     except CheckpointError as error:
         state = one_line(error)
     by = checkpoint.manifest.written_by
-    writer = f"ranks: {by['world_size']}, stage: {by.get('stage')}" if "world_size" in by else "import"
+    writer = f"ranks: {by['world_size']!r}, stage: {by.get('stage')!r}" if "world_size" in by else "import"
     return [str(step), f"{size:,}", writer, checkpoint.content[:SHOWN], state]
 
 
