@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...core.bits import as_bytes
+from ..files import make_folders
 from ..format.checksums import BLOCK_BYTES
 from ..format.extents import Part, chunks
 from ..format.manifest import FileSums, Manifest, SavedParameter
@@ -112,7 +113,7 @@ def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
         return Manifest(step, _parameters(contents), tuple(groups), sums, BLOCK_BYTES, (), written_by)
 
     save = SaveFolder(path, nonce, rank=0, world_size=1, timeout=1.0)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(path.parent)
     save.make()
     heads = {file.path: file.header for file in files} | plain
     snapshot = Snapshot(staged, {}, planned)
