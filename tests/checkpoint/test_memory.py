@@ -15,6 +15,8 @@ from zero import CheckpointManager, MixedPrecision, ZeroOptimizer
 
 from ..pool import GlooPool
 
+pytestmark = pytest.mark.contract
+
 MIB = 1 << 20
 LAYERS, WIDTH = 8, 1024
 STAGING_MB = 4
