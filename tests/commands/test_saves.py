@@ -176,7 +176,7 @@ def test_a_save_that_fails_ends_no_training_and_the_last_one_is_an_error_after_t
     monkeypatch.setattr(SaveFolder, "make_files", make_files)
     more = (f"--checkpoint={folder}", "--checkpoint-every=1")
     if failing == 2:
-        with pytest.warns(RuntimeWarning, match="step 2 was not saved, and training goes on: .*No space left"):
+        with pytest.warns(RuntimeWarning, match="the save of step 2 has failed, and training goes on: .*No space left"):
             trained(*more, steps=3)
     else:
         assert cli.main(flags(text, tmp_path / "out", "--ranks=1", "--steps=3", *more), "train") == 1

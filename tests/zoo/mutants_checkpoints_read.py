@@ -128,7 +128,8 @@ MUTANTS = (
         (
             Edit(
                 f"{RESTORER}._rest",
-                '                set_generators(saved["rng"])\n',
+                '                others = set_generators(saved["rng"])\n',
+                "                others = []\n"
                 "                try:\n"
                 '                    set_generators({**saved["rng"], "torch": saved["rng"]["numpy"]})\n'
                 "                except TypeError:\n"
