@@ -327,7 +327,8 @@ def test_a_save_that_is_over_holds_nothing_of_what_it_wrote(tmp_path: Path) -> N
                 if thread.name.startswith("zero-checkpoint"):
                     thread.join(PATIENCE)
             sizes.append(sum(live_storages().values()))
-    assert max(sizes) - min(sizes) < 10_000, "the caller's tensor alone has 400,000 bytes; a step makes small states"
+    # the caller's tensor alone has 400,000 bytes; a step makes small states, and what ran before may still be freed
+    assert max(sizes[1:]) - sizes[0] < 10_000
 
 
 @pytest.mark.filterwarnings("ignore:the save of step 1 has failed:RuntimeWarning")
