@@ -368,10 +368,10 @@ def test_a_checkpoint_that_the_user_has_removed_is_not_missed(tmp_path: Path, op
         warnings.simplefilter("always")
         for step in (1, 2, 3):
             checkpoints.save(step, blocking=True)
-        shutil.rmtree(tmp_path / "step-00000002")
+        shutil.rmtree(tmp_path / "step-00000003")
         checkpoints.save(4, blocking=True)
     assert [str(found.message) for found in warned] == []
-    assert entries(tmp_path) == names(3, 4)
+    assert entries(tmp_path) == names(2, 4)
 
 
 def test_a_checkpoint_with_anything_foreign_is_left_and_named(tmp_path: Path, optimizer: ZeroOptimizer) -> None:

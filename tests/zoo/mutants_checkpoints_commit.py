@@ -274,7 +274,7 @@ MUTANTS = (
     Mutant(
         "retention-remembers-what-it-has-saved",
         ("S85",),
-        "Retention goes by its own list of steps: one that the user has removed is an error of every later save.",
+        "Retention goes by its own list of steps: one that the user has removed counts as kept, and one too few is.",
         (
             Edit(
                 "zero.checkpoint.retention.Retention.apply",
