@@ -320,6 +320,8 @@ def test_a_newest_checkpoint_that_is_broken_is_replaced_when_training_comes_to_i
         with pytest.raises(FileExistsError, match="step-00000001 exists"):
             checkpoints.save(1)
         checkpoints.save(2, blocking=True)
+        with pytest.raises(FileExistsError, match="step-00000002 exists"):
+            checkpoints.save(2)
     zero.open_checkpoint(tmp_path / "step-00000002").verify()
     assert entries(tmp_path) == names(1, 2)
 

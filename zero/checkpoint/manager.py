@@ -1,7 +1,6 @@
 """`CheckpointManager`: the checkpoints of one training run in one folder.
 
-Knows: the public calls, which save is under way. Does not know: how a save or a load works, which
-checkpoints are kept.
+Knows: the public calls, which save is under way. Does not know: how a save or a load works, which ones are kept.
 """
 
 from __future__ import annotations
@@ -161,6 +160,7 @@ class CheckpointManager:
         if saving is None:
             return None
         self._saving = saving
+        self._broken.discard(target.name)  # it is replaced once
         if before is not None:
             before.remove_rest()  # every rank has seen how it ended
         if request.blocking:

@@ -25,9 +25,10 @@ from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options, is_elementwise
 from .inner import BucketUpdate, InnerOptimizer, unhooked_step
 
-# With AVX-512 torch computes `sigmoid` and `pow` of the last n % 32 elements of a tensor in another way. Alone, all of
-# these sizes have such a rest; in a run of pieces, which need no padding between them, most elements are in none.
-RAGGED = (16, 48, 80, 112, 144, 176, 208, 240)
+# With AVX-512 torch computes `sigmoid` and `pow` of 128 bytes at once, and of a rest of fewer in another way. Ranks cut
+# at multiples of 64 bytes. Throw-away tensors of so many times 64 bytes have such a rest if they are stepped whole, and
+# hardly any in pieces, which lie side by side without padding.
+RAGGED = (1, 3, 5, 7, 9, 11, 13, 15)
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def _shapes(dimensions: int, setting: Setting) -> list[tuple[int, ...]]:
         case 0:
             return [()]
         case 1:
-            ragged = [(size,) for size in RAGGED if setting.device.type == "cpu"]
+            ragged = [(times * setting.dtypes.alignment,) for times in RAGGED if setting.device.type == "cpu"]
             return [(96,), *ragged, *([(1,)] if setting.single_elements else [])]
         case 2:
             return [(131, 137) if setting.matrices else (13, 17)]

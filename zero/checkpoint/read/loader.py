@@ -179,7 +179,7 @@ class Loader:
         for name, part in self._scalar_parts:
             self._parts.want(OPTIMIZER, name, part)
         on_host = all(torch.device(bucket.spec.device).type == "cpu" for bucket in self._contents.buckets)
-        self._parts.read(threads_of_rank(self._contents.parts.shards.world_size) if on_host else 1)
+        self._parts.read(threads_of_rank(self._contents.transport.world_size) if on_host else 1)
 
     # -- the end of a bucket ------------------------------------------------------------------------------------------
 
