@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,11 +22,24 @@ pytestmark = pytest.mark.contract
 MIB = 1 << 20
 LAYERS, WIDTH = 8, 1024
 STAGING_MB = 4
+BLOCKS = 4 * 4  # MiB: of each thread that reads, one
+MMAP_THRESHOLD = -3  # the number of this setting in glibc's malloc.h
 
 
 def _resident(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+@contextmanager
+def _freed_at_once() -> Iterator[None]:
+    """Let glibc give large memory back when it is freed: else holes of its heap count, some runs more than 10 MiB."""
+    glibc = ctypes.CDLL(None)
+    assert glibc.mallopt(MMAP_THRESHOLD, 128 << 10)
+    try:
+        yield
+    finally:
+        glibc.mallopt(MMAP_THRESHOLD, 32 << 20)  # where the default ends in a process that frees as much
 
 
 def _added(action: Callable[[], object]) -> int:
@@ -36,6 +51,7 @@ def _added(action: Callable[[], object]) -> int:
     return _resident("VmHWM") - before
 
 
+@_freed_at_once()
 def _process(group: dist.ProcessGroup, rank: int, stage: int, narrow: bool, path: str) -> tuple[int, int]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
@@ -71,5 +87,5 @@ def test_a_save_adds_the_parameters_and_its_staging_and_a_load_a_few_blocks(
 ) -> None:
     numel = LAYERS * WIDTH * (WIDTH + 1) // 2  # of a rank
     for saved, loaded in gloo.run(_process, stage, narrow, str(tmp_path), ranks=(0, 1)):
-        assert saved <= numel * (2 if narrow else 4) + STAGING_MB * MIB + 16 * MIB, f"{saved / MIB:.1f} MiB"
-        assert loaded <= 16 * MIB, f"{loaded / MIB:.1f} MiB"
+        assert saved <= numel * (2 if narrow else 4) + STAGING_MB * MIB + 8 * MIB, f"{saved / MIB:.1f} MiB"
+        assert loaded <= BLOCKS * MIB + 2 * MIB, f"{loaded / MIB:.1f} MiB"
