@@ -1,0 +1,1 @@
+"""What a training will hold, send and wait for, computed before it runs."""
