@@ -239,6 +239,9 @@ def test_a_failure_is_a_warning_at_the_line_of_the_step_and_an_error_of_close(
     with pytest.warns(RuntimeWarning, match="the save of step 1 has failed, and training goes on: rank 0") as warned:
         training.optimizer.step()
     assert [found.filename for found in warned] == [__file__]
+    assert "the next save tries again: remove the cause, since 3 failures in a row are an error" in str(
+        warned[0].message
+    )
     training.optimizer.zero_grad()
     training.step(2)
     with pytest.raises(RuntimeError, match=r"rank 0 could not save .*Input/output error"):

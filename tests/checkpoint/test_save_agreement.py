@@ -86,10 +86,15 @@ def test_ranks_that_save_to_other_paths_are_told(tmp_path: Path) -> None:
         training = Training(transport, 0)
         with pytest.raises(ValueError, match=r"the folder is '.*/1' on rank 1 .*, but '.*/0' on rank 0"):
             zero.save(tmp_path / f"{transport.rank}", training.optimizer)
+        with pytest.raises(ValueError, match=r"the folder is '.*/run-1' on rank 1 .*, but '.*/run-0' on rank 0"):
+            zero.save(tmp_path / f"run-{transport.rank}" / "saved", training.optimizer)
         training.optimizer.exchange(b"")
-        assert entries(tmp_path) == []
+        assert entries(tmp_path) == ["run-0", "run-1"]
 
+    for rank in (0, 1):
+        (tmp_path / f"run-{rank}").mkdir()
     on_threads(2, program, timeout=5)  # for which each would wait for the other's part
+    assert entries(tmp_path / "run-0") == []
 
 
 def test_a_file_to_copy_that_one_rank_lacks_is_told_to_all(tmp_path: Path) -> None:

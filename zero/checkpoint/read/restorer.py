@@ -193,9 +193,11 @@ class Restorer:
                 others = set_generators(saved["rng"])
                 missing += [f"random generators of {name} (here or there is no such device)" for name in others]
         else:
+            everyone = [checkpoint.rank_state(number)["rank_state"] for number in range(checkpoint.world_size)]
             if self._reshard is not None:
-                everyone = [checkpoint.rank_state(number)["rank_state"] for number in range(checkpoint.world_size)]
                 own = self._reshard(everyone, rank, world)
+            elif any(everyone):
+                missing.append(f"rank_state (saved by {len(everyone)} ranks, and here are {world}: pass reshard=)")
             if self._rng:
                 missing.append(f"random generators (saved by {checkpoint.world_size} ranks, and here are {world})")
         if missing and rank == 0:

@@ -5,14 +5,12 @@ Knows: how whole tensors become files, and the order of a save. Does not know: w
 
 from __future__ import annotations
 
-import platform
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...core.bits import as_bytes
@@ -29,6 +27,7 @@ from .plan import lay_out
 from .save_folder import SaveFolder
 from .save_thread import SavePlan, Saving
 from .snapshot import Snapshot, Source
+from .versions import versions
 
 _MAX_SHARD_BYTES = 5 * 10**9
 
@@ -109,7 +108,7 @@ def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
     nonce = secrets.token_hex(8)
 
     def manifest(sums: Mapping[str, FileSums]) -> Manifest:
-        written_by = {"nonce": nonce, "torch": torch.__version__, "python": platform.python_version()}
+        written_by = {"nonce": nonce, **versions()}
         return Manifest(step, _parameters(contents), tuple(groups), sums, BLOCK_BYTES, (), written_by)
 
     save = SaveFolder(path, nonce, rank=0, world_size=1, timeout=1.0)
