@@ -50,8 +50,8 @@ DIFFERENCES: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
         lambda rank: {"step": 1, "rank_state": {"f": {1, 2} if rank else 1}},
         r"rank_state.*'f'.* is a set",
     ),
-    "a step below 0": (lambda rank: {"step": -rank}, r"step must be 0 or more, not -1"),
-    "no number": (lambda rank: {"step": "1" if rank else 1}, r"step must be 0 or more, not '1'"),
+    "a step below 0": (lambda rank: {"step": -rank}, r"step must be an int of 0 or more, not -1"),
+    "no number": (lambda rank: {"step": "1" if rank else 1}, r"step must be an int of 0 or more, not '1'"),
 }
 
 

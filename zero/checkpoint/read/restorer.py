@@ -24,7 +24,7 @@ from ...optimizer import ZeroOptimizer
 from ..contents import Contents
 from ..directory import step_name, steps_in
 from ..format.manifest import VersionError
-from ..options import warn_caller
+from ..options import check_step, warn_caller
 from ..user_state import check_keys, restored, set_generators
 from .file_reader import CheckpointError
 from .fit import Fit
@@ -77,12 +77,19 @@ class Restorer:
         """Restore ``step``, or the newest that is not broken. Collective. None if there is none at all."""
         paths: list[tuple[str, int]] = []
         older: list[int] = []
-        if self._optimizer.rank == 0:
-            there = steps_in(directory)
-            wanted = reversed(there) if step is None else [step]
-            paths = [(str(there.get(number, directory / step_name(number))), number) for number in wanted]
-            older = [] if step is None else [number for number in there if number < step]
-        told, older = json.loads(self._optimizer.exchange(json.dumps([paths, older]).encode())[0])
+        problem: Exception | None = None
+        try:
+            paths, older = self._choose(directory, step)
+        except Exception as error:
+            problem = error
+        mine = [None if problem is None else str(problem), paths, older]
+        found = [json.loads(data) for data in self._optimizer.exchange(json.dumps(mine).encode())]
+        if problem is not None:
+            raise problem
+        for rank, (theirs, _, _) in enumerate(found):
+            if theirs is not None:
+                raise ValueError(f"rank {rank}: {theirs}")
+        _, told, older = found[0]
         if not told:
             return None
         try:
@@ -91,6 +98,20 @@ class Restorer:
             if not older:
                 raise
             raise CheckpointError(f"{error}; older steps: {', '.join(map(str, reversed(older)))}") from None
+
+    def _choose(self, directory: Path, step: int | None) -> tuple[list[tuple[str, int]], list[int]]:
+        """Return, on rank 0, the folders to try, with their steps, and the steps before ``step``. Local."""
+        if step is not None:
+            check_step(step)
+        if self._optimizer.rank != 0:
+            return [], []
+        try:
+            there = steps_in(directory)
+        except OSError as error:
+            raise CheckpointError(f"{directory} cannot be read ({error.strerror or error})") from error
+        wanted = reversed(there) if step is None else [step]
+        paths = [(str(there.get(number, directory / step_name(number))), number) for number in wanted]
+        return paths, [] if step is None else [number for number in there if number < step]
 
     @torch.no_grad()
     def load(self, paths: Sequence[tuple[Path, int | None]], *, fall_back: bool) -> Restored:
