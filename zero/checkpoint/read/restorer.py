@@ -25,7 +25,7 @@ from ..contents import Contents
 from ..directory import step_name, steps_in
 from ..format.manifest import VersionError
 from ..options import check_step, warn_caller
-from ..user_state import check_keys, restored, set_generators
+from ..user_state import check_generators, check_keys, restored, set_generators
 from .file_reader import CheckpointError
 from .fit import Fit
 from .loader import Loader
@@ -149,7 +149,7 @@ class Restorer:
             check_keys(self._state, checkpoint.state, "state")
             self._check_rank_state(checkpoint)
             return Loader(contents, checkpoint, fit, with_states=self._with_states), checkpoint, None
-        except (ValueError, OSError, TypeError) as error:
+        except Exception as error:
             return None, checkpoint, error
 
     def _verify(self, checkpoint: Checkpoint) -> None:
@@ -173,9 +173,15 @@ class Restorer:
                 f"rank_state was saved for {checkpoint.world_size} ranks, and here are {self._optimizer.world_size}: "
                 "pass reshard=, which makes a rank's state from those of all, or leave rank_state away"
             )
-        if same and self._rank_state is not None:
-            saved = checkpoint.rank_state(self._optimizer.rank)["rank_state"]
-            check_keys(self._rank_state, saved, "rank_state")
+        needed = [self._optimizer.rank] if same else []
+        if not same and self._reshard is not None:
+            needed = list(range(checkpoint.world_size))
+        for number in needed:
+            saved = checkpoint.rank_state(number)  # raises if it is damaged
+            if same:
+                check_keys(self._rank_state, saved["rank_state"], "rank_state")
+                if self._rng:
+                    check_generators(saved["rng"])
 
     def _agree(self, checkpoint: Checkpoint | None, problem: Exception | None) -> str | None:
         """Return, as text, why the checkpoint is broken; None if it can be loaded. Collective.
