@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,16 @@ def test_what_rank_0_alone_finds_before_it_has_chosen_a_checkpoint_ends_the_rest
         assert words == [f"{copied} cannot be read (it fails)", f"rank 0: {copied} cannot be read (it fails)"]
     else:
         assert words == [f"step must be an int of 0 or more, not {step!r}"] * 2
+
+
+@pytest.mark.parametrize("name", ["$note", 7, "optimizer_class"])
+def test_an_option_that_no_restore_would_find_is_refused(name: Any, tmp_path: Path) -> None:
+    training = Training(None, 1)
+    training.optimizer.param_groups[0][name] = 1
+    words = re.escape(f"optimizer.param_groups[0] has the option {name!r}: a saved option has")
+    with pytest.raises(TypeError, match=words):
+        zero.save(tmp_path / "one", training.optimizer)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_state_whose_key_could_be_that_of_another_parameter_is_refused(tmp_path: Path) -> None:

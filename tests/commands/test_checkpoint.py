@@ -381,6 +381,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"model": ONE, "optimizer": adam(param_names=["v"])},
         "the optimizer has 'v', which the model has not",
     ),
+    "too many names": (
+        {"model": ONE, "optimizer": adam(param_names=["w", "v"])},
+        "param group 0 of the optimizer has 1 parameters, but 2 names",
+    ),
+    "an option of no name": (
+        {"model": ONE, "optimizer": {"state": {}, "param_groups": [{"params": [0], "$x": 1}]}},
+        r"optimizer\.param_groups\[0\] has the option '\$x'",
+    ),
     "another order": (
         {"model": ONE, "optimizer": {**adam(), "state": {0: {"m": torch.ones(3)}}}},
         r"state 'm' of parameter 0 has shape \(3,\), and 'w' has \(2,\): the optimizer's order is not the model's",
