@@ -147,7 +147,7 @@ CASES: dict[str, tuple[Callable[[Path], None], Callable[[Transport], ZeroOptimiz
         no_change,
         same,
         {"rank_state": {"rank": 0}},
-        r"rank_state was saved for 3 ranks, and here are 2: pass reshard=",
+        r"rank_state was saved for 3 ranks, and this run has 2: pass reshard=",
     ),
     "a key": (no_change, same, {"state": {"scaler": 1}}, r"state\['scaler'\] was not saved: the checkpoint has 'n'"),
 }

@@ -36,7 +36,7 @@ DIFFERENCES: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
         lambda rank: {"step": 1, "overwrite": rank == 1},
         r"overwrite is True on rank 1 .* but False on rank 0",
     ),
-    "state": (other_state, r"state\['scheduler'\] is not on rank 1 .*belongs into rank_state"),
+    "state": (other_state, r"state\['scheduler'\] is not on rank 1 .*belongs in rank_state"),
     "a tensor's bit": (
         lambda rank: {"step": 1, "state": {"t": torch.tensor([0.0, -0.0 if rank else 0.0])}},
         r"state\['t'\] is not on rank 1",

@@ -262,7 +262,7 @@ def test_an_imported_file_is_the_checkpoint_from_which_training_goes_on(tmp_path
     module = Odd()
     optimizer = ZeroOptimizer(groups(module), torch.optim.AdamW, module=module, stage=3)
     with pytest.warns(RuntimeWarning, match="random generators"):
-        assert zero.load(path, optimizer).not_restored == ("random generators (saved by 0 ranks, and here are 1)",)
+        assert zero.load(path, optimizer).not_restored == ("random generators (saved by 0 ranks, and this run has 1)",)
     train(module, optimizer, BATCHES[3:])
     train(expected, reference, BATCHES[3:])
     optimizer.consolidate_state_dict()

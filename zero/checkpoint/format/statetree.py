@@ -121,7 +121,7 @@ def _encode(value: Any, place: str, path: str, tensors: dict[str, Tensor]) -> An
         kind = "a class" if isinstance(value, type) else "a function"
     raise TypeError(
         f"{place} is {kind}: only None, numbers, text, bytes, lists, tuples, dicts, Counters, NumPy values and tensors "
-        "can be saved; leave it away, or give it a state_dict() of these"
+        "can be saved; leave it out, or give it a state_dict() of these"
     )
 
 

@@ -170,8 +170,9 @@ class Restorer:
         same = checkpoint.world_size == self._optimizer.world_size
         if self._rank_state is not None and not same and self._reshard is None:
             raise ValueError(
-                f"rank_state was saved for {checkpoint.world_size} ranks, and here are {self._optimizer.world_size}: "
-                "pass reshard=, which makes a rank's state from those of all, or leave rank_state away"
+                f"rank_state was saved for {checkpoint.world_size} ranks, and this run has "
+                f"{self._optimizer.world_size}: pass reshard=, which makes a rank's state from those of all, or leave "
+                "out rank_state"
             )
         needed = [self._optimizer.rank] if same else []
         if not same and self._reshard is not None:
@@ -224,7 +225,7 @@ class Restorer:
                 everyone = [checkpoint.rank_state(number)["rank_state"] for number in range(checkpoint.world_size)]
                 own = self._reshard(everyone, rank, world)
             if self._rng:
-                missing.append(f"random generators (saved by {checkpoint.world_size} ranks, and here are {world})")
+                missing.append(f"random generators (saved by {checkpoint.world_size} ranks, and this run has {world})")
         if missing and rank == 0:
             warn_caller(f"not restored from {checkpoint.path}: {', '.join(missing)}")
         rest = restored(self._rank_state, own)

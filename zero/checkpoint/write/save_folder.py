@@ -242,7 +242,7 @@ class SaveFolder:
     def _given_up(self) -> SaveError:
         if self._abandoned is not None:
             return SaveError(self._abandoned[0])
-        return GivenUpError(f"rank 0 has given up to save {self.target}")
+        return GivenUpError(f"rank 0 has given up saving {self.target}")
 
     def _note(self, name: str) -> Path:
         return self.temporary / NOTES / name
