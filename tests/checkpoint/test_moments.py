@@ -371,7 +371,7 @@ def test_a_rank_that_finds_nothing_of_a_save_knows_that_it_was_given_up(
     folder, clock = waiting(tmp_path, lambda now: None, monkeypatch)
     folder.remove_rest()
     for call in (folder.wait_until_ready, folder.wait_until_committed):
-        with pytest.raises(SaveError, match="rank 0 has given up to save"):
+        with pytest.raises(SaveError, match="rank 0 has given up saving"):
             call()
     assert clock.now == 0
 

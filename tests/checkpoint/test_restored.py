@@ -165,7 +165,7 @@ def test_random_streams_go_on_with_as_many_ranks_and_are_named_otherwise(tmp_pat
         return restored.not_restored
 
     for missing in on_threads(2, program):
-        assert missing == ("random generators (saved by 1 ranks, and here are 2)",)
+        assert missing == ("random generators (saved by 1 ranks, and this run has 2)",)
 
 
 def _alone() -> Training:
@@ -187,7 +187,7 @@ def test_each_rank_has_its_own_state_back_or_one_made_from_all(tmp_path: Path) -
 
     def read_otherwise(transport: Transport) -> Any:
         optimizer = Training(transport, Topology(2, 1)).optimizer
-        with pytest.raises(ValueError, match="rank_state was saved for 3 ranks, and here are 2"):
+        with pytest.raises(ValueError, match="rank_state was saved for 3 ranks, and this run has 2"):
             load(tmp_path / "saved", optimizer, rank_state={"place": 0})
         return load(tmp_path / "saved", optimizer, rng=False, reshard=reshard).rank_state["place"]
 

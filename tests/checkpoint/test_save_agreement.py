@@ -36,7 +36,7 @@ DIFFERENCES: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
         lambda rank: {"step": 1, "overwrite": rank == 1},
         r"overwrite is True on rank 1 .* but False on rank 0",
     ),
-    "state": (other_state, r"state\['scheduler'\] is not on rank 1 .*belongs into rank_state"),
+    "state": (other_state, r"state\['scheduler'\] is not on rank 1 .*belongs in rank_state"),
     "a tensor's bit": (
         lambda rank: {"step": 1, "state": {"t": torch.tensor([0.0, -0.0 if rank else 0.0])}},
         r"state\['t'\] is not on rank 1",
@@ -50,8 +50,8 @@ DIFFERENCES: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
         lambda rank: {"step": 1, "rank_state": {"f": {1, 2} if rank else 1}},
         r"rank_state.*'f'.* is a set",
     ),
-    "a step below 0": (lambda rank: {"step": -rank}, r"step must be 0 or more, not -1"),
-    "no number": (lambda rank: {"step": "1" if rank else 1}, r"step must be 0 or more, not '1'"),
+    "a step below 0": (lambda rank: {"step": -rank}, r"step must be an int of 0 or more, not -1"),
+    "no number": (lambda rank: {"step": "1" if rank else 1}, r"step must be an int of 0 or more, not '1'"),
 }
 
 

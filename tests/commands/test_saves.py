@@ -103,7 +103,7 @@ def test_a_run_goes_on_at_other_numbers_of_ranks_under_any_launcher(text: Path, 
     three = command(*torchrun, *arguments("three", "--steps=6", "--stage=3", "--resume=auto", folder))
     assert three.returncode == 0, three.stderr
     assert "not restored" in three.stdout
-    assert "random generators (saved by 2 ranks, and here are 3)" in three.stdout
+    assert "random generators (saved by 2 ranks, and this run has 3)" in three.stdout
     again = command(*torchrun, *arguments("again", "--steps=6", folder))
     assert again.returncode != 0
     assert "go on from it with --resume auto" in again.stderr

@@ -141,7 +141,11 @@ class Checkpoint(TensorFolder):
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         """Return a rank's own state, with its random generators: "rng" and "rank_state"."""
-        return self.tree(rank_file(rank))
+        path = rank_file(rank)
+        found = self.tree(path)
+        if not all(isinstance(found.get(key), dict) for key in ("rng", "rank_state")):
+            raise CheckpointError(f"{self.path / path}: it has no 'rng' and 'rank_state' by name")
+        return found
 
     @property
     def world_size(self) -> int:

@@ -267,5 +267,5 @@ def _compare(found: list[dict[str, Any]]) -> None:
                     )
                 raise ValueError(
                     f"save(): {key} is not on rank {rank} (host {theirs['host']}) what it is on rank 0: every rank "
-                    "must save the same; what differs between ranks belongs into rank_state"
+                    "must save the same; what differs between ranks belongs in rank_state"
                 )

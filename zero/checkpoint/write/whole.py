@@ -19,7 +19,7 @@ from ..format.checksums import BLOCK_BYTES
 from ..format.extents import Part, chunks
 from ..format.manifest import FileSums, Manifest, SavedParameter
 from ..format.names import MASTERS, MODEL, OPTIMIZER, STATE_FILE, averages_folder, state_key
-from ..format.statetree import encode, encode_inline
+from ..format.statetree import encode, encode_inline, encode_options
 from ..format.tensorfile import NAMES, TensorEntry
 from .capture import TreeFile
 from .one_path import OnePath
@@ -81,7 +81,7 @@ def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
                 values[key] = encode_inline(value, f"optimizer.state[{parameter!r}][{name!r}]")
     groups = [
         {
-            **encode_inline({k: v for k, v in group.items() if k != "params"}, f"optimizer.param_groups[{number}]"),
+            **encode_options({k: v for k, v in group.items() if k != "params"}, f"optimizer.param_groups[{number}]"),
             "params": list(group["params"]),
         }
         for number, group in enumerate(contents.groups)
