@@ -36,7 +36,7 @@ _NUMPY = {
     "$array": lambda tensor: tensor.numpy(),
     "$scalar": lambda tensor: tensor.numpy()[()],
 }
-_RESERVED = ("params", "optimizer_class", "optimizer_module")  # keys of a param group that are no options
+NO_OPTIONS = ("params", "optimizer_class", "optimizer_module")  # keys of a saved param group beside its options
 _MOST_BITS = 14_000  # of a whole number: Python reads and writes at most 4,300 digits
 
 
@@ -64,10 +64,10 @@ def encode_options(options: Mapping[Any, Any], name: str) -> dict[str, Any]:
     Raises `TypeError` also for a name of an option that stands for something else in a checkpoint.
     """
     for key in options:
-        if type(key) is not str or key.startswith("$") or key in _RESERVED:
+        if type(key) is not str or key.startswith("$") or key in NO_OPTIONS:
             raise TypeError(
                 f"{name} has the option {key!r}: a saved option has a text as its name, which does not begin with '$' "
-                f"and is none of {', '.join(map(repr, _RESERVED))}"
+                f"and is none of {', '.join(map(repr, NO_OPTIONS))}"
             )
     found: dict[str, Any] = encode_inline(dict(options), name)
     return found

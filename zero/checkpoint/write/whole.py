@@ -19,7 +19,7 @@ from ..format.checksums import BLOCK_BYTES
 from ..format.extents import Part, chunks
 from ..format.manifest import FileSums, Manifest, SavedParameter
 from ..format.names import MASTERS, MODEL, OPTIMIZER, STATE_FILE, averages_folder, state_key
-from ..format.statetree import encode, encode_inline, encode_options
+from ..format.statetree import NO_OPTIONS, encode, encode_inline, encode_options
 from ..format.tensorfile import NAMES, TensorEntry
 from .capture import TreeFile
 from .one_path import OnePath
@@ -38,7 +38,8 @@ class WholeContents:
 
     Attributes:
         model: by name; ``aliases``: further names, with the names of the same tensors in ``model``.
-        groups: the options of the param groups; "params" has the names of the parameters.
+        groups: the options of the param groups; "params" has the names of the parameters, and "optimizer_class" and
+            "optimizer_module", if they are known, those of the class.
         states: by the parameter's name and the state's name, tensors and plain values.
         masters: the master weights, by name.
         averages: by their name, tensors by name.
@@ -79,13 +80,12 @@ def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
                 tensors[OPTIMIZER, key] = value
             else:
                 values[key] = encode_inline(value, f"optimizer.state[{parameter!r}][{name!r}]")
-    groups = [
-        {
-            **encode_options({k: v for k, v in group.items() if k != "params"}, f"optimizer.param_groups[{number}]"),
-            "params": list(group["params"]),
-        }
-        for number, group in enumerate(contents.groups)
-    ]
+    groups = []
+    for number, group in enumerate(contents.groups):
+        beside = {key: group[key] for key in NO_OPTIONS if isinstance(group.get(key), str)}
+        options = {key: value for key, value in group.items() if key not in (*beside, "params")}
+        encoded = encode_options(options, f"optimizer.param_groups[{number}]")
+        groups.append({**encoded, **beside, "params": list(group["params"])})
     of_state = TreeFile(STATE_FILE, *encode(dict(contents.state), "state"))
     entries: dict[str, list[TensorEntry]] = {MODEL: [], OPTIMIZER: [], MASTERS: []}
     for (folder, name), tensor in tensors.items():
