@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,10 @@ BF16 = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
 
 @dataclass(frozen=True)
 class Topology:
-    """How a training is laid out. Nothing here may change a bit, but ``precision``."""
+    """How a training is laid out. Nothing here may change a bit, but ``precision``.
+
+    ``offload``: the name of a folder, see `below`.
+    """
 
     world_size: int = 1
     stage: int = 0
@@ -32,11 +35,20 @@ class Topology:
     offload: Path | None = None
     offload_parameters: bool = False
     precision: MixedPrecision | None = None
+    collective: str = "auto"
 
     def __str__(self) -> str:
         factor = "" if self.factor is None else f"of{self.factor}"
         extras = ("" if self.asynchronous else "-blocking") + ("" if self.offload is None else "-offload")
+        extras += "" if self.collective == "auto" else f"-{self.collective}"
         return f"{self.world_size}{factor}-stage{self.stage}-{self.cap:g}MiB{extras}"
+
+    def below(self, folder: Path) -> Topology:
+        """Return this topology with what it keeps on a disk in a new folder below ``folder``."""
+        if self.offload is None:
+            return self
+        (folder / self.offload).mkdir(parents=True)
+        return replace(self, offload=folder / self.offload)
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,7 @@ def optimizer_of(model: Odd, transport: Transport, topology: Topology, of: Class
         process_group=transport,
         bucket_cap_mb=topology.cap,
         sharding_factor=topology.factor,
+        collective=topology.collective,
         offload=offload,
         mixed_precision=topology.precision,
         divisor=MICRO_BATCHES,

@@ -65,11 +65,16 @@ class Taker:
         self._allowed: dict[int, int | None] = {}
         self._taken: dict[int, int] = {}
         self._stuck: set[int] = set()
+        self._buckets: dict[int, list[set[int]]] = {}  # of which a rank has taken states, by chunk
         self.peak: dict[int, int] = {}  # bytes of states that a rank has copied at once
         take, keep = snapshot.Snapshot.take, snapshot.Snapshot._keep
 
         def wrapped(this: snapshot.Snapshot, chunk: Chunk, out: Tensor) -> None:
-            self._wait(_rank())
+            rank = _rank()
+            self._wait(rank)
+            if rank is not None:
+                buckets = {this._live[source][0] for source in chunk.sources if source in this._live}
+                self._buckets.setdefault(rank, []).append(buckets)
             take(this, chunk, out)
 
         def kept(this: snapshot.Snapshot, source: snapshot.Source) -> None:
@@ -113,6 +118,11 @@ class Taker:
     def taken(self, rank: int) -> int:
         """Return how many chunks a rank has taken."""
         return self._taken[rank]
+
+    def one_of_each_bucket(self, rank: int) -> list[int]:
+        """Return, for each bucket, how many chunks of the last save a rank takes until it has one of its states."""
+        taken = self._buckets[rank][-self._taken[rank] :]
+        return [1 + next(n for n, of in enumerate(taken) if bucket in of) for bucket in sorted(set().union(*taken))]
 
 
 def _rank() -> int | None:

@@ -177,8 +177,11 @@ def test_after_any_crash_in_a_removal_the_kept_checkpoints_are_whole(
             zero.open_checkpoint(steps_in(left / "run")[step]).verify()
 
 
-def test_after_any_crash_the_next_run_removes_what_a_save_or_a_removal_has_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("assets", [False, True])
+def test_after_any_crash_the_next_run_removes_what_a_save_or_a_removal_has_left(assets: bool, tmp_path: Path) -> None:
     states: dict[int, tuple[dict[str, bytes | None], str, Call]] = {}
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "config.json").write_text("{}")
     training = Training(None, 1)
     training.step(0)
     with pytest.MonkeyPatch.context() as patch:
@@ -194,7 +197,8 @@ def test_after_any_crash_the_next_run_removes_what_a_save_or_a_removal_has_left(
                     states[zlib.crc32(repr(small).encode())] = (tree, world, call)
 
         disk.after = crash
-        with CheckpointManager(tmp_path / "run", training.optimizer, max_to_keep=1) as checkpoints:
+        config = tmp_path / "assets" if assets else None
+        with CheckpointManager(tmp_path / "run", training.optimizer, max_to_keep=1, assets=config) as checkpoints:
             for step in (1, 2):
                 checkpoints.save(step, blocking=True)
     assert len(states) > 30

@@ -298,6 +298,23 @@ def test_only_a_checkpoint_is_replaced(what: str, tmp_path: Path, optimizer: Zer
     assert tree(tmp_path) == before
 
 
+def test_a_folder_without_a_manifest_is_not_replaced_whatever_its_files_are_called(
+    tmp_path: Path, optimizer: ZeroOptimizer
+) -> None:
+    weights = tmp_path / "mine" / "model" / "model-00001-of-00001.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"of another library")
+    with pytest.raises(
+        FileExistsError, match=r"mine is no checkpoint, since it has no checkpoint\.json: save elsewhere"
+    ):
+        zero.save(tmp_path / "mine", optimizer, overwrite=True)
+    assert (entries(tmp_path), weights.read_bytes()) == (["mine"], b"of another library")
+    weights.unlink()
+    weights.parent.rmdir()
+    zero.save(tmp_path / "mine", optimizer, overwrite=True)  # an empty folder
+    zero.open_checkpoint(tmp_path / "mine").verify()
+
+
 def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
     (tmp_path / "step-00000004").mkdir()
     (tmp_path / "step-00000004" / "weights.bin").touch()

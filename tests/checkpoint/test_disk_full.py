@@ -223,6 +223,27 @@ def test_a_blocking_save_that_fails_on_one_rank_ends_at_once_on_all_with_its_cau
     assert entries(tmp_path / "run") == [".lock"]
 
 
+def test_a_failure_in_a_folder_whose_name_is_no_text_is_known_to_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / os.fsdecode(b"caf\xe9")
+    disk = Disk(monkeypatch, tmp_path)
+
+    def program(transport: Transport) -> None:
+        disk.this_thread_is(transport.rank)
+        training = Training(transport, 1)
+        training.step(0)
+        checkpoints = CheckpointManager(run, training.optimizer)
+        checkpoints.save(1, blocking=True)
+        disk.fail_when(lambda call: call.rank == 1 and call.name == "sync", errno.EIO)
+        checkpoints.save(2)
+        with pytest.raises(RuntimeError, match=r"rank 1 could not save .*/caf\\udce9/step-00000002: OSError"):
+            checkpoints.close()
+
+    on_threads(2, program, timeout=5)  # for which a rank would wait that is not told
+    assert entries(run) == [".lock", "step-00000001"]
+
+
 @pytest.mark.timeout(20)  # a save that never ends would be waited for
 def test_a_failure_is_a_warning_at_the_line_of_the_step_and_an_error_of_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -239,6 +260,9 @@ def test_a_failure_is_a_warning_at_the_line_of_the_step_and_an_error_of_close(
     with pytest.warns(RuntimeWarning, match="the save of step 1 has failed, and training goes on: rank 0") as warned:
         training.optimizer.step()
     assert [found.filename for found in warned] == [__file__]
+    assert "the next save tries again: remove the cause, since 3 failures in a row are an error" in str(
+        warned[0].message
+    )
     training.optimizer.zero_grad()
     training.step(2)
     with pytest.raises(RuntimeError, match=r"rank 0 could not save .*Input/output error"):

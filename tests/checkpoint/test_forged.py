@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from zero import CheckpointError, open_checkpoint
+from zero import CheckpointError, ZeroOptimizer, load, open_checkpoint
 from zero.checkpoint.format.manifest import NAME, Manifest
 from zero.checkpoint.format.tensorfile import TensorEntry, header_bytes, index_bytes
 from zero.checkpoint.read.reader import Checkpoint
 
-from .saved import INDEX, MODEL, OPTIMIZER, edit_manifest, files_of, forge, rewrite_header, save_trained
+from .saved import INDEX, MODEL, OPTIMIZER, built, edit_manifest, files_of, forge, rewrite_header, save_trained
 
 EVERYTHING: tuple[Callable[[Checkpoint], Any], ...] = (
     Checkpoint.verify,
@@ -135,6 +135,7 @@ def drop_file(copy: Path, path: str) -> None:
 
 
 A = TensorEntry("a", "F32", (1,))
+OF_RANK = "ranks/rank-00000.safetensors"
 FORGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "an index that names another file": (
         lambda copy: with_index(copy, scale="other.safetensors"),
@@ -169,6 +170,14 @@ FORGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a tree of null": (tree("null"), r"state\.safetensors: it has no tree of values by name"),
     "a tree with an unknown tag": (tree('{"a":{"$object":"os.system"}}'), r"has the unknown tag '\$object'"),
     "a tree with a missing tensor": (tree('{"a":{"$tensor":"b"}}'), "a saved state cannot be read"),
+    "a rank's file without its generators": (
+        lambda copy: rewrite_header(copy / OF_RANK, tree='{"rank_state":{}}'),
+        r"rank-00000\.safetensors: it has no 'rng' and 'rank_state' by name",
+    ),
+    "a rank's file with a list of generators": (
+        lambda copy: rewrite_header(copy / OF_RANK, tree='{"rng":[],"rank_state":{}}'),
+        r"rank-00000\.safetensors: it has no 'rng' and 'rank_state' by name",
+    ),
     "values that are no JSON": (lambda copy: rewrite_header(copy / OPTIMIZER, values="]"), "its values is not JSON"),
     "values that are a list": (lambda copy: rewrite_header(copy / OPTIMIZER, values="[]"), "its values have no names"),
     "values of no parameter": (
@@ -211,3 +220,24 @@ def test_a_large_claimed_block_allocates_no_more_than_the_file(copy: Path) -> No
             assert len(reader.read(0, min(1, limit[path]))) <= 1
             assert len(reader._keep(0)) == limit[path]
     checkpoint.verify()
+
+
+@pytest.mark.parametrize(
+    ("tree", "why"),
+    [
+        ('{"rng":{},"rank_state":{}}', r"generators cannot be used here \(KeyError: 'torch'\): rng=False restores"),
+        ('{"rng":{"torch":1,"numpy":2,"random":3},"rank_state":{}}', r"cannot be used here \(TypeError: expected"),
+        ("{}", r"it has no 'rng' and 'rank_state'"),
+    ],
+)
+def test_random_generators_that_cannot_be_restored_are_found_before_anything_changes(
+    copy: Path, tree: str, why: str
+) -> None:
+    rewrite_header(copy / OF_RANK, tree=tree)
+    forge(copy)
+    optimizer = ZeroOptimizer(built(), torch.optim.AdamW, lr=1e-2)
+    before, stream = optimizer.check_replicas(), torch.get_rng_state()
+    with pytest.raises(ValueError, match=why):
+        load(copy, optimizer)
+    assert (optimizer.check_replicas(), len(optimizer.state)) == (before, 0)
+    assert torch.equal(torch.get_rng_state(), stream)

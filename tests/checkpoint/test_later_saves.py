@@ -221,25 +221,32 @@ def _calls(action: Callable[[], object]) -> Counter[str]:
     return found
 
 
-def test_a_later_save_makes_no_call_for_each_parameter(tmp_path: Path) -> None:
-    def calls(count: int, elements: int) -> int:
-        def program(transport: Transport) -> int:
+def test_a_save_makes_so_many_calls_for_a_parameter_and_a_later_one_none(tmp_path: Path) -> None:
+    def calls(count: int, elements: int) -> tuple[int, int]:
+        """Return the calls of the first save and of a later one."""
+
+        def program(transport: Transport) -> tuple[int, int]:
             model = nn.ParameterList(nn.Parameter(torch.ones(elements)) for _ in range(count))
             optimizer = ZeroOptimizer(nn.ModuleList([model]), torch.optim.Adam, process_group=transport, fused=True)
             with CheckpointManager(tmp_path / str(count), optimizer, asynchronous=False) as checkpoints:
-                found: Counter[str] = Counter()
+                found = []
                 for number in range(3):
                     torch.stack([p.square().sum() for p in model]).sum().backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
                     optimizer.zero_grad()
-                    found = _calls(lambda number=number: checkpoints.save(number))  # type: ignore[misc]
-            return found.total()
+                    found.append(_calls(lambda number=number: checkpoints.save(number)).total())  # type: ignore[misc]
+            return found[0], found[-1]
 
         return on_threads(1, program)[0]
 
-    few = calls(16, 4096)
-    assert few > 100
-    assert calls(1024, 64) <= few + 10  # clocks may end a wait one look later
+    few, fewer = calls(16, 4096)
+    assert fewer > 100
+    some, _ = calls(512, 128)
+    many, later = calls(1024, 64)
+    of_one = (some - few) / (512 - 16)
+    assert of_one < 200
+    assert abs(many - some - 512 * of_one) < 0.02 * many
+    assert later <= fewer + 10  # clocks may end a wait one look later
 
 
 def test_saves_with_other_sizes_of_blocks_and_files_use_no_plan_of_before(tmp_path: Path) -> None:

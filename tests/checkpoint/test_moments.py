@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -225,9 +226,18 @@ def test_a_folder_that_cannot_be_written_or_is_not_seen_names_rank_and_host(
             training, tmp_path / "file" / "run", r"rank 0: .* cannot be written on host \S+: .*File exists: '.*/file'"
         )
         other = tmp_path / ("other" if rank else "run")
-        refused(training, other, r"rank 1 \(host \S+, pid \d+\) cannot use this folder: it does not see it")
+        refused(training, other, r"the folder is '.*/other' on rank 1 \(host \S+\), but '.*/run' on rank 0: every rank")
         if rank == 0:
-            disk.fail_when(lambda call: call.rank == 1 and call.name == "write_at", 30)
+            disk.fail_when(lambda call: call.rank == 1 and call.name == "open", errno.ENOENT)
+        training.optimizer.exchange(b"")
+        not_seen = r"rank 1 \(host \S+, pid \d+\) cannot use this folder: it does not see it"
+        refused(training, tmp_path / "run", not_seen)
+        with pytest.raises(ValueError, match=not_seen):
+            zero.save(tmp_path / "run" / "saved", training.optimizer)
+        training.optimizer.exchange(b"")
+        if rank == 0:
+            disk.heal()
+            disk.fail_when(lambda call: call.rank == 1 and call.name == "write_at", errno.EROFS)
         training.optimizer.exchange(b"")
         refused(training, tmp_path / "run", r"rank 1 \(host .*cannot write there \(Read-only file system\)")
 
@@ -242,8 +252,11 @@ def test_a_folder_that_loses_what_a_rank_writes_is_refused(tmp_path: Path, monke
     )
 
     def program(transport: Transport) -> None:
-        with pytest.raises(ValueError, match=r"does not see what other ranks have written there: a file system that"):
+        words = r"does not see what other ranks have written there: a file system that"
+        with pytest.raises(ValueError, match=words):
             CheckpointManager(tmp_path, Training(transport, 0).optimizer)
+        with pytest.raises(ValueError, match=words):
+            zero.save(tmp_path / "saved", Training(transport, 0).optimizer)
 
     on_threads(2, program)
     assert entries(tmp_path) == [".lock"]
@@ -358,7 +371,7 @@ def test_a_rank_that_finds_nothing_of_a_save_knows_that_it_was_given_up(
     folder, clock = waiting(tmp_path, lambda now: None, monkeypatch)
     folder.remove_rest()
     for call in (folder.wait_until_ready, folder.wait_until_committed):
-        with pytest.raises(SaveError, match="rank 0 has given up to save"):
+        with pytest.raises(SaveError, match="rank 0 has given up saving"):
             call()
     assert clock.now == 0
 

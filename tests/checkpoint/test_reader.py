@@ -4,6 +4,7 @@ safetensors, torch.distributed.checkpoint or JSON."""
 from __future__ import annotations
 
 import json
+import platform
 import random
 import zlib
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+import zero
 from zero import CheckpointError, MixedPrecision, ZeroOptimizer, load, open_checkpoint, save
 from zero.checkpoint.format.manifest import FileSums
 from zero.checkpoint.read.file_reader import FileReader
@@ -207,6 +209,10 @@ def test_the_facts_of_a_checkpoint(trained: tuple[Path, nn.Module, ZeroOptimizer
     manifest = json.loads((path / "checkpoint.json").read_text())
     assert (checkpoint.step, checkpoint.content, checkpoint.world_size) == (3, manifest["content"], 1)
     assert checkpoint.not_saved == ()
+    written_by = manifest["written_by"]
+    assert (written_by["world_size"], written_by["stage"], written_by["sharding_factor"]) == (1, 2, 1)
+    assert written_by["zero-optimizer"] in (zero.__version__, "not installed")
+    assert (written_by["torch"], written_by["python"]) == (torch.__version__, platform.python_version())
     assert repr(checkpoint) == f"Checkpoint({str(path)!r}, step 3, content {manifest['content'][:12]})"
     saved = {parameter.name: parameter for parameter in checkpoint.manifest.parameters}
     assert set(saved) == {name for name, _ in model.named_parameters()}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +17,7 @@ from torch import nn
 import zero
 from collectives import Transport, on_threads
 from zero import CheckpointError, CheckpointManager, ZeroOptimizer, open_checkpoint
+from zero.checkpoint.read import restorer
 from zero.checkpoint.write.save_folder import SaveError
 from zero.core.bits import same_bits
 
@@ -143,7 +147,7 @@ CASES: dict[str, tuple[Callable[[Path], None], Callable[[Transport], ZeroOptimiz
         no_change,
         same,
         {"rank_state": {"rank": 0}},
-        r"rank_state was saved for 3 ranks, and here are 2: pass reshard=",
+        r"rank_state was saved for 3 ranks, and this run has 2: pass reshard=",
     ),
     "a key": (no_change, same, {"state": {"scaler": 1}}, r"state\['scaler'\] was not saved: the checkpoint has 'n'"),
 }
@@ -228,6 +232,42 @@ def test_a_folder_that_was_given_another_number_is_told_and_changes_nothing(copi
     for parameter, old in zip(training.model.parameters(), before, strict=True):
         assert same_bits(parameter.detach().reshape(-1), old.reshape(-1))
     assert zero.load(copied / "step-00000300", training.optimizer, rng=False).step == 200
+
+
+@pytest.mark.parametrize("what", ["a number as text", "a NumPy number", "a disk that fails"])
+def test_what_rank_0_alone_finds_before_it_has_chosen_a_checkpoint_ends_the_restore_on_all_ranks(
+    what: str, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step: Any = {"a number as text": "200", "a NumPy number": np.int64(200)}.get(what)
+
+    def fails(directory: Path) -> dict[int, Path]:
+        raise OSError(errno.EIO, "it fails")
+
+    def program(transport: Transport) -> str:
+        optimizer = same(transport)
+        with CheckpointManager(copied, optimizer) as checkpoints:
+            with pytest.raises(ValueError, match=r"step must be an int|cannot be read") as caught:
+                checkpoints.restore(step)
+            optimizer.check_replicas()  # no rank is left behind in the restore
+        return str(caught.value)
+
+    if step is None:
+        monkeypatch.setattr(restorer, "steps_in", fails)
+    words = on_threads(2, program)
+    if step is None:
+        assert words == [f"{copied} cannot be read (it fails)", f"rank 0: {copied} cannot be read (it fails)"]
+    else:
+        assert words == [f"step must be an int of 0 or more, not {step!r}"] * 2
+
+
+@pytest.mark.parametrize("name", ["$note", 7, "optimizer_class"])
+def test_an_option_that_no_restore_would_find_is_refused(name: Any, tmp_path: Path) -> None:
+    training = Training(None, 1)
+    training.optimizer.param_groups[0][name] = 1
+    words = re.escape(f"optimizer.param_groups[0] has the option {name!r}: a saved option has")
+    with pytest.raises(TypeError, match=words):
+        zero.save(tmp_path / "one", training.optimizer)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_state_whose_key_could_be_that_of_another_parameter_is_refused(tmp_path: Path) -> None:

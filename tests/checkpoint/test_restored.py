@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -164,7 +165,7 @@ def test_random_streams_go_on_with_as_many_ranks_and_are_named_otherwise(tmp_pat
         return restored.not_restored
 
     for missing in on_threads(2, program):
-        assert missing == ("random generators (saved by 1 ranks, and here are 2)",)
+        assert missing == ("random generators (saved by 1 ranks, and this run has 2)",)
 
 
 def _alone() -> Training:
@@ -186,13 +187,29 @@ def test_each_rank_has_its_own_state_back_or_one_made_from_all(tmp_path: Path) -
 
     def read_otherwise(transport: Transport) -> Any:
         optimizer = Training(transport, Topology(2, 1)).optimizer
-        with pytest.raises(ValueError, match="rank_state was saved for 3 ranks, and here are 2"):
+        with pytest.raises(ValueError, match="rank_state was saved for 3 ranks, and this run has 2"):
             load(tmp_path / "saved", optimizer, rank_state={"place": 0})
         return load(tmp_path / "saved", optimizer, rng=False, reshard=reshard).rank_state["place"]
 
     on_threads(3, write)
     assert on_threads(3, read) == [10, 11, 12]
     assert on_threads(2, read_otherwise) == [[10, 12], [11]]
+
+
+def test_each_ranks_own_state_that_is_not_restored_is_named(tmp_path: Path) -> None:
+    def write(transport: Transport) -> None:
+        optimizer = Training(transport, Topology(3, 2)).optimizer
+        save(tmp_path / "saved", optimizer, rank_state={"place": 1} if transport.rank == 2 else None)
+
+    def read(transport: Transport) -> tuple[Mapping[str, Any], Sequence[str]]:
+        restored = load(tmp_path / "saved", Training(transport, Topology(2, 1)).optimizer, rng=False)
+        return restored.rank_state, restored.not_restored
+
+    on_threads(3, write)
+    named = "rank_state (saved by 3 ranks, and here are 2: pass reshard=)"
+    with pytest.warns(RuntimeWarning, match=f"not restored from .*: {re.escape(named)}$") as warned:
+        assert on_threads(2, read) == [({}, (named,))] * 2
+    assert len(warned) == 1
 
 
 def _another_shape() -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ DIFFERENCES: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
         lambda rank: {"step": 1, "overwrite": rank == 1},
         r"overwrite is True on rank 1 .* but False on rank 0",
     ),
-    "state": (other_state, r"state\['scheduler'\] is not on rank 1 .*belongs into rank_state"),
+    "state": (other_state, r"state\['scheduler'\] is not on rank 1 .*belongs in rank_state"),
     "a tensor's bit": (
         lambda rank: {"step": 1, "state": {"t": torch.tensor([0.0, -0.0 if rank else 0.0])}},
         r"state\['t'\] is not on rank 1",
@@ -50,8 +51,8 @@ DIFFERENCES: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
         lambda rank: {"step": 1, "rank_state": {"f": {1, 2} if rank else 1}},
         r"rank_state.*'f'.* is a set",
     ),
-    "a step below 0": (lambda rank: {"step": -rank}, r"step must be 0 or more, not -1"),
-    "no number": (lambda rank: {"step": "1" if rank else 1}, r"step must be 0 or more, not '1'"),
+    "a step below 0": (lambda rank: {"step": -rank}, r"step must be an int of 0 or more, not -1"),
+    "no number": (lambda rank: {"step": "1" if rank else 1}, r"step must be an int of 0 or more, not '1'"),
 }
 
 
@@ -86,10 +87,15 @@ def test_ranks_that_save_to_other_paths_are_told(tmp_path: Path) -> None:
         training = Training(transport, 0)
         with pytest.raises(ValueError, match=r"the folder is '.*/1' on rank 1 .*, but '.*/0' on rank 0"):
             zero.save(tmp_path / f"{transport.rank}", training.optimizer)
+        with pytest.raises(ValueError, match=r"the folder is '.*/run-1' on rank 1 .*, but '.*/run-0' on rank 0"):
+            zero.save(tmp_path / f"run-{transport.rank}" / "saved", training.optimizer)
         training.optimizer.exchange(b"")
-        assert entries(tmp_path) == []
+        assert entries(tmp_path) == ["run-0", "run-1"]
 
+    for rank in (0, 1):
+        (tmp_path / f"run-{rank}").mkdir()
     on_threads(2, program, timeout=5)  # for which each would wait for the other's part
+    assert entries(tmp_path / "run-0") == []
 
 
 def test_a_file_to_copy_that_one_rank_lacks_is_told_to_all(tmp_path: Path) -> None:
@@ -256,7 +262,8 @@ def test_200_saves_leave_memory_descriptors_threads_and_the_folder_flat(tmp_path
                         if before is None:
                             before, descriptors = (objects, threads, peak), opened()
                         else:
-                            assert objects - before[0] < 150, "not one object a save"
+                            traced = sys.gettrace() is not None  # coverage keeps objects for each thread that it saw
+                            assert traced or objects - before[0] < 150, "not one object a save"
                             assert threads <= before[1]
                             assert peak - before[2] < 2 * 4096, "two buffers of a block, in KiB"
                             assert not opened() - descriptors

@@ -38,11 +38,14 @@ def committed_is_saved(
     training: Training,
     follows: Callable[[Training, int], None],
     counts: Sequence[int] = (),
+    *,
+    at_every_bucket: bool = False,
     **arguments: Any,
 ) -> int:
     """Save again and again while the thread may take no chunk, one, two ..., and let ``follows`` change everything.
 
-    ``counts``: how many it may take; by default each number of them. Returns how many chunks a save of this rank has.
+    ``counts``: how many it may take; by default each number of them. ``at_every_bucket``: so many that of each bucket
+    the disk has taken none, one, and all. Returns how many chunks a save of this rank has.
     """
     rank = training.rank
     training.step(0)
@@ -52,8 +55,11 @@ def committed_is_saved(
         assert saving is not None
         saving.result(PATIENCE)
         total = taker.taken(rank)
-        most = max(int(data) for data in training.optimizer.exchange(str(total).encode()))
-        for number, count in enumerate(counts or range(most + 1), start=1):
+        if at_every_bucket:
+            counts = [0, 1, *taker.one_of_each_bucket(rank), ALL]
+        most = max(int(data) for data in training.optimizer.exchange(str(len(counts) or total + 1).encode()))
+        counts = [*(counts or range(most)), *[ALL] * most][:most]
+        for number, count in enumerate(counts, start=1):
             path = folder / f"blocking-{number}"
             state: dict[str, Any] = {"n": number, "t": torch.arange(number)}
             expected = zero.save(path, training.optimizer, state, {"rank": rank}, step=number).result()
@@ -84,7 +90,7 @@ def test_a_step_changes_nothing_of_a_save_of_which_the_disk_has_taken_none_one_s
 
     def program(transport: Transport) -> int:
         training = Training(transport, stage)
-        return committed_is_saved(tmp_path, taker, training, one_step, [0, 1, 7, ALL])
+        return committed_is_saved(tmp_path, taker, training, one_step, at_every_bucket=True)
 
     assert min(on_threads(world_size, program)) > 8
 
@@ -104,7 +110,7 @@ def in_processes(group: Any, rank: int, stage: int, folder: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         small_blocks(patch, 1024)
         taker = Taker(patch)
-        return committed_is_saved(Path(folder), taker, Training(group, stage), one_step, [0, 1, 7, ALL])
+        return committed_is_saved(Path(folder), taker, Training(group, stage), one_step, at_every_bucket=True)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

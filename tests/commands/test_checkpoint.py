@@ -262,7 +262,7 @@ def test_an_imported_file_is_the_checkpoint_from_which_training_goes_on(tmp_path
     module = Odd()
     optimizer = ZeroOptimizer(groups(module), torch.optim.AdamW, module=module, stage=3)
     with pytest.warns(RuntimeWarning, match="random generators"):
-        assert zero.load(path, optimizer).not_restored == ("random generators (saved by 0 ranks, and here are 1)",)
+        assert zero.load(path, optimizer).not_restored == ("random generators (saved by 0 ranks, and this run has 1)",)
     train(module, optimizer, BATCHES[3:])
     train(expected, reference, BATCHES[3:])
     optimizer.consolidate_state_dict()
@@ -380,6 +380,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a wrong name": (
         {"model": ONE, "optimizer": adam(param_names=["v"])},
         "the optimizer has 'v', which the model has not",
+    ),
+    "too many names": (
+        {"model": ONE, "optimizer": adam(param_names=["w", "v"])},
+        "param group 0 of the optimizer has 1 parameters, but 2 names",
+    ),
+    "an option of no name": (
+        {"model": ONE, "optimizer": {"state": {}, "param_groups": [{"params": [0], "$x": 1}]}},
+        r"optimizer\.param_groups\[0\] has the option '\$x'",
     ),
     "another order": (
         {"model": ONE, "optimizer": {**adam(), "state": {0: {"m": torch.ones(3)}}}},

@@ -16,6 +16,7 @@ from zero.checkpoint.write.save_folder import SaveFolder
 from zero.commands import cli
 from zero.commands.train import command as train
 from zero.commands.train import plots, report
+from zero.commands.train.data import Batch, Corpus
 
 from .test_train import LIMIT, command, flags, run_json
 
@@ -58,9 +59,22 @@ def break_one_byte(path: Path) -> None:
 )
 @pytest.mark.by_default("first3-then3-both3")
 def test_a_resumed_run_is_the_undisturbed_one(
-    trained: Train, tmp_path: Path, first: tuple[str, ...], then: tuple[str, ...], both: tuple[str, ...]
+    trained: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: tuple[str, ...],
+    then: tuple[str, ...],
+    both: tuple[str, ...],
 ) -> None:
     undisturbed = trained(f"--checkpoint={tmp_path / 'undisturbed'}", *both)
+    taken: list[tuple[int, int]] = []
+    micro_batch = Corpus.micro_batch
+
+    def noted(this: Corpus, seed: int, step: int, index: int, batch: int, sequence: int) -> Batch:
+        taken.append((step, index))
+        return micro_batch(this, seed, step, index, batch, sequence)
+
+    monkeypatch.setattr(Corpus, "micro_batch", noted)
     folder = f"--checkpoint={tmp_path / 'checkpoints'}"
     before = trained(folder, "--checkpoint-every=2", *first, *both, steps=3)
     after = trained(folder, "--resume=auto", *then, *both)
@@ -68,6 +82,7 @@ def test_a_resumed_run_is_the_undisturbed_one(
     assert [save["step"] for save in after["checkpoints"]] == [STEPS]
     assert {key: after[key] for key in EQUAL} == {key: undisturbed[key] for key in EQUAL}
     assert before["losses"] == undisturbed["losses"][:3]
+    assert taken == [(step, index) for step in range(STEPS) for index in range(undisturbed["micro_batches"])]
     ends = [open_checkpoint(tmp_path / name / "step-00000006") for name in ("checkpoints", "undisturbed")]
     assert ends[0].content == ends[1].content
     assert ends[0].state["scaler"].get("_growth_tracker", STEPS) == STEPS
@@ -88,7 +103,7 @@ def test_a_run_goes_on_at_other_numbers_of_ranks_under_any_launcher(text: Path, 
     three = command(*torchrun, *arguments("three", "--steps=6", "--stage=3", "--resume=auto", folder))
     assert three.returncode == 0, three.stderr
     assert "not restored" in three.stdout
-    assert "random generators (saved by 2 ranks, and here are 3)" in three.stdout
+    assert "random generators (saved by 2 ranks, and this run has 3)" in three.stdout
     again = command(*torchrun, *arguments("again", "--steps=6", folder))
     assert again.returncode != 0
     assert "go on from it with --resume auto" in again.stderr

@@ -24,7 +24,7 @@ from ..runtime.bucket import Bucket
 from ..runtime.flat_states import Options, PieceState
 from .format.extents import Writers
 from .format.manifest import SavedParameter
-from .format.statetree import encode_inline
+from .format.statetree import encode_inline, encode_options
 from .format.tensorfile import NAMES
 
 Place = tuple[int, int]  # the number of a bucket in `Contents.buckets`, and of a slot in it
@@ -183,7 +183,7 @@ class Contents:
         found = []
         for number, group in enumerate(self.groups):
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            encoded = encode_inline(options, f"optimizer.param_groups[{number}]")
+            encoded = encode_options(options, f"optimizer.param_groups[{number}]")
             encoded["optimizer_class"] = f"{of_class.__module__}.{of_class.__qualname__}"
             encoded["optimizer_module"] = of_class.__module__
             found.append({**encoded, "params": self._names.get(number, [])})

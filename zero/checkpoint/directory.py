@@ -26,7 +26,7 @@ from pathlib import Path
 
 from . import files
 from .format.manifest import LONGEST, NAME, Manifest, VersionError
-from .format.names import NOTES
+from .format.names import COPIED, NOTES, copied_in
 from .format.tensorfile import FormatError
 from .visibility import is_probe
 
@@ -38,7 +38,7 @@ _OURS = (
     re.compile(r"averages(/([^/]+)(/\2-\d{5,}-of-\d{5,}\.safetensors|/\2\.safetensors\.index\.json)?)?"),
     re.compile(r"ranks(/rank-\d{5,}\.safetensors)?"),
     re.compile(rf"state\.safetensors|{re.escape(NAME)}"),
-    re.compile(rf"{NOTES}(/(nonce|ready|failed|rank-\d{{5,}}\.(done|failed)|\.[a-z0-9.-]+\.part))?"),
+    re.compile(rf"{NOTES}(/(nonce|copied|ready|failed|rank-\d{{5,}}\.(done|failed)|\.[a-z0-9.-]+\.part))?"),
 )
 _LOCK = ".lock"
 
@@ -208,18 +208,21 @@ def check_free(target: Path, *, overwrite: bool) -> None:
 def foreign(folder: Path) -> str | None:
     """Return the first entry of a checkpoint's folder that is no part of it; None if there is none.
 
-    The manifest has the names of its files. Without one, files that have names of this library are parts of it.
+    The manifest has the names of its files. Without one, names of this library and those in a note are parts.
     """
     if folder.is_symlink() or not folder.is_dir():
         return str(folder)
     listed: set[str] | None = None
+    copied: set[str] = set()
+    with suppress(OSError):
+        copied = copied_in(files.read_whole(folder / NOTES / COPIED, LONGEST))
     with suppress(OSError, FormatError):
         listed = {NAME, *read_manifest(folder).files}
     for parent, folders, names in os.walk(folder):
         for name in (*folders, *names):
             path = Path(parent) / name
             inside = path.relative_to(folder).as_posix()
-            known = any(pattern.fullmatch(inside) for pattern in _OURS)
+            known = inside in copied or any(pattern.fullmatch(inside) for pattern in _OURS)
             if listed is not None and name in names and not inside.startswith(f"{NOTES}/"):
                 known = inside in listed
             if path.is_symlink() or not known:
@@ -235,7 +238,7 @@ def remove_checkpoint(folder: Path) -> list[str]:
     strange = foreign(folder)
     if strange is not None:
         return [_has_foreign(folder, strange)]
-    marks = (folder / NAME, folder / NOTES / "nonce", folder / NOTES)
+    marks = (folder / NAME, folder / NOTES / COPIED, folder / NOTES / "nonce", folder / NOTES)
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             if (Path(parent) / name) not in marks:

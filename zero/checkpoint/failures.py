@@ -51,7 +51,8 @@ class Failures:
         self._in_a_row += 1
         warn_caller(
             f"the save of step {saving.step} has failed, and training goes on: {why}; older checkpoints in "
-            f"{self._directory} are as they were"
+            f"{self._directory} are as they were; the next save tries again: remove the cause, since {MOST} failures "
+            "in a row are an error"
         )
 
     def third(self, saving: Saving | None) -> SaveError | None:

@@ -125,7 +125,7 @@ class CheckpointManager:
 
         Raises:
             RuntimeError, ValueError, TypeError: on every rank, if one cannot save, or if their arguments differ. No
-                file was changed. What fails later is told by a warning after the next step, and by `Saving.result`.
+                file was changed. A later failure is a warning in the next step, and an error of `Saving.result`.
         """
         self._check_open()
         skip = self._saving is not None and not self._saving.done() and self._on_busy == "skip"
@@ -195,7 +195,7 @@ class CheckpointManager:
         """Load a checkpoint, at whatever stage and number of ranks it was saved. All ranks, between two steps.
 
         Args:
-            step: which one; None: the newest that is not broken. A broken one is told by a warning.
+            step: which one; None: the newest that is not broken. There is a warning for each broken one.
             state: objects with ``load_state_dict``, under the keys under which they were saved.
             rank_state: likewise, of this rank.
             optimizer: load also the states and the options of the param groups; else the model alone.

@@ -37,7 +37,7 @@ def read_assets(folder: str | os.PathLike[str] | None) -> dict[str, bytes]:
 def check_step(step: int) -> None:
     """Raise `ValueError` for what is not the number of a checkpoint."""
     is_whole = isinstance(step, int) and not isinstance(step, bool)
-    require(is_whole and step >= 0, f"step must be 0 or more, not {step!r}")
+    require(is_whole and step >= 0, f"step must be an int of 0 or more, not {step!r}")
     require(step < 2**63, f"step must be below 2**63, not {step}")
 
 

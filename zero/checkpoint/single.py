@@ -13,6 +13,7 @@ from typing import Any
 from ..optimizer import ZeroOptimizer
 from .options import check_step, parse_size, read_assets, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
+from .visibility import check_visible
 from .write.one_path import OnePath
 from .write.save_thread import Saving
 from .write.saver import Saver, SaveRequest
@@ -29,7 +30,13 @@ def save(
     max_shard_size: str | int = "5GB",
     assets: str | os.PathLike[str] | None = None,
 ) -> Saving:
-    """Save one checkpoint at ``path``, and return when it is complete. All ranks; see `CheckpointManager.save`."""
+    """Save one checkpoint at ``path``, and return when it is complete. All ranks; see `CheckpointManager.save`.
+
+    Raises `ValueError` also if a rank does not see the folder of ``path``.
+    """
+    target = Path(path).absolute()
+    if optimizer.world_size > 1:
+        check_visible(optimizer, target.parent, None)
     problem: Exception | None = None
     files: dict[str, bytes] = {}
     max_bytes = 0
@@ -39,7 +46,7 @@ def save(
     except (ValueError, OSError) as error:
         problem = error
     request = SaveRequest(
-        Path(path).absolute(),
+        target,
         step,
         state,
         rank_state,

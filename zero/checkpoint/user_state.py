@@ -80,6 +80,20 @@ def generators() -> dict[str, Any]:
     return found
 
 
+def check_generators(states: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if the generators of this process cannot continue these streams. They are as before then."""
+    before = generators()
+    try:
+        set_generators(states)
+    except Exception as error:
+        raise ValueError(
+            f"the saved states of the random generators cannot be used here ({type(error).__name__}: {error}): "
+            "rng=False restores everything else"
+        ) from error
+    finally:
+        set_generators(before)
+
+
 def set_generators(states: Mapping[str, Any]) -> list[str]:
     """Continue the streams of `generators`. Return the names of those that only one of the two processes has."""
     torch.set_rng_state(states["torch"])

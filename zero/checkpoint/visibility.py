@@ -22,7 +22,7 @@ _LARGEST = 1 << 20
 
 
 def check_visible(optimizer: ZeroOptimizer, directory: Path, problem: str | None) -> None:
-    """Raise `ValueError` on every rank unless each sees ``directory``. Collective, three exchanges.
+    """Raise `ValueError` on every rank unless each names and sees the same ``directory``. Collective, three exchanges.
 
     ``problem``: an error that this rank found. Every rank writes one byte of a scratch page, and reads all.
     """
@@ -34,11 +34,19 @@ def check_visible(optimizer: ZeroOptimizer, directory: Path, problem: str | None
         except OSError as error:
             problem = f"{directory} cannot be written on host {socket.gethostname()}: {error}"
     try:
-        told = [json.loads(data) for data in optimizer.exchange(json.dumps([problem, scratch.name]).encode())]
-        for number, (theirs, _) in enumerate(told):
+        mine = [problem, scratch.name, str(directory), socket.gethostname()]
+        told = [json.loads(data) for data in optimizer.exchange(json.dumps(mine).encode())]
+        for number, (theirs, *_) in enumerate(told):
             if theirs is not None:
                 raise ValueError(f"rank {number}: {theirs}")
-        shared = directory / told[0][1]
+        _, name, first, _ = told[0]
+        for number, (_, _, theirs, host) in enumerate(told):
+            if theirs != first:
+                raise ValueError(
+                    f"the folder is {theirs!r} on rank {number} (host {host}), but {first!r} on rank 0: every rank "
+                    "must name the same one"
+                )
+        shared = directory / name
         _agree(optimizer, _write(shared, rank), directory)
         _agree(optimizer, _read(shared, world), directory)
     finally:

@@ -12,6 +12,7 @@ notes/                                 while a checkpoint is written: what ranks
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Container, Iterable
 
@@ -19,6 +20,7 @@ MODEL, OPTIMIZER, MASTERS = FOLDERS = ("model", "optimizer", "masters")
 AVERAGES = "averages"
 STATE_FILE = "state.safetensors"
 NOTES = "notes"
+COPIED = "copied"  # a note: the files of `model/` that are copies of the caller's
 
 
 def rank_file(rank: int) -> str:
@@ -29,6 +31,19 @@ def rank_file(rank: int) -> str:
 def index_file(folder: str) -> str:
     """Return the path of a folder's index."""
     return f"{folder}/{folder.rpartition('/')[2]}.safetensors.index.json"
+
+
+def is_copied(path: str) -> bool:
+    """Return whether a checkpoint's file is a copy of one of the caller's: all others are safetensors and indices."""
+    return not path.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def copied_in(note: bytes) -> set[str]:
+    """Return the paths that the note `COPIED` names; none if it is damaged."""
+    try:
+        return {path for path in json.loads(note) if isinstance(path, str)}
+    except (ValueError, TypeError, RecursionError):
+        return set()
 
 
 def averages_folder(name: str) -> str:

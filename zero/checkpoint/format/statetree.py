@@ -36,6 +36,7 @@ _NUMPY = {
     "$array": lambda tensor: tensor.numpy(),
     "$scalar": lambda tensor: tensor.numpy()[()],
 }
+NO_OPTIONS = ("params", "optimizer_class", "optimizer_module")  # keys of a saved param group beside its options
 _MOST_BITS = 14_000  # of a whole number: Python reads and writes at most 4,300 digits
 
 
@@ -55,6 +56,21 @@ def encode(value: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
 def encode_inline(value: Any, name: str) -> Any:
     """Return a value of JSON's types that stands for ``value``, its tensors included, which should be small."""
     return _inline(*encode(value, name))
+
+
+def encode_options(options: Mapping[Any, Any], name: str) -> dict[str, Any]:
+    """Return the options of a param group as an object of JSON, to which a caller may add keys.
+
+    Raises `TypeError` also for a name of an option that stands for something else in a checkpoint.
+    """
+    for key in options:
+        if type(key) is not str or key.startswith("$") or key in NO_OPTIONS:
+            raise TypeError(
+                f"{name} has the option {key!r}: a saved option has a text as its name, which does not begin with '$' "
+                f"and is none of {', '.join(map(repr, NO_OPTIONS))}"
+            )
+    found: dict[str, Any] = encode_inline(dict(options), name)
+    return found
 
 
 def _inline(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -105,7 +121,7 @@ def _encode(value: Any, place: str, path: str, tensors: dict[str, Tensor]) -> An
         kind = "a class" if isinstance(value, type) else "a function"
     raise TypeError(
         f"{place} is {kind}: only None, numbers, text, bytes, lists, tuples, dicts, Counters, NumPy values and tensors "
-        "can be saved; leave it away, or give it a state_dict() of these"
+        "can be saved; leave it out, or give it a state_dict() of these"
     )
 
 

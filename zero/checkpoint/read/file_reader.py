@@ -18,7 +18,7 @@ from .parallel import each_block
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, or not one."""
+    """A checkpoint is damaged, or a folder is no checkpoint."""
 
 
 class FileReader:

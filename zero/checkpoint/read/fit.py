@@ -14,11 +14,11 @@ from ...state.plain_dicts import check
 from ...step.elementwise import check_elementwise
 from ..contents import Contents, StoredTensor
 from ..format.names import MASTERS, MODEL
+from ..format.statetree import NO_OPTIONS
 from ..format.tensorfile import DTYPES, TensorEntry
 from .reader import Checkpoint
 
 Saved = tuple[str, TensorEntry]  # a saved tensor: its file, and its entry there
-_OF_CLASS = ("optimizer_class", "optimizer_module")
 
 
 class Fit:
@@ -87,7 +87,7 @@ class Fit:
                 )
         order = [name for group in saved_groups for name in group["params"]]
         indices = {name: index for index, name in enumerate(order)}
-        self.groups = [{k: v for k, v in group.items() if k not in (*_OF_CLASS, "params")} for group in saved_groups]
+        self.groups = [{k: v for k, v in group.items() if k not in NO_OPTIONS} for group in saved_groups]
         self.states = checkpoint.states()
         self.values = checkpoint.state_values()
         layout = contents.storage.layout

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..format.manifest import NAME
 from ..format.names import AVERAGES, MASTERS, MODEL, OPTIMIZER, STATE_FILE, rank_file, split_key
-from ..format.statetree import decode
+from ..format.statetree import NO_OPTIONS, decode
 from ..format.tensorfile import FormatError, TensorEntry, parse_json
 from .file_reader import CheckpointError
 from .tensor_folder import TensorFolder
@@ -112,7 +112,7 @@ class Checkpoint(TensorFolder):
             states.setdefault(indices[parameter], {}).update(values)
         groups = []
         for group in self.param_groups:
-            options = {k: v for k, v in group.items() if k not in ("params", "optimizer_class", "optimizer_module")}
+            options = {k: v for k, v in group.items() if k not in NO_OPTIONS}
             params = [indices[name] for name in group["params"]]
             groups.append({**options, "param_names": list(group["params"]), "params": params})
         masters: dict[int, Tensor] = {}
@@ -141,7 +141,11 @@ class Checkpoint(TensorFolder):
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         """Return a rank's own state, with its random generators: "rng" and "rank_state"."""
-        return self.tree(rank_file(rank))
+        path = rank_file(rank)
+        found = self.tree(path)
+        if not all(isinstance(found.get(key), dict) for key in ("rng", "rank_state")):
+            raise CheckpointError(f"{self.path / path}: it has no 'rng' and 'rank_state' by name")
+        return found
 
     @property
     def world_size(self) -> int:

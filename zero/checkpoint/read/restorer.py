@@ -24,8 +24,8 @@ from ...optimizer import ZeroOptimizer
 from ..contents import Contents
 from ..directory import step_name, steps_in
 from ..format.manifest import VersionError
-from ..options import warn_caller
-from ..user_state import check_keys, restored, set_generators
+from ..options import check_step, warn_caller
+from ..user_state import check_generators, check_keys, restored, set_generators
 from .file_reader import CheckpointError
 from .fit import Fit
 from .loader import Loader
@@ -77,12 +77,19 @@ class Restorer:
         """Restore ``step``, or the newest that is not broken. Collective. None if there is none at all."""
         paths: list[tuple[str, int]] = []
         older: list[int] = []
-        if self._optimizer.rank == 0:
-            there = steps_in(directory)
-            wanted = reversed(there) if step is None else [step]
-            paths = [(str(there.get(number, directory / step_name(number))), number) for number in wanted]
-            older = [] if step is None else [number for number in there if number < step]
-        told, older = json.loads(self._optimizer.exchange(json.dumps([paths, older]).encode())[0])
+        problem: Exception | None = None
+        try:
+            paths, older = self._choose(directory, step)
+        except Exception as error:
+            problem = error
+        mine = [None if problem is None else str(problem), paths, older]
+        found = [json.loads(data) for data in self._optimizer.exchange(json.dumps(mine).encode())]
+        if problem is not None:
+            raise problem
+        for rank, (theirs, _, _) in enumerate(found):
+            if theirs is not None:
+                raise ValueError(f"rank {rank}: {theirs}")
+        _, told, older = found[0]
         if not told:
             return None
         try:
@@ -91,6 +98,20 @@ class Restorer:
             if not older:
                 raise
             raise CheckpointError(f"{error}; older steps: {', '.join(map(str, reversed(older)))}") from None
+
+    def _choose(self, directory: Path, step: int | None) -> tuple[list[tuple[str, int]], list[int]]:
+        """Return, on rank 0, the folders to try, with their steps, and the steps before ``step``. Local."""
+        if step is not None:
+            check_step(step)
+        if self._optimizer.rank != 0:
+            return [], []
+        try:
+            there = steps_in(directory)
+        except OSError as error:
+            raise CheckpointError(f"{directory} cannot be read ({error.strerror or error})") from error
+        wanted = reversed(there) if step is None else [step]
+        paths = [(str(there.get(number, directory / step_name(number))), number) for number in wanted]
+        return paths, [] if step is None else [number for number in there if number < step]
 
     @torch.no_grad()
     def load(self, paths: Sequence[tuple[Path, int | None]], *, fall_back: bool) -> Restored:
@@ -128,7 +149,7 @@ class Restorer:
             check_keys(self._state, checkpoint.state, "state")
             self._check_rank_state(checkpoint)
             return Loader(contents, checkpoint, fit, with_states=self._with_states), checkpoint, None
-        except (ValueError, OSError, TypeError) as error:
+        except Exception as error:
             return None, checkpoint, error
 
     def _verify(self, checkpoint: Checkpoint) -> None:
@@ -149,12 +170,19 @@ class Restorer:
         same = checkpoint.world_size == self._optimizer.world_size
         if self._rank_state is not None and not same and self._reshard is None:
             raise ValueError(
-                f"rank_state was saved for {checkpoint.world_size} ranks, and here are {self._optimizer.world_size}: "
-                "pass reshard=, which makes a rank's state from those of all, or leave rank_state away"
+                f"rank_state was saved for {checkpoint.world_size} ranks, and this run has "
+                f"{self._optimizer.world_size}: pass reshard=, which makes a rank's state from those of all, or leave "
+                "out rank_state"
             )
-        if same and self._rank_state is not None:
-            saved = checkpoint.rank_state(self._optimizer.rank)["rank_state"]
-            check_keys(self._rank_state, saved, "rank_state")
+        needed = [self._optimizer.rank] if same else []
+        if not same and self._reshard is not None:
+            needed = list(range(checkpoint.world_size))
+        for number in needed:
+            saved = checkpoint.rank_state(number)  # raises if it is damaged
+            if same:
+                check_keys(self._rank_state, saved["rank_state"], "rank_state")
+                if self._rng:
+                    check_generators(saved["rng"])
 
     def _agree(self, checkpoint: Checkpoint | None, problem: Exception | None) -> str | None:
         """Return, as text, why the checkpoint is broken; None if it can be loaded. Collective.
@@ -193,11 +221,13 @@ class Restorer:
                 others = set_generators(saved["rng"])
                 missing += [f"random generators of {name} (here or there is no such device)" for name in others]
         else:
+            everyone = [checkpoint.rank_state(number)["rank_state"] for number in range(checkpoint.world_size)]
             if self._reshard is not None:
-                everyone = [checkpoint.rank_state(number)["rank_state"] for number in range(checkpoint.world_size)]
                 own = self._reshard(everyone, rank, world)
+            elif any(everyone):
+                missing.append(f"rank_state (saved by {len(everyone)} ranks, and here are {world}: pass reshard=)")
             if self._rng:
-                missing.append(f"random generators (saved by {checkpoint.world_size} ranks, and here are {world})")
+                missing.append(f"random generators (saved by {checkpoint.world_size} ranks, and this run has {world})")
         if missing and rank == 0:
             warn_caller(f"not restored from {checkpoint.path}: {', '.join(missing)}")
         rest = restored(self._rank_state, own)

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from ..directory import check_free, remove_checkpoint
-from ..format.manifest import Manifest
+from ..format.manifest import NAME, Manifest
 from .save_folder import SaveFolder
 
 
@@ -21,6 +21,8 @@ class OnePath:
 
     def check(self) -> None:
         check_free(self._target, overwrite=self._overwrite)
+        if self._target.is_dir() and not os.path.lexists(self._target / NAME) and any(self._target.iterdir()):
+            raise FileExistsError(f"{self._target} is no checkpoint, since it has no {NAME}: save elsewhere")
 
     def commit(self, folder: SaveFolder, manifest: Manifest) -> None:
         folder.commit(manifest, self._overwrite, lambda: None)

@@ -4,6 +4,7 @@ Knows: folders, files, the notes that ranks leave for each other. Does not know:
 
     .tmp-step-00000200-<nonce>/     what follows, and all files of the checkpoint
         notes/nonce                 made by rank 0 with the folder: a later run knows the folder for one of these
+        notes/copied                which files of `model/` are copies of the caller's, if any are
         notes/ready                 rank 0 has made every file, with room for it
         notes/rank-00000.done       the checksums of what the rank has written, which is on the disk
         notes/rank-00000.failed     why the rank could not
@@ -26,7 +27,7 @@ from pathlib import Path
 from .. import files
 from ..format.checksums import Fragment
 from ..format.manifest import LONGEST, NAME, Manifest
-from ..format.names import NOTES
+from ..format.names import COPIED, NOTES, is_copied
 
 _SHORTEST, _LONGEST = 0.001, 0.02  # seconds between two looks at the folder
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -72,6 +73,10 @@ class SaveFolder:
         files.sync_file(self._note("nonce"))
         files.sync_folder(self.temporary / NOTES)
         files.sync_folder(self.temporary)
+        if copied := [path for path in sizes if is_copied(path)]:
+            files.put_note(self._note(COPIED), json.dumps(copied).encode())
+            files.sync_file(self._note(COPIED))
+            files.sync_folder(self.temporary / NOTES)
         for folder in _folders(sizes):
             files.make_folder(self.temporary / folder)
         try:
@@ -237,7 +242,7 @@ class SaveFolder:
     def _given_up(self) -> SaveError:
         if self._abandoned is not None:
             return SaveError(self._abandoned[0])
-        return GivenUpError(f"rank 0 has given up to save {self.target}")
+        return GivenUpError(f"rank 0 has given up saving {self.target}")
 
     def _note(self, name: str) -> Path:
         return self.temporary / NOTES / name

@@ -205,6 +205,8 @@ class Saving:
     def _fail(self, error: BaseException) -> None:
         traceback.clear_frames(error.__traceback__)  # they hold what was to be written
         self.error = self._as_save_error(error)
+        text = str(self.error).encode(errors="backslashreplace").decode()  # a path may have bytes that are no text
+        self.error.args = (text,)
         if not isinstance(self.error, GivenUpError):
             self._report(f"{LATE if isinstance(self.error, LateError) else ''}{self.error}")
         self._folder.report_failed(str(self.error))

@@ -8,7 +8,6 @@ Nothing is written into a checkpoint's files before all ranks have agreed on whe
 from __future__ import annotations
 
 import json
-import platform
 import secrets
 import socket
 import time
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from collectives import CollectiveError
@@ -35,6 +33,7 @@ from .plan_cache import PlanCache
 from .save_folder import SaveError, SaveFolder
 from .save_thread import Destination, SavePlan, Saving
 from .snapshot import Source
+from .versions import versions
 
 REPORT = "checkpoint {nonce}"  # under which a failed save is reported to the other ranks
 
@@ -212,12 +211,11 @@ class Saver:
             "stage": parts.stage.number,
             "sharding_factor": parts.shards.world_size,
             "collective": parts.collective.name,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
         }
 
         def manifest(files: Mapping[str, FileSums]) -> Manifest:
-            return Manifest(request.step, parameters, tuple(groups), files, request.block_bytes, not_saved, written_by)
+            by = {**written_by, **versions()}
+            return Manifest(request.step, parameters, tuple(groups), files, request.block_bytes, not_saved, by)
 
         snapshot = capture.snapshot(chunks, request.staging_bytes)
         return SavePlan(
@@ -269,5 +267,5 @@ def _compare(found: list[dict[str, Any]]) -> None:
                     )
                 raise ValueError(
                     f"save(): {key} is not on rank {rank} (host {theirs['host']}) what it is on rank 0: every rank "
-                    "must save the same; what differs between ranks belongs into rank_state"
+                    "must save the same; what differs between ranks belongs in rank_state"
                 )

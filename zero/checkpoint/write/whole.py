@@ -5,14 +5,12 @@ Knows: how whole tensors become files, and the order of a save. Does not know: w
 
 from __future__ import annotations
 
-import platform
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...core.bits import as_bytes
@@ -21,7 +19,7 @@ from ..format.checksums import BLOCK_BYTES
 from ..format.extents import Part, chunks
 from ..format.manifest import FileSums, Manifest, SavedParameter
 from ..format.names import MASTERS, MODEL, OPTIMIZER, STATE_FILE, averages_folder, state_key
-from ..format.statetree import encode, encode_inline
+from ..format.statetree import NO_OPTIONS, encode, encode_inline, encode_options
 from ..format.tensorfile import NAMES, TensorEntry
 from .capture import TreeFile
 from .one_path import OnePath
@@ -29,6 +27,7 @@ from .plan import lay_out
 from .save_folder import SaveFolder
 from .save_thread import SavePlan, Saving
 from .snapshot import Snapshot, Source
+from .versions import versions
 
 _MAX_SHARD_BYTES = 5 * 10**9
 
@@ -39,7 +38,8 @@ class WholeContents:
 
     Attributes:
         model: by name; ``aliases``: further names, with the names of the same tensors in ``model``.
-        groups: the options of the param groups; "params" has the names of the parameters.
+        groups: the options of the param groups; "params" has the names of the parameters, and "optimizer_class" and
+            "optimizer_module", if they are known, those of the class.
         states: by the parameter's name and the state's name, tensors and plain values.
         masters: the master weights, by name.
         averages: by their name, tensors by name.
@@ -80,13 +80,12 @@ def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
                 tensors[OPTIMIZER, key] = value
             else:
                 values[key] = encode_inline(value, f"optimizer.state[{parameter!r}][{name!r}]")
-    groups = [
-        {
-            **encode_inline({k: v for k, v in group.items() if k != "params"}, f"optimizer.param_groups[{number}]"),
-            "params": list(group["params"]),
-        }
-        for number, group in enumerate(contents.groups)
-    ]
+    groups = []
+    for number, group in enumerate(contents.groups):
+        beside = {key: group[key] for key in NO_OPTIONS if isinstance(group.get(key), str)}
+        options = {key: value for key, value in group.items() if key not in (*beside, "params")}
+        encoded = encode_options(options, f"optimizer.param_groups[{number}]")
+        groups.append({**encoded, **beside, "params": list(group["params"])})
     of_state = TreeFile(STATE_FILE, *encode(dict(contents.state), "state"))
     entries: dict[str, list[TensorEntry]] = {MODEL: [], OPTIMIZER: [], MASTERS: []}
     for (folder, name), tensor in tensors.items():
@@ -109,7 +108,7 @@ def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
     nonce = secrets.token_hex(8)
 
     def manifest(sums: Mapping[str, FileSums]) -> Manifest:
-        written_by = {"nonce": nonce, "torch": torch.__version__, "python": platform.python_version()}
+        written_by = {"nonce": nonce, **versions()}
         return Manifest(step, _parameters(contents), tuple(groups), sums, BLOCK_BYTES, (), written_by)
 
     save = SaveFolder(path, nonce, rank=0, world_size=1, timeout=1.0)

@@ -132,6 +132,10 @@ def _kept(name: str, aliases: Mapping[str, str]) -> str:
 def _names(groups: Sequence[Mapping[str, Any]], model: Sequence[str]) -> dict[int, str]:
     """Return the name of each parameter, by torch.optim's index."""
     if _named(groups):
+        for number, group in enumerate(groups):
+            count, names = len(group["params"]), len(group["param_names"])
+            if count != names:
+                raise ValueError(f"param group {number} of the optimizer has {count} parameters, but {names} names")
         return {
             index: name for group in groups for index, name in zip(group["params"], group["param_names"], strict=True)
         }
