@@ -163,9 +163,12 @@ class Network(nn.Module):
             x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         return cast(Tensor, x)
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in float32 of the last block's output."""
-        logits = self.head(self.norm(x))
+    def logits(self, x: Tensor) -> Tensor:
+        """Return (batch, sequence, vocabulary) of the last block's output."""
+        return cast(Tensor, self.head(self.norm(x)))
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy, in float32."""
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -177,7 +180,7 @@ class Network(nn.Module):
             x, memory = self.embed(tokens), self.encoder_norm(x)
         for block in self.blocks:
             x = block(x, rotary, memory)
-        return self.loss(x, targets)
+        return self.loss(self.logits(x), targets)
 
 
 def rotary_table(numbers: Transformer, sequence: int, like: Tensor) -> Tensor:

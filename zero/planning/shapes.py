@@ -15,12 +15,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from ..core.parameter_specs import bindings
 from ..core.units import ROOT, Predicate, find_units
 from .families import FAMILIES, SIZES, Config, Family
+from .meta_results import on_meta
 from .model import Model, ParameterShape, Transformer
 from .reference import Network
 
@@ -111,7 +111,7 @@ def of_numbers(
 
 def from_numbers(numbers: Transformer, name: str) -> Model:
     """Return the model of a transformer's numbers, with the parameters of `reference.Network`."""
-    with torch.device("meta"):
+    with on_meta():
         one = model_of(Network(replace(numbers, layers=1, decoder_layers=min(1, numbers.decoder_layers))), name)
     counts = {"blocks.0": numbers.decoder_layers or numbers.layers, "encoder.0": numbers.layers}
     parameters: list[ParameterShape] = []
