@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zero.commands.train.model import GPT, PRESETS, loss_fn
 from zero.planning import counting
 from zero.planning.meta_results import on_meta
-from zero.planning.model import Model, Transformer, Work
+from zero.planning.model import Model, Transformer, UnitWork
 from zero.planning.reference import Network, TransformerBlock
 from zero.planning.shapes import from_config, from_numbers, model_of, of_numbers
 from zero.planning.works import count_module, count_transformer, kept_bytes, recomputed, together
@@ -28,7 +28,7 @@ GPT_BLOCK = Transformer(2, 64, 4, 256, 100, norm_bias=True, qkv_bias=True, out_b
 LLAMA_BLOCK = Transformer(2, 64, 4, 176, 100, 2, gated=True, activation="silu", norm="rms", rotary=True)
 
 
-def works(model: Model, micro: int, sequence: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Work, ...]:
+def works(model: Model, micro: int, sequence: int, dtype: torch.dtype = torch.bfloat16) -> tuple[UnitWork, ...]:
     """Return the work of each unit of a model that says what it computes."""
     found = count_transformer(model, micro, sequence, dtype)
     assert found is not None
@@ -276,8 +276,8 @@ def test_checkpointing_keeps_the_input_of_what_is_recomputed() -> None:
 
 
 def test_parts_that_follow_each_other_hold_what_the_others_saved() -> None:
-    first, second = Work(saved_bytes=3, peak_bytes=10, kernels=1), Work(saved_bytes=4, peak_bytes=5, kernels=2)
-    assert together([first, second]) == Work(saved_bytes=7, peak_bytes=3 + 4 + 7, kernels=3)
+    first, second = UnitWork(saved_bytes=3, peak_bytes=10, kernels=1), UnitWork(saved_bytes=4, peak_bytes=5, kernels=2)
+    assert together([first, second]) == UnitWork(saved_bytes=7, peak_bytes=3 + 4 + 7, kernels=3)
 
 
 def test_the_work_of_a_list_of_parameters_is_not_known() -> None:

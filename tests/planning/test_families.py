@@ -19,7 +19,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # forbid downloads
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # such libraries are slow
 
-BIASED = dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), True)
+BIASED = dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), True) | {"pad_token_id": None}
 SMALL = {
     f"{kind} with biases": llama(kind, 2, 64, 4, 2, 100, 50, head_dim=16, **BIASED)
     for kind in ("llama", "qwen3", "gemma", "olmo", "granite", "smollm3")

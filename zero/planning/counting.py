@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from .meta_results import dispatched, result_of, tensors_in
-from .model import Work
+from .model import UnitWork
 
 ATTENTION: Final = {torch.nn.functional.scaled_dot_product_attention}
 RMS_NORM: Final = {torch.nn.functional.rms_norm, torch.rms_norm}
@@ -44,13 +44,17 @@ def bytes_of(tensor: Tensor) -> int:
 
 @dataclass
 class OperationCounter:
-    """Counts operations while `counting` is on, the work of a forward until `backward` is True.
+    """Counts operations while `counting` is on: all of a forward, and of a backward the memory alone.
 
     Attributes:
-        work: sums of the operations of the forward.
-        backward: whether a backward runs, of which only the memory is counted.
+        matmul_flops, attention_flops, moved_bytes, kernels: sums over the forward, as in `UnitWork`.
+        backward: whether a backward runs.
         paused: whether nothing is counted.
         live, peak: bytes of the storages that counted operations made, now and at most.
+        made: these storages, as long as they are alive, by id.
+        saved: those that autograd saved.
+        given: storages of parameters and inputs, which are held here.
+        reused: ids of those that autograd saved, too.
     """
 
     matmul_flops: float = 0.0
@@ -85,10 +89,10 @@ class OperationCounter:
         """Return the bytes of distinct storages that autograd saved and that are still alive."""
         return sum(storage.nbytes() for ref in self.saved.values() if (storage := ref()) is not None)
 
-    def work(self, inputs: Iterable[Any]) -> Work:
+    def work(self, inputs: Iterable[Any]) -> UnitWork:
         """Return what was counted. ``inputs``: the storages of the unit's inputs."""
         distinct = {id(storage): storage.nbytes() for storage in inputs}
-        return Work(
+        return UnitWork(
             self.matmul_flops,
             self.attention_flops,
             self.moved_bytes,
@@ -238,12 +242,12 @@ def _rms_norm(counter: OperationCounter, input: Tensor, _: Any, weight: Tensor |
     return out
 
 
-def count(run: Callable[[], Tensor], inputs: Sequence[Tensor], kept: Iterable[Tensor] = ()) -> Work:
+def count(run: Callable[[], Tensor], inputs: Sequence[Tensor], kept: Iterable[Tensor] = ()) -> UnitWork:
     """Return the work of ``run``, which computes on meta tensors and returns its output.
 
     Args:
         run: what is counted, forward and backward.
-        inputs: the unit's input, which the Work counts apart.
+        inputs: the unit's input, which the UnitWork counts apart.
         kept: what exists anyway: parameters, buffers, and inputs that several units share.
     """
     counter = OperationCounter()

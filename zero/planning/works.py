@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from ..core.units import Predicate, Units, find_units
 from .counting import OperationCounter, bytes_of, count
 from .meta_results import on_meta, tensors_in
-from .model import Model, Work
+from .model import Model, UnitWork
 from .reference import Network
 
 
 def count_transformer(
     model: Model, micro: int, sequence: int, dtype: torch.dtype = torch.bfloat16
-) -> tuple[Work, ...] | None:
+) -> tuple[UnitWork, ...] | None:
     """Return the work of each unit for a micro-batch; None if the model's source does not say what it computes.
 
     Equal blocks are counted once. The root's rest is embedding, last norm, head and loss; of a rotary model it keeps
@@ -49,7 +49,7 @@ def count_transformer(
         rotary = torch.empty(2, sequence, numbers.head_dim, dtype=dtype) if numbers.rotary else None
     weights, shared = list(network.parameters()), [memory] if rotary is None else [rotary, memory]
 
-    def block_work(block: nn.Module, *more: Tensor) -> Work:
+    def block_work(block: nn.Module, *more: Tensor) -> UnitWork:
         return count(lambda: cast(Tensor, block(x, rotary, *more)), [x], [*weights, *shared])
 
     def loss() -> Tensor:
@@ -63,19 +63,22 @@ def count_transformer(
         count(loss, [x], [*weights, tokens]),
     ]
     if rotary is not None:
-        root.append(Work(saved_bytes=bytes_of(rotary)))
+        root.append(UnitWork(saved_bytes=bytes_of(rotary)))
     blocks = [block_work(network.blocks[0], *([memory] if numbers.decoder_layers else []))]
     blocks *= numbers.decoder_layers or numbers.layers
     if numbers.decoder_layers:
         root += [count(lambda: network.embed(tokens), [tokens], weights)]
-        root += [count(lambda: cast(Tensor, network.encoder_norm(x)), [x], weights), Work(saved_bytes=bytes_of(memory))]
+        root += [
+            count(lambda: cast(Tensor, network.encoder_norm(x)), [x], weights),
+            UnitWork(saved_bytes=bytes_of(memory)),
+        ]
         blocks = [block_work(network.encoder[0])] * numbers.layers + blocks
     return (together(root), *blocks)
 
 
 def count_module(
     module: nn.Module, run: Callable[[nn.Module], Tensor], units: Predicate | None = None
-) -> tuple[Work, ...]:
+) -> tuple[UnitWork, ...]:
     """Return the work of each unit of a module on the meta device.
 
     Units with equal parameters and inputs are counted once.
@@ -115,7 +118,7 @@ class _Call:
     kwargs: dict[str, Any]
     inputs: tuple[Tensor, ...]
 
-    def count(self) -> Work:
+    def count(self) -> UnitWork:
         kept = (*self.unit.parameters(), *self.unit.buffers(), *tensors_in((self.args, self.kwargs)))
         return count(lambda: next(tensors_in(self.unit(*self.args, **self.kwargs))), self.inputs, kept)
 
@@ -171,12 +174,12 @@ def _replaced(value: Any, new: Mapping[int, Tensor]) -> Any:
     return value
 
 
-def together(works: Sequence[Work]) -> Work:
+def together(works: Sequence[UnitWork]) -> UnitWork:
     """Return the work of parts that run one after the other, and keep what they save until all have run."""
     saved = sum(work.saved_bytes for work in works)
     peak = max((work.peak_bytes - work.saved_bytes for work in works), default=0)
-    sums = {each.name: sum(getattr(work, each.name) for work in works) for each in fields(Work)}
-    return Work(**{**sums, "peak_bytes": saved + max(peak, 0)})
+    sums = {each.name: sum(getattr(work, each.name) for work in works) for each in fields(UnitWork)}
+    return UnitWork(**{**sums, "peak_bytes": saved + max(peak, 0)})
 
 
 def recomputed(layers: int, checkpoint: str) -> tuple[bool, ...]:
@@ -189,6 +192,6 @@ def recomputed(layers: int, checkpoint: str) -> tuple[bool, ...]:
     return tuple(checkpoint == "full" or (checkpoint == "selective" and not number % 2) for number in range(layers))
 
 
-def kept_bytes(work: Work, is_recomputed: bool) -> int:
+def kept_bytes(work: UnitWork, is_recomputed: bool) -> int:
     """Return the bytes that a unit holds from its forward to its backward: its input, and what it saved if kept."""
     return work.input_bytes + (0 if is_recomputed else work.saved_bytes)
