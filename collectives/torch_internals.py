@@ -37,6 +37,7 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
     hooked, __wrapped__             Optimizer.step   zero.step.inner
     _torchdynamo_disable            a function       zero.parameters.compiled_calls (Dynamo reads it)
     _is_profiler_enabled            its profiler     zero.events (without it: as if a profiler ran)
+    _should_skip_dynamo             a dispatch mode  zero.planning.meta_results (torch reads it)
 
 The library also relies on what torch does under public names: autograd adds to ``p.grad`` by ``add_`` or ``add``
 (`zero.gradients.hooks`), and calls hooks in the order of these dictionaries (`zero.parameters.module_hooks`).
@@ -137,6 +138,10 @@ make_subclass: Callable[[type, Tensor, bool], Any] = _find(
 )
 is_traceable_wrapper_subclass: Callable[[object], bool] = _find(
     "torch.utils._python_dispatch:is_traceable_wrapper_subclass", "tells whether a tensor wraps others"
+)
+# `torch.utils.flop_counter` is the public one built on it, and counts nothing but the operations of matrix products.
+TorchDispatchMode: type = _find(
+    "torch.utils._python_dispatch:TorchDispatchMode", "counts the operations and the memory of a model"
 )
 # Only compared with what `nn.Module.to` calls; a torch without it never does.
 has_compatible_shallow_copy_type: object = _find(

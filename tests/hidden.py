@@ -194,6 +194,13 @@ def at_stage_3() -> None:
     train(3)
 
 
+def count_operations() -> None:
+    from zero.planning.counting import count
+
+    x = torch.empty(2, device="meta")
+    count(lambda: x + x, [x])
+
+
 NEEDED_BY: dict[str, Callable[[], None]] = {
     "torch:_C._storage_Use_Count": at_stage_2,
     "torch:_C._current_graph_task_id": at_stage_2,
@@ -206,6 +213,7 @@ NEEDED_BY: dict[str, Callable[[], None]] = {
     "torch:Tensor._make_wrapper_subclass": at_stage_2,
     "torch:Tensor._make_subclass": from_meta,
     "torch.utils._python_dispatch:is_traceable_wrapper_subclass": hold_integers,
+    "torch.utils._python_dispatch:TorchDispatchMode": count_operations,
     "torch:_foreach_copy_": accumulate,
     "torch:_foreach_add_": accumulate,
     "torch:_amp_foreach_non_finite_check_and_unscale_": scale,

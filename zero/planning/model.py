@@ -41,7 +41,66 @@ class ParameterShape:
 
 
 @dataclass(frozen=True)
-class Work:
+class Transformer:
+    """The plain numbers of a transformer, from which `reference` builds blocks to count.
+
+    Attributes:
+        layers: blocks, of an encoder and a decoder those of the encoder.
+        hidden: features of a token between blocks.
+        heads: heads of queries.
+        ffn: features inside the feed-forward network.
+        vocabulary: tokens.
+        kv_heads: heads of keys and values; 0: as many as of queries.
+        head_dim: features of a head; 0: ``hidden // heads``.
+        positions: rows of a table of learned positions; 0: there is none.
+        decoder_layers: blocks of a decoder that attends to an encoder; 0: there is none.
+        gated: whether the feed-forward network multiplies two projections.
+        activation: "gelu", "silu" or "relu".
+        norm: "layer", "rms", or "plain" for a LayerNorm without parameters.
+        norms: of a block; 1: attention and feed-forward network share one.
+        norm_bias, qkv_bias, out_bias, mlp_bias: whether these layers have a bias.
+        head_norms: whether queries and keys are normalised by head.
+        rotary: whether queries and keys are rotated by position.
+        tied: whether the head's weight is the embedding's.
+        attention: "flash", which keeps no scores, or "eager", which keeps them all.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocabulary: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    positions: int = 0
+    decoder_layers: int = 0
+    gated: bool = False
+    activation: str = "gelu"
+    norm: str = "layer"
+    norms: int = 2
+    norm_bias: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_norms: bool = False
+    rotary: bool = False
+    tied: bool = False
+    attention: str = "flash"
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "ffn", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"a transformer has {name} {getattr(self, name)}: it must be at least 1")
+        if not self.head_dim and self.hidden % self.heads:
+            raise ValueError(f"{self.heads} heads do not divide hidden {self.hidden}: choose numbers that do")
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads {self.kv_heads} do not divide {self.heads} heads: choose a divisor")
+
+
+@dataclass(frozen=True)
+class UnitWork:
     """What a unit does for one micro-batch.
 
     Attributes:
@@ -51,6 +110,8 @@ class Work:
         saved_bytes: bytes that the forward keeps for the backward, parameters and the unit's input left out.
         input_bytes: bytes of the unit's input.
         kernels: operations that the forward launches.
+        peak_bytes: the most that forward and backward hold at one moment, ``saved_bytes`` and the gradients of
+            activations included, parameters, their gradients and the unit's input left out; 0 if not counted.
     """
 
     matmul_flops: float = 0.0
@@ -59,6 +120,10 @@ class Work:
     saved_bytes: int = 0
     input_bytes: int = 0
     kernels: int = 0
+    peak_bytes: int = 0
+
+
+Work = UnitWork  # the name until all modules of this room use the other, which no class of `collectives` has
 
 
 @dataclass(frozen=True)
@@ -71,6 +136,7 @@ class Model:
         units: the name of each unit; the root's rest is first.
         hidden: features of a token between units; 0 if unknown.
         vocabulary: classes of the output; 0 if unknown.
+        transformer: its plain numbers; None if its work is not counted from them.
     """
 
     name: str
@@ -78,6 +144,7 @@ class Model:
     units: tuple[str, ...] = ("the root's rest",)
     hidden: int = 0
     vocabulary: int = 0
+    transformer: Transformer | None = None
 
     @property
     def numel(self) -> int:
