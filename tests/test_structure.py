@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collectives.topology": {"collectives", "collectives.algorithms", "collectives.backends"},
     "collectives": {*BASE, "collectives.algorithms", "collectives.backends", "collectives.topology"},
     "zero.core": {"collectives.torch_internals"},
+    "zero.planning": {"collectives", "collectives.algorithms", "zero.core"},
     "zero.config": {*BASE, "collectives.backends", "zero.core"},  # a user's process group needs a backend
     "zero.consistency": {"collectives", "zero.config", "zero.core"},
     "zero.events": {"collectives"},
@@ -42,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "zero.engine": SHARED | ROOMS | {"zero.setup", "zero.state"},
     "zero.optimizer": SHARED | ROOMS | {"zero.engine", "zero.setup", "zero.state"},
     "zero.checkpoint": SHARED | ROOMS | {"zero.engine", "zero.optimizer", "zero.state"},
-    "zero.commands": SHARED | ROOMS | {"zero", "zero.checkpoint", "zero.optimizer", "zero.state"},
+    "zero.commands": SHARED | ROOMS | {"zero", "zero.checkpoint", "zero.optimizer", "zero.planning", "zero.state"},
     "zero.train": {"zero.commands"},
     "zero.verify": {"zero.commands"},
     "zero": SHARED | ROOMS | {"zero.checkpoint", "zero.commands", "zero.optimizer"},

@@ -42,7 +42,7 @@ class Tied(nn.Module):
         self.embedding = nn.Parameter(torch.ones(17, WIDTH))
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.one = nn.Parameter(torch.ones(1))
-        self.blocks = nn.ModuleList([_Block(WIDTH, unused=5), _Block(WIDTH), _Block(WIDTH, unused=1500)])
+        self.blocks = nn.ModuleList([_Block(WIDTH, unused=5), _Block(WIDTH, unused=1500)])
         self.unused = nn.Parameter(torch.ones(1400))
         self.scale = nn.Parameter(torch.ones(()))
         self.head = nn.Linear(WIDTH, 17, bias=False)
@@ -60,7 +60,7 @@ class Aligned(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
         self.last = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,13 +69,13 @@ class Aligned(nn.Module):
         return self.last(x)
 
 
-class Empty(nn.Module):
-    """A model with a unit all of whose trained parameters have no elements or one, and with frozen neighbours."""
+class Frozen(nn.Module):
+    """A model with a frozen unit, and with frozen parameters in the root's rest, one of them without elements."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(_Block(WIDTH) for _ in range(3))
+        self.blocks = nn.ModuleList(_Block(WIDTH) for _ in range(2))
         self.blocks[1].requires_grad_(False)
         self.frozen = nn.Parameter(torch.ones(9, 9), requires_grad=False)
         self.nothing = nn.Parameter(torch.zeros(3, 0), requires_grad=False)
@@ -118,15 +118,15 @@ class Planned:
 
 
 def _sequential() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(29, 29) for _ in range(4)))
+    return nn.Sequential(*(nn.Linear(29, 29) for _ in range(3)))
 
 
 PLANNED = {
     planned.name: planned
     for planned in (
-        Planned("sequential", _sequential, 29, 0.004),
-        Planned("frozen", Empty, WIDTH, 0.002),
-        Planned("tied", Tied, 17, 0.003),
+        Planned("sequential", _sequential, 29, 0.007),
+        Planned("frozen", Frozen, WIDTH, 0.003),
+        Planned("tied", Tied, 17, 0.006),
         Planned("aligned", Aligned, 32, 25.0, lambda name: int("bias" in name)),
     )
 }

@@ -16,7 +16,7 @@ from zero import MixedPrecision, Offload, ZeroOptimizer
 from zero.commands.sweep.command import jobs
 from zero.commands.train.settings import SweepConfig
 from zero.planning.memory import MemoryPlan
-from zero.planning.setting import Setting
+from zero.planning.setting import PlanSetting
 from zero.planning.traffic import sent
 
 from .models import PLANNED, Planned, described
@@ -38,7 +38,7 @@ class Case:
     """A model under a setting."""
 
     model: str
-    setting: Setting
+    setting: PlanSetting
 
     def __str__(self) -> str:
         s = self.setting
@@ -56,10 +56,10 @@ class Case:
         return self.model, s.stage, s.world_size, s.factor, s.near, offload, s.precision, s.optimizer
 
 
-def settings(world_size: int, planned: Planned, precision: str, optimizer: str) -> Iterator[Setting]:
+def settings(world_size: int, planned: Planned, precision: str, optimizer: str) -> Iterator[PlanSetting]:
     """Yield the settings of `zero sweep`."""
     for job in jobs(SweepConfig(ranks=world_size, peers=False)):
-        yield Setting(
+        yield PlanSetting(
             job.stage,
             world_size,
             job.sharding_factor,
@@ -127,7 +127,6 @@ def check(case: Case, plan: MemoryPlan, folder: Path, group: Loopback[Any]) -> N
         optimizer.step()
         optimizer.zero_grad()
         found, spent = optimizer.describe(), (optimizer.traffic - before).payload_sent
-        optimizer.close()
         return found, spent
 
     results = group.run(program)

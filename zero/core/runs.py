@@ -47,6 +47,11 @@ def adjoins(pieces: Sequence[Piece], groups: Sequence[int], scalars: Sequence[bo
 
 def parts(begin: int, end: int, size: int | None) -> Iterator[tuple[int, int]]:
     """Yield the begin and the end of each part of a run. ``size``: elements of a part; None: the run is not cut."""
-    size = max(1, end - begin) if size is None else size
-    for low in range(begin, max(end, begin + 1), size):
-        yield low, min(low + size, end)
+    begins = part_begins(begin, end, size)
+    for low in begins:
+        yield low, min(low + begins.step, end)
+
+
+def part_begins(begin: int, end: int, size: int | None) -> range:
+    """Return the begins of the parts of a run. A run without elements has one part."""
+    return range(begin, max(end, begin + 1), max(1, end - begin) if size is None else size)

@@ -11,16 +11,16 @@ floor(n r / W) of them, which is ceil(n / W) for r = W - 1 and never more. So no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
 from ..core.formulas import formula_bytes
 from ..core.layout import BucketSpec, Dtypes, Layout, Piece, build
-from ..core.runs import CUT, adjoins, parts, runs
+from ..core.runs import CUT, adjoins, part_begins, runs
 from ..core.stage import Placement
 from .model import Model, ParameterShape
-from .setting import STEP_COUNT_BYTES, Setting
+from .setting import STEP_COUNT_BYTES, PlanSetting
 
 _STAGED = {"": 0, "disk": 2, "host": 3}  # buckets of offloaded states in memory during a step: MEMORY.md, `offload`
 
@@ -80,13 +80,13 @@ class MemoryPlan:
         self._laid_out: dict[tuple[Dtypes, int, int, bool, bool], LaidOut] = {}
         self._peaks: dict[tuple[object, ...], dict[str, int]] = {}
 
-    def of_rank(self, setting: Setting, rank: int) -> RankBytes:
+    def of_rank(self, setting: PlanSetting, rank: int) -> RankBytes:
         """Return the bytes of one rank."""
         if not 0 <= rank < setting.world_size:
             raise ValueError(f"rank must be from 0 to {setting.world_size - 1}, not {rank}")
         return self._sum(setting, rank % setting.factor)
 
-    def of_largest(self, setting: Setting) -> RankBytes:
+    def of_largest(self, setting: PlanSetting) -> RankBytes:
         """Return the bytes of the last rank, which owns the largest slice of every bucket.
 
         Another rank may have more step counts, of `STEP_COUNT_BYTES` each: its slices may cross more parameters. If
@@ -94,7 +94,7 @@ class MemoryPlan:
         """
         return self._sum(setting, setting.factor - 1)
 
-    def laid_out(self, setting: Setting) -> LaidOut:
+    def laid_out(self, setting: PlanSetting) -> LaidOut:
         """Return the model's layout, as `zero.ZeroOptimizer` would make it."""
         key = _key(setting)
         if key not in self._laid_out:
@@ -114,7 +114,7 @@ class MemoryPlan:
         """Return the parameter of each slot of a bucket."""
         return [self.model.parameters[slot.parameter] for slot in bucket.slots]
 
-    def _sum(self, setting: Setting, place: int) -> RankBytes:
+    def _sum(self, setting: PlanSetting, place: int) -> RankBytes:
         """Return the bytes of a rank. ``place``: its number among those that share a copy."""
         laid_out = self.laid_out(setting)
         parts_ = [(_of_bucket(setting, bucket, self.members(bucket), place), n) for bucket, n in laid_out.kinds]
@@ -126,7 +126,7 @@ class MemoryPlan:
         total["staged_peak"] = _STAGED[setting.offload] * largest
         return RankBytes(**total)
 
-    def _bounds(self, setting: Setting, layout: Layout) -> dict[str, int]:
+    def _bounds(self, setting: PlanSetting, layout: Layout) -> dict[str, int]:
         """Return the upper bounds of gathered and of scratch memory."""
         key = (*_key(setting), setting.stage, setting.near, setting.exposes_slices)
         if key not in self._peaks:
@@ -142,13 +142,13 @@ class MemoryPlan:
         return self._peaks[key]
 
 
-def _key(setting: Setting) -> tuple[Dtypes, int, int, bool, bool]:
+def _key(setting: PlanSetting) -> tuple[Dtypes, int, int, bool, bool]:
     """Return what a layout depends on."""
     across = setting.has_units and setting.shares_buckets
     return setting.dtypes, setting.factor, setting.bucket_bytes, setting.has_units, across
 
 
-def _of_bucket(setting: Setting, bucket: BucketSpec, members: Sequence[ParameterShape], place: int) -> RankBytes:
+def _of_bucket(setting: PlanSetting, bucket: BucketSpec, members: Sequence[ParameterShape], place: int) -> RankBytes:
     """Return a rank's bytes of one bucket."""
     stage, dtypes, states = setting.row, bucket.dtypes, setting.states
     trainable = members[0].trainable
@@ -164,7 +164,7 @@ def _of_bucket(setting: Setting, bucket: BucketSpec, members: Sequence[Parameter
     present = [members[piece.slot].used and trainable for piece in pieces]
     exist = any(present) or (states.at_construction and bool(pieces))
     tensors = states.tensors * master_bytes if exist else 0
-    counts = sum(1 for _ in _runs(setting, pieces, members, present)) * states.step_counts * STEP_COUNT_BYTES
+    counts = _run_count(setting, pieces, members, present) * states.step_counts * STEP_COUNT_BYTES
     masters = 0
     if dtypes.has_master and trainable:
         masters = master_bytes if masters_move else (high - low) * dtypes.itemsize("master_dtype")
@@ -178,7 +178,7 @@ def _of_bucket(setting: Setting, bucket: BucketSpec, members: Sequence[Parameter
     return RankBytes(parameters, gradients, tensors, counts, masters, offloaded, beside)
 
 
-def _gradients(setting: Setting, bucket: BucketSpec, own: int) -> int:
+def _gradients(setting: PlanSetting, bucket: BucketSpec, own: int) -> int:
     """Return the bytes of the buffers of gradients. ``own``: elements of the slice that the rank owns."""
     stage, dtypes = setting.row, bucket.dtypes
     whole = 0
@@ -189,14 +189,14 @@ def _gradients(setting: Setting, bucket: BucketSpec, own: int) -> int:
     return whole + (own * dtypes.itemsize("accumulate_dtype") if stage.sum_lies_apart(dtypes) else 0)
 
 
-def _runs(
-    setting: Setting, pieces: Sequence[Piece], members: Sequence[ParameterShape], present: Sequence[bool]
-) -> Iterator[tuple[int, int]]:
-    """Yield the begin and the end of each part of a run that the class steps as one parameter."""
+def _run_count(
+    setting: PlanSetting, pieces: Sequence[Piece], members: Sequence[ParameterShape], present: Sequence[bool]
+) -> int:
+    """Return how many parts of runs the class steps as one parameter each."""
     groups, scalars = [members[piece.slot].group for piece in pieces], [member.shape == () for member in members]
     size = None if setting.fused or setting.device != "cpu" else CUT
-    for first, last in runs(pieces, present, partial(adjoins, pieces, groups, scalars)):
-        yield from parts(pieces[first].begin, pieces[last - 1].end, size)
+    found = runs(pieces, present, partial(adjoins, pieces, groups, scalars))
+    return sum(len(part_begins(pieces[first].begin, pieces[last - 1].end, size)) for first, last in found)
 
 
 def _in_file(numel: int, on_disk: bool) -> int:

@@ -68,7 +68,7 @@ bf16", a model that was made in bf16 and has no master weights."""
 
 
 @dataclass(frozen=True)
-class Setting:
+class PlanSetting:
     """The arguments of a `zero.ZeroOptimizer` over a module, and the places of its ranks.
 
     Attributes:

@@ -16,7 +16,7 @@ from collectives.algorithms.plans import equal_hosts
 from ..core.formulas import formula_traffic, unit_bytes
 from ..core.layout import BucketSpec, Layout
 from .memory import MemoryPlan
-from .setting import Setting
+from .setting import PlanSetting
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Crossing:
         return self.reductions + self.replicas + self.gathers
 
 
-def sent(plan: MemoryPlan, setting: Setting, backwards: int = 1, synchronised: int = 1) -> int:
+def sent(plan: MemoryPlan, setting: PlanSetting, backwards: int = 1, synchronised: int = 1) -> int:
     """Return the payload of a step, summed over the ranks, if each of them sends what an owner needs to that owner.
 
     That is so for ranks that share a host, for threads, and for hosts of one rank each; `crossing` is right for all
@@ -66,7 +66,7 @@ def sent(plan: MemoryPlan, setting: Setting, backwards: int = 1, synchronised: i
     return whole - int(setting.row.parameters_are_gathered) * unused * (setting.factor - 1) * setting.replicas
 
 
-def crossing(plan: MemoryPlan, setting: Setting, backwards: int = 1, synchronised: int = 1) -> Crossing:
+def crossing(plan: MemoryPlan, setting: PlanSetting, backwards: int = 1, synchronised: int = 1) -> Crossing:
     """Return the bytes that cross between hosts in a step. The arguments are those of `sent`."""
     layout, row, dtypes = plan.laid_out(setting).layout, setting.row, setting.dtypes
     trained = _trained(plan, layout)
@@ -100,7 +100,7 @@ def crossing(plan: MemoryPlan, setting: Setting, backwards: int = 1, synchronise
     return Crossing(round(reductions), round(replicas), round(gathers))
 
 
-def _reduced(setting: Setting, started: bool, travel: int, accumulate: int) -> Fraction:
+def _reduced(setting: PlanSetting, started: bool, travel: int, accumulate: int) -> Fraction:
     """Return the bytes between hosts of one reduced element, among the ranks that share a copy. ``started``: there is
     a sum so far."""
     hosts, ranks = _spread(setting, setting.factor)
@@ -111,12 +111,12 @@ def _reduced(setting: Setting, started: bool, travel: int, accumulate: int) -> F
     return Fraction(equal_hosts(hosts, ranks, started, travel, accumulate), hosts * ranks)
 
 
-def _other_hosts(setting: Setting, group: int) -> int:
+def _other_hosts(setting: PlanSetting, group: int) -> int:
     """Return the number of hosts that a slice of a group of neighbouring ranks is gathered to."""
     return _spread(setting, group)[0] - 1
 
 
-def _spread(setting: Setting, group: int) -> tuple[int, int]:
+def _spread(setting: PlanSetting, group: int) -> tuple[int, int]:
     """Return the hosts of a group of neighbouring ranks, and its ranks on each.
 
     Raises:
