@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collectives.topology": {"collectives", "collectives.algorithms", "collectives.backends"},
     "collectives": {*BASE, "collectives.algorithms", "collectives.backends", "collectives.topology"},
     "zero.core": {"collectives.torch_internals"},
+    "zero.planning": {"collectives", "collectives.algorithms", "zero.core"},
     "zero.config": {*BASE, "collectives.backends", "zero.core"},  # a user's process group needs a backend
     "zero.planning": {"collectives", "collectives.torch_internals", "zero.core"},
     "zero.consistency": {"collectives", "zero.config", "zero.core"},

@@ -83,6 +83,26 @@ def plans(hosts: Hosts, started: bool, travel: int, accumulate: int) -> list[Pla
     return [chosen[owner] for owner in sorted(chosen)]
 
 
+def equal_hosts(hosts: int, ranks: int, started: bool, travel: int, accumulate: int) -> int:
+    """Return the bytes that cross between hosts for one element of every owner's slice, as the sum over `plans` of
+    ``hosts`` hosts with ``ranks`` neighbouring ranks each. It needs no plans, whose number grows with the ranks.
+
+    A plan stops at the first hosts, ends at home, and gets what is left directly. Its bytes are linear in the number
+    of stops, except where the home is among them.
+    """
+
+    def crossing(home: int, stops: int) -> int:
+        direct = ranks * (hosts - stops - (home >= stops)) * travel
+        if not stops:
+            return direct
+        return direct + (stops - 1 + (stops - 1 != home) + (started and home > 0)) * accumulate
+
+    return ranks * sum(
+        min(crossing(home, stops) for stops in {0, 1, home, home + 1, min(home + 2, hosts), hosts})
+        for home in range(hosts)
+    )
+
+
 def _cheapest(hosts: Hosts, owner: int, started: bool, travel: int, accumulate: int) -> list[Plan]:
     """Return all plans with the fewest bytes, the shortest first."""
     found = [Plan.of(hosts, owner, length, started, travel, accumulate) for length in range(len(hosts.runs) + 1)]

@@ -63,15 +63,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.runtime.flat_states.BucketStates.plan",
-                "            if present[index]:\n",
-                "            if present[index] and self.pieces[index] != self.bucket.pieces(0, "
-                "self.bucket.numel)[-1]:\n",
-            ),
-            Edit(
-                "zero.runtime.flat_states.BucketStates.plan",
-                "while last < len(self.pieces) and present[last] and self._joins(last):",
-                "while last < len(self.pieces) - (self.end == self.bucket.numel) and present[last] and "
-                "self._joins(last):",
+                "in runs(self.pieces, present, self._joins):",
+                "in runs(self.pieces[: len(self.pieces) - (self.end == self.bucket.numel)], present, self._joins):",
             ),
         ),
         (f"{EXACT}[2-sgd]",),
@@ -180,9 +173,9 @@ MUTANTS = (
         "Pieces of two param groups are stepped as one, with the options of the first.",
         (
             Edit(
-                "zero.runtime.flat_states.BucketStates._joins",
-                "self.groups[index - 1] == self.groups[index] and equal",
-                "equal",
+                "zero.core.runs.adjoins",
+                "before.end == piece.begin and groups[index - 1] == groups[index]",
+                "before.end == piece.begin",
             ),
         ),
         ("contract/test_public_calls.py::test_groups_schedulers_hooks_and_closures_work_as_in_torch[2]",),

@@ -44,7 +44,7 @@ def formula_bytes(
     stored = total("param_dtype", layout.parameters)
     if rest is not None:
         stored += total("param_dtype", rest.parameters)
-    units = _unit_bytes(layout, rest)
+    units = unit_bytes(layout, rest)
     all_units = sum(units.values())
     gathered = units.pop(0, 0) + sum(sorted(units.values())[-2:])
     exposed = sharded_bytes(gathered, layout.world_size) if slices_are_exposed else 0
@@ -71,7 +71,7 @@ def formula_bytes(
     }
 
 
-def _unit_bytes(layout: Layout, rest: Layout | None) -> dict[int, int]:
+def unit_bytes(layout: Layout, rest: Layout | None = None) -> dict[int, int]:
     """Return the bytes of each gathered unit, padding included."""
     found: dict[int, int] = {}
     for which in (layout,) if rest is None else (layout, rest):
@@ -120,7 +120,7 @@ def formula_traffic(
         for which, passes in stage.passes(synchronised, means_are_shown=means_are_shown).items()
         for bucket in trainable
     )
-    units = _unit_bytes(layout, rest) if units_need_gather else {}
+    units = unit_bytes(layout, rest) if units_need_gather else {}
     still_here = sum(units[unit] for unit in {0, max(units, default=0)} & set(units))
     ranks, forwards = layout.world_size, stage.gathers(backwards) // 2
     near = ranks if reshard_group_size is None else reshard_group_size

@@ -101,6 +101,18 @@ def stage_of(number: int) -> Stage:
     return STAGES[number]
 
 
+def units_share_buckets(ranks: int, *, in_common: bool, on_disk: bool) -> bool:
+    """Return whether buckets hold parameters of any unit, since no unit is gathered. Shards of a unit then differ in
+    length.
+
+    Args:
+        ranks: how many ranks share a copy.
+        in_common: whether these have common memory for the parameters.
+        on_disk: whether shards of parameters are on disk. A step has a bucket in memory, so it is no more than a unit.
+    """
+    return not on_disk and (ranks == 1 or in_common)
+
+
 def check_sharding_factor(factor: int | None, world_size: int, stage: Stage) -> None:
     """Raise `ValueError` if ``factor`` ranks cannot share one copy of the tensors that ``stage`` shards."""
     if factor is None:

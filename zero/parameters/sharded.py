@@ -21,7 +21,7 @@ from ..consistency import broadcast, fingerprint
 from ..core.flags import where
 from ..core.layout import BucketSpec, Dtypes, Layout, ParameterSpec, build
 from ..core.parameter_specs import bindings, check_memory, misplaced, replaced, specs
-from ..core.stage import Placement
+from ..core.stage import Placement, units_share_buckets
 from ..core.units import Predicate, find_units
 from ..runtime.bucket import Bucket
 from ..runtime.flat_buffer import FlatBuffer
@@ -100,9 +100,11 @@ class ShardedStorage(ParameterStorage):
 
     @property
     def buckets_cross_units(self) -> bool:
-        if self._offload_backend is not None:  # of a bucket, which a step has in memory, no more than a unit
-            return False
-        return self._shards.world_size == 1 or (self._on_host and self._shards.has_common)
+        return units_share_buckets(
+            self._shards.world_size,
+            in_common=self._on_host and self._shards.has_common,
+            on_disk=self._offload_backend is not None,
+        )
 
     def lines(self) -> list[str]:
         units = zip(self._units.names, self._units.parameters, strict=True)

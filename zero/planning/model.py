@@ -24,6 +24,7 @@ class ParameterShape:
         unit: the number of its unit; 0 is the root's rest.
         trainable: whether it requires a gradient.
         group: the number of its param group.
+        used: whether a backward gives it a gradient.
     """
 
     names: tuple[str, ...]
@@ -31,6 +32,7 @@ class ParameterShape:
     unit: int = 0
     trainable: bool = True
     group: int = 0
+    used: bool = True
 
     @property
     def numel(self) -> int:

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from ..core.layout import BucketSpec, Piece
+from ..core.runs import CUT, adjoins, parts, runs
 from .flat_buffer import FlatBuffer
 from .master_weights import MasterWeights
 from .offload import OffloadedStates
 
-CUT = 1 << 16
 Options = dict[str, Any]
 
 
@@ -127,24 +127,15 @@ class BucketStates:
         self.snapshot()
         self._key = key
         self.stepped_groups = set()
-        index = 0
-        while index < len(self.pieces):
-            last = index + 1
-            if present[index]:
-                while last < len(self.pieces) and present[last] and self._joins(last):
-                    last += 1
-                self._make_runs(index, last, cut[self.groups[index]])
-                self.stepped_groups.add(self.groups[index])
-            index = last
+        for first, last in runs(self.pieces, present, self._joins):
+            self._make_runs(first, last, cut[self.groups[first]])
+            self.stepped_groups.add(self.groups[first])
 
     def _joins(self, index: int) -> bool:
         """Return True if the piece continues the run of the one before it."""
         before, state = self._states[index - 1], self._states[index]
         equal = state is None if before is None else before.same(state)
-        if self._is_scalar(index) or self._is_scalar(index - 1):
-            return False
-        touching = self.pieces[index - 1].end == self.pieces[index].begin
-        return touching and self.groups[index - 1] == self.groups[index] and equal
+        return adjoins(self.pieces, self.groups, self.scalars, index) and equal
 
     def _is_scalar(self, index: int) -> bool:
         """Return True for a parameter without dimensions. It keeps that shape: torch promotes dtypes as for numbers."""
@@ -153,10 +144,8 @@ class BucketStates:
     def _make_runs(self, first: int, last: int, cut: bool) -> None:
         begin, end = self.pieces[first].begin - self.begin, self.pieces[last - 1].end - self.begin
         weights = self.weights
-        step = CUT if cut and weights.device.type == "cpu" else max(1, end - begin)
         state = self._states[first]
-        for low in range(begin, max(end, begin + 1), step):
-            high = min(low + step, end)
+        for low, high in parts(begin, end, CUT if cut and weights.device.type == "cpu" else None):
             shape = () if self._is_scalar(first) else (high - low,)
             parameter = weights[low:high].detach().view(shape).requires_grad_()
             run = _FlatParam(parameter, low, high, first, last)

@@ -1,0 +1,186 @@
+"""What holds of every plan: where memory shrinks, who holds most, how long a plan takes, what is refused."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zero
+from zero.core.layout import BucketSpec, Dtypes
+from zero.planning.memory import MemoryPlan, RankBytes
+from zero.planning.model import Model, ParameterShape
+from zero.planning.setting import OPTIMIZERS, PRECISIONS, PlanSetting
+from zero.planning.traffic import crossing, sent
+
+KINDS = ("parameters", "gradients", "states", "masters")
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    """Draw a model of a few parameters, some of them empty, without dimensions, or frozen."""
+    sizes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
+    shapes = draw(st.lists(st.tuples(sizes, st.integers(0, 3), st.booleans()), min_size=1, max_size=9))
+    parameters = tuple(
+        ParameterShape((f"p{number}",), shape, unit, trainable)
+        for number, (shape, unit, trainable) in enumerate(shapes)
+    )
+    return Model("drawn", parameters, ("the root's rest", "one", "two", "three"))
+
+
+@st.composite
+def settings(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw the arguments of a `PlanSetting` that do not depend on the number of ranks."""
+    return {
+        "precision": draw(st.sampled_from(sorted(PRECISIONS))),
+        "optimizer": draw(st.sampled_from(sorted(OPTIMIZERS))),
+        "bucket_bytes": draw(st.sampled_from([256, 4096, 1 << 20])),
+        "threads": draw(st.booleans()),
+        "offload": draw(st.sampled_from(["", "disk"])),
+    }
+
+
+@given(models(), settings(), st.integers(1, 3), st.integers(1, 9))
+def test_the_last_rank_owns_most_and_all_slices_are_the_whole(
+    model: Model, arguments: dict[str, Any], stage: int, ranks: int
+) -> None:
+    plan, setting = MemoryPlan(model), PlanSetting(stage, ranks, **arguments | {"offload": ""})
+    found = [plan.of_rank(setting, rank) for rank in range(ranks)]
+    for kind in KINDS:
+        assert max(getattr(rank, kind) for rank in found) == getattr(plan.of_largest(setting), kind), kind
+    buckets = plan.laid_out(setting).layout.buckets
+    trained = [bucket for bucket in buckets if plan.members(bucket)[0].trainable]
+    assert sum(rank.masters for rank in found) == sum(map(_master_bytes, trained)) * setting.dtypes.has_master
+    of_states = buckets if setting.states.at_construction else trained
+    assert sum(rank.states for rank in found) == sum(map(_master_bytes, of_states)) * setting.states.tensors
+
+
+def _master_bytes(bucket: BucketSpec) -> int:
+    return bucket.numel * bucket.dtypes.itemsize("master_dtype")
+
+
+@given(models(), settings(), st.integers(1, 3), st.sampled_from([(1, 2), (2, 4), (4, 12), (3, 12)]))
+def test_memory_falls_with_the_ranks_that_share_a_copy(
+    model: Model, arguments: dict[str, Any], stage: int, factors: tuple[int, int]
+) -> None:
+    """Units do not share buckets in either setting, or do in both, since that changes padding."""
+    plan = MemoryPlan(model)
+    on_disk = stage == 3
+    few, many = (
+        plan.of_largest(
+            PlanSetting(stage, 12, factor, **arguments | {"offload": "disk"}, offload_parameters=on_disk)
+            if on_disk
+            else PlanSetting(stage, 12, factor, **arguments)
+        )
+        for factor in factors
+    )
+    for kind in ("parameters", "gradients", "states", "masters", "resident"):
+        assert getattr(many, kind) <= getattr(few, kind), kind
+
+
+@given(models(), settings(), st.integers(1, 8))
+def test_memory_falls_with_the_stage(model: Model, arguments: dict[str, Any], ranks: int) -> None:
+    """Up to stage 2; at stage 3 buckets may hold one unit each, which adds padding."""
+    plan = MemoryPlan(model)
+    held = [plan.of_largest(PlanSetting(stage, ranks, **arguments)) for stage in range(3)]
+    assert held[0].resident >= held[1].resident >= held[2].resident
+
+
+@given(models(), settings(), st.integers(0, 3), st.integers(1, 8))
+def test_offload_changes_where_bytes_are(model: Model, arguments: dict[str, Any], stage: int, ranks: int) -> None:
+    plan = MemoryPlan(model)
+    here, away = (plan.of_largest(PlanSetting(stage, ranks, **arguments | {"offload": o})) for o in ("", "disk"))
+    assert (here.parameters, here.gradients, here.states) == (away.parameters, away.gradients, away.states)
+    assert here.resident == here.parameters + here.gradients + here.optimizer
+    assert away.resident == away.parameters + away.gradients + away.step_counts
+    assert here.offloaded == here.staged_peak == 0
+
+
+@given(models(), settings(), st.integers(0, 3), st.integers(1, 3), st.integers(0, 2))
+def test_one_rank_sends_nothing(
+    model: Model, arguments: dict[str, Any], stage: int, synchronised: int, more: int
+) -> None:
+    plan, setting = MemoryPlan(model), PlanSetting(stage, **arguments)
+    assert sent(plan, setting, synchronised + more, synchronised) == 0
+    assert crossing(plan, setting, synchronised + more, synchronised).total == 0
+
+
+def test_precisions_are_those_of_the_library() -> None:
+    def of(*arguments: Any) -> Dtypes:
+        return zero.MixedPrecision(*arguments).of(torch.float32)
+
+    assert dict(PRECISIONS) == {
+        "fp32": Dtypes.all(torch.float32),
+        "bf16": of(torch.bfloat16),
+        "bf16, added up in bf16": of(torch.bfloat16, None, torch.bfloat16),
+        "fp16": of(torch.float16),
+        "pure bf16": Dtypes.all(torch.bfloat16),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stage": 4}, r"stage must be one of \[0, 1, 2, 3\], not 4"),
+        ({"world_size": 0}, "world_size must be a whole number, at least 1, not 0"),
+        ({"bucket_bytes": 0.5}, "bucket_bytes must be a whole number, at least 1, not 0.5"),
+        ({"stage": 2, "world_size": 8, "sharding_factor": 3}, "sharding_factor must divide the number of ranks, 8"),
+        ({"stage": 0, "world_size": 8, "sharding_factor": 2}, "stage 0, which shards nothing: leave it away"),
+        ({"stage": 2, "world_size": 8, "reshard": False}, "reshard_after_forward=False with stage 2"),
+        ({"stage": 3, "world_size": 8, "reshard": 3}, "a number that divides the 8 ranks"),
+        ({"stage": 2, "offload": "disk", "offload_parameters": True}, "offload: parameters=True with stage 2"),
+        ({"stage": 3, "offload_parameters": True}, 'offload_parameters=True needs offload="disk"'),
+        ({"stage": 3, "offload": "host"}, "with parameters on the CPU"),
+        ({"stage": 3, "offload": "tape"}, "offload must be one of '', 'disk', 'host', not 'tape'"),
+        ({"precision": "fp8"}, "precision must be one of 'fp32', .*, not 'fp8'"),
+        ({"optimizer": "lion"}, "optimizer must be one of 'adamw', .*, not 'lion'"),
+        ({"world_size": 8, "ranks_per_host": 3}, "ranks_per_host must divide the number of ranks, 8, not 3"),
+    ],
+)
+@pytest.mark.by_default
+def test_a_wrong_setting_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PlanSetting(**arguments)
+
+
+def test_a_rank_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank must be from 0 to 1, not 2"):
+        MemoryPlan(Model("none", ())).of_rank(PlanSetting(2, 2), 2)
+    assert MemoryPlan(Model("none", ())).of_rank(PlanSetting(2, 2), 1) == RankBytes()
+
+
+def test_states_on_a_gpu_that_are_offloaded_leave_masters_there() -> None:
+    plan = MemoryPlan(Model("one", (ParameterShape(("weight",), (1 << 16,)),)))
+    held = plan.of_largest(PlanSetting(2, 4, precision="bf16", offload="host", device="cuda"))
+    own = (1 << 16) // 4
+    assert (held.states, held.masters, held.offloaded, held.staged_peak) == (8 * own, 4 * own, 8 * own, 24 * own)
+    assert held.resident == 2 * (1 << 16) + 4 * own + held.step_counts + held.masters
+
+
+def llama(width: int, hidden: int, layers: int, narrow: int, vocabulary: int) -> Model:
+    shapes = [ParameterShape(("embedding",), (vocabulary, width))]
+    square, key, up, down = (width, width), (narrow, width), (hidden, width), (width, hidden)
+    for unit in range(1, layers + 1):
+        of_unit = (square, key, key, square, up, up, down, (width,), (width,))
+        shapes += [ParameterShape((f"{unit}.{number}",), shape, unit) for number, shape in enumerate(of_unit)]
+    shapes += [ParameterShape(("norm",), (width,)), ParameterShape(("head",), (vocabulary, width))]
+    return Model("llama", tuple(shapes), ("the root's rest", *(f"layer {unit}" for unit in range(layers))))
+
+
+def test_405b_parameters_on_10_000_ranks_take_seconds() -> None:
+    """The time of this process's processor, which other processes do not change much; it is 0.5 s on an idle core."""
+    begin = time.process_time()
+    plan = MemoryPlan(llama(16384, 53248, 126, 1024, 128256))
+    assert plan.model.numel == 405_853_388_800
+    for factor in (8, 10_000):
+        setting = PlanSetting(3, 10_000, factor, precision="bf16", device="cuda", ranks_per_host=8)
+        held = plan.of_largest(setting)
+        whole = 18 * plan.model.numel / factor
+        assert whole <= held.parameters + held.gradients + held.optimizer <= 1.01 * whole
+        assert sent(plan, setting) > 0
+        assert crossing(plan, setting).total > 0
+    assert time.process_time() - begin < 5

@@ -1,0 +1,208 @@
+"""The bytes of a rank by kind, exactly as `optimizer.describe()` reports them after a step, without a training.
+
+Knows: which buffers a rank keeps of a bucket, and how long they are. Does not know: activations, the memory that torch
+and the system need, seconds. `MEMORY.md` has the formulas without padding; here padding is counted, too.
+
+Buckets of equal slots have equal bytes, so each kind of bucket is counted once. Of W ranks that share a copy, the last
+one owns the largest slice of every bucket: with n blocks of the alignment, rank r owns floor(n (r + 1) / W) -
+floor(n r / W) of them, which is ceil(n / W) for r = W - 1 and never more. So no loop over ranks finds the largest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+
+from ..core.formulas import formula_bytes
+from ..core.layout import BucketSpec, Dtypes, Layout, Piece, build
+from ..core.runs import CUT, adjoins, part_begins, runs
+from ..core.stage import Placement
+from .model import Model, ParameterShape
+from .setting import STEP_COUNT_BYTES, PlanSetting
+
+_STAGED = {"": 0, "disk": 2, "host": 3}  # buckets of offloaded states in memory during a step: MEMORY.md, `offload`
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """The bytes of one rank after a step with all gradients. The first five are exact.
+
+    Attributes:
+        parameters: the weights with which the model computes.
+        gradients: the buffers of gradients, which stay between steps.
+        states: the optimizer's tensors that are as large as parameters.
+        step_counts: the optimizer's tensors of one element.
+        masters: master weights.
+        offloaded: memory in a file or on the host that is reserved for these.
+        resident: those of the first five that are beside the model.
+        gathered_peak: upper bound of the buffers of gathered units.
+        scratch_peak: upper bound of the memory for buckets in flight.
+        staged_peak: upper bound of what is in memory of offloaded tensors during a step.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    states: int = 0
+    step_counts: int = 0
+    masters: int = 0
+    offloaded: int = 0
+    resident: int = 0
+    gathered_peak: int = 0
+    scratch_peak: int = 0
+    staged_peak: int = 0
+
+    @property
+    def optimizer(self) -> int:
+        """What `describe()` reports as "optimizer"."""
+        return self.states + self.step_counts + self.masters
+
+    @property
+    def bound(self) -> int:
+        """Upper bound of the bytes beside the model at any moment of a step, without activations."""
+        return self.resident + self.gathered_peak + self.scratch_peak + self.staged_peak
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A model laid out for the ranks that share a copy. ``kinds``: a bucket of each kind, and how many there are."""
+
+    layout: Layout
+    kinds: tuple[tuple[BucketSpec, int], ...]
+
+
+class MemoryPlan:
+    """The bytes of a model's ranks under any number of settings. Layouts are kept, since settings share them."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._laid_out: dict[tuple[Dtypes, int, int, bool, bool], LaidOut] = {}
+        self._peaks: dict[tuple[object, ...], dict[str, int]] = {}
+
+    def of_rank(self, setting: PlanSetting, rank: int) -> RankBytes:
+        """Return the bytes of one rank."""
+        if not 0 <= rank < setting.world_size:
+            raise ValueError(f"rank must be from 0 to {setting.world_size - 1}, not {rank}")
+        return self._sum(setting, rank % setting.factor)
+
+    def of_largest(self, setting: PlanSetting) -> RankBytes:
+        """Return the bytes of the last rank, which owns the largest slice of every bucket.
+
+        Another rank may have more step counts, of `STEP_COUNT_BYTES` each: its slices may cross more parameters. If
+        some parameters are unused, another rank may have more states.
+        """
+        return self._sum(setting, setting.factor - 1)
+
+    def laid_out(self, setting: PlanSetting) -> LaidOut:
+        """Return the model's layout, as `zero.ZeroOptimizer` would make it."""
+        key = _key(setting)
+        if key not in self._laid_out:
+            specs = self.model.specs(lambda _: setting.dtypes, with_units=setting.has_units, device=setting.device)
+            layout = build(specs, setting.factor, setting.bucket_bytes, across_units=key[-1])
+            seen: dict[object, BucketSpec] = {}
+            counts: Counter[object] = Counter()
+            for bucket in layout.buckets:
+                members = self.members(bucket)
+                shape = tuple((p.numel, p.shape == (), p.group, p.used, p.trainable) for p in members)
+                seen.setdefault(shape, bucket)
+                counts[shape] += 1
+            self._laid_out[key] = LaidOut(layout, tuple((seen[shape], count) for shape, count in counts.items()))
+        return self._laid_out[key]
+
+    def members(self, bucket: BucketSpec) -> list[ParameterShape]:
+        """Return the parameter of each slot of a bucket."""
+        return [self.model.parameters[slot.parameter] for slot in bucket.slots]
+
+    def _sum(self, setting: PlanSetting, place: int) -> RankBytes:
+        """Return the bytes of a rank. ``place``: its number among those that share a copy."""
+        laid_out = self.laid_out(setting)
+        parts_ = [(_of_bucket(setting, bucket, self.members(bucket), place), n) for bucket, n in laid_out.kinds]
+        total = {
+            field.name: sum(count * getattr(part, field.name) for part, count in parts_) for field in fields(RankBytes)
+        }
+        largest = max((part.offloaded for part, _ in parts_), default=0)
+        total |= self._bounds(setting, laid_out.layout)
+        total["staged_peak"] = _STAGED[setting.offload] * largest
+        return RankBytes(**total)
+
+    def _bounds(self, setting: PlanSetting, layout: Layout) -> dict[str, int]:
+        """Return the upper bounds of gathered and of scratch memory."""
+        key = (*_key(setting), setting.stage, setting.near, setting.exposes_slices)
+        if key not in self._peaks:
+            formula = formula_bytes(
+                layout,
+                setting.row,
+                setting.states.tensors,
+                reshard_group_size=setting.near,
+                slices_are_exposed=setting.exposes_slices,
+            )
+            gathered = formula["gathered_peak"] if setting.gathers_units else 0
+            self._peaks[key] = {"gathered_peak": gathered, "scratch_peak": formula["scratch_peak"]}
+        return self._peaks[key]
+
+
+def _key(setting: PlanSetting) -> tuple[Dtypes, int, int, bool, bool]:
+    """Return what a layout depends on."""
+    across = setting.has_units and setting.shares_buckets
+    return setting.dtypes, setting.factor, setting.bucket_bytes, setting.has_units, across
+
+
+def _of_bucket(setting: PlanSetting, bucket: BucketSpec, members: Sequence[ParameterShape], place: int) -> RankBytes:
+    """Return a rank's bytes of one bucket."""
+    stage, dtypes, states = setting.row, bucket.dtypes, setting.states
+    trainable = members[0].trainable
+    own = _length(bucket.owned(place))
+    low, high = stage.update_interval(bucket, place)
+    on_disk = setting.offload == "disk"
+    master_bytes = dtypes.itemsize("master_dtype") * _in_file(high - low, on_disk)
+    masters_move = on_disk and setting.device == "cpu"
+
+    held = bucket.numel if stage.parameters is Placement.WHOLE else _in_file(own, setting.offload_parameters)
+    parameters = held * dtypes.itemsize("param_dtype")
+    pieces = bucket.pieces(low, high)
+    present = [members[piece.slot].used and trainable for piece in pieces]
+    exist = any(present) or (states.at_construction and bool(pieces))
+    tensors = states.tensors * master_bytes if exist else 0
+    counts = _run_count(setting, pieces, members, present) * states.step_counts * STEP_COUNT_BYTES
+    masters = 0
+    if dtypes.has_master and trainable:
+        masters = master_bytes if masters_move else (high - low) * dtypes.itemsize("master_dtype")
+
+    offloaded = states.tensors * master_bytes if setting.offload else 0
+    offloaded += master_bytes if masters_move and dtypes.has_master else 0
+    offloaded += parameters if setting.offload_parameters else 0
+    gradients = _gradients(setting, bucket, own) if trainable else 0
+    beside = gradients + counts + (0 if setting.offload_parameters else parameters)
+    beside += (0 if setting.offload else tensors) + (0 if masters_move else masters)
+    return RankBytes(parameters, gradients, tensors, counts, masters, offloaded, beside)
+
+
+def _gradients(setting: PlanSetting, bucket: BucketSpec, own: int) -> int:
+    """Return the bytes of the buffers of gradients. ``own``: elements of the slice that the rank owns."""
+    stage, dtypes = setting.row, bucket.dtypes
+    whole = 0
+    if stage.contributes_in_place(dtypes):
+        whole = bucket.numel * dtypes.itemsize("reduce_dtype")
+    elif stage.grads_replicated:
+        whole = bucket.numel * dtypes.itemsize("accumulate_dtype")
+    return whole + (own * dtypes.itemsize("accumulate_dtype") if stage.sum_lies_apart(dtypes) else 0)
+
+
+def _run_count(
+    setting: PlanSetting, pieces: Sequence[Piece], members: Sequence[ParameterShape], present: Sequence[bool]
+) -> int:
+    """Return how many parts of runs the class steps as one parameter each."""
+    groups, scalars = [members[piece.slot].group for piece in pieces], [member.shape == () for member in members]
+    size = None if setting.fused or setting.device != "cpu" else CUT
+    found = runs(pieces, present, partial(adjoins, pieces, groups, scalars))
+    return sum(len(part_begins(pieces[first].begin, pieces[last - 1].end, size)) for first, last in found)
+
+
+def _in_file(numel: int, on_disk: bool) -> int:
+    """Return the elements of a tensor's memory, which is never empty in a file."""
+    return max(1, numel) if on_disk else numel
+
+
+def _length(interval: tuple[int, int]) -> int:
+    return interval[1] - interval[0]
