@@ -130,18 +130,19 @@ def program_of(
     resident = stage.parameters is Placement.SHARD and (factor == 1 or (algorithm == "shared" and not setting.offload))
     gathers = stage.parameters is Placement.SHARD and not resident
     trainable = [bucket for bucket in buckets if bucket.trainable]
-    costs: dict[tuple[int, Dtypes], tuple[Reduction, BucketUpdate]] = {}
-
-    def of_bucket(bucket: BucketLoad) -> tuple[Reduction, BucketUpdate]:
+    costs: dict[tuple[int, Dtypes], tuple[WireCost, WireCost, BucketUpdate]] = {}
+    reductions, updates = list[Reduction](), list[BucketUpdate]()
+    for bucket in trainable:
         key = (bucket.elements, bucket.dtypes)
         if key not in costs:
             costs[key] = _bucket_costs(bucket, wires, setting, compute, algorithm, group, reduced > 1)
-        return costs[key]
-
+        cost, means, update = costs[key]
+        reductions.append(Reduction(bucket.unit, bucket.ready, cost, means))
+        updates.append(update)
     return StepProgram(
         units=_gathered_units(units, buckets, wires, compute, algorithm, group, near if gathers else 0),
-        reductions=tuple(replace(of_bucket(b)[0], unit=b.unit, ready=b.ready) for b in trainable),
-        updates=tuple(of_bucket(b)[1] for b in trainable),
+        reductions=tuple(reductions),
+        updates=tuple(updates),
         micro_batches=setting.micro_batches,
         reduced=reduced,
         in_flight=2 if stage.keeps_full_grads else 1,
@@ -180,10 +181,15 @@ def _gathered_units(
     around = RankGroup.neighbours(wires.cluster, near)
     nearby = algorithm if near == group.ranks else wires.algorithm(around, ranks // near)
     gather, again = [NOTHING] * len(units), [NOTHING] * len(units)
+    costs: dict[int, tuple[WireCost, WireCost]] = {}
     for bucket in buckets:
         nbytes = bucket.elements * bucket.dtypes.itemsize("param_dtype")
-        whole = in_groups(wires.all_gather(algorithm, nbytes, group), ranks // group.ranks)
-        part = whole if near == group.ranks else in_groups(wires.all_gather(nearby, nbytes, around), ranks // near)
+        if nbytes not in costs:
+            part = whole = in_groups(wires.all_gather(algorithm, nbytes, group), ranks // group.ranks)
+            if near < group.ranks:
+                part = in_groups(wires.all_gather(nearby, nbytes, around), ranks // near)
+            costs[nbytes] = whole, part
+        whole, part = costs[nbytes]
         gather[bucket.home], again[bucket.home] = after(gather[bucket.home], whole), after(again[bucket.home], part)
     stay = {0, len(units) - 1}
     return tuple(
@@ -211,7 +217,7 @@ def _bucket_costs(
     algorithm: str,
     group: RankGroup,
     started: bool,
-) -> tuple[Reduction, BucketUpdate]:
+) -> tuple[WireCost, WireCost, BucketUpdate]:
     stage, dtypes, elements = stage_of(setting.stage), bucket.dtypes, bucket.elements
     travel, accumulate = dtypes.itemsize("reduce_dtype"), dtypes.itemsize("accumulate_dtype")
     cost = wires.reduce_scatter(algorithm, elements, travel, accumulate, group, started=started)
@@ -229,7 +235,7 @@ def _bucket_costs(
         kept = setting.state_tensors + (dtypes.has_master and not wires.on_gpu)
         moved = owned * kept * dtypes.itemsize("master_dtype") / setting.offload
     update = BucketUpdate(compute.update(owned, dtypes, setting.state_tensors), gather, moved, moved)
-    return Reduction(0, 1.0, cost, means), update
+    return cost, means, update
 
 
 def bucket_share(elements: int, align: int, ranks: int) -> int:
