@@ -39,7 +39,7 @@ def test_every_preset_has_a_unit_and_a_source() -> None:
         ({"value": "30", "unit": "us", "source": "a page"}, "the value must be a number above 0, not '30'"),
     ],
 )
-@pytest.mark.by_default()
+@pytest.mark.by_default
 def test_a_constant_without_a_unit_or_a_source_is_refused(value: object, message: str) -> None:
     changed = data()
     changed["fabrics"]["typical"] = value
@@ -100,7 +100,7 @@ def test_a_rack_of_one_domain_counts_as_one_host_for_its_links() -> None:
         ("h100:8x2", {"fabric": "goodd"}, "no fabric is called 'goodd': did you mean 'good'?"),
     ],
 )
-@pytest.mark.by_default()
+@pytest.mark.by_default
 def test_a_cluster_that_there_is_not_is_an_error_with_a_remedy(
     text: str, options: dict[str, Any], message: str
 ) -> None:
@@ -139,7 +139,7 @@ def test_a_measured_file_changes_what_it_names_and_keeps_the_rest(tmp_path: Path
         ('{"format": 1, "machine": "x", "date": "y", "gpus": {"h": {}}}', "gpus.h: family, flops, memory, "),
     ],
 )
-@pytest.mark.by_default()
+@pytest.mark.by_default
 def test_a_measured_file_that_is_wrong_is_an_error_with_its_name(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "hardware.json"
     file.write_text(text)

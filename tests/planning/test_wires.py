@@ -33,7 +33,7 @@ def h100(hosts: int, fabric: str) -> tuple[Wires, RankGroup]:
 
 
 @pytest.mark.parametrize("hosts", ALL_GATHER)
-@pytest.mark.by_default()
+@pytest.mark.by_default
 def test_a_ring_is_as_fast_as_measured(hosts: int) -> None:
     """Each fabric within 20 % of its percentile from 8 hosts on, and the mean within 45 % at every size: at 4 hosts the
     percentiles of the measurement are not in the order of their neighbours."""
@@ -51,10 +51,10 @@ def test_a_ring_is_as_fast_as_measured(hosts: int) -> None:
 
 
 @pytest.mark.parametrize("hosts", ALL_REDUCE)
-@pytest.mark.by_default()
+@pytest.mark.by_default
 def test_an_all_reduce_is_as_fast_as_measured(hosts: int) -> None:
-    """Within 40 % of the mean up to 32 hosts. At 64 hosts the measured mean falls by half, which no tree explains: there
-    the estimate is between the percentiles."""
+    """Within 40 % of the mean up to 32 hosts. At 64 hosts the measured mean falls by half, which no tree explains:
+    the estimate there is between the percentiles."""
     n = 8 * hosts
     wires, group = h100(hosts, "typical")
     found = 2 * (n - 1) / n * 256 * MB / wires.all_reduce(256 * MB, group).seconds / GB
@@ -66,7 +66,8 @@ def test_an_all_reduce_is_as_fast_as_measured(hosts: int) -> None:
 
 
 def test_collectives_of_one_host_of_a100_are_as_fast_as_measured() -> None:
-    """Source: MiniTrainBench, 8 A100-40, NCCL 2.28. Within 20 %; the last lies between all-gather and reduce-scatter."""
+    """Source: MiniTrainBench, 8 A100-40, NCCL 2.28. Within 20 %; the last is between all-gather and
+    reduce-scatter."""
     wires = Wires(presets().cluster("a100-40:8"))
     group = RankGroup.neighbours(wires.cluster, 8)
     assert wires.all_reduce(2**26, group).seconds == pytest.approx(0.719e-3, rel=0.2)
@@ -97,7 +98,7 @@ def test_the_chain_of_128_replicas_of_a_7b_model() -> None:
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("per_host", [1, 2, 3, 8])
 @pytest.mark.parametrize("hosts", [2, 3, 5])
-@pytest.mark.by_default()
+@pytest.mark.by_default
 def test_the_closed_form_of_what_crosses_is_that_of_the_plans(hosts: int, per_host: int, started: bool) -> None:
     ranks = Hosts([range(host * per_host, (host + 1) * per_host) for host in range(hosts)])
     for travel, accumulate in ((4, 4), (2, 4), (2, 2)):

@@ -98,7 +98,7 @@ class _Rank:
         if seconds <= 0.0:
             return
         state, slow = self._state, 1 + self._program.overlap
-        sending, time, left = self._sending, state.compute, seconds
+        sending, time, left, lost = self._sending, state.compute, seconds, 0.0
         while sending and sending[0][1] <= time:
             sending.popleft()
         for start, end in sending:
@@ -107,18 +107,15 @@ class _Rank:
             if start > time:
                 left -= start - time
                 time = start
-            if left * slow <= end - time:
-                time += left * slow
-                left = 0.0
-                break
-            left -= (end - time) / slow
-            time = end
-        time += max(left, 0.0)
-        self._note(name, "compute", state.compute, time - state.compute)
+            beside = min(end - time, left * slow)
+            left -= beside / slow
+            lost += beside - beside / slow
+            time += beside
+        self._note(name, "compute", state.compute, seconds + lost)
         state.parts[part] += seconds
-        state.parts["slowdown"] += max(time - state.compute - seconds, 0.0)
+        state.parts["slowdown"] += lost
         state.busy["compute"] += seconds
-        state.compute = time
+        state.compute += seconds + lost
 
     def _launching(self, seconds: float, part: str = "host") -> None:
         """Let the host work. Without streams, compute stands still meanwhile."""
