@@ -15,11 +15,11 @@ from zero.core.cuts import EvenCuts
 from zero.core.formulas import formula_traffic
 from zero.core.layout import Dtypes, Layout, build
 from zero.core.stage import check_reshard, stage_of
-from zero.planning.compute import Compute, PassSeconds
+from zero.planning.compute import Compute, PassSeconds, values
 from zero.planning.hardware import Cluster, presets
 from zero.planning.model import Model, ParameterShape
 from zero.planning.program import AFTER_THE_LAST, StepProgram
-from zero.planning.schedule import BucketLoad, Setting, UnitLoad, bucket_loads, bucket_share, program_of
+from zero.planning.schedule import BucketLoad, StepSetting, UnitLoad, bucket_loads, bucket_share, program_of
 from zero.planning.simulate import simulate
 from zero.planning.systems import SYSTEMS, program_of_system, system
 from zero.planning.wires import Wires
@@ -54,7 +54,7 @@ def units_of(numels: Sequence[int]) -> list[UnitLoad]:
     return [UnitLoad(PassSeconds(1e-3, 2e-3, 0, 1e-4, 1e-4), numel, 2) for numel in numels]
 
 
-def program(cluster: Cluster, setting: Setting, bucket_bytes: int = 4096, dtypes: Dtypes = PLAIN) -> StepProgram:
+def program(cluster: Cluster, setting: StepSetting, bucket_bytes: int = 4096, dtypes: Dtypes = PLAIN) -> StepProgram:
     factor = setting.factor or cluster.ranks
     layout = layout_of(factor, bucket_bytes, dtypes, with_units=setting.stage == 3)
     compute = Compute(cluster.gpu, "float32")
@@ -78,7 +78,7 @@ def test_buckets_are_reduced_in_layout_order_when_their_last_gradient_is_ready()
     assert names == [["head"], ["norm"], *itertools.chain(*blocks), ["embedding"]]
     assert [(load.unit, load.home) for load in loads] == [(0, 0), (0, 0), (3, 3), (2, 2), (1, 1), (AFTER_THE_LAST, 0)]
     assert [load.ready for load in loads] == pytest.approx([1 - 100 / 6100, 1, 1, 1, 1, 1])
-    found = program(presets().cluster("h100:2x1"), Setting(3), 1 << 14)
+    found = program(presets().cluster("h100:2x1"), StepSetting(3), 1 << 14)
     assert [reduction.unit for reduction in found.reductions] == [load.unit for load in loads]
 
 
@@ -91,8 +91,8 @@ def test_a_bucket_that_crosses_units_is_ready_with_its_first_parameter() -> None
 
 def test_as_many_reductions_are_in_flight_as_the_library_has() -> None:
     cluster = presets().cluster("h100:4x2")
-    assert [program(cluster, Setting(stage)).in_flight for stage in (0, 1, 2, 3)] == [2, 2, 1, 1]
-    assert program(cluster, Setting(1)).gathers_in_flight == 2
+    assert [program(cluster, StepSetting(stage)).in_flight for stage in (0, 1, 2, 3)] == [2, 2, 1, 1]
+    assert program(cluster, StepSetting(1)).gathers_in_flight == 2
 
 
 @given(st.integers(1, 10_000), st.integers(1, 64), st.sampled_from([16, 32]))
@@ -118,7 +118,9 @@ def test_a_step_sends_the_bytes_of_the_formula(stage: int, dtypes: Dtypes) -> No
             reshards = [True, False, *(k for k in range(2, near) if near % k == 0)] if stage == 3 else [True]
             layout = layout_of(near, 4096, dtypes, with_units=stage == 3)
             for reshard in reshards:
-                setting = Setting(stage, factor, reshard, count, reduced, offload=1e9)  # units are gathered everywhere
+                setting = StepSetting(
+                    stage, factor, reshard, count, reduced, offload=1e9
+                )  # units are gathered everywhere
                 found = simulate(program(cluster, setting, dtypes=dtypes))
                 group = check_reshard(reshard, near, stage_of(stage))
                 sent = formula_traffic(
@@ -129,8 +131,8 @@ def test_a_step_sends_the_bytes_of_the_formula(stage: int, dtypes: Dtypes) -> No
 
 def test_units_that_lie_in_common_memory_are_not_gathered() -> None:
     cluster = presets().cluster("cpu:2x1")
-    assert all(not unit.gather.sent for unit in program(cluster, Setting(3)).units)
-    assert any(unit.gather.sent for unit in program(cluster, Setting(3, offload=1e9)).units)
+    assert all(not unit.gather.sent for unit in program(cluster, StepSetting(3)).units)
+    assert any(unit.gather.sent for unit in program(cluster, StepSetting(3, offload=1e9)).units)
 
 
 def test_with_a_copy_on_each_host_only_sums_cross_between_hosts() -> None:
@@ -138,7 +140,7 @@ def test_with_a_copy_on_each_host_only_sums_cross_between_hosts() -> None:
     cluster = presets().cluster("cpu:2x2", nic=10)
     for stage in (1, 2, 3):
         layout = layout_of(2, 4096, with_units=stage == 3)
-        found = simulate(program(cluster, Setting(stage, factor=2)))
+        found = simulate(program(cluster, StepSetting(stage, factor=2)))
         assert found.crossed == 2 * 4 * sum(bucket.numel for bucket in layout.buckets)
 
 
@@ -147,7 +149,7 @@ def test_with_a_copy_on_each_host_only_sums_cross_between_hosts() -> None:
 def test_one_rank_sends_nothing_and_waits_for_nothing(name: str) -> None:
     cluster = presets().cluster(name)
     for stage in (0, 1, 2, 3):
-        found = simulate(program(cluster, Setting(stage, micro_batches=2)))
+        found = simulate(program(cluster, StepSetting(stage, micro_batches=2)))
         assert (found.sent, found.crossed, found.busy["wire"]) == (0, 0, 0)
         waited = {part: found.parts[part] for part in ("gather", "reduction", "slowdown", "control", "jitter")}
         assert not any(waited.values()), waited
@@ -163,42 +165,42 @@ def test_one_rank_sends_nothing_and_waits_for_nothing(name: str) -> None:
 
 def test_kept_parameters_are_never_gathered_in_the_backward() -> None:
     for cluster in clusters():
-        kept = program(cluster, Setting(3, reshard=False, offload=1e9))
+        kept = program(cluster, StepSetting(3, reshard=False, offload=1e9))
         assert kept.kept
         assert all(unit.again is None for unit in kept.units)
-        again = program(cluster, Setting(3, offload=1e9)).units
+        again = program(cluster, StepSetting(3, offload=1e9)).units
         assert [unit.again is None for unit in again] == [True, False, False, True], "the rest and the last unit stay"
 
 
 def test_a_backward_that_gathers_among_the_ranks_of_a_host_does_not_use_the_network() -> None:
-    units = program(presets().cluster("h100:4x2"), Setting(3, reshard=4)).units
+    units = program(presets().cluster("h100:4x2"), StepSetting(3, reshard=4)).units
     crossed = [(unit.gather.crossed > 0, unit.again.crossed) for unit in units if unit.again is not None]
     assert crossed == [(True, 0)] * 2
 
 
 def test_stages_with_whole_gradients_reduce_once_unless_asked_otherwise() -> None:
     cluster = presets().cluster("h100:4x2")
-    assert [program(cluster, Setting(stage, micro_batches=4)).reduced for stage in (0, 1, 2, 3)] == [1, 1, 4, 4]
-    assert program(cluster, Setting(1, micro_batches=4, reduced=4)).reduced == 4
+    assert [program(cluster, StepSetting(stage, micro_batches=4)).reduced for stage in (0, 1, 2, 3)] == [1, 1, 4, 4]
+    assert program(cluster, StepSetting(1, micro_batches=4, reduced=4)).reduced == 4
 
 
 def test_ranks_that_share_cores_compute_more_slowly() -> None:
-    alone, crowded = (program(presets().cluster(f"cpu:{n}x1"), Setting(2)) for n in (2, 4))
+    alone, crowded = (program(presets().cluster(f"cpu:{n}x1"), StepSetting(2)) for n in (2, 4))
     assert crowded.units[1].passes.forward == 2 * alone.units[1].passes.forward
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        (Setting(4), "stage must be one of"),
-        (Setting(3, factor=3), "sharding_factor must divide the number of ranks, 8"),
-        (Setting(0, factor=2), "which shards nothing"),
-        (Setting(2, reshard=False), "it is for stage 3"),
-        (Setting(3, factor=4, reshard=3), "a number that divides the 4 ranks"),
+        (StepSetting(4), "stage must be one of"),
+        (StepSetting(3, factor=3), "sharding_factor must divide the number of ranks, 8"),
+        (StepSetting(0, factor=2), "which shards nothing"),
+        (StepSetting(2, reshard=False), "it is for stage 3"),
+        (StepSetting(3, factor=4, reshard=3), "a number that divides the 4 ranks"),
     ],
 )
 @pytest.mark.by_default
-def test_what_the_library_refuses_is_refused(setting: Setting, message: str) -> None:
+def test_what_the_library_refuses_is_refused(setting: StepSetting, message: str) -> None:
     cluster = presets().cluster("h100:4x2")
     with pytest.raises(ValueError, match=message):
         program_of([], [], Wires(cluster), setting, Compute(cluster.gpu, "float32"))
@@ -211,9 +213,24 @@ def test_a_bucket_of_a_unit_is_faster_than_small_ones_where_ranks_are_many() -> 
     parts = [replace(load, elements=load.elements // 8) for load in whole for _ in range(8)]
     units, compute = units_of([1 << 27] * 4), Compute(cluster.gpu, "bfloat16")
     slow, fast = (
-        simulate(program_of(units, loads, Wires(cluster), Setting(2), compute)).seconds for loads in (parts, whole)
+        simulate(program_of(units, loads, Wires(cluster), StepSetting(2), compute)).seconds for loads in (parts, whole)
     )
     assert slow > 2 * fast
+
+
+def test_replicas_of_a_7b_model_are_slow_with_one_bucket_in_flight_alone() -> None:
+    """128 replicas of 8 GPUs with 200 Gb/s each, 15 us a message: 540 buckets of 25 MB take 38 s, one after the other,
+    and with as many in flight as replicas the 0.27 s in which a link sends all sums both ways, behind the first."""
+    cluster = presets().cluster("a100-80:8x128", nic=1600)
+    network = replace(cluster.network, ring_step=15e-6, nic_efficiency=1.0)
+    loads = [BucketLoad(12_500_000, MIXED, AFTER_THE_LAST, 1.0)] * 540
+    compute = Compute(cluster.gpu, "bfloat16", values(jitter=0.0))
+    wires = Wires(replace(cluster, network=network))
+    one = program_of(units_of([0, 0]), loads, wires, StepSetting(2, factor=8), compute)
+    assert one.in_flight == 1
+    assert simulate(one).parts["reduction"] == pytest.approx(38, rel=0.03)
+    many = simulate(replace(one, in_flight=128))
+    assert 0.27 < many.parts["reduction"] < 0.4
 
 
 # -- other systems -----------------------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from zero.planning.compute import PassSeconds
 from zero.planning.program import (
     AFTER_THE_LAST,
-    BucketUpdate,
     Reduction,
     StepProgram,
     StepSeconds,
     UnitStep,
+    UpdateStep,
     chrome_trace,
 )
 from zero.planning.simulate import simulate
@@ -93,14 +93,14 @@ def test_a_chain_of_replicas_is_on_the_wire_for_less_than_it_takes() -> None:
 def test_two_updated_buckets_are_gathered_at_a_time() -> None:
     """Updates of 1 s, gathers of 3 s. Update 0: 0-1, gather 1-4; update 1: 1-2, gather 4-7; update 2: 2-3, but its
     gather waits for that of bucket 0, and runs at 7-10."""
-    updates = (BucketUpdate(1, wire(3)),) * 3
+    updates = (UpdateStep(1, wire(3)),) * 3
     assert made_up(simulate(StepProgram((unit(0, 0),), updates=updates))) == {"update": 3, "gather": 7}
 
 
 def test_states_are_read_and_written_beside_the_update() -> None:
     """Read 2, update 1, write 2, for 4 buckets. With three buckets in memory reads follow each other, 8 s, and then
     come one update and one write. With two in memory, the read of bucket k waits for the write of bucket k - 2."""
-    updates = (BucketUpdate(1, read=2, write=2),) * 4
+    updates = (UpdateStep(1, read=2, write=2),) * 4
     three = simulate(StepProgram((unit(0, 0),), updates=updates, state_buffers=3))
     assert three.seconds == pytest.approx(8 + 1 + 2)
     two = simulate(StepProgram((unit(0, 0),), updates=updates, state_buffers=2))
@@ -149,7 +149,7 @@ def test_a_program_that_cannot_run_is_refused() -> None:
 
 
 def test_a_trace_has_each_event_on_its_clock() -> None:
-    program = StepProgram((unit(1, 2), unit(3, 6)), (Reduction(1, 1.0, wire(5)),), (BucketUpdate(1, read=1, write=1),))
+    program = StepProgram((unit(1, 2), unit(3, 6)), (Reduction(1, 1.0, wire(5)),), (UpdateStep(1, read=1, write=1),))
     found = simulate(program, trace=True)
     spans = [event for event in chrome_trace(found.events) if event["ph"] == "X"]
     assert {event["cat"] for event in spans} == {"compute", "wire", "disk"}
@@ -186,7 +186,7 @@ def programs(draw: st.DrawFn) -> StepProgram:
             place, means = number or AFTER_THE_LAST, draw(costs()) if draw(st.booleans()) else NOTHING
             reductions.append(Reduction(place, (bucket + 1) / buckets, draw(costs()), means))
     moved = st.one_of(st.just(0.0), SECONDS)
-    updates = tuple(BucketUpdate(draw(SECONDS), draw(costs()), draw(moved), draw(moved)) for _ in reductions)
+    updates = tuple(UpdateStep(draw(SECONDS), draw(costs()), draw(moved), draw(moved)) for _ in reductions)
     micro_batches = draw(st.integers(1, 5))
     return StepProgram(
         units=tuple(units),

@@ -102,7 +102,7 @@ class Compute:
     def __init__(self, gpu: Accelerator, dtype: str, constants: Mapping[str, float] | None = None) -> None:
         """``dtype``: of the products, for instance "bfloat16"; ``constants``: of `values`."""
         self.constants = values() if constants is None else constants
-        self._peak = gpu.peak(dtype)
+        self._peak = gpu.peak(dtype) * gpu.sustained
         self._matmul, self._attention = self._share(gpu, "matmul"), self._share(gpu, "attention")
         self._memory = gpu.memory_bandwidth * gpu.efficiency.get("memory", 1.0)
 

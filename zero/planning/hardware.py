@@ -48,7 +48,7 @@ _GPU = {
     "domain": "number",
     "power": "watts",
 }
-_GPU_OPTIONAL = {"nic": "bytes a second", "sums_in_switch": "number"}
+_GPU_OPTIONAL = {"nic": "bytes a second", "sums_in_switch": "number", "sustained": "number"}
 _NETWORK = {
     "link_efficiency": "number",
     "switch_efficiency": "number",
@@ -76,6 +76,7 @@ class Accelerator:
         domain: how many are joined by links of this speed.
         nic: bytes a second that a host sends into the network; None if there is no typical value.
         power: watts.
+        sustained: share of the peaks that its power allows for long.
         sums_in_switch: whether the switch inside a host adds up what an all-reduce sends.
         efficiency: measured shares of the peaks, by "matmul", "attention" or "memory"; empty in the presets.
     """
@@ -91,6 +92,7 @@ class Accelerator:
     domain: int
     nic: float | None
     power: float
+    sustained: float
     sums_in_switch: bool
     efficiency: Mapping[str, float]
 
@@ -302,6 +304,7 @@ def _accelerator(name: str, data: Any) -> Accelerator:
         domain=round(known["domain"]),
         nic=optional["nic"],
         power=known["power"],
+        sustained=optional["sustained"] or 1.0,
         sums_in_switch=bool(optional["sums_in_switch"]),
         efficiency=efficiency,
     )

@@ -63,7 +63,7 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class BucketUpdate:
+class UpdateStep:
     """The end of the step for one bucket: read, update, write back, gather the updated slices."""
 
     update: float
@@ -97,7 +97,7 @@ class StepProgram:
 
     units: tuple[UnitStep, ...]
     reductions: tuple[Reduction, ...] = ()
-    updates: tuple[BucketUpdate, ...] = ()
+    updates: tuple[UpdateStep, ...] = ()
     micro_batches: int = 1
     reduced: int = 1
     in_flight: int = 0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from ..core.layout import Dtypes, Layout
 from ..core.stage import Placement, check_reshard, check_sharding_factor, stage_of
 from .compute import Compute, PassSeconds
-from .program import AFTER_THE_LAST, BucketUpdate, Reduction, StepProgram, UnitStep
+from .program import AFTER_THE_LAST, Reduction, StepProgram, UnitStep, UpdateStep
 from .wires import NOTHING, RankGroup, WireCost, Wires
 
 
@@ -52,7 +52,7 @@ class BucketLoad:
 
 
 @dataclass(frozen=True)
-class Setting:
+class StepSetting:
     """What a user chooses.
 
     Attributes:
@@ -104,7 +104,7 @@ def bucket_loads(layout: Layout, units: Sequence[int]) -> list[BucketLoad]:
 
 
 def program_of(
-    units: Sequence[UnitLoad], buckets: Sequence[BucketLoad], wires: Wires, setting: Setting, compute: Compute
+    units: Sequence[UnitLoad], buckets: Sequence[BucketLoad], wires: Wires, setting: StepSetting, compute: Compute
 ) -> StepProgram:
     """Return the program of this library.
 
@@ -130,8 +130,8 @@ def program_of(
     resident = stage.parameters is Placement.SHARD and (factor == 1 or (algorithm == "shared" and not setting.offload))
     gathers = stage.parameters is Placement.SHARD and not resident
     trainable = [bucket for bucket in buckets if bucket.trainable]
-    costs: dict[tuple[int, Dtypes], tuple[WireCost, WireCost, BucketUpdate]] = {}
-    reductions, updates = list[Reduction](), list[BucketUpdate]()
+    costs: dict[tuple[int, Dtypes], tuple[WireCost, WireCost, UpdateStep]] = {}
+    reductions, updates = list[Reduction](), list[UpdateStep]()
     for bucket in trainable:
         key = (bucket.elements, bucket.dtypes)
         if key not in costs:
@@ -212,12 +212,12 @@ def _with_hooks(unit: UnitLoad, hook: float, crowd: float) -> PassSeconds:
 def _bucket_costs(
     bucket: BucketLoad,
     wires: Wires,
-    setting: Setting,
+    setting: StepSetting,
     compute: Compute,
     algorithm: str,
     group: RankGroup,
     started: bool,
-) -> tuple[WireCost, WireCost, BucketUpdate]:
+) -> tuple[WireCost, WireCost, UpdateStep]:
     stage, dtypes, elements = stage_of(setting.stage), bucket.dtypes, bucket.elements
     travel, accumulate = dtypes.itemsize("reduce_dtype"), dtypes.itemsize("accumulate_dtype")
     cost = wires.reduce_scatter(algorithm, elements, travel, accumulate, group, started=started)
@@ -234,7 +234,7 @@ def _bucket_costs(
     if setting.offload:
         kept = setting.state_tensors + (dtypes.has_master and not wires.on_gpu)
         moved = owned * kept * dtypes.itemsize("master_dtype") / setting.offload
-    update = BucketUpdate(compute.update(owned, dtypes, setting.state_tensors), gather, moved, moved)
+    update = UpdateStep(compute.update(owned, dtypes, setting.state_tensors), gather, moved, moved)
     return cost, means, update
 
 

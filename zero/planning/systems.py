@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from ..core.layout import Dtypes
 from .compute import Compute
-from .program import AFTER_THE_LAST, BucketUpdate, Reduction, StepProgram, UnitStep
+from .program import AFTER_THE_LAST, Reduction, StepProgram, UnitStep, UpdateStep
 from .schedule import UnitLoad, after, in_groups, jitter
 from .wires import NOTHING, RankGroup, WireCost, Wires
 
@@ -133,7 +133,7 @@ def program_of_system(
         units=tuple(steps),
         reductions=tuple(Reduction(unit, ready, reduced(elements)) for unit, ready, elements in pieces),
         updates=tuple(
-            BucketUpdate(
+            UpdateStep(
                 compute.update(elements / share, dtypes, state_tensors), gathered(elements) if after_step else NOTHING
             )
             for _, _, elements in pieces
