@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "zero.gradients": SHARED | {"zero.runtime"},
     "zero.parameters": SHARED | {"zero.runtime"},
     "zero.step": SHARED | {"zero.runtime"},
+    "zero.planning": {"collectives", "collectives.algorithms", "zero.core"},
     "zero.state": SHARED | ROOMS,
     "zero.setup": SHARED | ROOMS,
     "zero.engine": SHARED | ROOMS | {"zero.setup", "zero.state"},

@@ -1,0 +1,285 @@
+"""The schedule of this library, over layouts of the library: order, bytes, settings; and those of other systems."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero.core.cuts import EvenCuts
+from zero.core.formulas import formula_traffic
+from zero.core.layout import Dtypes, Layout, build
+from zero.core.stage import check_reshard, stage_of
+from zero.planning.compute import Compute, PassSeconds, values
+from zero.planning.hardware import Cluster, presets
+from zero.planning.model import Model, ParameterShape
+from zero.planning.program import AFTER_THE_LAST, StepProgram
+from zero.planning.schedule import BucketLoad, StepSetting, UnitLoad, bucket_loads, bucket_share, program_of
+from zero.planning.simulate import simulate
+from zero.planning.systems import SYSTEMS, program_of_system, system
+from zero.planning.wires import Wires
+
+BF16, FP32 = torch.bfloat16, torch.float32
+PLAIN, MIXED = Dtypes.all(FP32), Dtypes(BF16, BF16, FP32, FP32)
+
+
+def shape(name: str, numel: int, unit: int) -> ParameterShape:
+    return ParameterShape((name,), (numel,), unit)
+
+
+MODEL = Model(
+    "three blocks",
+    (
+        shape("embedding", 6000, 0),
+        *(shape(f"{unit}.{name}", n, unit) for unit in (1, 2, 3) for name, n in (("a", 3000), ("b", 1000))),
+        shape("norm", 100, 0),
+        shape("head", 6000, 0),
+    ),
+    ("the root's rest", "blocks.0", "blocks.1", "blocks.2"),
+)
+UNITS = [parameter.unit for parameter in MODEL.parameters]
+
+
+def layout_of(ranks: int, bucket_bytes: int, dtypes: Dtypes = PLAIN, *, with_units: bool) -> Layout:
+    specs = MODEL.specs(lambda dtype: dtypes, FP32, with_units=with_units)
+    return build(specs, ranks, bucket_bytes)
+
+
+def units_of(numels: Sequence[int]) -> list[UnitLoad]:
+    return [UnitLoad(PassSeconds(1e-3, 2e-3, 0, 1e-4, 1e-4), numel, 2) for numel in numels]
+
+
+def program(cluster: Cluster, setting: StepSetting, bucket_bytes: int = 4096, dtypes: Dtypes = PLAIN) -> StepProgram:
+    factor = setting.factor or cluster.ranks
+    layout = layout_of(factor, bucket_bytes, dtypes, with_units=setting.stage == 3)
+    compute = Compute(cluster.gpu, "float32")
+    return program_of(units_of(MODEL.unit_numels()), bucket_loads(layout, UNITS), Wires(cluster), setting, compute)
+
+
+def clusters() -> list[Cluster]:
+    hardware = presets()
+    return [hardware.cluster("h100:4x1"), hardware.cluster("h100:4x2"), hardware.cluster("cpu:4x2", nic=10)]
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+def test_buckets_are_reduced_in_layout_order_when_their_last_gradient_is_ready() -> None:
+    """Of 16 KiB each, which a block fills: first the head, then the norm, the blocks in reverse, and the embedding."""
+    layout = layout_of(1, 1 << 14, with_units=True)
+    loads = bucket_loads(layout, UNITS)
+    names = [[layout.parameters[slot.parameter].name for slot in bucket.slots] for bucket in layout.buckets]
+    blocks = [[["3.b", "3.a"]], [["2.b", "2.a"]], [["1.b", "1.a"]]]
+    assert names == [["head"], ["norm"], *itertools.chain(*blocks), ["embedding"]]
+    assert [(load.unit, load.home) for load in loads] == [(0, 0), (0, 0), (3, 3), (2, 2), (1, 1), (AFTER_THE_LAST, 0)]
+    assert [load.ready for load in loads] == pytest.approx([1 - 100 / 6100, 1, 1, 1, 1, 1])
+    found = program(presets().cluster("h100:2x1"), StepSetting(3), 1 << 14)
+    assert [reduction.unit for reduction in found.reductions] == [load.unit for load in loads]
+
+
+def test_a_bucket_that_crosses_units_is_ready_with_its_first_parameter() -> None:
+    loads = bucket_loads(layout_of(1, 1 << 30, with_units=False), UNITS)
+    assert [(load.unit, load.ready) for load in loads] == [(AFTER_THE_LAST, 1.0)]
+    small = bucket_loads(layout_of(1, 8_000, with_units=False), UNITS)
+    assert (small[1].unit, small[1].ready) == (3, pytest.approx(1 - 3000 / 4000)), "norm and 3.b, before 3.a"
+
+
+def test_as_many_reductions_are_in_flight_as_the_library_has() -> None:
+    cluster = presets().cluster("h100:4x2")
+    assert [program(cluster, StepSetting(stage)).in_flight for stage in (0, 1, 2, 3)] == [2, 2, 1, 1]
+    assert program(cluster, StepSetting(1)).gathers_in_flight == 2
+
+
+@given(st.integers(1, 10_000), st.integers(1, 64), st.sampled_from([16, 32]))
+def test_the_largest_share_of_a_bucket_is_that_of_its_cuts(chunks: int, ranks: int, align: int) -> None:
+    cuts = EvenCuts(chunks * align, ranks, align)
+    largest = max(high - low for low, high in map(cuts.owned, range(ranks)))
+    assert bucket_share(chunks * align, align, ranks) == largest
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtypes", [PLAIN, MIXED], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.by_default
+def test_a_step_sends_the_bytes_of_the_formula(stage: int, dtypes: Dtypes) -> None:
+    """For every sharding factor, resharding, and number of micro-batches and reductions."""
+    for cluster in clusters():
+        ranks = cluster.ranks
+        factors: list[int | None] = [None] if stage == 0 else [f for f in range(1, ranks + 1) if ranks % f == 0]
+        for factor, (count, reduced) in itertools.product(factors, [(1, 1), (3, 3), (3, 1)]):
+            near = factor or ranks
+            reshards = [True, False, *(k for k in range(2, near) if near % k == 0)] if stage == 3 else [True]
+            layout = layout_of(near, 4096, dtypes, with_units=stage == 3)
+            for reshard in reshards:
+                setting = StepSetting(
+                    stage, factor, reshard, count, reduced, offload=1e9
+                )  # units are gathered everywhere
+                found = simulate(program(cluster, setting, dtypes=dtypes))
+                group = check_reshard(reshard, near, stage_of(stage))
+                sent = formula_traffic(
+                    layout, stage_of(stage), count, reduced, replicas=ranks // near, reshard_group_size=group
+                )
+                assert found.sent == pytest.approx(sent), (cluster, setting)
+
+
+def test_units_that_lie_in_common_memory_are_not_gathered() -> None:
+    cluster = presets().cluster("cpu:2x1")
+    assert all(not unit.gather.sent for unit in program(cluster, StepSetting(3)).units)
+    assert any(unit.gather.sent for unit in program(cluster, StepSetting(3, offload=1e9)).units)
+
+
+def test_with_a_copy_on_each_host_only_sums_cross_between_hosts() -> None:
+    """Each of two hosts sends 4 bytes for each element (`python -m benchmarks.crossing`), at every stage."""
+    cluster = presets().cluster("cpu:2x2", nic=10)
+    for stage in (1, 2, 3):
+        layout = layout_of(2, 4096, with_units=stage == 3)
+        found = simulate(program(cluster, StepSetting(stage, factor=2)))
+        assert found.crossed == 2 * 4 * sum(bucket.numel for bucket in layout.buckets)
+
+
+@pytest.mark.parametrize("name", ["h100:1x1", "cpu:1x1"])
+@pytest.mark.by_default
+def test_one_rank_sends_nothing_and_waits_for_nothing(name: str) -> None:
+    cluster = presets().cluster(name)
+    for stage in (0, 1, 2, 3):
+        found = simulate(program(cluster, StepSetting(stage, micro_batches=2)))
+        assert (found.sent, found.crossed, found.busy["wire"]) == (0, 0, 0)
+        waited = {part: found.parts[part] for part in ("gather", "reduction", "slowdown", "control", "jitter")}
+        assert not any(waited.values()), waited
+    for schedule in SYSTEMS.values():
+        other = program_of_system(
+            units_of(MODEL.unit_numels()), Wires(cluster), schedule, Compute(cluster.gpu, "float32"), PLAIN
+        )
+        assert simulate(other).sent == simulate(other).busy["wire"] == 0
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_kept_parameters_are_never_gathered_in_the_backward() -> None:
+    for cluster in clusters():
+        kept = program(cluster, StepSetting(3, reshard=False, offload=1e9))
+        assert kept.kept
+        assert all(unit.again is None for unit in kept.units)
+        again = program(cluster, StepSetting(3, offload=1e9)).units
+        assert [unit.again is None for unit in again] == [True, False, False, True], "the rest and the last unit stay"
+
+
+def test_a_backward_that_gathers_among_the_ranks_of_a_host_does_not_use_the_network() -> None:
+    units = program(presets().cluster("h100:4x2"), StepSetting(3, reshard=4)).units
+    crossed = [(unit.gather.crossed > 0, unit.again.crossed) for unit in units if unit.again is not None]
+    assert crossed == [(True, 0)] * 2
+
+
+def test_stages_with_whole_gradients_reduce_once_unless_asked_otherwise() -> None:
+    cluster = presets().cluster("h100:4x2")
+    assert [program(cluster, StepSetting(stage, micro_batches=4)).reduced for stage in (0, 1, 2, 3)] == [1, 1, 4, 4]
+    assert program(cluster, StepSetting(1, micro_batches=4, reduced=4)).reduced == 4
+
+
+def test_ranks_that_share_cores_compute_more_slowly() -> None:
+    alone, crowded = (program(presets().cluster(f"cpu:{n}x1"), StepSetting(2)) for n in (2, 4))
+    assert crowded.units[1].passes.forward == 2 * alone.units[1].passes.forward
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (StepSetting(4), "stage must be one of"),
+        (StepSetting(3, factor=3), "sharding_factor must divide the number of ranks, 8"),
+        (StepSetting(0, factor=2), "which shards nothing"),
+        (StepSetting(2, reshard=False), "it is for stage 3"),
+        (StepSetting(3, factor=4, reshard=3), "a number that divides the 4 ranks"),
+    ],
+)
+@pytest.mark.by_default
+def test_what_the_library_refuses_is_refused(setting: StepSetting, message: str) -> None:
+    cluster = presets().cluster("h100:4x2")
+    with pytest.raises(ValueError, match=message):
+        program_of([], [], Wires(cluster), setting, Compute(cluster.gpu, "float32"))
+
+
+def test_a_bucket_of_a_unit_is_faster_than_small_ones_where_ranks_are_many() -> None:
+    """A ring over 1,024 ranks waits 30 us for each of them, whatever the bucket."""
+    cluster = presets().cluster("h100:8x128")
+    whole = [BucketLoad(1 << 27, MIXED, unit or AFTER_THE_LAST, 1.0, unit) for unit in (3, 2, 1, 0)]
+    parts = [replace(load, elements=load.elements // 8) for load in whole for _ in range(8)]
+    units, compute = units_of([1 << 27] * 4), Compute(cluster.gpu, "bfloat16")
+    slow, fast = (
+        simulate(program_of(units, loads, Wires(cluster), StepSetting(2), compute)).seconds for loads in (parts, whole)
+    )
+    assert slow > 2 * fast
+
+
+def test_replicas_of_a_7b_model_are_slow_with_one_bucket_in_flight_alone() -> None:
+    """128 replicas of 8 GPUs with 200 Gb/s each, 15 us a message: 540 buckets of 25 MB take 38 s, one after the other,
+    and with as many in flight as replicas the 0.27 s in which a link sends all sums both ways, behind the first."""
+    cluster = presets().cluster("a100-80:8x128", nic=1600)
+    network = replace(cluster.network, ring_step=15e-6, nic_efficiency=1.0)
+    loads = [BucketLoad(12_500_000, MIXED, AFTER_THE_LAST, 1.0)] * 540
+    compute = Compute(cluster.gpu, "bfloat16", values(jitter=0.0))
+    wires = Wires(replace(cluster, network=network))
+    one = program_of(units_of([0, 0]), loads, wires, StepSetting(2, factor=8), compute)
+    assert one.in_flight == 1
+    assert simulate(one).parts["reduction"] == pytest.approx(38, rel=0.03)
+    many = simulate(replace(one, in_flight=128))
+    assert 0.27 < many.parts["reduction"] < 0.4
+
+
+# -- other systems -----------------------------------------------------------------------------------------------------
+
+
+def other(name: str, cluster: Cluster, **options: int | bool) -> StepProgram:
+    compute = Compute(cluster.gpu, "bfloat16")
+    numels = [10_000_000, *[40_000_000] * 3]
+    return program_of_system(units_of(numels), Wires(cluster), system(name), compute, MIXED, **options)
+
+
+def test_a_unit_is_a_bucket_of_fsdp() -> None:
+    found = other("fsdp1", presets().cluster("h100:8x2"), micro_batches=3)
+    assert [reduction.unit for reduction in found.reductions] == [3, 2, 1, AFTER_THE_LAST]
+    assert [unit.again is None for unit in found.units] == [True, False, False, False]
+    assert found.reduced == 3
+    assert simulate(found).sent == 15 * 2 * (3 * (130_000_000 + 120_000_000 + 130_000_000))
+    assert other("fsdp2", presets().cluster("h100:8x2")).units[3].again is None
+
+
+def test_replicas_of_fsdp_are_all_reduced() -> None:
+    cluster = presets().cluster("h100:8x4")
+    found = simulate(other("fsdp2", cluster, factor=8))
+    gathers = 4 * 7 * 2 * (130_000_000 + 80_000_000)
+    assert found.sent == gathers + 4 * 7 * 2 * 130_000_000 + 2 * 3 * 2 * 130_000_000
+    assert found.crossed == 2 * 3 * 2 * 130_000_000
+
+
+def test_ddp_reduces_buckets_that_cross_units_in_the_last_micro_batch() -> None:
+    found = other("ddp", presets().cluster("h100:8x2"), micro_batches=4)
+    assert found.reduced == 1
+    assert simulate(found).sent == 2 * 15 * 2 * 130_000_000
+    assert all(not unit.gather.sent for unit in found.units)
+    assert len(found.reductions) == -(-2 * 130_000_000 // (25 << 20))
+
+
+def test_sharded_states_are_gathered_after_the_step() -> None:
+    cluster = presets().cluster("h100:8x2")
+    for name in ("zero1", "zero1-end", "zero2"):
+        found = other(name, cluster)
+        assert simulate(found).sent == pytest.approx(2 * 15 * 2 * 130_000_000)
+        assert sum(update.gather.sent for update in found.updates) == pytest.approx(15 * 2 * 130_000_000)
+    assert {reduction.unit for reduction in other("zero1-end", cluster).reductions} == {AFTER_THE_LAST}
+
+
+def test_an_unknown_system_is_an_error_with_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match="no system is called 'fsdp': did you mean 'fsdp"):
+        system("fsdp")
+    with pytest.raises(ValueError, match="choose one of ddp, "):
+        system("?")
+    with pytest.raises(ValueError, match="factor=3 does not divide the 16 ranks"):
+        other("fsdp1", presets().cluster("h100:8x2"), factor=3)

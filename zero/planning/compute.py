@@ -1,0 +1,157 @@
+"""Seconds of compute: of a unit's forward and backward, and of an update.
+
+    forward     matmul/(peak e_mm h/(h+h0))  +  attention/(peak e_at)  +  moved bytes/(bandwidth e_m)
+    backward    2 x products, 2.5 x attention, 2 x moved bytes; and what is recomputed of the forward
+    update      bytes of gradient, weights and states/(bandwidth e_m)
+
+The host launches kernels meanwhile. Its seconds are returned apart, since a schedule knows which of the two waits.
+`CONSTANTS` has every constant with its unit, its range and its source; those whose source is "fit" are fitted to
+published runs.
+
+Knows: work in operations and bytes, peaks, constants. Does not know: ranks, links, order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..core.layout import Dtypes
+from .hardware import Accelerator
+from .model import Work
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant of the equations. ``low`` and ``high`` bound a fit. ``source``: "fit", or where the value is from."""
+
+    value: float
+    unit: str
+    low: float
+    high: float
+    source: str
+
+
+FIT = "fit"
+_MAMF = "of the peak, stas00/ml-engineering, compute/accelerator/README.md, maximum achievable matmul FLOPS"
+_LINES = "python -m benchmarks.scaling, 2 ranks of a CPU: what stage 3 adds to a plain loop for each tensor"
+
+CONSTANTS: Mapping[str, Constant] = {
+    "matmul.ampere": Constant(0.806, "share of the peak", 0.4, 0.95, FIT),
+    "matmul.hopper": Constant(0.669, "share of the peak", 0.4, 0.95, FIT),
+    "matmul.volta": Constant(0.67, "share of the peak", 0.4, 0.95, f"0.88 of 0.76 {_MAMF} (95 of 125)"),
+    "matmul.blackwell": Constant(0.68, "share of the peak", 0.4, 0.95, f"0.88 of 0.776 {_MAMF} (1745 of 2250)"),
+    "matmul.ada": Constant(0.67, "share of the peak", 0.4, 0.95, "as Hopper: no measured maximum is known here"),
+    "matmul.cpu": Constant(0.7, "share of the peak", 0.2, 1.0, "an assumption; measure your own machine"),
+    "attention.ampere": Constant(0.312, "share of the peak", 0.1, 0.8, FIT),
+    "attention.hopper": Constant(0.177, "share of the peak", 0.1, 0.8, FIT),
+    "attention.volta": Constant(0.25, "share of the peak", 0.05, 0.8, "between Ampere and Hopper"),
+    "attention.blackwell": Constant(0.177, "share of the peak", 0.05, 0.8, "as Hopper"),
+    "attention.ada": Constant(0.25, "share of the peak", 0.05, 0.8, "between Ampere and Hopper"),
+    "attention.cpu": Constant(0.3, "share of the peak", 0.05, 1.0, "an assumption; measure your own machine"),
+    "hidden": Constant(241.0, "features at which products reach half of their share", 0.0, 2000.0, FIT),
+    "elementwise": Constant(40.0, "bytes moved for each token and feature of a block's forward", 10.0, 120.0, FIT),
+    "logits": Constant(17.0, "bytes moved for each token and class in forward and backward", 4.0, 60.0, FIT),
+    "overlap": Constant(0.25, "seconds of slowdown for each second beside a collective", 0.0, 0.6, FIT),
+    "fixed": Constant(0.045, "seconds of a step that no unit explains", 0.0, 0.2, FIT),
+    "jitter": Constant(0.005, "share of a step for each doubling of hosts", 0.0, 0.03, FIT),
+    "unit_host": Constant(0.12e-3, "seconds of the host for a pass of a unit", 0.0, 1e-3, FIT),
+    "hook": Constant(23e-6, "seconds of the host for a tensor's hooks in a step", 0.0, 1e-4, _LINES),
+    "launch": Constant(5e-6, "seconds of the host for a kernel", 1e-6, 5e-5, "an assumption; measure your own machine"),
+}
+"""Every constant of the equations, by name; "matmul.ampere" is that of a family."""
+
+ATTENTION_BACKWARD = (
+    2.5  # products of a flash attention's backward for each of its forward: Dao, FlashAttention-2 (2023), section 4.1
+)
+
+
+def values(**changes: float) -> dict[str, float]:
+    """Return the constants by name, some of them changed: ``values(**{"matmul.hopper": 0.7})``.
+
+    Raises `ValueError` for a name that there is not.
+    """
+    unknown = changes.keys() - CONSTANTS.keys()
+    if unknown:
+        raise ValueError(f"no constant is called {min(unknown)!r}: choose one of {', '.join(sorted(CONSTANTS))}")
+    return {name: constant.value for name, constant in CONSTANTS.items()} | changes
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """Seconds of one unit for one micro-batch.
+
+    Attributes:
+        forward: of compute.
+        backward: of compute, without what is recomputed.
+        recompute: of compute, in the backward.
+        host: in which the host launches the forward.
+        host_backward: in which it launches the backward and what is recomputed.
+    """
+
+    forward: float
+    backward: float
+    recompute: float = 0.0
+    host: float = 0.0
+    host_backward: float = 0.0
+
+
+class Compute:
+    """The equations for one GPU, one dtype of products and one set of constants."""
+
+    def __init__(self, gpu: Accelerator, dtype: str, constants: Mapping[str, float] | None = None) -> None:
+        """``dtype``: of the products, for instance "bfloat16"; ``constants``: of `values`."""
+        self.constants = values() if constants is None else constants
+        self._peak = gpu.peak(dtype) * gpu.sustained
+        self._matmul, self._attention = self._share(gpu, "matmul"), self._share(gpu, "attention")
+        self._memory = gpu.memory_bandwidth * gpu.efficiency.get("memory", 1.0)
+
+    def _share(self, gpu: Accelerator, which: str) -> float:
+        name = f"{which}.{gpu.family}"
+        if which in gpu.efficiency:
+            return gpu.efficiency[which]
+        if name not in self.constants:
+            families = sorted(key.partition(".")[2] for key in self.constants if key.startswith(f"{which}."))
+            raise ValueError(
+                f"GPU {gpu.name!r} is of the unknown family {gpu.family!r}: use one of {', '.join(families)}, or "
+                f'write "efficiency" into the file of hardware'
+            )
+        return self.constants[name]
+
+    def forward(self, work: Work, hidden: int = 0) -> float:
+        """Return the seconds of a forward. ``hidden``: features of a token; 0: products are large."""
+        return self._products(work, hidden) + self._attended(work) + work.moved_bytes / self._memory
+
+    def backward(self, work: Work, hidden: int = 0) -> float:
+        """Return the seconds of a backward in which nothing is recomputed."""
+        attended = ATTENTION_BACKWARD * self._attended(work)
+        return 2 * self._products(work, hidden) + attended + 2 * work.moved_bytes / self._memory
+
+    def passes(self, work: Work, hidden: int = 0, recomputed: float = 0.0) -> PassSeconds:
+        """Return the seconds of a unit. ``recomputed``: the share of its forward that the backward repeats."""
+        forward, constants = self.forward(work, hidden), self.constants
+        host = constants["unit_host"] + work.kernels * constants["launch"]
+        again = constants["unit_host"] + (2 + recomputed) * work.kernels * constants["launch"]
+        return PassSeconds(forward, self.backward(work, hidden), recomputed * forward, host, again)
+
+    def update(self, elements: float, dtypes: Dtypes, state_tensors: int) -> float:
+        """Return the seconds in which an owner updates ``elements``."""
+        return elements * update_bytes(dtypes, state_tensors) / self._memory
+
+    def _products(self, work: Work, hidden: int) -> float:
+        large = hidden / (hidden + self.constants["hidden"]) if hidden else 1.0
+        return work.matmul_flops / (self._peak * self._matmul * large)
+
+    def _attended(self, work: Work) -> float:
+        return work.attention_flops / (self._peak * self._attention)
+
+
+def update_bytes(dtypes: Dtypes, state_tensors: int) -> int:
+    """Return the bytes that a fused update reads and writes for each element.
+
+    It reads the gradient, and reads and writes weights and states: 28 for Adam in fp32. Where there are masters, it
+    also writes the parameter.
+    """
+    master = dtypes.itemsize("master_dtype")
+    parameter = dtypes.itemsize("param_dtype") if dtypes.has_master else 0
+    return dtypes.itemsize("accumulate_dtype") + 2 * master * (1 + state_tensors) + parameter

@@ -1,0 +1,348 @@
+"""Hardware as data: GPUs, how a cluster joins them, and how well collectives use the links.
+
+Presets lie in ``hardware.json``, each value with its unit and its source. A file with the same shape, its date and its
+machine describes measured hardware.
+
+    gpus        memory, its bandwidth, peaks by dtype, links inside a host, network of a host, GPUs a host
+    fabrics     seconds for each rank of a ring that spans hosts: a property of the network, not of the GPU
+    network     what collectives make of the links
+
+Knows: files of hardware, and the text that names a cluster. Does not know: models, schedules.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+PRESETS = Path(__file__).with_name("hardware.json")
+FORMAT = 1
+
+UNITS: Mapping[str, tuple[str, float]] = {
+    "1": ("number", 1.0),
+    "GPUs": ("number", 1.0),
+    "GiB": ("bytes", float(1 << 30)),
+    "GB": ("bytes", 1e9),
+    "GB/s": ("bytes a second", 1e9),
+    "TB/s": ("bytes a second", 1e12),
+    "Gb/s": ("bytes a second", 1e9 / 8),
+    "TFLOP/s": ("operations a second", 1e12),
+    "us": ("seconds", 1e-6),
+    "ms": ("seconds", 1e-3),
+    "W": ("watts", 1.0),
+}
+"""What a unit measures, and how much of the base unit it is."""
+
+_GPU = {
+    "memory": "bytes",
+    "memory_bandwidth": "bytes a second",
+    "link": "bytes a second",
+    "host_link": "bytes a second",
+    "per_host": "number",
+    "domain": "number",
+    "power": "watts",
+}
+_GPU_OPTIONAL = {"nic": "bytes a second", "sums_in_switch": "number", "sustained": "number"}
+_NETWORK = {
+    "link_efficiency": "number",
+    "switch_efficiency": "number",
+    "nic_efficiency": "number",
+    "base": "seconds",
+    "hop_inside": "seconds",
+    "doorbell": "seconds",
+    "tree_steps": "number",
+}
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A GPU, or a rank of a CPU.
+
+    Attributes:
+        name: its name in the file.
+        family: its architecture, by which constants of its efficiency are found.
+        memory: bytes.
+        memory_bandwidth: bytes a second.
+        flops: peak operations a second of dense products, by the name of the dtype.
+        link: bytes a second that a rank sends to others of its domain (NVLink; PCIe without it).
+        host_link: bytes a second to the host's memory.
+        per_host: how many a host has, unless the cluster says otherwise.
+        domain: how many are joined by links of this speed.
+        nic: bytes a second that a host sends into the network; None if there is no typical value.
+        power: watts.
+        sustained: share of the peaks that its power allows for long.
+        sums_in_switch: whether the switch inside a host adds up what an all-reduce sends.
+        efficiency: measured shares of the peaks, by "matmul", "attention" or "memory"; empty in the presets.
+    """
+
+    name: str
+    family: str
+    memory: float
+    memory_bandwidth: float
+    flops: Mapping[str, float]
+    link: float
+    host_link: float
+    per_host: int
+    domain: int
+    nic: float | None
+    power: float
+    sustained: float
+    sums_in_switch: bool
+    efficiency: Mapping[str, float]
+
+    def peak(self, dtype: str) -> float:
+        """Return the peak of products of this dtype. Raises `ValueError` if the GPU has none."""
+        if dtype not in self.flops:
+            known = ", ".join(sorted(self.flops))
+            raise ValueError(f"GPU {self.name!r} has no products of {dtype}: choose one of {known}")
+        return self.flops[dtype]
+
+
+@dataclass(frozen=True)
+class Network:
+    """What collectives make of the links.
+
+    Attributes:
+        ring_step: seconds that a ring spends for each rank if it spans hosts (the fabric).
+        link_efficiency: the share of `Accelerator.link` that a ring reaches inside a host.
+        switch_efficiency: that of an all-reduce where the switch adds.
+        nic_efficiency: the share of `Accelerator.nic` that is reached.
+        base: seconds of the smallest collective.
+        hop_inside: seconds that a ring spends for each rank inside a host.
+        doorbell: seconds for each rank of a host until all of them know that shared memory was written.
+        tree_steps: ring steps that a level of an all-reduce's tree costs, up or down.
+    """
+
+    ring_step: float
+    link_efficiency: float
+    switch_efficiency: float
+    nic_efficiency: float
+    base: float
+    hop_inside: float
+    doorbell: float
+    tree_steps: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts with equally many GPUs. Ranks are numbered host by host.
+
+    ``nic``: bytes a second that a host sends into the network; 0 if there is one host without a network.
+    """
+
+    gpu: Accelerator
+    per_host: int
+    hosts: int
+    nic: float
+    network: Network
+
+    @property
+    def ranks(self) -> int:
+        return self.per_host * self.hosts
+
+    @property
+    def per_domain(self) -> int:
+        """The number of ranks that are joined by `Accelerator.link`. A domain of a rack has several hosts."""
+        if self.gpu.domain <= self.gpu.per_host:
+            return self.per_host
+        return min(max(self.gpu.domain // self.per_host, 1), self.hosts) * self.per_host
+
+    def with_hosts(self, hosts: int) -> Cluster:
+        """Return the same hosts in another number. Raises `ValueError` if several have no network."""
+        _check_network(self.gpu, hosts, self.nic)
+        return replace(self, hosts=hosts)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """All that a file of hardware describes.
+
+    Attributes:
+        gpus: by name.
+        fabrics: seconds for each rank of a ring that spans hosts, by name.
+        network: see `Network`; its ``ring_step`` is that of the fabric "typical".
+        measured: date and machine; empty for presets.
+    """
+
+    gpus: Mapping[str, Accelerator]
+    fabrics: Mapping[str, float]
+    network: Network
+    measured: str = ""
+
+    def gpu(self, name: str) -> Accelerator:
+        """Return the GPU of this name. Raises `ValueError`, with the nearest name, if there is none."""
+        if name in self.gpus:
+            return self.gpus[name]
+        raise ValueError(f"no GPU is called {name!r}{_nearest(name, self.gpus)}")
+
+    def cluster(self, text: str, *, nic: float | None = None, fabric: str = "typical") -> Cluster:
+        """Return the cluster that ``text`` names: GPU, GPUs a host and hosts, as in "h100:8x16".
+
+        "h100:8" is one host of 8, "h100" one host as it is usual.
+
+        Args:
+            text: the name.
+            nic: Gb/s that a host sends into the network; None means what is usual for the GPU.
+            fabric: the name of a fabric.
+
+        Raises:
+            ValueError: an unknown name, a number below 1, or several hosts without a network.
+        """
+        name, _, shape = text.strip().lower().partition(":")
+        gpu = self.gpu(name)
+        match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", shape)
+        if shape and match is None:
+            raise ValueError(f"cluster {text!r}: give GPU, GPUs a host and hosts, as in {name}:8x16")
+        per_host, hosts = (int(match[1]), int(match[2] or 1)) if match else (gpu.per_host, 1)
+        if fabric not in self.fabrics:
+            raise ValueError(f"no fabric is called {fabric!r}{_nearest(fabric, self.fabrics)}")
+        if nic is not None and not (math.isfinite(nic) and nic > 0):
+            raise ValueError(f"nic={nic!r}: give the Gb/s that a host sends into the network, above 0")
+        bandwidth = gpu.nic or 0.0 if nic is None else nic * UNITS["Gb/s"][1]
+        _check_network(gpu, hosts, bandwidth)
+        return Cluster(gpu, per_host, hosts, bandwidth, replace(self.network, ring_step=self.fabrics[fabric]))
+
+
+def presets() -> Hardware:
+    """Return the hardware that the library knows."""
+    return read_hardware(PRESETS)
+
+
+def read_hardware(path: Path | str) -> Hardware:
+    """Read a file of hardware. What a measured file leaves out comes from the presets.
+
+    Raises `ValueError`, which names the file and the place, if something is missing, unknown or not a number.
+    """
+    path = Path(path)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"hardware file {path}: cannot be read as JSON: {error}") from error
+    try:
+        return hardware_of(data, None if path == PRESETS else presets())
+    except ValueError as error:
+        raise ValueError(f"hardware file {path}: {error}") from error
+
+
+def hardware_of(data: Any, before: Hardware | None) -> Hardware:
+    """Return the hardware that parsed JSON describes. ``before`` has what it leaves out; None: nothing is left out."""
+    top = _mapping(data, "the file", {"format", "fabrics", "network", "gpus", "date", "machine"})
+    if top.get("format") != FORMAT:
+        raise ValueError(f"format is {top.get('format')!r}, and this version reads {FORMAT}")
+    measured = ""
+    if before is not None:
+        missing = [key for key in ("date", "machine") if not isinstance(top.get(key), str) or not top[key].strip()]
+        if missing:
+            raise ValueError(f"{' and '.join(missing)} of the measurement missing: write them as text")
+        measured = f"{top['machine']}, {top['date']}"
+    gpus = dict(before.gpus) if before is not None else {}
+    for name, described in _mapping(top.get("gpus", {}), "gpus").items():
+        gpus[name] = _accelerator(name, described)
+    fabrics = dict(before.fabrics) if before is not None else {}
+    for name, value in _mapping(top.get("fabrics", {}), "fabrics").items():
+        fabrics[name] = _value(value, f"fabrics.{name}", "seconds")
+    network = _network(_mapping(top.get("network", {}), "network", set(_NETWORK)), before)
+    if "typical" not in fabrics:
+        raise ValueError('fabrics: there is no "typical"')
+    return Hardware(gpus, fabrics, replace(network, ring_step=fabrics["typical"]), measured)
+
+
+def quantities(data: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (place, leaf) of parsed JSON: every number, and every object with a value."""
+    if isinstance(data, dict) and "value" not in data:
+        for key, inside in data.items():
+            yield from quantities(inside, f"{place}.{key}" if place else key)
+    elif not isinstance(data, str):
+        yield place, data
+
+
+def _network(given: Mapping[str, Any], before: Hardware | None) -> Network:
+    known: dict[str, float] = {}
+    for key, kind in _NETWORK.items():
+        if key in given:
+            known[key] = _value(given[key], f"network.{key}", kind)
+        elif before is not None:
+            known[key] = getattr(before.network, key)
+        else:
+            raise ValueError(f"network.{key} is missing")
+    return Network(ring_step=0.0, **known)
+
+
+def _accelerator(name: str, data: Any) -> Accelerator:
+    place = f"gpus.{name}"
+    given = _mapping(data, place, {"family", "flops", "efficiency", *_GPU, *_GPU_OPTIONAL})
+    missing = [key for key in ("family", "flops", *_GPU) if key not in given]
+    if missing:
+        raise ValueError(f"{place}: {', '.join(missing)} missing")
+    if not isinstance(given["family"], str):
+        raise ValueError(f"{place}.family must be text, not {given['family']!r}")
+    known = {key: _value(given[key], f"{place}.{key}", kind) for key, kind in _GPU.items()}
+    optional = {
+        key: _value(given[key], f"{place}.{key}", kind) if key in given else None for key, kind in _GPU_OPTIONAL.items()
+    }
+    flops = {
+        dtype: _value(peak, f"{place}.flops.{dtype}", "operations a second")
+        for dtype, peak in _mapping(given["flops"], f"{place}.flops").items()
+    }
+    shares = _mapping(given.get("efficiency", {}), f"{place}.efficiency", {"matmul", "attention", "memory"})
+    efficiency = {which: _value(share, f"{place}.efficiency.{which}", "number") for which, share in shares.items()}
+    return Accelerator(
+        name=name,
+        family=given["family"],
+        memory=known["memory"],
+        memory_bandwidth=known["memory_bandwidth"],
+        flops=flops,
+        link=known["link"],
+        host_link=known["host_link"],
+        per_host=round(known["per_host"]),
+        domain=round(known["domain"]),
+        nic=optional["nic"],
+        power=known["power"],
+        sustained=optional["sustained"] or 1.0,
+        sums_in_switch=bool(optional["sums_in_switch"]),
+        efficiency=efficiency,
+    )
+
+
+def _mapping(data: Any, place: str, known: set[str] | None = None) -> Mapping[str, Any]:
+    """Return ``data`` if it is an object whose keys are all ``known``."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{place} must be an object, not {type(data).__name__}")
+    for key in data:
+        if known is not None and key not in known:
+            raise ValueError(f"{place} has an unknown key {key!r}{_nearest(key, known)}")
+    return data
+
+
+def _value(data: Any, place: str, kind: str) -> float:
+    """Return a value in base units. It must have a unit of this kind and a source."""
+    if not isinstance(data, dict) or set(data) != {"value", "unit", "source"}:
+        raise ValueError(f'{place} must be an object of "value", "unit" and "source"')
+    value, unit, source = data["value"], data["unit"], data["source"]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{place}: the value must be a number above 0, not {value!r}")
+    if not isinstance(unit, str) or UNITS.get(unit, ("", 0.0))[0] != kind:
+        fitting = ", ".join(name for name, (measures, _) in UNITS.items() if measures == kind)
+        raise ValueError(f"{place}: the unit must be one of {fitting}, not {unit!r}")
+    if not isinstance(source, str) or not source.strip():
+        raise ValueError(f"{place}: a value needs a source")
+    return float(value) * UNITS[unit][1]
+
+
+def _nearest(name: str, known: Mapping[str, Any] | set[str]) -> str:
+    """Return the end of an error: the nearest known name, or all of them."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f": did you mean {close[0]!r}?" if close else f": choose one of {', '.join(sorted(known))}"
+
+
+def _check_network(gpu: Accelerator, hosts: int, nic: float) -> None:
+    if hosts > 1 and not nic:
+        raise ValueError(
+            f"{hosts} hosts of {gpu.name!r}, and no network is usual for it: give the Gb/s of a host (--nic)"
+        )

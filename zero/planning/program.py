@@ -1,0 +1,173 @@
+"""A training step as data: which units are gathered when, which buckets are reduced, and how the step ends.
+
+    micro-batch    forward: gather, compute, release each unit     backward: the same in reverse; reduce each bucket
+    step           agree; update each bucket; gather what was updated
+
+`zero.planning.schedule` makes programs, `zero.planning.simulate` runs them.
+
+Knows: seconds, and what follows what. Does not know: FLOPs, links, stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .compute import PassSeconds
+from .wires import NOTHING, WireCost
+
+AFTER_THE_LAST = -1  # the place of a bucket that is ready when a backward ends
+
+PARTS = (
+    *("compute", "recompute", "slowdown", "gather", "reduction", "fold"),
+    *("update", "disk", "host", "control", "fixed", "jitter"),
+)
+"""What a step's seconds are made of. "gather" and "reduction" are what compute waited for, "slowdown" is the time that
+compute lost beside collectives, "fold" what it spent on adding up contributions."""
+
+
+CLOCKS = ("compute", "host", "wire", "disk", "collectives")
+"""What `StepSeconds.busy` counts: the work of each clock, and the seconds of all collectives from start to end."""
+
+
+@dataclass(frozen=True)
+class UnitStep:
+    """One unit in a step.
+
+    Attributes:
+        passes: seconds of its compute and of its host for one micro-batch.
+        gather: before its forward; `NOTHING` if its parameters are whole.
+        again: before its backward; None if it is still gathered then.
+    """
+
+    passes: PassSeconds
+    gather: WireCost = NOTHING
+    again: WireCost | None = None
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The reduction of one bucket.
+
+    Attributes:
+        unit: the unit whose backward makes its last gradient, or `AFTER_THE_LAST`.
+        ready: the share of that unit's backward after which it is ready.
+        cost: of its reduce-scatter or all-reduce.
+        means: of the all-gather of its means (stage 0).
+    """
+
+    unit: int
+    ready: float
+    cost: WireCost
+    means: WireCost = NOTHING
+
+
+@dataclass(frozen=True)
+class UpdateStep:
+    """The end of the step for one bucket: read, update, write back, gather the updated slices."""
+
+    update: float
+    gather: WireCost = NOTHING
+    read: float = 0.0
+    write: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """A step as data. All ranks run it.
+
+    Attributes:
+        units: in order of a forward; the first is the root's rest, which computes after the others.
+        reductions: in the order in which they are launched.
+        updates: in the order in which buckets are updated.
+        micro_batches: forwards and backwards of a step.
+        reduced: how many of them, the last ones, reduce gradients.
+        in_flight: reductions under way before the oldest is waited for; 0: no limit.
+        gathers_in_flight: of updated parameters; 0: no limit.
+        means_each_time: means are gathered at the end of each backward that reduces, not once a step.
+        kept: units stay whole between forward and backward, each in memory of its own.
+        streams: compute runs beside the host.
+        state_buffers: buckets whose states are in memory during the update, if they are read from elsewhere.
+        control: seconds of the messages on which ranks agree, which the host waits for.
+        synchronises: the host waits for the device before the update (a clip).
+        fixed: seconds that no unit explains.
+        overlap: see the module.
+        jitter: share of the step that is lost because the slowest rank counts.
+    """
+
+    units: tuple[UnitStep, ...]
+    reductions: tuple[Reduction, ...] = ()
+    updates: tuple[UpdateStep, ...] = ()
+    micro_batches: int = 1
+    reduced: int = 1
+    in_flight: int = 0
+    gathers_in_flight: int = 2
+    means_each_time: bool = True
+    kept: bool = False
+    streams: bool = True
+    state_buffers: int = 3
+    control: float = 0.0
+    synchronises: bool = False
+    fixed: float = 0.0
+    overlap: float = 0.0
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.units or not 0 <= self.reduced <= self.micro_batches or self.micro_batches < 1:
+            raise ValueError(
+                f"a step has units, here {len(self.units)}, and micro-batches, here {self.micro_batches}, of which it "
+                f"reduces at most all, here {self.reduced}"
+            )
+        if self.state_buffers < 2:
+            raise ValueError(f"the update needs the states of 2 buckets or more in memory, not {self.state_buffers}")
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """Work of one clock: its name, the clock, its start and its seconds."""
+
+    name: str
+    clock: str
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """The result of a simulation.
+
+    Attributes:
+        seconds: of the step.
+        parts: how they are made up, by the names in `PARTS`; their sum is ``seconds``.
+        busy: seconds of work, by the names in `CLOCKS`.
+        sent: payload bytes of all collectives of this rank's groups.
+        crossed: those that cross between hosts.
+        events: for a trace; empty unless asked for.
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+    busy: Mapping[str, float]
+    sent: float
+    crossed: float
+    events: tuple[TraceEvent, ...] = ()
+
+
+def chrome_trace(events: Sequence[TraceEvent]) -> list[dict[str, object]]:
+    """Return events in the format of chrome://tracing and Perfetto."""
+    clocks = sorted({event.clock for event in events})
+    return [
+        {
+            "name": event.name,
+            "ph": "X",
+            "ts": event.start * 1e6,
+            "dur": event.seconds * 1e6,
+            "pid": 0,
+            "tid": clocks.index(event.clock),
+            "cat": event.clock,
+        }
+        for event in events
+    ] + [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": clock}}
+        for number, clock in enumerate(clocks)
+    ]

@@ -1,0 +1,332 @@
+"""The seconds of a training step, by recurrences over the clocks of one rank.
+
+    host      h   launches kernels and collectives; it may be ahead of the device
+    compute   c   runs forwards, backwards, folds and updates, and waits
+    wire      x   runs collectives one at a time, in the order of their launch
+    disk      d   reads and writes states, beside the update
+
+    a collective starts at max(x, h, when its memory is ready); what waits for it continues at its end
+    while the wire is busy, compute runs at 1/(1 + overlap) of its speed
+
+A `StepProgram` is the schedule as data. A rank without streams (a CPU) has one clock for host and compute. All ranks
+run the same program. Where their ends differ, as in a chain of replicas, the program has the costs of the last one.
+
+Knows: seconds, and their order. Does not know: FLOPs, bytes of dtypes, links, stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from .program import CLOCKS, PARTS, StepProgram, StepSeconds, TraceEvent
+from .wires import WireCost
+
+_RUN = 3  # micro-batches of a kind that are simulated; further ones take as long as the third
+
+
+def simulate(program: StepProgram, *, trace: bool = False) -> StepSeconds:
+    """Return the seconds of a step. ``trace``: also what each clock does when."""
+    rank = _Rank(program, trace)
+    held = program.micro_batches - program.reduced
+    for count, reduces in ((held, False), (program.reduced, True)):
+        rank.micro_batches(count, reduces)
+    rank.step()
+    return rank.result()
+
+
+@dataclass
+class _State:
+    """The clocks, and what they have done so far."""
+
+    host: float = 0.0
+    compute: float = 0.0
+    wire: float = 0.0
+    sent: float = 0.0
+    crossed: float = 0.0
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    busy: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLOCKS, 0.0))
+
+    def copy(self) -> _State:
+        clocks = (self.host, self.compute, self.wire, self.sent, self.crossed)
+        return _State(*clocks, dict(self.parts), dict(self.busy))
+
+    def repeat(self, before: _State, times: int) -> None:
+        """Add ``times`` what has happened since ``before``."""
+        for name in ("host", "compute", "wire", "sent", "crossed"):
+            setattr(self, name, getattr(self, name) + times * (getattr(self, name) - getattr(before, name)))
+        for now, then in ((self.parts, before.parts), (self.busy, before.busy)):
+            for name in now:
+                now[name] += times * (now[name] - then[name])
+
+
+class _Rank:
+    """A rank that runs a program."""
+
+    def __init__(self, program: StepProgram, trace: bool) -> None:
+        self._program, self._state = program, _State()
+        self._events: list[TraceEvent] | None = [] if trace else None
+        self._sending: deque[tuple[float, float]] = deque()  # when the wire is busy, from `compute` on
+        self._used = deque([0.0, 0.0], maxlen=2)  # when the last two gathered units were last used
+        self._last_use = [0.0] * len(program.units)
+        self._arriving: dict[int, tuple[float, float]] = {}  # unit -> end of its gather under way, seconds of a copy
+        self._flying: deque[tuple[float, float]] = deque()  # reductions: end, seconds of the fold
+        self._next = 0  # of the program's reductions
+        self._ready: set[int] = set()
+        self._by_unit: dict[int, list[tuple[float, int]]] = {}
+        for number, reduction in enumerate(program.reductions):
+            self._by_unit.setdefault(reduction.unit, []).append((reduction.ready, number))
+        for numbers in self._by_unit.values():
+            numbers.sort()
+
+    # -- clocks -------------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        """Return the time at which the host launches."""
+        return self._state.host if self._program.streams else self._state.compute
+
+    def _wait(self, until: float, part: str) -> None:
+        """Let compute wait."""
+        state = self._state
+        if until > state.compute:
+            state.parts[part] += until - state.compute
+            state.compute = until
+
+    def _work(self, seconds: float, part: str, name: str) -> None:
+        """Let compute work. It is slower while the wire is busy."""
+        if seconds <= 0.0:
+            return
+        state, slow = self._state, 1 + self._program.overlap
+        sending, time, left, lost = self._sending, state.compute, seconds, 0.0
+        while sending and sending[0][1] <= time:
+            sending.popleft()
+        for start, end in sending:
+            if start >= time + left:
+                break
+            if start > time:
+                left -= start - time
+                time = start
+            beside = min(end - time, left * slow)
+            left -= beside / slow
+            lost += beside - beside / slow
+            time += beside
+        self._note(name, "compute", state.compute, seconds + lost)
+        state.parts[part] += seconds
+        state.parts["slowdown"] += lost
+        state.busy["compute"] += seconds
+        state.compute += seconds + lost
+
+    def _launching(self, seconds: float, part: str = "host") -> None:
+        """Let the host work. Without streams, compute stands still meanwhile."""
+        state = self._state
+        state.busy["host"] += seconds
+        if self._program.streams:
+            state.host += seconds
+        else:
+            self._wait(state.compute + seconds, part)
+
+    def _send(self, cost: WireCost, ready: float, name: str) -> float:
+        """Launch a collective. Return when its result is there."""
+        state = self._state
+        state.sent, state.crossed = state.sent + cost.sent, state.crossed + cost.crossed
+        state.busy["collectives"] += cost.seconds
+        if cost.seconds <= 0.0:
+            return 0.0
+        start = max(state.wire, self._now(), ready)
+        state.wire = start + cost.period
+        if self._sending and self._sending[-1][1] == start:
+            self._sending[-1] = (self._sending[-1][0], state.wire)
+        else:
+            self._sending.append((start, state.wire))
+        state.busy["wire"] += cost.period
+        self._note(name, "wire", start, cost.period)
+        return start + cost.seconds
+
+    def _note(self, name: str, clock: str, start: float, seconds: float) -> None:
+        if self._events is not None and seconds > 0.0:
+            self._events.append(TraceEvent(name, clock, start, seconds))
+
+    # -- forward and backward -----------------------------------------------------------------------------------------
+
+    def micro_batches(self, count: int, reduces: bool) -> None:
+        """Run micro-batches of one kind."""
+        for number in range(min(count, _RUN)):
+            before = self._state.copy()
+            self._forward()
+            self._backward(reduces)
+            if number == _RUN - 1 and count > _RUN:
+                self._repeat(before, count - _RUN)
+
+    def _repeat(self, before: _State, times: int) -> None:
+        shift = times * (self._state.compute - before.compute)
+        self._state.repeat(before, times)
+        self._sending = deque((start + shift, end + shift) for start, end in self._sending)
+        self._used = deque((time + shift for time in self._used), maxlen=2)
+        self._last_use = [time + shift for time in self._last_use]
+
+    def _forward(self) -> None:
+        units = self._program.units
+        self._gather(0, units[0].gather, ahead=False)
+        self._await_unit(0)
+        for unit in range(1, len(units)):
+            self._gather(unit, units[unit].gather, ahead=False)
+            if unit + 1 < len(units):
+                self._gather(unit + 1, units[unit + 1].gather, ahead=True)
+            self._await_unit(unit)
+            self._compute(unit)
+        self._compute(0)
+
+    def _compute(self, unit: int) -> None:
+        passes = self._program.units[unit].passes
+        self._wait(self._now(), "host")
+        self._launching(passes.host)
+        self._work(passes.forward, "compute", f"forward {unit}")
+        self._wait(self._now(), "host")
+        self._release(unit, stays=self._program.units[unit].again is None)
+
+    def _release(self, unit: int, *, stays: bool) -> None:
+        """Note the end of a unit's use. ``stays``: its memory is in use until its backward."""
+        self._last_use[unit] = self._state.compute
+        if unit and not stays and self._program.units[unit].gather.seconds > 0.0:
+            self._used.append(self._state.compute)
+
+    def _gather(self, unit: int, cost: WireCost | None, *, ahead: bool) -> None:
+        """Launch the gather of a unit, unless it is under way. Two units have memory, besides the rest: that of the
+        unit two before it in the order of use. ``ahead``: the unit before it is in use."""
+        if cost is None or cost.seconds <= 0.0 or unit in self._arriving:
+            return
+        own = self._program.kept or unit == 0
+        free = self._last_use[unit] if own else self._used[-1 if ahead else 0]
+        self._arriving[unit] = (self._send(cost, free, f"gather {unit}"), cost.fold)
+
+    def _await_unit(self, unit: int) -> None:
+        if unit in self._arriving:
+            end, copying = self._arriving.pop(unit)
+            self._wait(self._now(), "host")
+            self._wait(end, "gather")
+            self._work(copying, "fold", f"copy {unit}")
+
+    def _backward(self, reduces: bool) -> None:
+        units = self._program.units
+        self._next, self._ready = 0, set()
+        if not reduces:
+            self._next = len(self._program.reductions)
+        self._differentiate(0, reduces)
+        for unit in range(len(units) - 1, 0, -1):
+            self._gather(unit, units[unit].again, ahead=False)
+            if unit > 1:
+                self._gather(unit - 1, units[unit - 1].again, ahead=True)
+            self._await_unit(unit)
+            self._differentiate(unit, reduces)
+        if reduces:
+            self._finish()
+
+    def _differentiate(self, unit: int, reduces: bool) -> None:
+        passes = self._program.units[unit].passes
+        self._wait(self._now(), "host")
+        self._launching(passes.host_backward)
+        self._work(passes.recompute, "recompute", f"recompute {unit}")
+        done = 0.0
+        for ready, number in self._by_unit.get(unit, ()) if reduces else ():
+            self._work((ready - done) * passes.backward, "compute", f"backward {unit}")
+            done = ready
+            self._ready.add(number)
+            self._launch_ready()
+        self._work((1 - done) * passes.backward, "compute", f"backward {unit}")
+        self._wait(self._now(), "host")
+        self._release(unit, stays=False)
+
+    # -- reductions ---------------------------------------------------------------------------------------------------
+
+    def _launch_ready(self) -> None:
+        while self._next in self._ready:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        """Launch the next bucket. If too many are under way, wait for the oldest first."""
+        limit = self._program.in_flight
+        while limit and len(self._flying) >= limit:
+            self._land()
+        cost = self._program.reductions[self._next].cost
+        end = self._send(cost, self._state.compute, f"reduce bucket {self._next}")
+        self._flying.append((end, cost.fold))
+        self._next += 1
+
+    def _land(self) -> None:
+        end, fold = self._flying.popleft()
+        self._wait(end, "reduction")
+        self._work(fold, "fold", "fold")
+
+    def _finish(self) -> None:
+        """Launch the buckets that are left, and wait for all."""
+        reductions = self._program.reductions
+        while self._next < len(reductions):
+            self._reduce()
+        while self._flying:
+            self._land()
+        if self._program.means_each_time:
+            self._gather_means()
+
+    def _gather_means(self) -> None:
+        reductions, ready = self._program.reductions, self._state.compute
+        ends = [
+            (self._send(reduction.means, ready, f"gather means {number}"), reduction.means.fold)
+            for number, reduction in enumerate(reductions)
+            if reduction.means.seconds > 0.0
+        ]
+        for end, fold in ends:
+            self._wait(end, "gather")
+            self._work(fold, "fold", "copy means")
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Agree, update bucket by bucket, and gather what was updated."""
+        program, state = self._program, self._state
+        if program.synchronises:
+            state.host = max(state.host, state.compute)
+        self._launching(program.control, "control")
+        if program.streams:
+            self._wait(state.host, "control")
+        if not program.means_each_time:
+            self._gather_means()
+        flying: deque[tuple[float, float]] = deque()
+        reading = state.compute + (program.updates[0].read if program.updates else 0.0)
+        writing, written = 0.0, list[float]()
+        for number, bucket in enumerate(program.updates):
+            self._wait(reading, "disk")
+            if number + 1 < len(program.updates):
+                room = number + 1 - program.state_buffers
+                begin = max(state.compute, written[room] if room >= 0 else 0.0)
+                following = program.updates[number + 1].read
+                self._note(f"read {number + 1}", "disk", begin, following)
+                reading = begin + following
+            self._work(bucket.update, "update", f"update {number}")
+            begin = max(writing, state.compute)
+            writing = begin + bucket.write
+            self._note(f"write {number}", "disk", begin, bucket.write)
+            written.append(writing)
+            state.busy["disk"] += bucket.read + bucket.write
+            if bucket.gather.seconds > 0.0:
+                while program.gathers_in_flight and len(flying) >= program.gathers_in_flight:
+                    self._updated(*flying.popleft())
+                end = self._send(bucket.gather, state.compute, f"gather updated {number}")
+                flying.append((end, bucket.gather.fold))
+        while flying:
+            self._updated(*flying.popleft())
+        self._wait(writing, "disk")
+
+    def _updated(self, end: float, fold: float) -> None:
+        self._wait(end, "gather")
+        self._work(fold, "fold", "copy updated")
+
+    def result(self) -> StepSeconds:
+        """Return the seconds, when every clock has ended."""
+        program, state = self._program, self._state
+        self._wait(self._now(), "host")
+        self._wait(state.wire, "reduction")
+        self._wait(state.compute + program.fixed, "fixed")
+        self._wait(state.compute * (1 + program.jitter), "jitter")
+        parts, busy = dict(state.parts), dict(state.busy)
+        return StepSeconds(math.fsum(parts.values()), parts, busy, state.sent, state.crossed, tuple(self._events or ()))

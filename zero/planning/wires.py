@@ -1,0 +1,275 @@
+"""What a collective costs on the links of a cluster: seconds, and the bytes that are sent and that cross hosts.
+
+    ring            base + (n-1) a + (n-1)/n B/bw      NCCL's reduce-scatter and all-gather: `native`, others' FSDP
+    tree            all-reduce of other systems: B into and out of each host, once up and once down
+    exchange        `pairwise`, `all_to_all`: a rank sends each owner its part, through the link of one GPU
+    shared          ranks of one host of CPUs: no transfer, but a read of all contributions when they are awaited
+    hierarchical    hosts of CPUs: the sums of `collectives.algorithms.plans` cross, the rest is shared
+    chain           between replicas: the sum goes from replica to replica and comes back
+
+n ranks, B bytes of the whole buffer, a seconds a step, bw the slowest link on the way: inside a host the link of a
+rank, between hosts the network of a host, of which a group has the share of its ranks.
+
+Source of ring and tree: "Demystifying NCCL" (Hu et al. 2025), and nccl-tests, PERFORMANCE.md, for the busbw convention.
+
+Knows: links, groups, algorithms. Does not know: when a collective is launched, units, stages.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from collectives.algorithms.plans import Hosts, plans
+
+from .hardware import Cluster
+
+_EXACT_RANKS = 16  # up to here plans are made: their time grows with the fourth power of hosts
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that take part in one collective, evenly spread over ``hosts`` (domains of fast links)."""
+
+    ranks: int
+    hosts: int
+
+    @property
+    def per_host(self) -> float:
+        return self.ranks / self.hosts
+
+    @classmethod
+    def neighbours(cls, cluster: Cluster, ranks: int) -> RankGroup:
+        """Return the group of ``ranks`` neighbouring ranks, such as those that share a copy."""
+        return cls(ranks, -(-ranks // cluster.per_domain))
+
+    @classmethod
+    def replicas(cls, cluster: Cluster, factor: int) -> RankGroup:
+        """Return the group of the ranks that own one slice, one in each replica of ``factor`` ranks."""
+        replicas, in_domain = cluster.ranks // factor, max(cluster.per_domain // factor, 1)
+        return cls(replicas, -(-replicas // in_domain))
+
+
+@dataclass(frozen=True)
+class WireCost:
+    """What one collective costs.
+
+    Attributes:
+        seconds: from its start until the last rank has all bytes.
+        period: seconds until the wire can begin the next one; shorter than ``seconds`` for a chain of replicas.
+        fold: seconds of the compute stream of the rank that waits: it adds up, or copies.
+        sent: payload bytes, over all ranks of the group.
+        crossed: those that cross between hosts.
+    """
+
+    seconds: float = 0.0
+    period: float = 0.0
+    fold: float = 0.0
+    sent: float = 0.0
+    crossed: float = 0.0
+
+
+NOTHING = WireCost()
+
+
+class Wires:
+    """The links of a cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        network, gpu = cluster.network, cluster.gpu
+        self.cluster, self.network = cluster, network
+        self.on_gpu = gpu.family != "cpu"
+        self.link = network.link_efficiency * gpu.link
+        self.switch = network.switch_efficiency * gpu.link if gpu.sums_in_switch else self.link
+        domain_nic = cluster.nic * cluster.per_domain / cluster.per_host
+        self.nic = network.nic_efficiency * domain_nic
+        self.rail = self.nic / cluster.per_domain
+        self._crossing: dict[tuple[int, int, int, int, bool], float] = {}
+        self.memory = gpu.memory_bandwidth * gpu.efficiency.get("memory", 1.0)
+
+    # -- algorithms of other systems, and NCCL's own ------------------------------------------------------------------
+
+    def ring(self, nbytes: float, group: RankGroup) -> WireCost:
+        """Return the cost of a reduce-scatter or an all-gather by a ring."""
+        n, hosts = group.ranks, group.hosts
+        if n == 1:
+            return NOTHING
+        bandwidth, step = self.link, self.network.hop_inside
+        if hosts > 1:
+            bandwidth, step = min(self.link, self._share(group)), self.network.ring_step
+        seconds = self.network.base + (n - 1) * step + (n - 1) / n * nbytes / bandwidth
+        crossed = hosts * (n - 1) / n * nbytes if hosts > 1 else 0.0
+        return WireCost(seconds, seconds, 0.0, (n - 1) * nbytes, crossed)
+
+    def all_reduce(self, nbytes: float, group: RankGroup) -> WireCost:
+        """Return the cost of an all-reduce by a tree between hosts, and by links or a switch inside them."""
+        n, hosts = group.ranks, group.hosts
+        if n == 1:
+            return NOTHING
+        inside = max(group.per_host - 1, 0.0)
+        latency = self.network.base + 2 * inside * self.network.hop_inside
+        transfer = 2 * (n - 1) / n * nbytes / self.switch if inside else 0.0
+        if hosts > 1:
+            latency += 2 * math.log2(hosts) * self.network.tree_steps * self.network.ring_step
+            transfer = max(transfer, 2 * (hosts - 1) / hosts * nbytes / self._share(group))
+        seconds = latency + transfer
+        return WireCost(seconds, seconds, 0.0, 2 * (n - 1) * nbytes, 2 * (hosts - 1) * nbytes)
+
+    # -- algorithms of this library -----------------------------------------------------------------------------------
+
+    def exchange(self, nbytes: float, group: RankGroup) -> WireCost:
+        """Return the cost of a direct exchange: each rank sends each other one its part of ``nbytes``."""
+        n = group.ranks
+        if n == 1:
+            return NOTHING
+        inside, outside = (group.per_host - 1) / n * nbytes, (n - group.per_host) / n * nbytes
+        seconds = self.network.base + (n - 1) * self.network.hop_inside
+        transfer = max(inside, 0.0) / self.link
+        if group.hosts > 1:
+            seconds += self.network.ring_step
+            transfer = max(transfer, outside / self.rail)
+        seconds += transfer
+        return WireCost(seconds, seconds, 0.0, (n - 1) * nbytes, outside * n if group.hosts > 1 else 0.0)
+
+    def hop(self, nbytes: float, *, crosses: bool) -> float:
+        """Return the seconds in which one rank sends another ``nbytes``; ``crosses``: to another host."""
+        if crosses:
+            return self.network.ring_step + nbytes / self.rail
+        return self.network.hop_inside + nbytes / self.link
+
+    def chain(self, inner: WireCost, sum_bytes: float, fold: float, factor: int, replicas: RankGroup) -> WireCost:
+        """Return the cost of a reduce-scatter in each replica and of the sum that goes through all and comes back.
+
+        The first replica has the result last: exchange + (R-1)(hop + fold) + fold + (R-1) hop. With many buckets in
+        flight, the wire begins the next one when it has sent both ways, which is the ``period``.
+
+        Args:
+            inner: the reduce-scatter inside a replica.
+            sum_bytes: bytes of the sums of a bucket, over all slices.
+            fold: seconds in which an owner adds its replica's contributions to the sum.
+            factor: ranks of a replica.
+            replicas: the owners of one slice.
+        """
+        count, far = replicas.ranks, replicas.hosts - 1
+        if count == 1:
+            return WireCost(inner.seconds, inner.period, fold, inner.sent, inner.crossed)
+        part = sum_bytes / factor
+        hops = far * self.hop(part, crosses=True) if far else 0.0
+        hops += (count - 1 - far) * self.hop(part, crosses=False)
+        busy = 2 * part / (self.rail if far else self.link)
+        return WireCost(
+            inner.seconds + 2 * hops + count * fold,
+            max(inner.period, busy, fold),
+            fold,
+            count * inner.sent + 2 * (count - 1) * sum_bytes,
+            count * inner.crossed + 2 * far * sum_bytes,
+        )
+
+    def algorithm(self, group: RankGroup, replicas: int = 1) -> str:
+        """Return the algorithm that "auto" chooses for the ranks that share a copy (`collectives.topology`)."""
+        if group.ranks == 1:
+            return "pairwise"
+        if self.on_gpu:
+            return "pairwise" if replicas > 1 else "all_to_all" if group.hosts == 1 else "native"
+        if group.hosts == 1:
+            return "shared"
+        return "pairwise" if group.hosts == group.ranks else "hierarchical"
+
+    def reduce_scatter(
+        self, algorithm: str, elements: float, travel: int, accumulate: int, group: RankGroup, *, started: bool = False
+    ) -> WireCost:
+        """Return the cost of a reduce-scatter of this library.
+
+        Args:
+            algorithm: its name in `collectives`.
+            elements: of the bucket.
+            travel: bytes of an element of a contribution.
+            accumulate: bytes of an element of the sum.
+            group: the ranks that share a copy.
+            started: the owner adds to a sum of earlier backwards.
+        """
+        n, nbytes = group.ranks, elements * travel
+        sums = (2 if started else 1) * elements / n * accumulate  # written, and read if there is one
+        if n == 1:
+            return WireCost(fold=(nbytes + sums) / self.memory)
+        if algorithm == "native":
+            ring = self.ring(nbytes, group)  # before, slices are padded: one write of zeros, one copy
+            return WireCost(ring.seconds, ring.period, (3 * nbytes + nbytes / n + sums) / self.memory, *_bytes(ring))
+        if algorithm == "shared":
+            bell = self._doorbell(group)
+            return WireCost(bell, bell, (nbytes + sums) / self.memory, (n - 1) * nbytes, 0.0)
+        if algorithm == "hierarchical":
+            crossed = elements * self.crossing(group, travel, accumulate, started=started)
+            seconds = self._between(crossed, group)
+            return WireCost(seconds, seconds, (nbytes + sums) / self.memory, (n - 1) * nbytes, crossed)
+        direct = self.exchange(nbytes, group)
+        return WireCost(direct.seconds, direct.period, (nbytes + sums) / self.memory, *_bytes(direct))
+
+    def all_gather(self, algorithm: str, nbytes: float, group: RankGroup) -> WireCost:
+        """Return the cost of an all-gather of this library, of ``nbytes`` in all slices."""
+        n = group.ranks
+        if n == 1:
+            return NOTHING
+        if algorithm in ("native", "all_to_all"):
+            return self.ring(nbytes, group)
+        if algorithm in ("shared", "hierarchical"):
+            crossed = (group.hosts - 1) * nbytes
+            seconds = self._between(crossed, group) if crossed else self._doorbell(group)
+            return WireCost(seconds, seconds, 2 * (n - 1) / n * nbytes / self.memory, (n - 1) * nbytes, crossed)
+        return self.exchange(nbytes, group)
+
+    def crossing(self, group: RankGroup, travel: int, accumulate: int, *, started: bool = False) -> float:
+        """Return how many bytes cross between hosts for each element of a bucket, by the plans of `hierarchical`."""
+        hosts, per_host = group.hosts, round(group.per_host)
+        if hosts == 1:
+            return 0.0
+        key = (hosts, per_host, travel, accumulate, started)
+        if key not in self._crossing:
+            if hosts * per_host <= _EXACT_RANKS:
+                ranks = Hosts([range(host * per_host, (host + 1) * per_host) for host in range(hosts)])
+                made = plans(ranks, started, travel, accumulate)
+                self._crossing[key] = sum(plan.bytes_per_element for plan in made) / len(made)
+            else:
+                self._crossing[key] = closed_crossing(*key)
+        return self._crossing[key]
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    def latency(self, group: RankGroup) -> float:
+        """Return the seconds of one short message from every rank to every other, by a tree of hosts."""
+        if group.ranks == 1:
+            return 0.0
+        between = 2 * math.ceil(math.log2(group.hosts)) * self.network.ring_step if group.hosts > 1 else 0.0
+        return self.network.base + between
+
+    def _share(self, group: RankGroup) -> float:
+        """Return the bytes a second that the group may send from each host: other ranks send at the same time."""
+        return self.rail * group.per_host
+
+    def _between(self, crossed: float, group: RankGroup) -> float:
+        steps = self.network.base + group.hosts * self.network.ring_step
+        return steps + crossed / group.hosts / self._share(group)
+
+    def _doorbell(self, group: RankGroup) -> float:
+        crowd = max(group.ranks / self.cluster.gpu.per_host, 1.0)
+        return self.network.doorbell * group.ranks * crowd**2
+
+
+def closed_crossing(hosts: int, per_host: int, travel: int, accumulate: int, started: bool) -> float:
+    """Return what `collectives.algorithms.plans` crosses for each element, on average over equal hosts.
+
+    The sum of an owner at host ``o`` stops at the first L hosts and then at the owner, which adds the contributions of
+    all other ranks itself. L is the cheapest.
+    """
+
+    def crossed(owner: int, length: int) -> int:
+        sums = (length - 1) + (owner != length - 1) + (started and owner != 0) if length else 0
+        direct = hosts - length - (owner >= length)
+        return accumulate * sums + travel * per_host * direct
+
+    least = (min(crossed(owner, length) for length in range(hosts + 1)) for owner in range(hosts))
+    return sum(least) / hosts
+
+
+def _bytes(cost: WireCost) -> tuple[float, float]:
+    return cost.sent, cost.crossed
