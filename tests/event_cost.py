@@ -16,7 +16,7 @@ from torch import nn
 
 from zero import ZeroOptimizer
 from zero.core.stage import STAGES
-from zero.events import LOG, Event
+from zero.runtime.events import LOG, Event
 
 DEPTH, WIDTHS, BATCH, ROUNDS = 16, (32, 128, 512), 32, 15
 

@@ -21,7 +21,7 @@ MAY_IMPORT_DISTRIBUTED = {
 }
 
 BASE = {"collectives", "collectives.torch_internals"}
-SHARED = {*BASE, "zero.core", "zero.config", "zero.consistency", "zero.events"}
+SHARED = {*BASE, "zero.core", "zero.config", "zero.consistency"}
 ROOMS = {"zero.gradients", "zero.parameters", "zero.runtime", "zero.step"}
 MAY_IMPORT: dict[str, set[str]] = {
     "collectives.torch_internals": set(),
@@ -34,7 +34,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "zero.config": {*BASE, "collectives.backends", "zero.core"},  # a user's process group needs a backend
     "zero.planning": {"collectives", "collectives.torch_internals", "zero.core"},
     "zero.consistency": {"collectives", "zero.config", "zero.core"},
-    "zero.events": {"collectives"},
     "zero.runtime": SHARED,
     "zero.gradients": SHARED | {"zero.runtime"},
     "zero.parameters": SHARED | {"zero.runtime"},

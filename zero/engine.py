@@ -21,8 +21,8 @@ from collectives.torch_internals import current_graph_task_id
 
 from .consistency import compare
 from .core.stage import Placement
-from .events import LOG, Event
 from .gradients.join import Call, adopt_options, digests_of
+from .runtime.events import LOG, Event
 from .runtime.flat_buffer import FlatBuffer, gather_slot
 from .runtime.flat_states import Options
 from .setup import Builder

@@ -22,7 +22,6 @@ from .consistency import agree_on_construction, agree_on_sharing
 from .core.layout import BucketSpec, Dtypes, ParameterSpec, build
 from .core.parameter_specs import FLOATS, changed, check_buffers, check_modules, check_one_device, is_laid_out, specs
 from .core.stage import Placement, check_offloaded_parameters
-from .events import LOG, Event
 from .gradients.hooks import check_free
 from .gradients.reducer import Reducer
 from .parameters.casting import InputCast
@@ -31,6 +30,7 @@ from .parameters.module_hooks import check_not_in_units
 from .parameters.sharded import ShardedStorage
 from .parameters.storage import ParameterStorage
 from .runtime.bucket import Bucket
+from .runtime.events import LOG, Event
 from .runtime.flat_states import BucketStates, Options
 from .runtime.master_weights import MasterWeights
 from .runtime.offload import OffloadBackend, OffloadedStates, backend_for

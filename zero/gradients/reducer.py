@@ -23,9 +23,9 @@ from collectives import Chain, Collective, Kind, Tag, Transport
 
 from ..core.parameter_specs import changed
 from ..core.stage import Placement, Stage
-from ..events import Event
 from ..runtime.accumulator import GradAccumulator
 from ..runtime.bucket import Bucket
+from ..runtime.events import Event
 from ..runtime.flat_buffer import gather_slot
 from ..runtime.streams import Streams
 from .agreement import Agreement, Record

@@ -25,7 +25,7 @@ from collectives.torch_internals import current_autograd_node
 
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import as_plain
-from ..events import Event
+from ..runtime.events import Event
 from .edit_detector import EditDetector
 from .gathered.buffers import GatheredBuffer, GatheredUnit, State
 from .gathered.units import GatheredUnits

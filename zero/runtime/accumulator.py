@@ -28,7 +28,7 @@ from collectives.torch_internals import foreach_add_, foreach_copy_
 from ..core.bits import first_unequal, same_bits
 from ..core.layout import BucketSpec, ParameterSpec
 from ..core.stage import Placement, Stage
-from ..events import Event, Waited
+from .events import Event, Waited
 from .flat_buffer import FlatBuffer, redistribute
 
 

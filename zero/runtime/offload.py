@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ..config import Offload
-from ..events import Event
+from .events import Event
 from .staging import Staging
 
 _PAGE = mmap.PAGESIZE

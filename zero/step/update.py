@@ -20,8 +20,8 @@ from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work
 
 from ..core.norm import PowerSum
 from ..core.stage import Stage
-from ..events import Event, Waited
 from ..runtime.bucket import Bucket
+from ..runtime.events import Event, Waited
 from ..runtime.flat_buffer import redistribute
 from ..runtime.flat_states import Options
 from .clip import check_finite, clip_factor

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from collectives import Work
 
-from ...events import Event
+from ...runtime.events import Event
 from ..unit_buffer import UnitBuffer
 
 
