@@ -195,7 +195,7 @@ def at_stage_3() -> None:
 
 
 def count_operations() -> None:
-    from zero.planning.counting import count
+    from zero.planning.models.counting import count
 
     x = torch.empty(2, device="meta")
     count(lambda: x + x, [x])

@@ -16,8 +16,9 @@ from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
 from collectives import Transport, on_threads
-from zero import Offload, ZeroOptimizer, events
+from zero import Offload, ZeroOptimizer
 from zero.core.stage import STAGES
+from zero.runtime import events
 
 from .sockets import on_sockets
 

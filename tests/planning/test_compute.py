@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero.core.layout import Dtypes
-from zero.planning.compute import CONSTANTS, Compute, PassSeconds, update_bytes, values
 from zero.planning.hardware import presets
-from zero.planning.model import Work
+from zero.planning.model import UnitWork
+from zero.planning.seconds.compute import CONSTANTS, Compute, PassSeconds, update_bytes, values
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -20,7 +20,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 def test_a_block_by_hand() -> None:
     """241 features are half of the share of a large product, so 1e15 operations take 1e15/(989e12 x 0.669/2)."""
     compute = Compute(presets().gpu("h100"), "bfloat16")
-    work = Work(matmul_flops=1e15, attention_flops=1e14, moved_bytes=1e12, kernels=10)
+    work = UnitWork(matmul_flops=1e15, attention_flops=1e14, moved_bytes=1e12, kernels=10)
     product, attended = 1e15 / (989e12 * 0.669 / 2), 1e14 / (989e12 * 0.177)
     moved = 1e12 / 3.35e12
     passes = compute.passes(work, hidden=241, recomputed=0.5)
@@ -29,7 +29,7 @@ def test_a_block_by_hand() -> None:
     assert passes.recompute == pytest.approx(passes.forward / 2)
     assert passes.host == pytest.approx(0.12e-3 + 10 * 5e-6)
     assert passes.host_backward == pytest.approx(0.12e-3 + 25 * 5e-6)
-    assert compute.passes(Work()) == PassSeconds(0, 0, 0, 0.12e-3, 0.12e-3)
+    assert compute.passes(UnitWork()) == PassSeconds(0, 0, 0, 0.12e-3, 0.12e-3)
 
 
 def test_an_update_reads_and_writes_what_its_precision_needs() -> None:
@@ -44,7 +44,7 @@ def test_an_update_reads_and_writes_what_its_precision_needs() -> None:
 
 def test_measured_shares_come_before_those_of_the_family() -> None:
     gpu = replace(presets().gpu("h100"), efficiency={"matmul": 0.5, "memory": 0.25})
-    work = Work(matmul_flops=1e15, moved_bytes=1e12)
+    work = UnitWork(matmul_flops=1e15, moved_bytes=1e12)
     expected = 1e15 / (989e12 * 0.5) + 1e12 / (3.35e12 / 4)
     assert Compute(gpu, "bfloat16").forward(work) == pytest.approx(expected)
 
@@ -72,7 +72,7 @@ def test_an_unknown_family_is_an_error_with_a_remedy() -> None:
 def test_a_faster_gpu_is_never_slower(
     flops: float, attention: float, moved: float, hidden: int, factor: float, quicker: str
 ) -> None:
-    gpu, work = presets().gpu("a100-40"), Work(flops, attention, moved)
+    gpu, work = presets().gpu("a100-40"), UnitWork(flops, attention, moved)
     if quicker == "flops":
         fast = replace(gpu, flops={dtype: peak * factor for dtype, peak in gpu.flops.items()})
     else:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from zero.commands.train.model import GPT, PRESETS, loss_fn
-from zero.planning import counting
-from zero.planning.meta_results import on_meta
 from zero.planning.model import Model, Transformer, UnitWork
-from zero.planning.reference import Network, TransformerBlock
-from zero.planning.shapes import from_config, from_numbers, model_of, of_numbers
-from zero.planning.works import count_module, count_transformer, kept_bytes, recomputed, together
+from zero.planning.models import counting
+from zero.planning.models.meta_results import on_meta
+from zero.planning.models.reference import ReferenceModel, TransformerBlock
+from zero.planning.models.shapes import from_config, from_numbers, model_of, of_numbers
+from zero.planning.models.works import count_module, count_transformer, kept_bytes, recomputed, together
 
 from .configs import LLAMA_3_8B, PUBLISHED, llama
 
@@ -201,7 +201,7 @@ def loss_of(module: nn.Module, micro: int = 2, sequence: int = 16) -> Tensor:
 @pytest.mark.by_default
 def test_a_module_has_the_work_of_its_plain_numbers(numbers: Transformer) -> None:
     with on_meta():
-        module = Network(numbers).to(torch.bfloat16)
+        module = ReferenceModel(numbers).to(torch.bfloat16)
     model = from_numbers(numbers, "model")
     assert model.units == model_of(module, "module").units
     counted, described = count_module(module, loss_of), works(model, 2, 16)
@@ -302,7 +302,8 @@ def test_the_largest_models_are_described_and_counted_within_a_second() -> None:
 def test_counting_does_not_import_torchs_compiler() -> None:
     """It would take two seconds and 150 MB."""
     program = (
-        "import sys\nfrom zero.planning.shapes import of_numbers\nfrom zero.planning.works import count_transformer\n"
+        "import sys\nfrom zero.planning.models.shapes import of_numbers\n"
+        "from zero.planning.models.works import count_transformer\n"
         "for gated in (True, False):\n"
         "    count_transformer(of_numbers(2, 64, 4, 100, gated=gated, positions=0 if gated else 8), 1, 8)\n"
         "print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero.planning.shapes import from_config, model_of
+from zero.planning.models.shapes import from_config, model_of
 
 from .configs import PUBLISHED, llama
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from zero.planning.compute import CONSTANTS, FIT
 from zero.planning.hardware import PRESETS, UNITS, hardware_of, presets, quantities, read_hardware
+from zero.planning.seconds.compute import CONSTANTS, FIT
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from zero.planning.parameter_lists import of_parameter_list
+from zero.planning.models.parameter_lists import of_parameter_list
 
 
 def tensors(layers: int = 12) -> dict[str, torch.Tensor]:

@@ -15,14 +15,14 @@ from zero.core.cuts import EvenCuts
 from zero.core.formulas import formula_traffic
 from zero.core.layout import Dtypes, Layout, build
 from zero.core.stage import check_reshard, stage_of
-from zero.planning.compute import Compute, PassSeconds, values
 from zero.planning.hardware import Cluster, presets
 from zero.planning.model import Model, ParameterShape
-from zero.planning.program import AFTER_THE_LAST, StepProgram
-from zero.planning.schedule import BucketLoad, StepSetting, UnitLoad, bucket_loads, bucket_share, program_of
-from zero.planning.simulate import simulate
-from zero.planning.systems import SYSTEMS, program_of_system, system
-from zero.planning.wires import Wires
+from zero.planning.seconds.compute import Compute, PassSeconds, values
+from zero.planning.seconds.program import AFTER_THE_LAST, StepProgram
+from zero.planning.seconds.schedule import BucketLoad, StepSetting, UnitLoad, bucket_loads, bucket_share, program_of
+from zero.planning.seconds.simulate import simulate
+from zero.planning.seconds.systems import SYSTEMS, program_of_system, system
+from zero.planning.seconds.wires import Wires
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PLAIN, MIXED = Dtypes.all(FP32), Dtypes(BF16, BF16, FP32, FP32)

@@ -14,10 +14,10 @@ from zero.commands.train.model import GPT, PRESETS
 from zero.core.layout import build
 from zero.core.parameter_specs import specs
 from zero.core.units import find_units
-from zero.planning.families import FAMILIES
 from zero.planning.model import Transformer
-from zero.planning.reference import Network
-from zero.planning.shapes import from_config, from_numbers, model_of, of_config, of_numbers
+from zero.planning.models.families import FAMILIES
+from zero.planning.models.reference import ReferenceModel
+from zero.planning.models.shapes import from_config, from_numbers, model_of, of_config, of_numbers
 
 from .configs import GPT2, LLAMA_3_8B, PUBLISHED
 
@@ -130,7 +130,7 @@ def test_plain_numbers_give_the_published_number_of_parameters(row: tuple[Any, .
 @pytest.mark.by_default
 def test_numbers_give_the_parameters_of_the_reference_module(numbers: Transformer) -> None:
     with torch.device("meta"):
-        module = Network(numbers)
+        module = ReferenceModel(numbers)
     described, model = from_numbers(numbers, "reference"), model_of(module, "reference")
     assert (described.parameters, described.units) == (model.parameters, model.units)
 

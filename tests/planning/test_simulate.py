@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.planning.compute import PassSeconds
-from zero.planning.program import (
+from zero.planning.seconds.compute import PassSeconds
+from zero.planning.seconds.program import (
     AFTER_THE_LAST,
     Reduction,
     StepProgram,
@@ -18,8 +18,8 @@ from zero.planning.program import (
     UpdateStep,
     chrome_trace,
 )
-from zero.planning.simulate import simulate
-from zero.planning.wires import NOTHING, WireCost
+from zero.planning.seconds.simulate import simulate
+from zero.planning.seconds.wires import NOTHING, WireCost
 
 
 def wire(seconds: float, fold: float = 0.0) -> WireCost:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from collectives.algorithms.plans import Hosts, plans
 from zero.planning.hardware import Cluster, presets
-from zero.planning.wires import NOTHING, RankGroup, WireCost, Wires, closed_crossing
+from zero.planning.seconds.wires import NOTHING, RankGroup, WireCost, Wires, closed_crossing
 
 MB, GB, US = 1e6, 1e9, 1e-6
 ALL_GATHER = {1: (240, 250, 265), 2: (148, 185, 226), 4: (41, 119, 229), 8: (47, 69, 179)} | {

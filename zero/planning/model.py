@@ -125,9 +125,6 @@ class UnitWork:
     peak_bytes: int = 0
 
 
-Work = UnitWork  # the name until all modules of this room use the other, which no class of `collectives` has
-
-
 @dataclass(frozen=True)
 class Model:
     """A model without values.

@@ -14,8 +14,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..core.layout import Dtypes, Layout
-from ..core.stage import Placement, check_reshard, check_sharding_factor, stage_of
+from ...core.layout import Dtypes, Layout
+from ...core.stage import Placement, check_reshard, check_sharding_factor, stage_of
 from .compute import Compute, PassSeconds
 from .program import AFTER_THE_LAST, Reduction, StepProgram, UnitStep, UpdateStep
 from .wires import NOTHING, RankGroup, WireCost, Wires

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ..core.units import ROOT
-from .model import Model, ParameterShape
+from ...core.units import ROOT
+from ..model import Model, ParameterShape
 
 UNITS: Final = r"^(?:.*?\.)?\d+(?=\.)"  # the outermost list: everything up to the first number
 LONGEST_HEADER: Final = 100_000_000  # bytes; the limit of the format itself

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .model import Transformer
+from ..model import Transformer
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -135,7 +135,7 @@ class TransformerBlock(nn.Module):
         return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
 
 
-class Network(nn.Module):
+class ReferenceModel(nn.Module):
     """Embedding, blocks, last norm and head. An encoder has blocks and a last norm of its own."""
 
     def __init__(self, numbers: Transformer) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from collectives.algorithms.plans import Hosts, plans
 
-from .hardware import Cluster
+from ..hardware import Cluster
 
 _EXACT_RANKS = 16  # up to here plans are made: their time grows with the fourth power of hosts
 

@@ -17,12 +17,12 @@ from typing import Any, Final
 
 from torch import nn
 
-from ..core.parameter_specs import bindings
-from ..core.units import ROOT, Predicate, find_units
+from ...core.parameter_specs import bindings
+from ...core.units import ROOT, Predicate, find_units
+from ..model import Model, ParameterShape, Transformer
 from .families import FAMILIES, SIZES, Config, Family
 from .meta_results import on_meta
-from .model import Model, ParameterShape, Transformer
-from .reference import Network
+from .reference import ReferenceModel
 
 EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 ROOT_NAME: Final = "the root's rest"
@@ -110,9 +110,9 @@ def of_numbers(
 
 
 def from_numbers(numbers: Transformer, name: str) -> Model:
-    """Return the model of a transformer's numbers, with the parameters of `reference.Network`."""
+    """Return the model of a transformer's numbers, with the parameters of `reference.ReferenceModel`."""
     with on_meta():
-        one = model_of(Network(replace(numbers, layers=1, decoder_layers=min(1, numbers.decoder_layers))), name)
+        one = model_of(ReferenceModel(replace(numbers, layers=1, decoder_layers=min(1, numbers.decoder_layers))), name)
     counts = {"blocks.0": numbers.decoder_layers or numbers.layers, "encoder.0": numbers.layers}
     parameters: list[ParameterShape] = []
     units = [ROOT_NAME]

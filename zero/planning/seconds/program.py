@@ -3,7 +3,7 @@
     micro-batch    forward: gather, compute, release each unit     backward: the same in reverse; reduce each bucket
     step           agree; update each bucket; gather what was updated
 
-`zero.planning.schedule` makes programs, `zero.planning.simulate` runs them.
+`zero.planning.seconds.schedule` makes programs, `zero.planning.seconds.simulate` runs them.
 
 Knows: seconds, and what follows what. Does not know: FLOPs, links, stages.
 """

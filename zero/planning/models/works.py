@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..core.units import Predicate, Units, find_units
+from ...core.units import Predicate, Units, find_units
+from ..model import Model, UnitWork
 from .counting import OperationCounter, bytes_of, count
 from .meta_results import on_meta, tensors_in
-from .model import Model, UnitWork
-from .reference import Network
+from .reference import ReferenceModel
 
 
 def count_transformer(
@@ -43,7 +43,7 @@ def count_transformer(
         raise ValueError(f"a micro-batch of {micro} x {sequence} tokens has none: both must be at least 1")
     one = replace(numbers, layers=1, decoder_layers=min(1, numbers.decoder_layers))
     with on_meta():
-        network = Network(replace(one, positions=sequence if numbers.positions else 0)).to(dtype)
+        network = ReferenceModel(replace(one, positions=sequence if numbers.positions else 0)).to(dtype)
         tokens = torch.empty(micro, sequence, dtype=torch.int64)
         x, memory = (torch.empty(micro, sequence, numbers.hidden, dtype=dtype, requires_grad=True) for _ in range(2))
         rotary = torch.empty(2, sequence, numbers.head_dim, dtype=dtype) if numbers.rotary else None

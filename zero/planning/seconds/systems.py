@@ -19,7 +19,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..core.layout import Dtypes
+from ...core.layout import Dtypes
 from .compute import Compute
 from .program import AFTER_THE_LAST, Reduction, StepProgram, UnitStep, UpdateStep
 from .schedule import UnitLoad, after, in_groups, jitter

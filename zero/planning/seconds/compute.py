@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..core.layout import Dtypes
-from .hardware import Accelerator
-from .model import Work
+from ...core.layout import Dtypes
+from ..hardware import Accelerator
+from ..model import UnitWork
 
 
 @dataclass(frozen=True)
@@ -118,16 +118,16 @@ class Compute:
             )
         return self.constants[name]
 
-    def forward(self, work: Work, hidden: int = 0) -> float:
+    def forward(self, work: UnitWork, hidden: int = 0) -> float:
         """Return the seconds of a forward. ``hidden``: features of a token; 0: products are large."""
         return self._products(work, hidden) + self._attended(work) + work.moved_bytes / self._memory
 
-    def backward(self, work: Work, hidden: int = 0) -> float:
+    def backward(self, work: UnitWork, hidden: int = 0) -> float:
         """Return the seconds of a backward in which nothing is recomputed."""
         attended = ATTENTION_BACKWARD * self._attended(work)
         return 2 * self._products(work, hidden) + attended + 2 * work.moved_bytes / self._memory
 
-    def passes(self, work: Work, hidden: int = 0, recomputed: float = 0.0) -> PassSeconds:
+    def passes(self, work: UnitWork, hidden: int = 0, recomputed: float = 0.0) -> PassSeconds:
         """Return the seconds of a unit. ``recomputed``: the share of its forward that the backward repeats."""
         forward, constants = self.forward(work, hidden), self.constants
         host = constants["unit_host"] + work.kernels * constants["launch"]
@@ -138,11 +138,11 @@ class Compute:
         """Return the seconds in which an owner updates ``elements``."""
         return elements * update_bytes(dtypes, state_tensors) / self._memory
 
-    def _products(self, work: Work, hidden: int) -> float:
+    def _products(self, work: UnitWork, hidden: int) -> float:
         large = hidden / (hidden + self.constants["hidden"]) if hidden else 1.0
         return work.matmul_flops / (self._peak * self._matmul * large)
 
-    def _attended(self, work: Work) -> float:
+    def _attended(self, work: UnitWork) -> float:
         return work.attention_flops / (self._peak * self._attention)
 
 

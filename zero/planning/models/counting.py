@@ -27,8 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from ..model import UnitWork
 from .meta_results import dispatched, result_of, tensors_in
-from .model import UnitWork
 
 ATTENTION: Final = {torch.nn.functional.scaled_dot_product_attention}
 RMS_NORM: Final = {torch.nn.functional.rms_norm, torch.rms_norm}

@@ -1,0 +1,1 @@
+"""Descriptions of models, and the work of their units."""

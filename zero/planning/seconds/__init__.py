@@ -1,0 +1,1 @@
+"""How long a step takes: its parts on given hardware, and their order."""
