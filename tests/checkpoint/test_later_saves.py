@@ -134,7 +134,7 @@ def counted_plans() -> Iterator[list[WritePlan]]:
         yield made
 
 
-@settings(max_examples=8)
+@settings(max_examples=min(8, settings().max_examples // 3))
 @example(changes=list(CHANGES), world_size=2, stage=2, narrow=False)
 @example(changes=list(CHANGES), world_size=3, stage=3, narrow=True)
 @given(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from collectives import Transport, on_threads
@@ -140,6 +140,7 @@ def test_any_number_of_ranks_loads_a_checkpoint_and_saves_it_again(stage: int, r
     assert set(on_threads(5, program)) == {content(reference, 2)}
 
 
+@settings(max_examples=max(3, settings().max_examples // 4))  # each trains three times
 @given(before=topologies(), after=topologies(), steps=st.integers(0, 2))
 @example(Topology(3, 1, SMALL), Topology(4, 2, SMALL, factor=2, offload=DISK), 1)
 @example(Topology(4, 3, SMALL, factor=1), Topology(4, 3, 0.002, factor=2, offload=DISK, offload_parameters=True), 1)

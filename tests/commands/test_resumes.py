@@ -20,6 +20,7 @@ def trained_alone(cadence: Cadence, folder: Path, stage: int, patch: pytest.Monk
     return outcome(folder)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(LIMIT)
 def test_a_run_whose_rank_is_killed_goes_on_alone_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -7,7 +7,7 @@ from .mutant import Edit, Mutant
 COMMIT, DIRECTORY, FULL = (f"checkpoint/test_{name}.py" for name in ("commit", "directory", "disk_full"))
 SYNCED = f"{COMMIT}::test_everything_is_synced_before_the_rename_and_the_rename_after"
 CRASH = f"{COMMIT}::test_after_any_crash_the_newest_checkpoint_is_whole_and_none_is_lost[2]"
-LEFT = f"{COMMIT}::test_after_any_crash_the_next_run_removes_what_a_save_or_a_removal_has_left"
+LEFT = f"{COMMIT}::test_after_any_crash_the_next_run_removes_what_a_save_or_a_removal_has_left[False]"
 FOLDER = "zero.checkpoint.write.save_folder.SaveFolder"
 
 MUTANTS = (
