@@ -17,6 +17,7 @@ from torch import nn
 from zero import CheckpointError, ZeroOptimizer, open_checkpoint
 from zero.checkpoint.format.manifest import NAME
 
+from ..descriptors import listed
 from .saved import BLOCK, INDEX, MODEL, files_of, save_small, save_trained
 
 
@@ -207,6 +208,6 @@ def test_what_is_no_regular_file_is_never_read(copy: Path, path: str, put: Calla
 
 @pytest.fixture(autouse=True)
 def no_descriptor_stays_open() -> Iterator[None]:
-    before = len(os.listdir("/proc/self/fd"))
+    before = listed()
     yield
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not listed() - before
