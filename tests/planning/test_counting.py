@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -290,13 +289,12 @@ def test_the_work_of_a_list_of_parameters_is_not_known() -> None:
 # -- speed -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_largest_models_are_described_and_counted_within_a_second() -> None:
-    """Of the processor's time, beside `import torch`; no size enters, since equal blocks are counted once."""
-    begin = time.process_time()
+def test_equal_blocks_of_the_largest_models_are_counted_once() -> None:
     model = from_config(llama("llama", 126, 16384, 128, 8, 53248, 128256), "Llama-3.1-405B")
     assert model.numel == 405_853_388_800
-    assert works(model, 1, 8192)[126].matmul_flops > 5e13
-    assert time.process_time() - begin < 1
+    counted = works(model, 1, 8192)
+    assert counted[126].matmul_flops > 5e13
+    assert all(work is counted[1] for work in counted[1:])
 
 
 def test_counting_does_not_import_torchs_compiler() -> None:
