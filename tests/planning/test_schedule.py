@@ -19,7 +19,7 @@ from zero.planning.hardware import Cluster, presets
 from zero.planning.model import Model, ParameterShape
 from zero.planning.seconds.compute import Compute, PassSeconds, values
 from zero.planning.seconds.program import AFTER_THE_LAST, StepProgram
-from zero.planning.seconds.schedule import BucketLoad, StepSetting, UnitLoad, bucket_loads, bucket_share, program_of
+from zero.planning.seconds.schedule import BucketLoad, StepSetting, UnitLoad, bucket_loads, program_of
 from zero.planning.seconds.simulate import simulate
 from zero.planning.seconds.systems import SYSTEMS, program_of_system, system
 from zero.planning.seconds.wires import Wires
@@ -96,10 +96,23 @@ def test_as_many_reductions_are_in_flight_as_the_library_has() -> None:
 
 
 @given(st.integers(1, 10_000), st.integers(1, 64), st.sampled_from([16, 32]))
-def test_the_largest_share_of_a_bucket_is_that_of_its_cuts(chunks: int, ranks: int, align: int) -> None:
+def test_the_last_rank_owns_the_largest_share_of_a_bucket(chunks: int, ranks: int, align: int) -> None:
     cuts = EvenCuts(chunks * align, ranks, align)
     largest = max(high - low for low, high in map(cuts.owned, range(ranks)))
-    assert bucket_share(chunks * align, align, ranks) == largest
+    low, high = cuts.owned(ranks - 1)
+    assert high - low == largest
+
+
+def test_a_step_has_one_control_round_and_a_clip_two_more() -> None:
+    cluster = presets().cluster("h100:4x2")
+    alone, clipped = (program(cluster, StepSetting(2, clip=clip)).control for clip in (False, True))
+    assert clipped == 3 * alone > 0
+
+
+def test_units_in_common_memory_are_not_gathered_also_if_states_are_on_disk() -> None:
+    cluster = presets().cluster("cpu:2x1")
+    for offload in (None, 1e9):
+        assert not any(unit.gather.seconds for unit in program(cluster, StepSetting(3, offload=offload)).units)
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -119,7 +132,7 @@ def test_a_step_sends_the_bytes_of_the_formula(stage: int, dtypes: Dtypes) -> No
             layout = layout_of(near, 4096, dtypes, with_units=stage == 3)
             for reshard in reshards:
                 setting = StepSetting(
-                    stage, factor, reshard, count, reduced, offload=1e9
+                    stage, factor, reshard, count, reduced, offload=1e9, offload_parameters=True
                 )  # units are gathered everywhere
                 found = simulate(program(cluster, setting, dtypes=dtypes))
                 group = check_reshard(reshard, near, stage_of(stage))
@@ -132,7 +145,9 @@ def test_a_step_sends_the_bytes_of_the_formula(stage: int, dtypes: Dtypes) -> No
 def test_units_that_lie_in_common_memory_are_not_gathered() -> None:
     cluster = presets().cluster("cpu:2x1")
     assert all(not unit.gather.sent for unit in program(cluster, StepSetting(3)).units)
-    assert any(unit.gather.sent for unit in program(cluster, StepSetting(3, offload=1e9)).units)
+    assert any(
+        unit.gather.sent for unit in program(cluster, StepSetting(3, offload=1e9, offload_parameters=True)).units
+    )
 
 
 def test_with_a_copy_on_each_host_only_sums_cross_between_hosts() -> None:
@@ -165,10 +180,10 @@ def test_one_rank_sends_nothing_and_waits_for_nothing(name: str) -> None:
 
 def test_kept_parameters_are_never_gathered_in_the_backward() -> None:
     for cluster in clusters():
-        kept = program(cluster, StepSetting(3, reshard=False, offload=1e9))
+        kept = program(cluster, StepSetting(3, reshard=False, offload=1e9, offload_parameters=True))
         assert kept.kept
         assert all(unit.again is None for unit in kept.units)
-        again = program(cluster, StepSetting(3, offload=1e9)).units
+        again = program(cluster, StepSetting(3, offload=1e9, offload_parameters=True)).units
         assert [unit.again is None for unit in again] == [True, False, False, True], "the rest and the last unit stay"
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.algorithms.plans import Hosts, plans
+from collectives.algorithms.plans import Hosts, equal_hosts, plans
 from zero.planning.hardware import Cluster, presets
-from zero.planning.seconds.wires import NOTHING, RankGroup, WireCost, Wires, closed_crossing
+from zero.planning.seconds.wires import NOTHING, RankGroup, WireCost, Wires
 
 MB, GB, US = 1e6, 1e9, 1e-6
 ALL_GATHER = {1: (240, 250, 265), 2: (148, 185, 226), 4: (41, 119, 229), 8: (47, 69, 179)} | {
@@ -104,12 +104,13 @@ def test_the_closed_form_of_what_crosses_is_that_of_the_plans(hosts: int, per_ho
     for travel, accumulate in ((4, 4), (2, 4), (2, 2)):
         made = plans(ranks, started, travel, accumulate)
         mean = sum(plan.bytes_per_element for plan in made) / len(made)
-        assert closed_crossing(hosts, per_host, travel, accumulate, started) == pytest.approx(mean)
+        crossed = equal_hosts(hosts, per_host, started, travel, accumulate)
+        assert crossed / (hosts * per_host) == pytest.approx(mean)
 
 
 def test_without_a_sum_so_far_each_slice_crosses_h_minus_one_h_th_times() -> None:
     """The closed form at the head of `collectives.algorithms.plans`, at a size for which plans are not made."""
-    assert closed_crossing(50, 8, 4, 4, False) == pytest.approx(4 * (50 - 1 / 50))
+    assert equal_hosts(50, 8, False, 4, 4) / (50 * 8) == pytest.approx(4 * (50 - 1 / 50))
 
 
 def test_between_replicas_on_hosts_of_their_own_the_sums_cross_twice() -> None:

@@ -14,8 +14,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ...core.cuts import EvenCuts
 from ...core.layout import Dtypes, Layout
-from ...core.stage import Placement, check_reshard, check_sharding_factor, stage_of
+from ...core.stage import Placement, check_reshard, check_sharding_factor, stage_of, units_share_buckets
 from .compute import Compute, PassSeconds
 from .program import AFTER_THE_LAST, Reduction, StepProgram, UnitStep, UpdateStep
 from .wires import NOTHING, RankGroup, WireCost, Wires
@@ -64,6 +65,7 @@ class StepSetting:
         state_tensors: as large as a parameter, that the optimizer keeps (Adam: 2).
         clip: whether the norm of the gradients is taken.
         offload: bytes a second at which states are read, and written, during the update; None: they stay in memory.
+        offload_parameters: whether a rank's shards of the parameters are on that disk, too, so that units are gathered.
         means_are_shown: whether means are gathered after each backward at stage 0; so without mixed precision.
     """
 
@@ -75,6 +77,7 @@ class StepSetting:
     state_tensors: int = 2
     clip: bool = False
     offload: float | None = None
+    offload_parameters: bool = False
     means_are_shown: bool = True
 
 
@@ -127,7 +130,7 @@ def program_of(
     reduced = setting.reduced
     if reduced is None:
         reduced = 1 if stage.keeps_full_grads else setting.micro_batches
-    resident = stage.parameters is Placement.SHARD and (factor == 1 or (algorithm == "shared" and not setting.offload))
+    resident = units_share_buckets(factor, in_common=algorithm == "shared", on_disk=setting.offload_parameters)
     gathers = stage.parameters is Placement.SHARD and not resident
     trainable = [bucket for bucket in buckets if bucket.trainable]
     costs: dict[tuple[int, Dtypes], tuple[WireCost, WireCost, UpdateStep]] = {}
@@ -150,7 +153,7 @@ def program_of(
         kept=gathers and near == 1,
         streams=wires.on_gpu,
         state_buffers=3 if wires.on_gpu else 2,
-        control=(3 if setting.clip else 2) * wires.latency(RankGroup.neighbours(cluster, cluster.ranks)),
+        control=(3 if setting.clip else 1) * wires.latency(RankGroup.neighbours(cluster, cluster.ranks)),
         synchronises=setting.clip,
         fixed=compute.constants["fixed"] if wires.on_gpu else 0.0,
         overlap=compute.constants["overlap"] if wires.on_gpu else 0.0,
@@ -226,21 +229,20 @@ def _bucket_costs(
         owners = RankGroup.replicas(wires.cluster, group.ranks)
         cost = wires.chain(cost, elements * accumulate, cost.fold, group.ranks, owners)
     means = wires.all_gather(algorithm, elements * accumulate, group) if stage.grads_replicated else NOTHING
-    owned = elements if stage.grads_replicated else bucket_share(elements, dtypes.alignment, group.ranks)
+    owned = elements
+    if not stage.grads_replicated:  # the last rank has the largest shard
+        low, high = EvenCuts(elements, group.ranks, dtypes.alignment).owned(group.ranks - 1)
+        owned = high - low
     gather = NOTHING
     if stage.parameters_are_gathered:
         gather = in_groups(wires.all_gather(algorithm, elements * dtypes.itemsize("param_dtype"), group), replicas)
     moved = 0.0
     if setting.offload:
         kept = setting.state_tensors + (dtypes.has_master and not wires.on_gpu)
-        moved = owned * kept * dtypes.itemsize("master_dtype") / setting.offload
+        parameters = dtypes.itemsize("param_dtype") if setting.offload_parameters else 0
+        moved = owned * (kept * dtypes.itemsize("master_dtype") + parameters) / setting.offload
     update = UpdateStep(compute.update(owned, dtypes, setting.state_tensors), gather, moved, moved)
     return cost, means, update
-
-
-def bucket_share(elements: int, align: int, ranks: int) -> int:
-    """Return the elements of the largest shard of a bucket, as `zero.core.cuts.EvenCuts` cuts it."""
-    return align * -(-(elements // align) // ranks)
 
 
 def in_groups(cost: WireCost, groups: int) -> WireCost:

@@ -20,11 +20,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from collectives.algorithms.plans import Hosts, plans
+from collectives.algorithms.plans import equal_hosts
 
 from ..hardware import Cluster
-
-_EXACT_RANKS = 16  # up to here plans are made: their time grows with the fourth power of hosts
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,6 @@ class Wires:
         domain_nic = cluster.nic * cluster.per_domain / cluster.per_host
         self.nic = network.nic_efficiency * domain_nic
         self.rail = self.nic / cluster.per_domain
-        self._crossing: dict[tuple[int, int, int, int, bool], float] = {}
         self.memory = gpu.memory_bandwidth * gpu.efficiency.get("memory", 1.0)
 
     # -- algorithms of other systems, and NCCL's own ------------------------------------------------------------------
@@ -223,15 +220,7 @@ class Wires:
         hosts, per_host = group.hosts, round(group.per_host)
         if hosts == 1:
             return 0.0
-        key = (hosts, per_host, travel, accumulate, started)
-        if key not in self._crossing:
-            if hosts * per_host <= _EXACT_RANKS:
-                ranks = Hosts([range(host * per_host, (host + 1) * per_host) for host in range(hosts)])
-                made = plans(ranks, started, travel, accumulate)
-                self._crossing[key] = sum(plan.bytes_per_element for plan in made) / len(made)
-            else:
-                self._crossing[key] = closed_crossing(*key)
-        return self._crossing[key]
+        return equal_hosts(hosts, per_host, started, travel, accumulate) / (hosts * per_host)
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
@@ -253,22 +242,6 @@ class Wires:
     def _doorbell(self, group: RankGroup) -> float:
         crowd = max(group.ranks / self.cluster.gpu.per_host, 1.0)
         return self.network.doorbell * group.ranks * crowd**2
-
-
-def closed_crossing(hosts: int, per_host: int, travel: int, accumulate: int, started: bool) -> float:
-    """Return what `collectives.algorithms.plans` crosses for each element, on average over equal hosts.
-
-    The sum of an owner at host ``o`` stops at the first L hosts and then at the owner, which adds the contributions of
-    all other ranks itself. L is the cheapest.
-    """
-
-    def crossed(owner: int, length: int) -> int:
-        sums = (length - 1) + (owner != length - 1) + (started and owner != 0) if length else 0
-        direct = hosts - length - (owner >= length)
-        return accumulate * sums + travel * per_host * direct
-
-    least = (min(crossed(owner, length) for length in range(hosts + 1)) for owner in range(hosts))
-    return sum(least) / hosts
 
 
 def _bytes(cost: WireCost) -> tuple[float, float]:
