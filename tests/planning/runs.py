@@ -84,6 +84,14 @@ def cases(world_size: int) -> list[Case]:
     ]
 
 
+def each_setting_once(model: str, world_size: int) -> list[Case]:
+    """Return a case for each setting of `zero sweep`, whose precision and optimizer are the next pair in turn."""
+    planned = PLANNED[model]
+    turns = list(itertools.product(PRECISIONS, OPTIMIZERS))
+    by_turn = [list(settings(world_size, planned, *turn)) for turn in turns]
+    return [Case(model, by_turn[at % len(turns)][at]) for at in range(len(by_turn[0]))]
+
+
 def pairs(case: Case) -> set[tuple[object, ...]]:
     """Return the pairs of two features of a case."""
     return set(itertools.combinations(enumerate(case.features), 2))

@@ -12,7 +12,7 @@ import zero.setup
 from collectives import Loopback
 
 from .models import PLANNED, described
-from .runs import WORLD_SIZES, Case, cases, check, covering, pairs, plan_of
+from .runs import WORLD_SIZES, Case, cases, check, covering, each_setting_once, pairs, plan_of
 
 SAMPLE = covering(60)
 
@@ -63,6 +63,5 @@ def test_a_rank_holds_and_sends_what_is_planned(case: Case, tmp_path: Path) -> N
 @pytest.mark.parametrize("model", PLANNED)
 def test_so_it_is_under_every_setting_of_a_sweep(model: str, world_size: int, tmp_path: Path) -> None:
     plan = plan_of(model)
-    for case in cases(world_size):
-        if case.model == model:
-            check(case, plan, tmp_path, Loopback(world_size))
+    for case in each_setting_once(model, world_size):
+        check(case, plan, tmp_path, Loopback(world_size))
