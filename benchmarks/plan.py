@@ -229,9 +229,9 @@ def main() -> None:
             constants, _ = plan_fit.fit(counted, measured, constants)
         if args.leave_one_out:
             series = [row["series"] for row in runs]
-            planned = plan_fit.leave_one_out(counted, measured, series, constants)
+            left_out = plan_fit.leave_one_out(counted, measured, series, constants)
             print_times(
-                "left out", runs, [row.setting.tokens / each for row, each in zip(counted, planned, strict=True)]
+                "left out", runs, [row.setting.tokens / each for row, each in zip(counted, left_out, strict=True)]
             )
 
 
@@ -248,8 +248,8 @@ def print_series(rows: Sequence[Columns], speeds: Sequence[float | None]) -> Non
     for row, planned, null in both:
         each[row["series"]].append((planned, null))
     for name, pairs in each.items():
-        planned, null = np.mean(pairs, axis=0)
-        print(f"{name:34} {len(pairs):4}  {planned:6.1%}  {null:6.1%}")
+        means = [statistics.mean(column) for column in zip(*pairs, strict=True)]
+        print(f"{name:34} {len(pairs):4}  {means[0]:6.1%}  {means[1]:6.1%}")
 
 
 if __name__ == "__main__":

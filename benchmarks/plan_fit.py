@@ -97,10 +97,11 @@ def leave_one_out(
 ) -> Values:
     """Return the seconds of each row by the constants that are fitted to the rows of all other series."""
     now, slopes = derivatives(rows, constants)
-    residuals, planned = np.log(measured / now), now.copy()
+    residuals: Values = np.log(measured / now)
+    planned: Values = now.copy()
     names = np.array(series)
     for name in sorted(set(series)):
         out = names == name
         after = moved_by(constants, change(slopes[~out], residuals[~out]))
         planned[out] = seconds_of([row for row, is_out in zip(rows, out, strict=True) if is_out], after)
-    return planned
+    return np.asarray(planned)

@@ -32,7 +32,7 @@ from .seconds.wires import Wires
 
 GIB = float(1 << 30)
 BAND = 0.05
-"""The share by which the band is wider than the difference of fabrics: nine of ten residuals of the fit are smaller."""
+"""The share by which the band is wider than the difference of fabrics: three of four runs of the fit are inside."""
 
 RELAXED = 0.96
 """The share of a GPU's memory above which the allocator begins to free and ask again."""
