@@ -19,10 +19,11 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def test_a_block_by_hand() -> None:
     """241 features are half of the share of a large product, so 1e15 operations take 1e15/(989e12 x 0.669/2)."""
-    compute = Compute(presets().gpu("h100"), "bfloat16")
+    shares = {"matmul.hopper": 0.669, "attention.hopper": 0.177, "elementwise": 0.5}
+    compute = Compute(presets().gpu("h100"), "bfloat16", values(hidden=241, **shares))
     work = UnitWork(matmul_flops=1e15, attention_flops=1e14, moved_bytes=1e12, kernels=10)
     product, attended = 1e15 / (989e12 * 0.669 / 2), 1e14 / (989e12 * 0.177)
-    moved = 1e12 / 3.35e12
+    moved = 1e12 / (3.35e12 * 0.5)
     passes = compute.passes(work, hidden=241, recomputed=0.5)
     assert passes.forward == pytest.approx(product + attended + moved)
     assert passes.backward == pytest.approx(2 * product + 2.5 * attended + 2 * moved)

@@ -37,23 +37,24 @@ _MAMF = "of the peak, stas00/ml-engineering, compute/accelerator/README.md, maxi
 _LINES = "python -m benchmarks.scaling, 2 ranks of a CPU: what stage 3 adds to a plain loop for each tensor"
 
 CONSTANTS: Mapping[str, Constant] = {
-    "matmul.ampere": Constant(0.806, "share of the peak", 0.4, 0.95, FIT),
-    "matmul.hopper": Constant(0.669, "share of the peak", 0.4, 0.95, FIT),
+    "matmul.ampere": Constant(0.828, "share of the peak", 0.4, 0.95, FIT),
+    "matmul.hopper": Constant(0.644, "share of the peak", 0.4, 0.95, FIT),
     "matmul.volta": Constant(0.67, "share of the peak", 0.4, 0.95, f"0.88 of 0.76 {_MAMF} (95 of 125)"),
     "matmul.blackwell": Constant(0.68, "share of the peak", 0.4, 0.95, f"0.88 of 0.776 {_MAMF} (1745 of 2250)"),
     "matmul.ada": Constant(0.67, "share of the peak", 0.4, 0.95, "as Hopper: no measured maximum is known here"),
     "matmul.cpu": Constant(0.7, "share of the peak", 0.2, 1.0, "an assumption; measure your own machine"),
-    "attention.ampere": Constant(0.312, "share of the peak", 0.1, 0.8, FIT),
-    "attention.hopper": Constant(0.177, "share of the peak", 0.1, 0.8, FIT),
+    "attention.ampere": Constant(0.311, "share of the peak", 0.1, 0.8, FIT),
+    "attention.hopper": Constant(0.174, "share of the peak", 0.1, 0.8, FIT),
     "attention.volta": Constant(0.25, "share of the peak", 0.05, 0.8, "between Ampere and Hopper"),
     "attention.blackwell": Constant(0.177, "share of the peak", 0.05, 0.8, "as Hopper"),
     "attention.ada": Constant(0.25, "share of the peak", 0.05, 0.8, "between Ampere and Hopper"),
     "attention.cpu": Constant(0.3, "share of the peak", 0.05, 1.0, "an assumption; measure your own machine"),
-    "hidden": Constant(241.0, "features at which products reach half of their share", 0.0, 2000.0, FIT),
-    "elementwise": Constant(40.0, "bytes moved for each token and feature of a block's forward", 10.0, 120.0, FIT),
-    "logits": Constant(17.0, "bytes moved for each token and class in forward and backward", 4.0, 60.0, FIT),
-    "overlap": Constant(0.25, "seconds of slowdown for each second beside a collective", 0.0, 0.6, FIT),
-    "fixed": Constant(0.045, "seconds of a step that no unit explains", 0.0, 0.2, FIT),
+    "hidden": Constant(334.0, "features at which products reach half of their share", 0.0, 2000.0, FIT),
+    "elementwise": Constant(0.77, "share of the memory's bandwidth in element-wise operations", 0.2, 1.0, FIT),
+    "compiled": Constant(0.39, "share of element-wise bytes that is left by a compiler", 0.1, 1.0, FIT),
+    "pressure": Constant(2.7, "slowdown for each share of memory in use above 0.96", 0.0, 10.0, FIT),
+    "overlap": Constant(0.58, "seconds of slowdown for each second beside a collective", 0.0, 0.6, FIT),
+    "fixed": Constant(0.02, "seconds of a step that no unit explains", 0.0, 0.2, FIT),
     "jitter": Constant(0.005, "share of a step for each doubling of hosts", 0.0, 0.03, FIT),
     "unit_host": Constant(0.12e-3, "seconds of the host for a pass of a unit", 0.0, 1e-3, FIT),
     "hook": Constant(23e-6, "seconds of the host for a tensor's hooks in a step", 0.0, 1e-4, _LINES),
@@ -105,6 +106,7 @@ class Compute:
         self._peak = gpu.peak(dtype) * gpu.sustained
         self._matmul, self._attention = self._share(gpu, "matmul"), self._share(gpu, "attention")
         self._memory = gpu.memory_bandwidth * gpu.efficiency.get("memory", 1.0)
+        self._elementwise = gpu.memory_bandwidth * gpu.efficiency.get("memory", self.constants["elementwise"])
 
     def _share(self, gpu: Accelerator, which: str) -> float:
         name = f"{which}.{gpu.family}"
@@ -120,12 +122,12 @@ class Compute:
 
     def forward(self, work: UnitWork, hidden: int = 0) -> float:
         """Return the seconds of a forward. ``hidden``: features of a token; 0: products are large."""
-        return self._products(work, hidden) + self._attended(work) + work.moved_bytes / self._memory
+        return self._products(work, hidden) + self._attended(work) + work.moved_bytes / self._elementwise
 
     def backward(self, work: UnitWork, hidden: int = 0) -> float:
         """Return the seconds of a backward in which nothing is recomputed."""
         attended = ATTENTION_BACKWARD * self._attended(work)
-        return 2 * self._products(work, hidden) + attended + 2 * work.moved_bytes / self._memory
+        return 2 * self._products(work, hidden) + attended + 2 * work.moved_bytes / self._elementwise
 
     def passes(self, work: UnitWork, hidden: int = 0, recomputed: float = 0.0) -> PassSeconds:
         """Return the seconds of a unit. ``recomputed``: the share of its forward that the backward repeats."""

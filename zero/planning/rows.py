@@ -1,0 +1,235 @@
+"""Plans rows of a table of published runs: seconds, memory, whether it fits, and a band.
+
+    row  ->  `row_setting` (what its columns say)  ->  model and work  ->  the schedule of its own system  ->  seconds
+                                                   ->  `row_memory`    ->  GiB, and whether they fit
+
+One simulator runs all schedules, with the constants of `seconds.compute` for all rows. A row that cannot be planned has
+an error instead of numbers; others are planned.
+
+Knows: what is computed again, what a compiler saves, and what a nearly full memory costs. Does not know: the files that
+rows come from, or what was measured.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from .hardware import Hardware, presets
+from .model import Model, Transformer, UnitWork
+from .models.shapes import from_numbers
+from .models.works import count_transformer
+from .row_memory import KEPT_BY_OPERATIONS, USABLE, RowBytes, row_bytes
+from .row_setting import Columns, RowSetting, read_row
+from .seconds.compute import Compute, PassSeconds, values
+from .seconds.schedule import UnitLoad
+from .seconds.simulate import simulate
+from .seconds.systems import program_of_system, system
+from .seconds.wires import Wires
+
+GIB = float(1 << 30)
+BAND = 0.05
+"""The share by which the band is wider than the difference of fabrics: three of four runs of the fit are inside."""
+
+RELAXED = 0.96
+"""The share of a GPU's memory above which the allocator begins to free and ask again."""
+
+FUSED_LOSS_BYTES = 4.0
+"""Bytes moved in a forward for each token and class of a fused loss: the product writes 2, the loss reads 2. A backward
+moves twice as many: the gradient is written, and read by two products."""
+
+_FUSED_KERNELS = 0.3  # of a block's operations, those that a compiler launches: products, attention, and a few between
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The plan of a row. Numbers are None if ``error`` says why there are none.
+
+    Attributes:
+        id: of the row.
+        tokens_s_gpu: tokens a second and GPU.
+        step_s: seconds of a step.
+        mem_gib: the most that a rank holds.
+        fits: whether it fits into the GPU's memory.
+        margin_gib: what is left; below zero: what is missing.
+        band_low, band_high: tokens a second and GPU between which a run is expected.
+        error: what is missing or unknown, and the remedy; empty if there is a plan.
+    """
+
+    id: str
+    tokens_s_gpu: float | None = None
+    step_s: float | None = None
+    mem_gib: float | None = None
+    fits: bool | None = None
+    margin_gib: float | None = None
+    band_low: float | None = None
+    band_high: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class CountedRow:
+    """A row, read and counted: what does not change with a constant."""
+
+    setting: RowSetting
+    model: Model
+    works: tuple[UnitWork, ...]
+    hardware: Hardware
+
+    @functools.cached_property
+    def memory(self) -> RowBytes:
+        return row_bytes(self.setting, self.works, self.model.unit_numels())
+
+    @functools.cached_property
+    def pressure(self) -> float:
+        """The share of the memory above `RELAXED` that a step would like to use, one more gathered unit included."""
+        used = self.memory.total + self.setting.precision.dtypes.itemsize("param_dtype") * self._largest_unit
+        return min(max(used / self.setting.capacity - RELAXED, 0.0), 1 - RELAXED)
+
+    @property
+    def _largest_unit(self) -> int:
+        return max(self.model.unit_numels()[1:]) if self.setting.factor > 1 else 0
+
+    @functools.cached_property
+    def clusters(self) -> Mapping[str, Wires]:
+        return {fabric: Wires(self.setting.cluster(self.hardware, fabric)) for fabric in self.hardware.fabrics}
+
+
+def plan_rows(rows: Iterable[Columns], hardware: Hardware | None = None) -> list[RowPlan]:
+    """Return the plan of each row, in their order.
+
+    Args:
+        rows: by the names of the columns of ``benchmarks/data/points.csv``; what was measured may be missing.
+        hardware: presets, or a measured file.
+    """
+    hardware = presets() if hardware is None else hardware
+    constants = values()
+    return [plan_row(row, hardware, constants) for row in rows]
+
+
+def plan_row(row: Columns, hardware: Hardware, constants: Mapping[str, float]) -> RowPlan:
+    """Return the plan of a row. It never raises for what the row says."""
+    name = (row.get("id") or "").strip()
+    try:
+        counted = count_row(row, hardware)
+        seconds = {fabric: row_seconds(counted, constants, fabric) for fabric in ("good", "typical", "poor")}
+    except ValueError as error:
+        return RowPlan(name, error=str(error))
+    setting, total = counted.setting, counted.memory.total
+    speeds = {fabric: setting.tokens / each for fabric, each in seconds.items()}
+    return RowPlan(
+        name,
+        tokens_s_gpu=speeds["typical"],
+        step_s=seconds["typical"],
+        mem_gib=total / GIB,
+        fits=total <= USABLE * setting.capacity,
+        margin_gib=(USABLE * setting.capacity - total) / GIB,
+        band_low=min(speeds.values()) * (1 - BAND),
+        band_high=max(speeds.values()) * (1 + BAND),
+    )
+
+
+def count_row(row: Columns, hardware: Hardware) -> CountedRow:
+    """Return a row, read and counted. Raises `ValueError` if it cannot be planned."""
+    setting = read_row(row, hardware)
+    model = _model_of(setting.transformer())
+    works = _works_of(model, setting.micro, setting.sequence, setting.precision.activations)
+    counted = CountedRow(setting, model, works, hardware)
+    counted.setting.cluster(hardware, "typical")  # refuses what the cluster lacks
+    return counted
+
+
+def row_seconds(counted: CountedRow, constants: Mapping[str, float], fabric: str = "typical") -> float:
+    """Return the seconds of a step."""
+    setting, wires, numels = counted.setting, counted.clusters[fabric], counted.model.unit_numels()
+    seconds = _PassEquations(setting, wires, constants)
+    known: dict[tuple[int, UnitWork | None], PassSeconds] = {}
+    loads = []
+    for number, work in enumerate(counted.works):
+        if number == 0 and setting.has_fused_loss:
+            logits = float(setting.micro * setting.sequence * setting.vocabulary)
+            work = replace(work, moved_bytes=min(work.moved_bytes, FUSED_LOSS_BYTES * logits))
+        again = _repeated(setting, work, number)
+        key = (min(number, 1) and id(work), again)
+        if key not in known:
+            known[key] = seconds.passes(work, again, is_root=number == 0)
+        loads.append(UnitLoad(known[key], numels[number]))
+    program = program_of_system(
+        loads,
+        wires,
+        system(setting.schedule),
+        seconds.wide,
+        setting.precision.dtypes,
+        factor=setting.factor if setting.sharding not in ("ddp", "single") else None,
+        reshard=setting.reshard,
+        micro_batches=setting.micro_batches,
+    )
+    return simulate(program).seconds * (1 + constants["pressure"] * counted.pressure)
+
+
+class _PassEquations:
+    """The seconds of a row's units: in 8 bits only the products of blocks are, and a compiler fuses operations."""
+
+    def __init__(self, setting: RowSetting, wires: Wires, constants: Mapping[str, float]) -> None:
+        products = setting.precision.products
+        self.setting = setting
+        self.narrow = Compute(wires.cluster.gpu, products, constants)
+        self.wide = Compute(wires.cluster.gpu, "bfloat16", constants) if products == "float8" else self.narrow
+        self.bytes_left = constants["compiled"] if setting.is_compiled else 1.0
+        self.kernels_left = _FUSED_KERNELS if setting.is_compiled else 1.0
+
+    def passes(self, work: UnitWork, again: UnitWork | None, *, is_root: bool) -> PassSeconds:
+        """Return the seconds of a unit. ``again``: what of its forward the backward repeats."""
+        narrow = self.wide if is_root else self.narrow
+        hidden = self.setting.hidden
+        products, rest = self._split(work)
+        first, second = narrow.passes(products, hidden), self.wide.passes(rest)
+        recompute, repeats = 0.0, 0
+        if again is not None:
+            products, others = self._split(again)
+            recompute, repeats = narrow.forward(products, hidden) + self.wide.forward(others), others.kernels
+        launch = self.wide.constants["launch"]
+        return PassSeconds(
+            first.forward + second.forward,
+            first.backward + second.backward,
+            recompute,
+            second.host,
+            second.host_backward + repeats * launch,
+        )
+
+    def _split(self, work: UnitWork) -> tuple[UnitWork, UnitWork]:
+        """Return the products of a unit, and the rest of its work."""
+        rest = replace(
+            work,
+            matmul_flops=0.0,
+            moved_bytes=self.bytes_left * work.moved_bytes,
+            kernels=round(self.kernels_left * work.kernels),
+        )
+        return UnitWork(matmul_flops=work.matmul_flops), rest
+
+
+def _repeated(setting: RowSetting, work: UnitWork, number: int) -> UnitWork | None:
+    """Return what of a unit's forward the backward repeats: of a block in "half" every second one."""
+    if number == 0 or setting.recompute == "none" or (setting.recompute == "half" and not number % 2):
+        return None
+    if setting.recompute == "op":
+        return replace(work, matmul_flops=KEPT_BY_OPERATIONS * work.matmul_flops, attention_flops=0.0)
+    if not setting.precision.stops_early:
+        return work
+    last = 2.0 * setting.ffn * setting.hidden * setting.micro * setting.sequence  # no backward needs its output
+    return replace(work, matmul_flops=work.matmul_flops - last)
+
+
+@functools.lru_cache(maxsize=64)
+def _model_of(numbers: Transformer) -> Model:
+    return from_numbers(numbers, "a row")
+
+
+@functools.lru_cache(maxsize=256)
+def _works_of(model: Model, micro: int, sequence: int, dtype: torch.dtype) -> tuple[UnitWork, ...]:
+    works = count_transformer(model, micro, sequence, dtype)
+    assert works is not None
+    return works
