@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from .console import INSTALL_HINT
+from .plan.settings import PlanConfig
 from .runner import fail, reports_errors
 from .train.settings import SweepConfig, TrainConfig, flags_of
 
@@ -25,6 +26,7 @@ HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 HELP = {
     "train": "Train a byte-level GPT on real text, on any number of ranks.",
     "sweep": "Measure memory against time: every setting, and torch's own, side by side.",
+    "plan": "Say what a model costs on a cluster: memory of a rank, seconds of a step, and which setting to take.",
     "verify": "Find where your own model, at each stage and number of ranks, first leaves the bits of your plain loop.",
     "checkpoint": "Look at checkpoints, and convert them from and to other formats. Needs no ranks.",
 }
@@ -74,14 +76,19 @@ def _application() -> Any:
         context_settings=HELP_FLAGS,
         rich_markup_mode=None,  # rich's tables of flags cut their names short
     )
-    train, sweep = _command(TrainConfig, _train), _command(SweepConfig, _sweep)
-    for name, command in {"train": train, "sweep": sweep, "verify": _verify_command()}.items():
+    commands = {
+        "train": _command(TrainConfig, _train),
+        "sweep": _command(SweepConfig, _sweep),
+        "plan": _command(PlanConfig, _plan),
+        "verify": _verify_command(),
+    }
+    for name, command in commands.items():
         application.command(name, help=HELP[name], short_help=HELP[name], context_settings=HELP_FLAGS)(command)
     application.add_typer(_checkpoint_application(), name="checkpoint")
     return application
 
 
-def _command(config: type[TrainConfig] | type[SweepConfig], run: Callable[[Any], int]) -> Any:
+def _command(config: type[Any], run: Callable[[Any], int]) -> Any:
     """Make a command with a flag for each field of ``config``."""
     import typer
 
@@ -147,6 +154,12 @@ def _train(config: TrainConfig) -> int:
 
 def _sweep(config: SweepConfig) -> int:
     from .sweep.command import run
+
+    return run(config)
+
+
+def _plan(config: PlanConfig) -> int:
+    from .plan.command import run
 
     return run(config)
 

@@ -1,4 +1,4 @@
-"""The pictures of `zero train`, loss.png, memory.png and steps.png, and of `zero sweep`, sweep.png.
+"""The pictures of `zero train`, loss.png, memory.png and steps.png, of `zero sweep`, sweep.png, and of `zero plan`.
 
 Knows: how to draw them from numbers, with matplotlib, which is imported when something is drawn. Does not know: where
 the numbers come from.
@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.transforms import Bbox
 
-__all__ = ["Dot", "can_draw", "draw_loss", "draw_memory", "draw_steps", "draw_sweep"]
+__all__ = ["Curve", "Dot", "can_draw", "draw_curves", "draw_loss", "draw_memory", "draw_steps", "draw_sweep"]
 
 MEASURED, FORMULA, ACCENT = "#2f6f9f", "#c9d6e0", "#c4552d"
 SIZE, RESOLUTION = (8.0, 4.5), 150
 RADIUS = 4  # points: of a dot and its edge
 AROUND = ((5, 5), (5, -5), (-5, 5), (-5, -5), (5, 12), (5, -12), (-5, 12), (-5, -12))  # points: from a dot to its name
 PEER, SERIES = "#5b6770", ("#8a5fa8", "#2f6f9f", "#2b8a5a", "#c98a1b")
+
+MEASURED_LABELS = ("step, ms", "MB of a rank at its peak, above its start (10⁶ bytes)")
 
 
 def can_draw() -> bool:
@@ -99,9 +101,11 @@ class Dot:
     best: bool
 
 
-def draw_sweep(path: Path, title: str, dots: Sequence[Dot]) -> None:
+def draw_sweep(
+    path: Path, title: str, dots: Sequence[Dot], labels: tuple[str, str] = MEASURED_LABELS, limit: float | None = None
+) -> None:
     """Draw the memory of a rank against the time of a step, with a line through the best settings. The best settings
-    and all peers have their names beside them."""
+    and all peers have their names beside them. ``labels``: of the axes; ``limit``: the most that a rank has, in MB."""
     figure, axes = _figure(title, (10.0, 6.0))
     colors = dict(zip(dict.fromkeys(dot.series for dot in dots if dot.ours), SERIES, strict=False))
     for name in dict.fromkeys(dot.series for dot in dots):
@@ -122,7 +126,9 @@ def draw_sweep(path: Path, title: str, dots: Sequence[Dot]) -> None:
     steps = (corner for (_, y), after in itertools.pairwise(line) for corner in ((after[0], y), after))
     corners = [*line[:1], *steps]
     axes.plot([x for x, _ in corners], [y for _, y in corners], color="0.75", linewidth=1.2)
-    axes.set(xlabel="step, ms", ylabel="MB of a rank at its peak, above its start (10⁶ bytes)")
+    axes.set(xlabel=labels[0], ylabel=labels[1])
+    if limit is not None:
+        axes.axhline(limit, color=ACCENT, linestyle="--", linewidth=1.0, label="memory that a rank can use")
     axes.margins(x=0.15, y=0.08)
     axes.set_xlim(left=0)  # ends automatic scaling, so it comes after the margins
     axes.set_ylim(bottom=0)
@@ -178,6 +184,35 @@ def _name(axes: Axes, dots: Sequence[Dot], taken: list[Bbox]) -> None:
         for text in texts:
             if text is not chosen:
                 text.remove()
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of `draw_curves`. ``points``: (x, y, low, high, whether it is filled), in order of x."""
+
+    name: str
+    points: Sequence[tuple[int, float, float, float, bool]]
+
+
+def draw_curves(path: Path, title: str, curves: Sequence[Curve], labels: tuple[str, str]) -> None:
+    """Draw lines with their bands over a logarithmic x, whose ticks are the points of the longest line."""
+    figure, axes = _figure(title)
+    for curve, color in zip(curves, itertools.cycle(reversed(SERIES))):
+        x = [point[0] for point in curve.points]
+        axes.plot(x, [point[1] for point in curve.points], color=color, linewidth=1.5, label=curve.name)
+        axes.fill_between(
+            x, [point[2] for point in curve.points], [point[3] for point in curve.points], color=color, alpha=0.15
+        )
+        for x_, y, _, _, is_filled in curve.points:
+            axes.scatter([x_], [y], s=22, facecolors=color if is_filled else "white", edgecolors=color, zorder=3)
+    axes.set(xlabel=labels[0], ylabel=labels[1], xscale="log", ylim=(0, None))
+    ticks = sorted({point[0] for curve in curves for point in curve.points})
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8, rotation=30)
+    axes.minorticks_off()
+    axes.grid(color="0.92")
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, fontsize=8)
+    _save(figure, path)
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:

@@ -160,7 +160,7 @@ class Flag:
         return (option_of(self.name),) if self.name.startswith("no_") else ()
 
 
-def flags_of(config: type[TrainConfig] | type[SweepConfig]) -> list[Flag]:
+def flags_of(config: type[Any]) -> list[Flag]:
     """The flags of a command, in the order of the fields of its configuration."""
     hints = get_type_hints(config, include_extras=True)
     parts = {item.name: get_args(hints[item.name]) for item in fields(config)}

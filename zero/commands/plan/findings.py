@@ -1,0 +1,96 @@
+"""Everything that a plan has found, before it is printed, written and drawn.
+
+Knows: which questions follow from the choices. Does not know: output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...planning.choose import ScaleCurve, Smallest, frontier, recommended, scale_curves, smallest_cluster
+from ...planning.plan import MIB, Choice, Planner
+from ...planning.setting import PlanSetting
+from .inputs import Asked
+
+__all__ = ["Findings", "SmallestWith"]
+
+
+@dataclass(frozen=True)
+class SmallestWith:
+    """The smallest cluster with a kind of checkpointing."""
+
+    checkpoint: str
+    found: Smallest
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a plan has found.
+
+    Attributes:
+        asked: what it is made for.
+        choices: every setting.
+        best: the recommended one; None if nothing fits.
+        micro_batches: of each rank in a step.
+        bands: least and most seconds over all fabrics, of the settings that no other one beats.
+        other_caps: sizes of buckets in MiB, and the share of a step that each costs more than the recommended one.
+        smallest: clusters.
+        curves: of more hosts.
+    """
+
+    asked: Asked
+    choices: Sequence[Choice]
+    best: Choice | None
+    micro_batches: int
+    bands: Mapping[PlanSetting, tuple[float, float]]
+    other_caps: Sequence[tuple[int, float]]
+    smallest: Sequence[SmallestWith]
+    curves: Sequence[ScaleCurve]
+
+    @classmethod
+    def of(cls, asked: Asked, planner: Planner, choices: Sequence[Choice]) -> Findings:
+        """Answer all questions that follow from the choices."""
+        best = recommended(choices)
+        fabrics = asked.hardware.fabrics
+        return cls(
+            asked,
+            choices,
+            best,
+            asked.training.micro_batches(asked.cluster.ranks),
+            {choice.setting: _band(choice, asked, planner) for choice in frontier(choices)},
+            [] if best is None else _other_caps(best, choices),
+            _smallest(asked, planner),
+            [] if best is None else scale_curves(planner, asked.cluster, best.setting, fabrics),
+        )
+
+
+def _band(choice: Choice, asked: Asked, planner: Planner) -> tuple[float, float]:
+    seconds = [choice.seconds]
+    for step in asked.hardware.fabrics.values() if asked.cluster.hosts > 1 else ():
+        network = replace(asked.cluster.network, ring_step=step)
+        seconds.append(planner.step(choice.setting, replace(asked.cluster, network=network)).seconds)
+    return min(seconds), max(seconds)
+
+
+def _other_caps(best: Choice, choices: Sequence[Choice]) -> list[tuple[int, float]]:
+    cap = best.setting.bucket_bytes
+    same = [each for each in choices if replace(each.setting, bucket_bytes=cap) == best.setting and each.step]
+    return [
+        (each.setting.bucket_bytes // MIB, each.seconds / best.seconds - 1)
+        for each in same
+        if each.setting.bucket_bytes != cap
+    ]
+
+
+def _smallest(asked: Asked, planner: Planner) -> list[SmallestWith]:
+    found = []
+    for checkpoint in dict.fromkeys((asked.training.checkpoint, "full")):
+        training = replace(asked.training, checkpoint=checkpoint)
+        other = planner if checkpoint == asked.training.checkpoint else Planner(training)
+        if checkpoint != asked.training.checkpoint and not asked.training.counts_activations:
+            continue
+        smallest = smallest_cluster(other, asked.cluster)
+        if smallest is not None and not any(smallest.cluster == each.found.cluster for each in found):
+            found.append(SmallestWith(checkpoint, smallest))
+    return found

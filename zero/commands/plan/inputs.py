@@ -1,0 +1,134 @@
+"""The inputs of `zero plan`: a training, a cluster and its hardware, made of flags.
+
+Knows: the four sources of a model, and what their work is counted from. Does not know: settings, seconds, output.
+Every error is a `ValueError` of one line that names the flag or the file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...planning.hardware import Cluster, Hardware, presets, read_hardware
+from ...planning.model import Model, UnitWork
+from ...planning.models.meta_results import on_meta
+from ...planning.models.parameter_lists import of_parameter_list
+from ...planning.models.shapes import model_of, of_config
+from ...planning.models.works import count_module, count_transformer
+from ...planning.plan import Training
+from ...planning.setting import OPTIMIZERS, PRECISIONS
+from ..train.model import GPT, PRESETS, loss_fn
+from .settings import PlanConfig
+
+__all__ = ["Asked", "asked_of", "training_of"]
+
+SOURCES = ("config", "parameters", "module", "preset")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is made for."""
+
+    training: Training
+    cluster: Cluster
+    hardware: Hardware
+
+
+def asked_of(config: PlanConfig) -> Asked:
+    """Return the inputs of a plan. Raises `ValueError` for wrong ones."""
+    hardware = presets() if config.hardware is None else read_hardware(config.hardware)
+    cluster = hardware.cluster(config.cluster, nic=config.nic, fabric=config.fabric)
+    for name in ("tokens", "price"):
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name} is {value}: it must be above 0")
+    if config.optimizer not in OPTIMIZERS:
+        raise ValueError(f"--optimizer is {config.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
+    cluster.gpu.peak(str(PRECISIONS[config.precision].param_dtype).removeprefix("torch."))
+    training = training_of(config)
+    training.micro_batches(cluster.ranks)
+    return Asked(training, cluster, hardware)
+
+
+def training_of(config: PlanConfig) -> Training:
+    """Return the training that the flags describe."""
+    given = [name for name in SOURCES if getattr(config, name) is not None]
+    if len(given) != 1:
+        found = "none" if not given else " and ".join(f"--{name}" for name in given)
+        raise ValueError(f"the model needs exactly one of {', '.join(f'--{name}' for name in SOURCES)}, here {found}")
+    if config.micro < 1 or config.sequence < 1:
+        raise ValueError(f"--micro {config.micro} and --sequence {config.sequence} must both be at least 1")
+    model, works = _counted(config)
+    return Training(
+        model,
+        works or _by_parameters(model, config.micro * config.sequence),
+        config.micro,
+        config.sequence,
+        config.global_batch,
+        config.checkpoint,
+        config.precision,
+        config.optimizer,
+        counts_activations=bool(works),
+    )
+
+
+def _counted(config: PlanConfig) -> tuple[Model, Sequence[UnitWork] | None]:
+    """Return a model and the work of its units; None if nothing says what it computes."""
+    dtype = PRECISIONS[config.precision].param_dtype
+    if config.config is not None:
+        model = of_config(config.config)
+        return model, count_transformer(model, config.micro, config.sequence, dtype)
+    if config.parameters is not None:
+        return of_parameter_list(config.parameters), None
+    if config.preset is not None:
+        if config.checkpoint != "none":
+            raise ValueError("--checkpoint: the models of zero train recompute nothing, so leave it out with --preset")
+        return _preset(config, dtype)
+    module, loss = _made(str(config.module))
+    model = model_of(module, str(config.module))
+    return model, None if loss is None else count_module(module.to(dtype), lambda module: _on_meta(loss, module))
+
+
+def _preset(config: PlanConfig, dtype: torch.dtype) -> tuple[Model, Sequence[UnitWork]]:
+    shape = PRESETS[cast(str, config.preset)]
+    with on_meta():
+        module = GPT(shape, config.sequence).to(dtype)
+        tokens = torch.empty(config.micro, config.sequence, dtype=torch.int64)
+    model = replace(model_of(module, f"zero train's {config.preset}"), hidden=shape.width, vocabulary=shape.vocabulary)
+    return model, count_module(module, lambda gpt: loss_fn(gpt(tokens), tokens))
+
+
+def _made(text: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor] | None]:
+    """Return what ``PKG:CALLABLE`` makes."""
+    name, _, attribute = text.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        with on_meta():
+            made: Any = getattr(importlib.import_module(name), attribute)()
+    except Exception as error:
+        raise ValueError(f"--module {text}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    module, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module) or not (loss is None or callable(loss)):
+        raise ValueError(
+            f"--module {text} returned {type(made).__name__}: it must return a module, or a module and a function of it"
+        )
+    return module, loss
+
+
+def _on_meta(loss: Callable[[nn.Module], Tensor], module: nn.Module) -> Tensor:
+    with torch.device("meta"):
+        return loss(module)
+
+
+def _by_parameters(model: Model, tokens: int) -> list[UnitWork]:
+    """Return the products of each unit as if each element of it multiplied each token once."""
+    return [UnitWork(matmul_flops=2.0 * numel * tokens) for numel in model.unit_numels()]

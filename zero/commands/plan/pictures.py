@@ -1,0 +1,52 @@
+"""The pictures of a plan: plan.png, memory against time, and plan-scale.png, more and more ranks.
+
+Knows: what is drawn. Does not know: how (`zero.commands.train.plots`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...planning.choose import frontier, name_of
+from ...planning.plan import usable_bytes
+from ..train.plots import Curve, Dot, draw_curves, draw_sweep
+from .findings import Findings
+
+__all__ = ["draw_choices", "draw_scale"]
+
+FARTHEST = 3.0  # times the fastest: slower settings would squeeze the others
+
+
+def draw_choices(folder: Path, found: Findings) -> str:
+    """Draw the settings that were simulated, in seconds and GB. Return the name of the file."""
+    best, cluster = frontier(found.choices), found.asked.cluster
+    slowest = FARTHEST * min(choice.seconds for choice in found.choices)
+    dots = [
+        Dot(
+            name_of(choice.setting),
+            f"zero {choice.setting.stage}",
+            True,
+            choice.seconds,
+            round(choice.peak.total / 1e3),  # so that the axis counts 10**9 bytes
+            hollow=bool(choice.setting.offload),
+            best=choice in best,
+        )
+        for choice in found.choices
+        if choice.seconds <= slowest or choice in best
+    ]
+    title = f"{found.asked.training.model.name} on {cluster.ranks:,} {cluster.gpu.name}, planned"
+    labels = (f"step, s (up to {FARTHEST:g} times the fastest)", "GB of a rank (10⁹ bytes)")
+    draw_sweep(folder / "plan.png", title, dots, labels, usable_bytes(cluster) / 1e9)
+    return "plan.png"
+
+
+def draw_scale(folder: Path, found: Findings) -> str:
+    """Draw tokens a second of a GPU over the number of ranks. Return the name of the file."""
+    curves = [
+        Curve(curve.name, [(p.ranks, p.tokens_per_second, p.low, p.high, p.fits) for p in curve.points])
+        for curve in found.curves
+    ]
+    training, gpu = found.asked.training, found.asked.cluster.gpu.name
+    title = f"{training.model.name} on {gpu}, the same batch of each rank; bands: fabrics; hollow: does not fit"
+    draw_curves(folder / "plan-scale.png", title, curves, ("ranks", "tokens/s of a GPU"))
+    return "plan-scale.png"

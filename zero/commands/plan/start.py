@@ -1,0 +1,56 @@
+"""How a planned setting is started: flags of `zero train`, or arguments of `zero.ZeroOptimizer`.
+
+Knows: how both write a setting. Does not know: why it was chosen.
+"""
+
+from __future__ import annotations
+
+from ...planning.hardware import Cluster
+from ...planning.plan import DEFAULT_CAP_MB, MIB
+from ...planning.setting import PlanSetting
+from .settings import PlanConfig
+
+__all__ = ["start_of"]
+
+_CLASSES = {"adamw": "AdamW", "adam": "Adam", "momentum": "SGD", "sgd": "SGD", "adagrad": "Adagrad"}
+_TRAINED = ("adamw", "adam", "sgd", "adagrad")  # by zero train
+
+
+def start_of(config: PlanConfig, setting: PlanSetting, cluster: Cluster, micro_batches: int) -> str:
+    """Return the command of a preset, or the arguments. ``micro_batches``: of each rank in a step."""
+    if config.preset is None or setting.offload or config.optimizer not in _TRAINED:
+        return _arguments(config, setting)
+    flags = [f"--preset {config.preset}", f"--stage {setting.stage}"]
+    if cluster.hosts == 1:
+        flags.insert(0, f"zero train --ranks {cluster.ranks}")
+    else:
+        flags.insert(0, f"torchrun --nnodes {cluster.hosts} --nproc-per-node {cluster.per_host} -m zero.train")
+    if setting.stage and setting.sharding_factor is not None:
+        flags.append(f"--sharding-factor {setting.factor}")
+    if setting.reshard is not True:
+        flags.append(f"--reshard-after-forward {str(setting.reshard).lower()}")
+    flags += [f"--bucket-cap-mb {setting.bucket_bytes // MIB}"] * (setting.bucket_bytes != DEFAULT_CAP_MB * MIB)
+    flags += [
+        f"--batch {config.micro} --sequence {config.sequence}",
+        f"--micro-batches {micro_batches * cluster.ranks}",
+    ]
+    flags += [f"--precision {config.precision}", f"--optimizer {config.optimizer}"]
+    return " ".join(flags)
+
+
+def _arguments(config: PlanConfig, setting: PlanSetting) -> str:
+    arguments = [f"torch.optim.{_CLASSES[config.optimizer]}", f"stage={setting.stage}"]
+    if setting.stage and setting.sharding_factor is not None:
+        arguments.append(f"sharding_factor={setting.factor}")
+    if setting.reshard is not True:
+        arguments.append(f"reshard_after_forward={setting.reshard}")
+    if setting.offload:
+        arguments.append('offload=Offload("cpu")')
+    if setting.bucket_bytes != DEFAULT_CAP_MB * MIB:
+        arguments.append(f"bucket_cap_mb={setting.bucket_bytes // MIB}")
+    if config.precision != "fp32":
+        dtype = "bfloat16" if config.precision == "bf16" else "float16"
+        arguments.append(f"mixed_precision=MixedPrecision(torch.{dtype})")
+    if config.optimizer == "momentum":
+        arguments.append("momentum=0.9")
+    return f"ZeroOptimizer(model, {', '.join(arguments)})"

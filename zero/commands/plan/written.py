@@ -1,0 +1,92 @@
+"""The files of a plan: plan.json with every number, and trace.json.
+
+Knows: their form. The same plan gives the same bytes: no file has a date or a time that was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ...planning.choose import enough_bytes, frontier, name_of
+from ...planning.plan import RESERVED, USABLE_SHARE, Choice, Planner, usable_bytes
+from ...planning.seconds.program import chrome_trace
+from .findings import Findings
+from .settings import PlanConfig
+from .start import start_of
+
+__all__ = ["write"]
+
+ASSUMPTIONS = (
+    "states are exact; gathered and buckets are upper bounds, and the sum of all kinds is one, too",
+    f"usable memory of a GPU: {USABLE_SHARE} of its capacity, less {RESERVED} bytes",
+    "seconds are those of the library's schedule with constants that are fitted to runs of other systems",
+    "activations are those of torch without a compiler, with fused attention and RMSNorm",
+    "all ranks are equally fast but for a share of jitter by hosts",
+)
+
+
+def write(config: PlanConfig, found: Findings, planner: Planner) -> list[str]:
+    """Write plan.json, and trace.json if it is asked for. Return the names of the files."""
+    asked, best = found.asked, found.best
+    cluster = asked.cluster
+    written = {
+        "format": 1,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "config": config.to_json(),
+        "assumptions": ASSUMPTIONS,
+        "model": {
+            "name": asked.training.model.name,
+            "parameters": asked.training.model.numel,
+            "units": len(asked.training.model.units),
+            "activations": "counted" if asked.training.counts_activations else "not counted",
+        },
+        "cluster": {**asdict(cluster), "gpu": cluster.gpu.name, "usable_bytes": usable_bytes(cluster)},
+        "micro_batches": found.micro_batches,
+        "choices": [_choice(choice, found) for choice in found.choices],
+        "frontier": [name_of(choice.setting) for choice in frontier(found.choices)],
+        "recommended": None
+        if best is None
+        else {
+            "name": name_of(best.setting),
+            "start": start_of(config, best.setting, cluster, found.micro_batches),
+            "other_bucket_cap_mb": dict(found.other_caps),
+            "enough_bucket_bytes": enough_bytes(cluster, best.setting.factor),
+        },
+        "smallest": [
+            {
+                "checkpoint": each.checkpoint,
+                "hosts": each.found.cluster.hosts,
+                "per_host": each.found.cluster.per_host,
+                "name": name_of(each.found.setting),
+                "bytes": asdict(each.found.peak),
+            }
+            for each in found.smallest
+        ],
+        "scale": [asdict(curve) for curve in found.curves],
+    }
+    (config.out / "plan.json").write_text(json.dumps(written) + "\n")
+    files = ["plan.json"]
+    if config.trace and best is not None:
+        events = planner.step(best.setting, cluster, trace=True).events
+        (config.out / "trace.json").write_text(json.dumps({"traceEvents": chrome_trace(events)}) + "\n")
+        files.append("trace.json")
+    return files
+
+
+def _choice(choice: Choice, found: Findings) -> dict[str, Any]:
+    step, setting = choice.step, choice.setting
+    band = found.bands.get(setting)
+    return {
+        "name": name_of(setting),
+        "setting": asdict(setting),
+        "bytes": asdict(choice.peak),
+        "total_bytes": choice.peak.total,
+        "fits": choice.fits,
+        "step": None if step is None else {k: v for k, v in asdict(step).items() if k != "events"},
+        "seconds_by_fabric": band,
+    }

@@ -1,0 +1,207 @@
+"""Choose a setting: those that differ, the best of them, the smallest cluster, and how it goes on with more ranks.
+
+Knows: which settings differ, and what makes one better. Does not know: bytes and seconds of a setting (`plan`), tables,
+pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..core.stage import Placement, stage_of
+from .hardware import Cluster
+from .plan import DEFAULT_CAP_MB, MIB, Choice, PeakBytes, Planner, usable_bytes
+from .seconds.wires import Wires
+from .setting import PlanSetting
+
+SAME = 0.015  # settings that were measured and published twice differ by this share of a step, in the median
+LATENCY_SHARE = 0.1  # of a bucket's reduction that latency may take before larger buckets are better
+MOST_RANKS = 10_000
+
+
+def settings(planner: Planner, cluster: Cluster) -> Iterator[PlanSetting]:
+    """Yield the settings that differ."""
+    caps = sorted({DEFAULT_CAP_MB, planner.training.unit_cap_mb()})
+    offloads = ("", "host") if cluster.gpu.family != "cpu" else ("",)
+    for number in range(4):
+        stage = stage_of(number)
+        for cap in caps:
+            whole = planner.setting(cluster, number, cap)
+            if stage.states is Placement.WHOLE:
+                yield whole
+                continue
+            for factor in sharding_factors(cluster):
+                shared = replace(whole, sharding_factor=None if factor == cluster.ranks else factor)
+                for reshard in reshards(cluster, factor) if stage.parameters is Placement.SHARD else (True,):
+                    for offload in offloads:
+                        yield replace(shared, reshard=reshard, offload=offload)
+
+
+def sharding_factors(cluster: Cluster) -> list[int]:
+    """Return how many ranks may share a copy: divisors of a host's ranks, whole hosts, all."""
+    ranks, host = cluster.ranks, cluster.per_host
+    divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
+    return [each for each in divisors if (each > 1 or ranks == 1) and (host % each == 0 or each % host == 0)]
+
+
+def reshards(cluster: Cluster, factor: int) -> list[bool | int]:
+    """Return the values of ``reshard_after_forward`` that differ."""
+    if factor == 1:
+        return [True]
+    host = cluster.per_host
+    near = [host] if factor > host else [each for each in range(2, factor) if factor % each == 0]
+    return [True, *near, False]
+
+
+def frontier(choices: Sequence[Choice]) -> list[Choice]:
+    """Return the settings that fit and for which no other one is both smaller and faster, ordered by time."""
+    best: list[Choice] = []
+    fitting = [choice for choice in choices if choice.fits and choice.step is not None]
+    for choice in sorted(fitting, key=lambda choice: (choice.seconds, choice.peak.total)):
+        if not best or choice.peak.total < best[-1].peak.total:
+            best.append(choice)
+    return best
+
+
+def recommended(choices: Sequence[Choice]) -> Choice | None:
+    """Return the setting to take: of those that are as fast as the fastest (`SAME`), the smallest. None: none fits."""
+    best = frontier(choices)
+    near = [choice for choice in best if choice.seconds <= best[0].seconds * (1 + SAME)]
+    return near[-1] if near else None
+
+
+def enough_bytes(cluster: Cluster, factor: int) -> float:
+    """Return the bytes of a bucket from which on the latency of a ring takes at most `LATENCY_SHARE` of its time."""
+    wires, steps = Wires(cluster), factor - 1
+    if factor <= cluster.per_domain:
+        return steps * cluster.network.hop_inside * wires.link * (1 / LATENCY_SHARE - 1)
+    share = min(wires.link, wires.rail * min(factor, cluster.per_domain))
+    return steps * cluster.network.ring_step * share * (1 / LATENCY_SHARE - 1)
+
+
+def name_of(setting: PlanSetting) -> str:
+    """Name a setting in a few words, without its defaults."""
+    parts = [f"zero {setting.stage}"]
+    if setting.row.states is Placement.SHARD and setting.sharding_factor is not None:
+        parts.append(f"F={setting.factor}")
+    if setting.reshard is not True:
+        parts.append("kept" if setting.reshard is False else f"kept by {setting.reshard}")
+    if setting.offload:
+        parts.append("states on host" if setting.offload == "host" else "states on disk")
+    if setting.bucket_bytes != DEFAULT_CAP_MB * MIB:
+        parts.append(f"{setting.bucket_bytes // MIB} MiB buckets")
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Smallest:
+    """The smallest cluster on which a training fits, and with what."""
+
+    cluster: Cluster
+    setting: PlanSetting
+    peak: PeakBytes
+
+    @property
+    def usable(self) -> int:
+        return usable_bytes(self.cluster)
+
+
+def smallest_cluster(planner: Planner, cluster: Cluster) -> Smallest | None:
+    """Return the smallest cluster of the same hosts on which a setting fits, all ranks sharing one copy.
+
+    Up to one host it has 1, 2, 4 GPUs and so on, then whole hosts. None: no number up to `MOST_RANKS` is enough, or
+    there is no network.
+    """
+    host = cluster.per_host
+    powers = [1 << power for power in range(host.bit_length()) if 1 << power < host]
+    for ranks in [*powers, host]:
+        found = _fitting(planner, replace(cluster, per_host=ranks, hosts=1))
+        if found:
+            return found
+    low, high, last = 1, max(MOST_RANKS // host, 1), None
+    if cluster.nic:
+        last = _fitting(planner, cluster.with_hosts(high))
+    while last is not None and high - low > 1:
+        middle = (low + high) // 2
+        found = _fitting(planner, cluster.with_hosts(middle))
+        low, high, last = (low, middle, found) if found else (middle, high, last)
+    return last
+
+
+def _fitting(planner: Planner, cluster: Cluster) -> Smallest | None:
+    """Return the first stage that fits."""
+    for stage in range(4):
+        setting = planner.setting(cluster, stage)
+        peak = planner.peak(setting)
+        if peak.total <= usable_bytes(cluster):
+            return Smallest(cluster, setting, peak)
+    return None
+
+
+@dataclass(frozen=True)
+class ScalePoint:
+    """One number of ranks of a curve, each rank with the same batch. ``low`` and ``high`` bound tokens a second and
+    GPU: those of the slowest and the fastest fabric."""
+
+    ranks: int
+    tokens_per_second: float
+    low: float
+    high: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class ScaleCurve:
+    """How a setting goes on with more hosts."""
+
+    name: str
+    points: tuple[ScalePoint, ...]
+
+
+def scale_curves(
+    planner: Planner, cluster: Cluster, chosen: PlanSetting, fabrics: Mapping[str, float]
+) -> list[ScaleCurve]:
+    """Return the curves of the chosen stage from one host to `MOST_RANKS` ranks: one copy on all ranks, on each host
+    and on eight hosts, with buckets of a unit, and one copy on all ranks with buckets of 25 MiB.
+
+    Args:
+        planner: of the training.
+        cluster: its hosts; alone, if it has no network.
+        chosen: whose stage and ``reshard_after_forward`` are taken.
+        fabrics: seconds of a ring's step, by name.
+    """
+    unit, host = planner.training.unit_cap_mb(), cluster.per_host
+    micro_batches = planner.training.micro_batches(cluster.ranks)
+    wanted = [("all ranks share a copy", 0, unit)]
+    if chosen.row.states is Placement.SHARD:
+        wanted += [(f"F={factor}", factor, unit) for factor in (host, 8 * host) if factor > 1]
+    if unit > DEFAULT_CAP_MB:
+        wanted.append(("all ranks share a copy, 25 MiB buckets", 0, DEFAULT_CAP_MB))
+    curves = []
+    for name, factor, cap in wanted:
+        points = []
+        for hosts in host_counts(cluster):
+            more = cluster.with_hosts(hosts)
+            if factor and (more.ranks % factor or more.ranks <= factor):
+                continue
+            setting = replace(planner.setting(more, chosen.stage, cap), sharding_factor=factor or None)
+            if chosen.row.parameters is Placement.SHARD and isinstance(chosen.reshard, bool):
+                setting = replace(setting, reshard=chosen.reshard)
+            rates = {}
+            for step in {more.network.ring_step, *(fabrics.values() if hosts > 1 else ())}:
+                with_fabric = replace(more, network=replace(more.network, ring_step=step))
+                found = planner.step(setting, with_fabric, micro_batches=micro_batches)
+                rates[step] = found.tokens_per_second / more.ranks
+            here = rates[more.network.ring_step]
+            fits = planner.peak(setting).total <= usable_bytes(more)
+            points.append(ScalePoint(more.ranks, here, min(rates.values()), max(rates.values()), fits))
+        if points:
+            curves.append(ScaleCurve(name, tuple(points)))
+    return curves
+
+
+def host_counts(cluster: Cluster) -> list[int]:
+    """Return 1, 2, 4 hosts and so on up to `MOST_RANKS` ranks; one host if there is no network."""
+    most = max(MOST_RANKS // cluster.per_host, 1) if cluster.nic else 1
+    return sorted({1 << power for power in range(most.bit_length()) if 1 << power < most} | {most})

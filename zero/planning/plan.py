@@ -1,0 +1,264 @@
+"""Plan a training: the bytes of a rank and the seconds of a step, for one setting on one cluster.
+
+    states        parameters, gradients, optimizer states and masters of a rank, exact (`memory`)
+    activations   what the units keep, and the largest peak among them; the loss has its own
+    gathered      units that are whole at one time, an upper bound
+    buckets       buckets in flight and offloaded states on their way, an upper bound
+    seconds       the library's own schedule, simulated (`seconds.schedule`, `seconds.simulate`)
+
+A setting fits if the sum of the four is at most `usable_bytes`. The sum is an upper bound, since the kinds do not all
+peak at one moment.
+
+Knows: what a setting takes. Does not know: which settings there are, how a model or a cluster is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .hardware import Cluster
+from .memory import MemoryPlan
+from .model import Model, UnitWork
+from .models.works import kept_bytes, recomputed
+from .seconds.compute import Compute
+from .seconds.program import TraceEvent
+from .seconds.schedule import BucketLoad, StepSetting, UnitLoad, bucket_loads, program_of
+from .seconds.simulate import simulate
+from .seconds.wires import Wires
+from .setting import PRECISIONS, PlanSetting
+from .traffic import sent
+
+MIB = 1 << 20
+DEFAULT_CAP_MB = 25
+USABLE_SHARE = 0.93  # fragments take 4 to 7 %; this share and 2 GiB did well on published runs that fit and did not
+RESERVED = 2 << 30  # bytes: CUDA's context 0.6 to 1.0 GiB, NCCL's buffers 0.2 to 1.5 GiB
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model and how it is trained, on any cluster.
+
+    Attributes:
+        model: without values.
+        works: of each unit for one micro-batch, the root's rest first.
+        micro: sequences of a micro-batch.
+        sequence: tokens of a sequence.
+        global_batch: sequences of a step over all ranks; None: one micro-batch of each rank.
+        checkpoint: which blocks are recomputed, as `works.recomputed` has it.
+        precision, optimizer: as `PlanSetting` has them.
+        counts_activations: whether ``works`` say what the units keep; if not, activations count as none.
+    """
+
+    model: Model
+    works: Sequence[UnitWork]
+    micro: int = 1
+    sequence: int = 2048
+    global_batch: int | None = None
+    checkpoint: str = "none"
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    counts_activations: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("micro", "sequence", "global_batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: it must be at least 1")
+        recomputed(0, self.checkpoint)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.micro * self.sequence
+
+    @property
+    def flops(self) -> float:
+        """Operations of forward and backward of a micro-batch; what is recomputed is not counted."""
+        return 3 * sum(work.matmul_flops + work.attention_flops for work in self.works)
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        return PRECISIONS[self.precision].param_dtype
+
+    def micro_batches(self, ranks: int) -> int:
+        """Return the micro-batches of a rank in a step. Raises `ValueError` if ranks do not divide the global batch."""
+        together = self.micro * ranks
+        total = together if self.global_batch is None else self.global_batch
+        if total % together:
+            below = total // together * together
+            choices = f"{below} or {below + together}" if below else f"{together}"
+            raise ValueError(
+                f"a global batch of {total} sequences is not divisible by {ranks} ranks with micro-batches of "
+                f"{self.micro}: use {choices}, or another micro-batch or number of ranks"
+            )
+        return total // together
+
+    def unit_cap_mb(self) -> int:
+        """Return the ``bucket_cap_mb`` of which one bucket holds any unit; 25 if units are smaller."""
+        largest = max(self.model.unit_numels()[1:], default=0) * self.param_dtype.itemsize
+        return max(-(-largest // MIB), DEFAULT_CAP_MB)
+
+    def activation_bytes(self) -> int:
+        """Return the most that activations take at one moment, beside the parameters."""
+        if not self.counts_activations:
+            return 0
+        root, *blocks = self.works
+        again = recomputed(len(blocks), self.checkpoint)
+        kept = sum(kept_bytes(work, is_again) for work, is_again in zip(blocks, again, strict=True))
+        rest = (
+            work.peak_bytes - (0 if is_again else work.saved_bytes)
+            for work, is_again in zip(blocks, again, strict=True)
+        )
+        logits = self.tokens * self.model.vocabulary * self.param_dtype.itemsize  # a loop holds them in its backward
+        return kept + max(root.peak_bytes, logits + max((0, *rest)))
+
+
+@dataclass(frozen=True)
+class PeakBytes:
+    """The bytes of the rank that holds most, by kind: see the module."""
+
+    states: int
+    activations: int
+    gathered: int
+    buckets: int
+
+    @property
+    def total(self) -> int:
+        return self.states + self.activations + self.gathered + self.buckets
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a setting on a cluster.
+
+    Attributes:
+        seconds: of the step; their ``parts`` are by the names of `program.PARTS`.
+        tokens_per_second: of all ranks.
+        utilization: operations of the model, without what is recomputed, as a share of the GPUs' peak.
+        sent: payload bytes of all ranks, as `optimizer.traffic` counts them.
+        left_host: bytes that one host sends to others.
+        events: for a trace; empty unless asked for.
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+    tokens_per_second: float
+    utilization: float
+    sent: int
+    left_host: float
+    events: tuple[TraceEvent, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting with what it takes. ``step`` is None where nothing was simulated, since it does not fit."""
+
+    setting: PlanSetting
+    peak: PeakBytes
+    usable: int
+    step: Step | None
+
+    @property
+    def fits(self) -> bool:
+        return self.peak.total <= self.usable
+
+    @property
+    def seconds(self) -> float:
+        return math.inf if self.step is None else self.step.seconds
+
+
+class Planner:
+    """Plans one training. What settings and clusters share is computed once."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self._memory = MemoryPlan(training.model)
+        self._activations = training.activation_bytes()
+        self._loads: dict[int, list[BucketLoad]] = {}
+        self._units = training.model.unit_numels()
+        tensors = [0] * len(self._units)
+        for parameter in training.model.parameters:
+            tensors[parameter.unit] += 1
+        self._tensors = tensors
+
+    def setting(self, cluster: Cluster, stage: int, cap_mb: int = DEFAULT_CAP_MB) -> PlanSetting:
+        """Return a setting of this training, in which all ranks share one copy."""
+        return PlanSetting(
+            stage=stage,
+            world_size=cluster.ranks,
+            bucket_bytes=cap_mb * MIB,
+            precision=self.training.precision,
+            optimizer=self.training.optimizer,
+            device="cuda" if cluster.gpu.family != "cpu" else "cpu",
+            ranks_per_host=cluster.per_host,
+        )
+
+    def peak(self, setting: PlanSetting) -> PeakBytes:
+        """Return the bytes of the rank that holds most."""
+        found = self._memory.of_largest(setting)
+        buckets = found.scratch_peak + found.staged_peak
+        return PeakBytes(found.resident, self._activations, found.gathered_peak, buckets)
+
+    def step(self, setting: PlanSetting, cluster: Cluster, *, micro_batches: int = 0, trace: bool = False) -> Step:
+        """Return a step. ``micro_batches``: of each rank; 0: what the global batch asks for."""
+        training = self.training
+        micro_batches = micro_batches or training.micro_batches(cluster.ranks)
+        compute = Compute(cluster.gpu, str(training.param_dtype).removeprefix("torch."))
+        program = program_of(
+            self._unit_loads(compute),
+            self._bucket_loads(setting),
+            Wires(cluster),
+            StepSetting(
+                setting.stage,
+                setting.sharding_factor,
+                setting.reshard,
+                micro_batches,
+                state_tensors=setting.states.tensors,
+                offload=cluster.gpu.host_link if setting.offload else None,
+                means_are_shown=setting.shows_means,
+            ),
+            compute,
+        )
+        found = simulate(program, trace=trace)
+        tokens = micro_batches * training.tokens * cluster.ranks
+        peak = cluster.gpu.peak(str(training.param_dtype).removeprefix("torch."))
+        reduced = 1 if setting.row.keeps_full_grads else micro_batches
+        return Step(
+            found.seconds,
+            found.parts,
+            tokens / found.seconds,
+            micro_batches * training.flops / found.seconds / peak,
+            sent(self._memory, setting, micro_batches, reduced),
+            found.crossed / cluster.hosts,
+            found.events,
+        )
+
+    def choice(self, setting: PlanSetting, cluster: Cluster, *, always: bool = False) -> Choice:
+        """Return what a setting takes. ``always``: seconds also if it does not fit."""
+        peak, usable = self.peak(setting), usable_bytes(cluster)
+        return Choice(setting, peak, usable, self.step(setting, cluster) if always or peak.total <= usable else None)
+
+    def _unit_loads(self, compute: Compute) -> list[UnitLoad]:
+        training = self.training
+        again = (False, *recomputed(len(training.works) - 1, training.checkpoint))
+        return [
+            UnitLoad(compute.passes(work, training.model.hidden, float(is_again)), numel, tensors)
+            for work, is_again, numel, tensors in zip(training.works, again, self._units, self._tensors, strict=True)
+        ]
+
+    def _bucket_loads(self, setting: PlanSetting) -> list[BucketLoad]:
+        layout = self._memory.laid_out(setting).layout
+        if id(layout) not in self._loads:  # the plan of memory keeps every layout
+            self._loads[id(layout)] = bucket_loads(layout, [each.unit for each in self.training.model.parameters])
+        return self._loads[id(layout)]
+
+
+def usable_bytes(cluster: Cluster) -> int:
+    """Return the bytes of a GPU that a training can use, without context, communicators and fragments."""
+    if cluster.gpu.family == "cpu":
+        return int(cluster.gpu.memory)
+    return int(USABLE_SHARE * cluster.gpu.memory) - RESERVED
