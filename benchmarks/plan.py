@@ -210,7 +210,11 @@ def main() -> None:
     runs, found = [row for row, _ in timed], [plan for _, plan in timed]
     print_times("plan", runs, [plan.tokens_s_gpu for plan in found])
     for name, null in NULLS.items():
-        print_times(name, runs, null(runs))
+        alone = null(runs)
+        print_times(name, runs, alone)
+        if None in alone:
+            same = [None if each is None else plan.tokens_s_gpu for each, plan in zip(alone, found, strict=True)]
+            print_times("  plan", runs, same)
     right, total = ordered(runs, [plan.tokens_s_gpu for plan in found])
     print(f"pairs in the right order: {right} of {total}")
     print(f"inside the band: {inside_band(runs, found):.1%}")

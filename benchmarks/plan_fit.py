@@ -22,7 +22,7 @@ Values = npt.NDArray[np.floating[Any]]
 
 FITTED = (
     *("matmul.ampere", "matmul.hopper", "attention.ampere", "attention.hopper", "hidden"),
-    *("elementwise", "compiled", "overlap", "fixed", "pressure"),
+    *("elementwise", "compiled", "overlap", "fixed"),
 )
 CAP = 0.3  # an error above this moves no constant
 _FLOOR = 0.005  # errors below this weigh as if they were this large

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -114,6 +115,8 @@ _RECOMPUTED: Mapping[str, str] = {
     "selective layer": "half",
 }
 """What a backward repeats: nothing, the cheap operations of each block, all of every second block, or all."""
+
+_TORCH_2_1 = 2310  # year and month
 
 _YES = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": True}
 
@@ -224,6 +227,9 @@ def read_row(row: Columns, hardware: Hardware) -> RowSetting:
         raise ValueError(f"shard_factor: {factor} does not divide {ranks} GPUs: choose a divisor")
     narrow = PRECISIONS[precision] == PRECISIONS["bf16/PURE"]
     framework, hidden, heads = row.get("framework", ""), _integer(row, "hidden"), _integer(row, "heads")
+    known = PRECISIONS[precision]
+    if _is_early(row.get("source", "")):
+        known = replace(known, stops_early=False)
     return RowSetting(
         layers=_integer(row, "layers"),
         hidden=hidden,
@@ -241,7 +247,7 @@ def read_row(row: Columns, hardware: Hardware) -> RowSetting:
         gpu=gpu,
         capacity=_number(row, "gpu_mem_gib", hardware.gpus[gpu].memory / 2**30) * 2**30,
         nic=_number(row, "nic_gbit_host") if row.get("nic_gbit_host") else None,
-        precision=PRECISIONS[precision],
+        precision=known,
         schedule=_matching(framework, _BY_FRAMEWORK[sharding]),
         sharding=sharding,
         factor=factor,
@@ -271,6 +277,12 @@ def _with_assumptions(row: dict[str, str]) -> tuple[dict[str, str], bool]:
     if row.get("layers") or row.get("hidden") or shapes is None or "t5" not in (row["id"] + row["model"]).lower():
         return row, False
     return row | {key: row.get(key) or value for key, value in {**_OF_T5, **shapes}.items()}, True
+
+
+def _is_early(source: str) -> bool:
+    """Return whether a source names a paper of arXiv from before torch 2.1, whose recompute is the first to stop early."""
+    number = re.search(r"\b(\d{4})\.\d{5}\b", source)
+    return number is not None and int(number[1]) < _TORCH_2_1
 
 
 def _integer(row: Columns, column: str, default: int | None = None) -> int:
