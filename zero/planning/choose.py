@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..core.stage import Placement, stage_of
 from .hardware import Cluster
@@ -23,7 +24,7 @@ MOST_RANKS = 10_000
 def settings(planner: Planner, cluster: Cluster) -> Iterator[PlanSetting]:
     """Yield the settings that differ."""
     caps = sorted({DEFAULT_CAP_MB, planner.training.unit_cap_mb()})
-    offloads = ("", "host") if cluster.gpu.family != "cpu" else ("",)
+    offloads: tuple[Literal["", "host"], ...] = ("", "host") if cluster.gpu.family != "cpu" else ("",)
     for number in range(4):
         stage = stage_of(number)
         for cap in caps:
@@ -65,10 +66,12 @@ def frontier(choices: Sequence[Choice]) -> list[Choice]:
 
 
 def recommended(choices: Sequence[Choice]) -> Choice | None:
-    """Return the setting to take: of those that are as fast as the fastest (`SAME`), the smallest. None: none fits."""
-    best = frontier(choices)
-    near = [choice for choice in best if choice.seconds <= best[0].seconds * (1 + SAME)]
-    return near[-1] if near else None
+    """Return the setting to take: of those that fit and are as fast as the fastest (`SAME`), the smallest whose states
+    stay on the device, or else the smallest. None: none fits."""
+    fitting = [choice for choice in choices if choice.fits and choice.step is not None]
+    fastest = min((choice.seconds for choice in fitting), default=0.0)
+    near = [choice for choice in fitting if choice.seconds <= fastest * (1 + SAME)]
+    return min(near, key=lambda choice: (bool(choice.setting.offload), choice.peak.total), default=None)
 
 
 def enough_bytes(cluster: Cluster, factor: int) -> float:
@@ -130,13 +133,16 @@ def smallest_cluster(planner: Planner, cluster: Cluster) -> Smallest | None:
 
 
 def _fitting(planner: Planner, cluster: Cluster) -> Smallest | None:
-    """Return the first stage that fits."""
-    for stage in range(4):
-        setting = planner.setting(cluster, stage)
-        peak = planner.peak(setting)
-        if peak.total <= usable_bytes(cluster):
-            return Smallest(cluster, setting, peak)
-    return None
+    """Return the first setting that fits: a stage, or stage 3 with its states on the host."""
+    usable = usable_bytes(cluster)
+    tried = [planner.setting(cluster, stage) for stage in range(4)]
+    if cluster.gpu.family != "cpu":
+        tried.append(replace(tried[-1], offload="host"))
+    least = planner.peak(tried[-1])
+    if least.states + least.activations > usable:  # no other has fewer
+        return None
+    found = ((setting, planner.peak(setting)) for setting in tried)
+    return next((Smallest(cluster, setting, peak) for setting, peak in found if peak.total <= usable), None)
 
 
 @dataclass(frozen=True)
@@ -181,9 +187,10 @@ def scale_curves(
     curves = []
     for name, factor, cap in wanted:
         points = []
-        for hosts in host_counts(cluster):
+        sharing = max(factor // host, 1)  # hosts that share a copy
+        for hosts in sorted({count - count % sharing or 1 for count in host_counts(cluster)}):
             more = cluster.with_hosts(hosts)
-            if factor and (more.ranks % factor or more.ranks <= factor):
+            if factor and more.ranks <= factor:
                 continue
             setting = replace(planner.setting(more, chosen.stage, cap), sharding_factor=factor or None)
             if chosen.row.parameters is Placement.SHARD and isinstance(chosen.reshard, bool):
@@ -202,6 +209,7 @@ def scale_curves(
 
 
 def host_counts(cluster: Cluster) -> list[int]:
-    """Return 1, 2, 4 hosts and so on up to `MOST_RANKS` ranks; one host if there is no network."""
+    """Return 1, 4, 16 hosts and so on up to `MOST_RANKS` ranks, and those asked for; one host without a network."""
     most = max(MOST_RANKS // cluster.per_host, 1) if cluster.nic else 1
-    return sorted({1 << power for power in range(most.bit_length()) if 1 << power < most} | {most})
+    asked = {cluster.hosts} if cluster.hosts <= most else set()
+    return sorted({1 << power for power in range(0, most.bit_length(), 2) if 2 << power <= most} | {most} | asked)

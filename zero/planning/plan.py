@@ -14,9 +14,10 @@ Knows: what a setting takes. Does not know: which settings there are, how a mode
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -184,6 +185,13 @@ class Planner:
         for parameter in training.model.parameters:
             tensors[parameter.unit] += 1
         self._tensors = tensors
+
+    def recomputing(self, checkpoint: str) -> Planner:
+        """Return the plan of the same training with another choice of what blocks recompute."""
+        other = copy.copy(self)
+        other.training = replace(self.training, checkpoint=checkpoint)
+        other._activations = other.training.activation_bytes()
+        return other
 
     def setting(self, cluster: Cluster, stage: int, cap_mb: int = DEFAULT_CAP_MB) -> PlanSetting:
         """Return a setting of this training, in which all ranks share one copy."""

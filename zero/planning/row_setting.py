@@ -280,7 +280,7 @@ def _with_assumptions(row: dict[str, str]) -> tuple[dict[str, str], bool]:
 
 
 def _is_early(source: str) -> bool:
-    """Return whether a source names a paper of arXiv from before torch 2.1, whose recompute is the first to stop early."""
+    """Return whether a source names a paper of arXiv from before torch 2.1, the first whose recompute stops early."""
     number = re.search(r"\b(\d{4})\.\d{5}\b", source)
     return number is not None and int(number[1]) < _TORCH_2_1
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...planning.choose import enough_bytes, frontier, name_of, settings, smallest_cluster
-from ...planning.hardware import Cluster
+from ...planning.hardware import Cluster, presets, read_hardware
 from ...planning.plan import MIB, Choice, Planner, usable_bytes
 from ..console import INSTALL_HINT, Console
 from ..runner import check_output, fail, reports_errors
@@ -21,6 +21,7 @@ from .inputs import Asked, asked_of, training_of
 from .pictures import draw_choices, draw_scale
 from .settings import PlanConfig
 from .start import start_of
+from .table import plan_table
 from .written import write
 
 __all__ = ["run"]
@@ -32,26 +33,42 @@ FILES = ("plan.json", "plan.png", "plan-scale.png", "trace.json")
 @reports_errors
 def run(config: PlanConfig) -> int:
     """Plan, print and write. The exit code is 1 if nothing fits, and 2 after wrong input."""
-    begin = time.perf_counter()
     try:
-        asked = asked_of(config)
-        check_output(config.out, *FILES)
+        return _table(config) if config.rows is not None else _plan(config)
     except ValueError as error:
         fail(error)
         return WRONG_INPUT
+
+
+def _table(config: PlanConfig) -> int:
+    """Plan the rows of a file."""
+    assert config.rows is not None
+    if config.out.suffix.lower() != ".csv":
+        raise ValueError(f"--out {config.out}: with --rows it must be the CSV file to write, as in --out planned.csv")
+    hardware = presets() if config.hardware is None else read_hardware(config.hardware)
+    count = plan_table(config.rows, config.out, hardware)
+    Console().line(f"wrote {count} rows to {config.out}")
+    return 0
+
+
+def _plan(config: PlanConfig) -> int:
+    """Plan one training."""
+    begin = time.perf_counter()
+    asked = asked_of(config)
+    check_output(config.out, *FILES)
     console, planner = Console(), Planner(asked.training)
     choices = [planner.choice(each, asked.cluster, always=config.all) for each in settings(planner, asked.cluster)]
     found = Findings.of(asked, planner, choices)
     _print(config, found, console)
     code = 0
     if found.best is None:
-        gb = usable_bytes(asked.cluster) / 1e9
-        code = fail(f"no setting fits into {gb:.1f} GB of a rank: {_smallest_change(config, asked)}")
+        gb = _gb(usable_bytes(asked.cluster))
+        fail(f"no setting fits into {gb} GB of a rank: {_smallest_change(config, asked)}")
         code = NOTHING_FITS
     files = write(config, found, planner)
     if can_draw():
         files += [draw_choices(config.out, found)] if found.best else []
-        files += [draw_scale(config.out, found)] if found.curves else []
+        files += [draw_scale(config.out, found)] if any(len(curve.points) > 1 for curve in found.curves) else []
     else:
         console.line(f"no pictures: {INSTALL_HINT}")
     console.line(f"wrote {', '.join(files)} in {config.out}; {time.perf_counter() - begin:.1f} s beyond imports")
@@ -62,7 +79,7 @@ def _print(config: PlanConfig, found: Findings, console: Console) -> None:
     training, cluster = found.asked.training, found.asked.cluster
     micro_batches = training.micro_batches(cluster.ranks)
     console.line(
-        f"{training.model.name}: {training.model.numel / 1e9:.2f} B parameters in {len(training.model.units)} units, "
+        f"{training.model.name}: {_short(training.model.numel)} parameters in {len(training.model.units)} units, "
         f"{_cluster(cluster)}, {config.precision}, {config.optimizer}, {micro_batches} x {training.micro} x "
         f"{training.sequence:,} tokens of a rank and step, checkpoint {training.checkpoint}"
     )
@@ -74,51 +91,53 @@ def _print(config: PlanConfig, found: Findings, console: Console) -> None:
     header = ["setting", "GB", "states", "activations", "gathered", "buckets", "s a step", "MFU", "left host, GB", ""]
     rows = [_row(choice, found) for choice in sorted(shown, key=lambda choice: (choice.seconds, choice.peak.total))]
     if rows:
-        console.table(f"a rank has {usable_bytes(cluster) / 1e9:.1f} GB; * recommended", header, rows)
+        console.table(f"a rank has {_gb(usable_bytes(cluster))} GB; * recommended", header, rows)
     if found.best:
         for line in _recommendation(config, found, found.best):
             console.line(line)
     for smallest in found.smallest:
         console.line(
             f"smallest cluster that fits, checkpoint {smallest.checkpoint}: {_cluster(smallest.found.cluster)}, "
-            f"{name_of(smallest.found.setting)}, {smallest.found.peak.total / 1e9:.1f} of "
-            f"{smallest.found.usable / 1e9:.1f} GB"
+            f"{name_of(smallest.found.setting)}, {_gb(smallest.found.peak.total)} of "
+            f"{_gb(smallest.found.usable)} GB"
         )
     for curve in found.curves:
+        if len(curve.points) == 1:
+            continue
         ends = (curve.points[0], curve.points[-1])
-        rates = ", ".join(f"{p.tokens_per_second:,.0f} at {p.ranks:,} ({p.low:,.0f}-{p.high:,.0f})" for p in ends)
-        console.line(f"tokens/s of a GPU, {curve.name}: {rates}")
+        rates = ", ".join(f"{_rate(p.tokens_per_second)} at {p.ranks:,} ({_rate(p.low)}-{_rate(p.high)})" for p in ends)
+        console.line(f"tokens/s of a rank, {curve.name}: {rates}")
 
 
 def _row(choice: Choice, found: Findings) -> list[str]:
     peak, step = choice.peak, choice.step
-    sizes = [f"{size / 1e9:.1f}" for size in (peak.total, peak.states, peak.activations, peak.gathered, peak.buckets)]
+    sizes = [_gb(size) for size in (peak.total, peak.states, peak.activations, peak.gathered, peak.buckets)]
     mark = "*" if choice is found.best else "" if choice.fits else "does not fit"
     if step is None:
         return [name_of(choice.setting), *sizes, "", "", "", mark]
     low, high = found.bands.get(choice.setting, (step.seconds, step.seconds))
     band = f"{step.seconds:.3g}" if high - low < 0.005 * low else f"{step.seconds:.3g} ({low:.3g}-{high:.3g})"
-    times = [band, f"{step.utilization:.1%}", f"{step.left_host / 1e9:.1f}"]
+    times = [band, f"{step.utilization:.1%}", _gb(step.left_host)]
     return [name_of(choice.setting), *sizes, *times, mark]
 
 
 def _recommendation(config: PlanConfig, found: Findings, best: Choice) -> Sequence[str]:
     assert best.step is not None
     cluster, step = found.asked.cluster, best.step
-    reasons = [f"fits with {(best.usable - best.peak.total) / 1e9:.1f} GB to spare"]
+    reasons = [f"fits with {_gb(best.usable - best.peak.total)} GB to spare"]
     others = [each for each in found.choices if each.fits and name_of(each.setting) != name_of(best.setting)]
     if others:
         other = min(others, key=lambda choice: choice.seconds)
         reasons.append(
-            f"{other.seconds / step.seconds - 1:+.1%} time and {other.peak.total / best.peak.total - 1:+.0%} memory "
-            f"with {name_of(other.setting)}"
+            f"the fastest other, {name_of(other.setting)}, takes {other.seconds / step.seconds - 1:+.1%} time and "
+            f"{other.peak.total / best.peak.total - 1:+.0%} memory"
         )
     waits = sorted(((part, share) for part, share in step.parts.items() if share > 0.005 * step.seconds), key=_second)
     of_time = ", ".join(f"{share / step.seconds:.0%} {part}" for part, share in waits)
     lines = [f"recommended: {name_of(best.setting)}: {'; '.join(reasons)}", f"its seconds: {of_time}"]
     lines.append(
-        f"{step.tokens_per_second:,.0f} tokens/s, {step.tokens_per_second / cluster.ranks:,.0f} of a GPU; ranks send "
-        f"{step.sent / 1e9:.1f} GB a step"
+        f"{step.tokens_per_second:,.0f} tokens/s, {step.tokens_per_second / cluster.ranks:,.0f} of a rank; ranks send "
+        f"{_gb(step.sent)} GB a step"
     )
     if config.tokens:
         lines.append(f"{config.tokens:.3g} tokens: {config.tokens / step.tokens_per_second / 86400:.1f} days")
@@ -139,6 +158,20 @@ def _buckets(found: Findings, best: Choice) -> str:
         enough = enough_bytes(cluster, best.setting.factor) / MIB
         line += f" (latency is at most a tenth of a ring's time from {enough:,.0f} MiB on)"
     return line
+
+
+def _gb(nbytes: float) -> str:
+    """Return GB (10**9 bytes) with one decimal, or three digits of less than one."""
+    return f"{nbytes / 1e9:.1f}" if nbytes >= 1e9 or nbytes < 1e3 else f"{nbytes / 1e9:.3g}"
+
+
+def _rate(tokens: float) -> str:
+    return f"{tokens:,.0f}" if tokens >= 10 else f"{tokens:.2g}"
+
+
+def _short(count: int) -> str:
+    """Return a number of parameters, as 8.03 B or 124.44 M."""
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
 
 
 def _second(pair: tuple[str, float]) -> float:

@@ -84,13 +84,10 @@ def _other_caps(best: Choice, choices: Sequence[Choice]) -> list[tuple[int, floa
 
 
 def _smallest(asked: Asked, planner: Planner) -> list[SmallestWith]:
-    found = []
-    for checkpoint in dict.fromkeys((asked.training.checkpoint, "full")):
-        training = replace(asked.training, checkpoint=checkpoint)
-        other = planner if checkpoint == asked.training.checkpoint else Planner(training)
-        if checkpoint != asked.training.checkpoint and not asked.training.counts_activations:
-            continue
-        smallest = smallest_cluster(other, asked.cluster)
+    found = list[SmallestWith]()
+    kinds = (asked.training.checkpoint, "full") if asked.training.counts_activations else (asked.training.checkpoint,)
+    for checkpoint in dict.fromkeys(kinds):
+        smallest = smallest_cluster(planner.recomputing(checkpoint), asked.cluster)
         if smallest is not None and not any(smallest.cluster == each.found.cluster for each in found):
             found.append(SmallestWith(checkpoint, smallest))
     return found

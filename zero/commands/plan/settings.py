@@ -47,9 +47,14 @@ class PlanConfig:
     price: Annotated[float | None, "$ for a GPU-hour, for $ of a billion tokens"] = None
     all: Annotated[bool, "print every setting, also those that another one beats and those that do not fit"] = False
     trace: Annotated[bool, "write trace.json: the recommended step for chrome://tracing or Perfetto"] = False
-    out: Annotated[Path, "folder for plan.json, plan.png and plan-scale.png"] = Path("zero-plan")
+    rows: Annotated[
+        Path | None, "plan each row of this CSV file of runs instead, with the columns of benchmarks/data/points.csv"
+    ] = None
+    out: Annotated[Path, "folder for plan.json, plan.png and plan-scale.png; with --rows, the CSV file to write"] = (
+        Path("zero-plan")
+    )
 
     def to_json(self) -> dict[str, Any]:
         """Return what decides the plan as values of JSON's types: no folders of the machine."""
         values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
-        return {name: value for name, value in values.items() if name not in ("out", "all", "trace")}
+        return {name: value for name, value in values.items() if name not in ("out", "all", "trace", "rows")}

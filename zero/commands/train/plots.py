@@ -27,7 +27,7 @@ RADIUS = 4  # points: of a dot and its edge
 AROUND = ((5, 5), (5, -5), (-5, 5), (-5, -5), (5, 12), (5, -12), (-5, 12), (-5, -12))  # points: from a dot to its name
 PEER, SERIES = "#5b6770", ("#8a5fa8", "#2f6f9f", "#2b8a5a", "#c98a1b")
 
-MEASURED_LABELS = ("step, ms", "MB of a rank at its peak, above its start (10⁶ bytes)")
+MEASURED_LABELS = ("step, ms", "MB of a rank at its peak, above its start (10⁶ bytes)", "on disk")
 
 
 def can_draw() -> bool:
@@ -90,7 +90,7 @@ def draw_steps(path: Path, title: str, before: int, step_ms: Sequence[float], sa
 @dataclass(frozen=True)
 class Dot:
     """One setting of a sweep. ``series``: settings of one colour; ``ours``: a setting of zero, not of a peer;
-    ``hollow``: it keeps something on disk; ``best``: it lies on the line."""
+    ``hollow``: it keeps something elsewhere, on disk for instance; ``best``: it lies on the line."""
 
     name: str
     series: str
@@ -102,10 +102,22 @@ class Dot:
 
 
 def draw_sweep(
-    path: Path, title: str, dots: Sequence[Dot], labels: tuple[str, str] = MEASURED_LABELS, limit: float | None = None
+    path: Path,
+    title: str,
+    dots: Sequence[Dot],
+    labels: tuple[str, str, str] = MEASURED_LABELS,
+    limit: float | None = None,
 ) -> None:
     """Draw the memory of a rank against the time of a step, with a line through the best settings. The best settings
-    and all peers have their names beside them. ``labels``: of the axes; ``limit``: the most that a rank has, in MB."""
+    and all peers have their names beside them, where there is room.
+
+    Args:
+        path: of the picture.
+        title: above it.
+        dots: settings.
+        labels: of the axes, and of hollow dots.
+        limit: the most that a rank has, in MB.
+    """
     figure, axes = _figure(title, (10.0, 6.0))
     colors = dict(zip(dict.fromkeys(dot.series for dot in dots if dot.ours), SERIES, strict=False))
     for name in dict.fromkeys(dot.series for dot in dots):
@@ -119,7 +131,7 @@ def draw_sweep(
                 marker="o" if part and part[0].ours else "X",
                 facecolors="white" if hollow else color,
                 edgecolors=color,
-                label=f"{name}{', on disk' if hollow else ''}" if part else None,
+                label=f"{name}{', ' + labels[2] if hollow else ''}" if part else None,
                 zorder=3,
             )
     line = sorted((dot.step_ms, dot.nbytes / 1e6) for dot in dots if dot.best)
@@ -158,7 +170,7 @@ def _taken(axes: Axes, dots: Sequence[Dot], corners: Sequence[tuple[float, float
 
 def _name(axes: Axes, dots: Sequence[Dot], taken: list[Bbox]) -> None:
     """Write each dot's name at the first offset of `AROUND` where it covers no box of ``taken`` and is inside the axes.
-    If there is none, take the first offset. Adds the boxes of the names to ``taken``."""
+    If there is none, leave the name out. Adds the boxes of the names to ``taken``."""
     inside = axes.get_window_extent()
     for dot in dots:
         texts = [
@@ -179,10 +191,9 @@ def _name(axes: Axes, dots: Sequence[Dot], taken: list[Bbox]) -> None:
             for text, box in boxes.items()
             if inside.contains(*box.min) and inside.contains(*box.max) and not box.count_overlaps(taken)
         ]
-        chosen = (free or texts)[0]
-        taken.append(boxes[chosen])
+        taken += [boxes[text] for text in free[:1]]
         for text in texts:
-            if text is not chosen:
+            if text not in free[:1]:
                 text.remove()
 
 

@@ -1,0 +1,293 @@
+"""`zero plan`: what it prints and writes, which flags it takes, and what it says of wrong input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero.commands import cli
+from zero.commands.plan import command
+from zero.commands.plan.settings import PlanConfig
+from zero.commands.plan.start import start_of
+from zero.commands.plan.table import COLUMNS
+from zero.planning.hardware import presets
+from zero.planning.plan import MIB
+from zero.planning.setting import PlanSetting
+
+from ..planning.configs import LLAMA_3_8B, llama
+
+SMALL = llama("llama", 4, 256, 4, 2, 704, 1000)
+ROW = {
+    "id": "a row",
+    "framework": "torch FSDP1",
+    "layers": "2",
+    "hidden": "256",
+    "heads": "4",
+    "vocab": "1000",
+    "seq": "128",
+    "micro_batch": "2",
+    "gpus": "16",
+    "gpu": "a100-80",
+    "precision": "bf16",
+    "sharding": "zero3",
+}
+
+pytestmark = pytest.mark.usefixtures("no_launcher")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL))
+    return path
+
+
+def plan(*flags: str) -> int:
+    return cli.main(["plan", *flags])
+
+
+def written(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / "plan.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def test_it_prints_a_table_and_a_recommendation_and_writes_files(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    flags = [f"--config={config}", "--cluster=h100:8x2", "--sequence=512", "--global-batch=64", f"--out={out}"]
+    assert plan(*flags, "--tokens=1e9", "--price=2", "--trace") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{tmp_path.name}: 3.46 M parameters in 5 units, ")
+    assert "16 h100 (2 hosts, 3,200 Gb/s a host)" in lines[0]
+    for begin in ("recommended: zero ", "its seconds: ", "bucket_cap_mb: ", "start: ", "smallest cluster that fits"):
+        assert any(line.startswith(begin) for line in lines), begin
+    assert any("days" in line for line in lines)
+    assert any(line.startswith("$") for line in lines)
+    found = written(out)
+    names = [choice["name"] for choice in found["choices"]]
+    assert len(set(names)) == len(names)
+    assert found["recommended"]["name"] in names
+    for choice in found["choices"]:
+        assert sum(choice["bytes"].values()) == choice["total_bytes"]
+    trace = json.loads((out / "trace.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in trace} == {"X", "M"}
+
+
+def test_it_draws_pictures_with_room_for_their_words(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    from ..pictures import misfits
+
+    drawn = {}
+    monkeypatch.setattr(figure.Figure, "savefig", lambda figure, path, **_: drawn.update({path.name: figure}))
+    flags = [f"--config={config}", "--cluster=h100:8x2", "--sequence=512", f"--out={tmp_path}"]
+    assert plan(*flags) == 0
+    assert set(drawn) == {"plan.png", "plan-scale.png"}
+    for name, picture in drawn.items():
+        assert misfits(picture) == [], name
+
+
+def test_one_host_without_a_network_has_no_curve(config: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert plan(f"--config={config}", "--cluster=rtx4090:2", f"--out={tmp_path}") == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "plan.json", "plan.png"}
+
+
+def test_the_same_plan_has_the_same_bytes(config: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        assert plan(f"--config={config}", f"--out={tmp_path / name}") == 0
+    assert (tmp_path / "one" / "plan.json").read_bytes() == (tmp_path / "two" / "plan.json").read_bytes()
+
+
+def test_where_nothing_fits_it_names_a_change_that_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_3_8B))
+    flags = [f"--config={path}", "--cluster=h100:8", "--sequence=8192", f"--out={tmp_path}"]
+    assert plan(*flags) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "error: no setting fits into 77.7 GB of a rank: --checkpoint selective would fit\n"
+    assert written(tmp_path)["recommended"] is None
+    assert plan(*flags, "--checkpoint=selective") == 0
+
+
+def test_where_no_recomputing_is_enough_it_names_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_3_8B))
+    flags = [f"--config={path}", "--sequence=512", "--checkpoint=full", "--nic=100", f"--out={tmp_path}"]
+    assert plan(*flags, "--cluster=rtx4090:2") == 1
+    error = capsys.readouterr().err
+    hosts = error.split("(")[1].split()[0]
+    assert error.endswith("with --checkpoint full would fit\n")
+    assert plan(*flags, f"--cluster=rtx4090:2x{hosts}") == 0
+    assert plan(*flags, f"--cluster=rtx4090:2x{int(hosts) - 1}") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "the model needs exactly one of --config, --parameters, --module, --preset, here none"),
+        (["--preset=tiny", "--config=C"], "here --config and --preset"),
+        (["--config=C", "--cluster=h10:8"], "no GPU is called 'h10': did you mean 'h100'?"),
+        (["--config=C", "--cluster=rtx4090:8x2"], "no network is usual for it: give the Gb/s of a host (--nic)"),
+        (["--config=C", "--global-batch=12"], "not divisible by 8 ranks with micro-batches of 1: use 8 or 16"),
+        (["--config=nowhere.json"], "nowhere.json"),
+        (["--config=C", "--micro=0"], "--micro 0 and --sequence 2048 must both be at least 1"),
+        (["--config=C", "--price=-1"], "--price is -1.0: it must be above 0"),
+        (["--config=C", "--optimizer=lion"], "--optimizer is 'lion': choose one of "),
+        (["--config=C", "--fabric=fast"], "fast"),
+        (["--config=UNKNOWN"], "model_type 'lama' is unknown (did you mean 'llama'?)"),
+        (["--parameters=EMPTY"], "EMPTY"),
+        (["--module=nowhere:model"], "--module nowhere:model: ModuleNotFoundError"),
+        (["--preset=tiny", "--checkpoint=full"], "leave it out with --preset"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    flags: list[str], message: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown, empty = tmp_path / "UNKNOWN", tmp_path / "EMPTY"
+    unknown.write_text(json.dumps({**SMALL, "model_type": "lama"}))
+    empty.write_text("")
+    places = {"=C": f"={config}", "=UNKNOWN": f"={unknown}", "=EMPTY": f"={empty}"}
+    given = [flag.replace(key, value) for flag in flags for key, value in [_place(flag, places)]]
+    assert plan(*given, f"--out={tmp_path / 'out'}") == command.WRONG_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert not (tmp_path / "out" / "plan.json").exists()
+
+
+def _place(flag: str, places: dict[str, str]) -> tuple[str, str]:
+    return next(((key, value) for key, value in places.items() if flag.endswith(key)), ("", ""))
+
+
+def test_a_list_of_parameters_has_no_activations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "shapes.txt"
+    path.write_text("a.weight 1024x1024 float32\nb.weight 1024x1024 float32\n")
+    assert plan(f"--parameters={path}", "--cluster=h100:8", f"--out={tmp_path}") == 0
+    assert "activations are not counted" in capsys.readouterr().out
+    found = written(tmp_path)
+    assert found["model"]["activations"] == "not counted"
+    assert {choice["bytes"]["activations"] for choice in found["choices"]} == {0}
+
+
+def test_a_module_is_built_without_memory_and_counted_with_its_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "made.py").write_text(
+        "import torch\n"
+        "def alone():\n    return torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(3)])\n"
+        "def model():\n    return alone(), lambda made: made(torch.ones(8, 512, dtype=torch.bfloat16)).sum()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for name, counted in (("alone", "not counted"), ("model", "counted")):
+        assert plan(f"--module=made:{name}", f"--out={tmp_path}") == 0
+        assert written(tmp_path)["model"] == {
+            "name": f"made:{name}",
+            "parameters": 3 * 513 * 512,
+            "units": 4,
+            "activations": counted,
+        }
+
+
+def start(**changes: Any) -> str:
+    config = PlanConfig(preset="tiny", sequence=32, precision="fp32")
+    setting = PlanSetting(**{"stage": 3, "world_size": 2, "bucket_bytes": 25 * MIB, "precision": "fp32", **changes})
+    return start_of(config, setting, presets().cluster("cpu:2"), 1)
+
+
+def test_the_start_has_the_flags_of_zero_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zero.commands.train import command as train
+
+    given: list[Any] = []
+    monkeypatch.setattr(train, "run", lambda config: given.append(config) or 0)
+    for changes in ({}, {"sharding_factor": 1}, {"reshard": False}, {"bucket_bytes": 3 * MIB}, {"stage": 0}):
+        flags = shlex.split(start(**changes))
+        assert flags[:2] == ["zero", "train"]
+        assert cli.main(flags[1:]) == 0
+        found = given[-1]
+        assert (found.ranks, found.preset, found.sequence, found.micro_batches) == (2, "tiny", 32, 2)
+        assert found.stage == changes.get("stage", 3)
+        assert found.bucket_cap_mb == changes.get("bucket_bytes", 25 * MIB) / MIB
+        assert found.sharding_factor == changes.get("sharding_factor")
+        assert found.reshard_after_forward == str(changes.get("reshard", True)).lower()
+
+
+@pytest.mark.full
+def test_the_recommended_command_trains(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], bare: None
+) -> None:
+    flags = ["--preset=tiny", "--cluster=cpu:2", "--precision=fp32", "--sequence=32", f"--out={tmp_path / 'plan'}"]
+    assert plan(*flags) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("start: "))
+    begun = shlex.split(line.removeprefix("start: "))
+    assert cli.main([*begun[1:], "--steps=2", f"--data={text}", f"--out={tmp_path / 'run'}"]) == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["params_sha256"]
+
+
+def rows(path: Path, *given: dict[str, str]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, sorted({name for row in given for name in row}))
+        writer.writeheader()
+        writer.writerows(given)
+    return path
+
+
+def test_each_row_of_a_table_is_planned(tmp_path: Path) -> None:
+    table, out = rows(tmp_path / "rows.csv", ROW, {**ROW, "id": "another", "micro_batch": "4"}), tmp_path / "out.csv"
+    assert plan(f"--rows={table}", f"--out={out}") == 0
+    with out.open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [row["id"] for row in found] == ["a row", "another"]
+    for row in found:
+        assert tuple(row) == COLUMNS
+        assert float(row["band_low"]) <= float(row["tokens_s_gpu"]) <= float(row["band_high"])
+        assert float(row["step_s"]) > 0
+        assert float(row["mem_gib"]) > 0
+        assert (row["fits"], row["error"]) == ("yes", "")
+        assert float(row["margin_gib"]) > 0
+
+
+def test_a_wrong_row_has_an_error_and_the_others_their_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, out = rows(tmp_path / "rows.csv", {**ROW, "gpu": "h10"}, ROW), tmp_path / "out.csv"
+    assert plan(f"--rows={table}", f"--out={out}") == command.WRONG_INPUT
+    with out.open(newline="") as file:
+        wrong, right = csv.DictReader(file)
+    assert wrong["error"] == "gpu: 'h10' is unknown: did you mean 'h100'?"
+    assert not any(value for name, value in wrong.items() if name not in ("id", "error"))
+    assert right["tokens_s_gpu"]
+    error = capsys.readouterr().err
+    assert error.startswith("error: 1 of 2 rows cannot be planned, and ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "out", "message"),
+    [
+        (None, "out.csv", "cannot be read (No such file or directory)"),
+        (b"name\nx\n", "out.csv", "has no column 'id'"),
+        (b"\xff\xfe\x00", "out.csv", "is no CSV file"),
+        (b"id\nx\n", "folder", "with --rows it must be the CSV file to write"),
+        (b"id\nx\n", "no/folder/out.csv", "cannot write there (No such file or directory)"),
+    ],
+)
+def test_a_table_that_cannot_be_read_or_written_is_one_line(
+    content: bytes | None, out: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "rows.csv"
+    if content is not None:
+        table.write_bytes(content)
+    assert plan(f"--rows={table}", f"--out={tmp_path / out}") == command.WRONG_INPUT
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
