@@ -25,7 +25,7 @@ import numpy as np
 
 from zero.planning.hardware import presets
 from zero.planning.row_setting import Columns
-from zero.planning.rows import RowPlan, count_row, plan_row, plan_rows
+from zero.planning.rows import RowCounter, RowPlan, plan_row, plan_rows
 from zero.planning.seconds.compute import values
 
 from . import plan_fit
@@ -167,10 +167,10 @@ def hardware_tflops(row: Columns, tokens_s_gpu: float) -> float:
 def seeds() -> list[tuple[str, str, bool]]:
     """Return (claim of the paper, what is planned, whether they agree). Nothing is fitted to them."""
     rows = {row["id"]: row for row in points("seed")}
-    hardware, constants = presets(), values()
+    counter, constants = RowCounter(presets()), values()
 
     def plan(name: str, **changed: str) -> RowPlan:
-        found = plan_row({**rows[name], **changed}, hardware, constants)
+        found = plan_row({**rows[name], **changed}, counter, constants)
         if found.error:
             raise ValueError(f"{name}: {found.error}")
         return found
@@ -225,8 +225,8 @@ def main() -> None:
     for claim, planned, agrees in seeds():
         print(f"  {claim:50} {planned:16} {'agrees' if agrees else 'DISAGREES'}")
     if args.fit or args.leave_one_out:
-        hardware = presets()
-        counted = [count_row(row, hardware) for row in runs]
+        counter = RowCounter(presets())
+        counted = [counter.count(row) for row in runs]
         measured = np.array([float(row["step_s"]) for row in runs])
         constants = values()
         if args.fit:

@@ -25,7 +25,7 @@ from zero.planning.choose import (
 from zero.planning.hardware import Cluster, presets
 from zero.planning.models.shapes import from_config
 from zero.planning.models.works import count_transformer
-from zero.planning.plan import Choice, Planner, Training, usable_bytes
+from zero.planning.plan import PlannedSetting, Planner, Training, usable_bytes
 from zero.planning.seconds.wires import RankGroup, Wires
 from zero.planning.setting import PRECISIONS
 
@@ -49,7 +49,7 @@ def cluster(text: str) -> Cluster:
 
 
 @functools.cache
-def choices(text: str, size: str = "small") -> list[Choice]:
+def choices(text: str, size: str = "small") -> list[PlannedSetting]:
     plan, here = planner(size), cluster(text)
     return [plan.choice(setting, here, always=True) for setting in settings(plan, here)]
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ..core.stage import Placement, stage_of
 from .hardware import Cluster
-from .plan import DEFAULT_CAP_MB, MIB, Choice, PeakBytes, Planner, usable_bytes
+from .plan import DEFAULT_CAP_MB, MIB, PeakBytes, PlannedSetting, Planner, usable_bytes
 from .seconds.wires import Wires
 from .setting import PlanSetting
 
@@ -55,9 +55,9 @@ def reshards(cluster: Cluster, factor: int) -> list[bool | int]:
     return [True, *near, False]
 
 
-def frontier(choices: Sequence[Choice]) -> list[Choice]:
+def frontier(choices: Sequence[PlannedSetting]) -> list[PlannedSetting]:
     """Return the settings that fit and for which no other one is both smaller and faster, ordered by time."""
-    best: list[Choice] = []
+    best: list[PlannedSetting] = []
     fitting = [choice for choice in choices if choice.fits and choice.step is not None]
     for choice in sorted(fitting, key=lambda choice: (choice.seconds, choice.peak.total)):
         if not best or choice.peak.total < best[-1].peak.total:
@@ -65,7 +65,7 @@ def frontier(choices: Sequence[Choice]) -> list[Choice]:
     return best
 
 
-def recommended(choices: Sequence[Choice]) -> Choice | None:
+def recommended(choices: Sequence[PlannedSetting]) -> PlannedSetting | None:
     """Return the setting to take: of those that fit and are as fast as the fastest (`SAME`), the smallest whose states
     stay on the device, or else the smallest. None: none fits."""
     fitting = [choice for choice in choices if choice.fits and choice.step is not None]

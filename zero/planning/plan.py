@@ -155,7 +155,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlannedSetting:
     """A setting with what it takes. ``step`` is None where nothing was simulated, since it does not fit."""
 
     setting: PlanSetting
@@ -245,10 +245,12 @@ class Planner:
             found.events,
         )
 
-    def choice(self, setting: PlanSetting, cluster: Cluster, *, always: bool = False) -> Choice:
+    def choice(self, setting: PlanSetting, cluster: Cluster, *, always: bool = False) -> PlannedSetting:
         """Return what a setting takes. ``always``: seconds also if it does not fit."""
         peak, usable = self.peak(setting), usable_bytes(cluster)
-        return Choice(setting, peak, usable, self.step(setting, cluster) if always or peak.total <= usable else None)
+        return PlannedSetting(
+            setting, peak, usable, self.step(setting, cluster) if always or peak.total <= usable else None
+        )
 
     def _unit_loads(self, compute: Compute) -> list[UnitLoad]:
         training = self.training

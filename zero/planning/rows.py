@@ -12,7 +12,6 @@ measured.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -72,20 +71,41 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class CountedRow:
-    """A row, read and counted: what does not change with a constant."""
+    """A row, read and counted: what does not change with a constant. ``wires``: the links by the name of the fabric."""
 
     setting: RowSetting
     model: Model
     works: tuple[UnitWork, ...]
-    hardware: Hardware
+    memory: RowBytes
+    wires: Mapping[str, Wires]
 
-    @functools.cached_property
-    def memory(self) -> RowBytes:
-        return row_bytes(self.setting, self.works, self.model.unit_numels())
 
-    @functools.cached_property
-    def clusters(self) -> Mapping[str, Wires]:
-        return {fabric: Wires(self.setting.cluster(self.hardware, fabric)) for fabric in self.hardware.fabrics}
+class RowCounter:
+    """Reads and counts rows. A model, and its work, that several rows have is counted once."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._models: dict[Transformer, Model] = {}
+        self._works: dict[tuple[Transformer, int, int, torch.dtype], tuple[UnitWork, ...]] = {}
+
+    def count(self, row: Columns) -> CountedRow:
+        """Return a row, read and counted. Raises `ValueError` if it cannot be planned."""
+        setting = read_row(row, self._hardware)
+        model, works = self._counted(setting)
+        wires = {fabric: Wires(setting.cluster(self._hardware, fabric)) for fabric in self._hardware.fabrics}
+        return CountedRow(setting, model, works, row_bytes(setting, works, model.unit_numels()), wires)
+
+    def _counted(self, setting: RowSetting) -> tuple[Model, tuple[UnitWork, ...]]:
+        numbers = setting.transformer()
+        if numbers not in self._models:
+            self._models[numbers] = from_numbers(numbers, "a row")
+        model = self._models[numbers]
+        key = (numbers, setting.micro, setting.sequence, setting.precision.activations)
+        if key not in self._works:
+            works = count_transformer(model, *key[1:])
+            assert works is not None  # a model that is made from numbers has blocks
+            self._works[key] = works
+        return model, self._works[key]
 
 
 def plan_rows(rows: Iterable[Columns], hardware: Hardware | None = None) -> list[RowPlan]:
@@ -95,17 +115,16 @@ def plan_rows(rows: Iterable[Columns], hardware: Hardware | None = None) -> list
         rows: by the names of the columns of ``benchmarks/data/points.csv``; what was measured may be missing.
         hardware: presets, or a measured file.
     """
-    hardware = presets() if hardware is None else hardware
-    constants = values()
-    return [plan_row(row, hardware, constants) for row in rows]
+    counter, constants = RowCounter(presets() if hardware is None else hardware), values()
+    return [plan_row(row, counter, constants) for row in rows]
 
 
-def plan_row(row: Columns, hardware: Hardware, constants: Mapping[str, float]) -> RowPlan:
+def plan_row(row: Columns, counter: RowCounter, constants: Mapping[str, float]) -> RowPlan:
     """Return the plan of a row. It never raises for what the row says."""
     name = (row.get("id") or "").strip()
     try:
-        counted = count_row(row, hardware)
-        seconds = {fabric: row_seconds(counted, constants, fabric) for fabric in ("good", "typical", "poor")}
+        counted = counter.count(row)
+        seconds = {fabric: row_seconds(counted, constants, fabric) for fabric in counted.wires}
     except ValueError as error:
         return RowPlan(name, error=str(error))
     setting, total = counted.setting, counted.memory.total
@@ -122,19 +141,9 @@ def plan_row(row: Columns, hardware: Hardware, constants: Mapping[str, float]) -
     )
 
 
-def count_row(row: Columns, hardware: Hardware) -> CountedRow:
-    """Return a row, read and counted. Raises `ValueError` if it cannot be planned."""
-    setting = read_row(row, hardware)
-    model = _model_of(setting.transformer())
-    works = _works_of(model, setting.micro, setting.sequence, setting.precision.activations)
-    counted = CountedRow(setting, model, works, hardware)
-    counted.setting.cluster(hardware, "typical")  # refuses what the cluster lacks
-    return counted
-
-
 def row_seconds(counted: CountedRow, constants: Mapping[str, float], fabric: str = QUIET) -> float:
     """Return the seconds of a step."""
-    setting, wires, numels = counted.setting, counted.clusters[fabric], counted.model.unit_numels()
+    setting, wires, numels = counted.setting, counted.wires[fabric], counted.model.unit_numels()
     seconds = _PassEquations(setting, wires, constants)
     known: dict[tuple[int, UnitWork | None], PassSeconds] = {}
     loads = []
@@ -211,15 +220,3 @@ def _repeated(setting: RowSetting, work: UnitWork, number: int) -> UnitWork | No
         return work
     last = 2.0 * setting.ffn * setting.hidden * setting.micro * setting.sequence  # no backward needs its output
     return replace(work, matmul_flops=work.matmul_flops - last)
-
-
-@functools.lru_cache(maxsize=64)
-def _model_of(numbers: Transformer) -> Model:
-    return from_numbers(numbers, "a row")
-
-
-@functools.lru_cache(maxsize=256)
-def _works_of(model: Model, micro: int, sequence: int, dtype: torch.dtype) -> tuple[UnitWork, ...]:
-    works = count_transformer(model, micro, sequence, dtype)
-    assert works is not None
-    return works

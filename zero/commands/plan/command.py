@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ...planning.choose import enough_bytes, frontier, name_of, settings, smallest_cluster
 from ...planning.hardware import Cluster, presets, read_hardware
-from ...planning.plan import MIB, Choice, Planner, usable_bytes
+from ...planning.plan import MIB, PlannedSetting, Planner, usable_bytes
 from ..console import INSTALL_HINT, Console
 from ..runner import check_output, fail, reports_errors
 from ..train.plots import can_draw
@@ -109,7 +109,7 @@ def _print(config: PlanConfig, found: Findings, console: Console) -> None:
         console.line(f"tokens/s of a rank, {curve.name}: {rates}")
 
 
-def _row(choice: Choice, found: Findings) -> list[str]:
+def _row(choice: PlannedSetting, found: Findings) -> list[str]:
     peak, step = choice.peak, choice.step
     sizes = [_gb(size) for size in (peak.total, peak.states, peak.activations, peak.gathered, peak.buckets)]
     mark = "*" if choice is found.best else "" if choice.fits else "does not fit"
@@ -121,7 +121,7 @@ def _row(choice: Choice, found: Findings) -> list[str]:
     return [name_of(choice.setting), *sizes, *times, mark]
 
 
-def _recommendation(config: PlanConfig, found: Findings, best: Choice) -> Sequence[str]:
+def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -> Sequence[str]:
     assert best.step is not None
     cluster, step = found.asked.cluster, best.step
     reasons = [f"fits with {_gb(best.usable - best.peak.total)} GB to spare"]
@@ -149,7 +149,7 @@ def _recommendation(config: PlanConfig, found: Findings, best: Choice) -> Sequen
     return lines
 
 
-def _buckets(found: Findings, best: Choice) -> str:
+def _buckets(found: Findings, best: PlannedSetting) -> str:
     cap, cluster = best.setting.bucket_bytes // MIB, found.asked.cluster
     line = f"bucket_cap_mb: {cap}"
     for other, change in found.other_caps:

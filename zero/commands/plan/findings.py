@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...planning.choose import ScaleCurve, Smallest, frontier, recommended, scale_curves, smallest_cluster
-from ...planning.plan import MIB, Choice, Planner
+from ...planning.plan import MIB, PlannedSetting, Planner
 from ...planning.setting import PlanSetting
 from .inputs import Asked
 
@@ -40,8 +40,8 @@ class Findings:
     """
 
     asked: Asked
-    choices: Sequence[Choice]
-    best: Choice | None
+    choices: Sequence[PlannedSetting]
+    best: PlannedSetting | None
     micro_batches: int
     bands: Mapping[PlanSetting, tuple[float, float]]
     other_caps: Sequence[tuple[int, float]]
@@ -49,7 +49,7 @@ class Findings:
     curves: Sequence[ScaleCurve]
 
     @classmethod
-    def of(cls, asked: Asked, planner: Planner, choices: Sequence[Choice]) -> Findings:
+    def of(cls, asked: Asked, planner: Planner, choices: Sequence[PlannedSetting]) -> Findings:
         """Answer all questions that follow from the choices."""
         best = recommended(choices)
         fabrics = asked.hardware.fabrics
@@ -65,7 +65,7 @@ class Findings:
         )
 
 
-def _band(choice: Choice, asked: Asked, planner: Planner) -> tuple[float, float]:
+def _band(choice: PlannedSetting, asked: Asked, planner: Planner) -> tuple[float, float]:
     seconds = [choice.seconds]
     for step in asked.hardware.fabrics.values() if asked.cluster.hosts > 1 else ():
         network = replace(asked.cluster.network, ring_step=step)
@@ -73,7 +73,7 @@ def _band(choice: Choice, asked: Asked, planner: Planner) -> tuple[float, float]
     return min(seconds), max(seconds)
 
 
-def _other_caps(best: Choice, choices: Sequence[Choice]) -> list[tuple[int, float]]:
+def _other_caps(best: PlannedSetting, choices: Sequence[PlannedSetting]) -> list[tuple[int, float]]:
     cap = best.setting.bucket_bytes
     same = [each for each in choices if replace(each.setting, bucket_bytes=cap) == best.setting and each.step]
     return [

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...planning.choose import enough_bytes, frontier, name_of
-from ...planning.plan import RESERVED, USABLE_SHARE, Choice, Planner, usable_bytes
+from ...planning.plan import RESERVED, USABLE_SHARE, PlannedSetting, Planner, usable_bytes
 from ...planning.seconds.program import chrome_trace
 from .findings import Findings
 from .settings import PlanConfig
@@ -78,7 +78,7 @@ def write(config: PlanConfig, found: Findings, planner: Planner) -> list[str]:
     return files
 
 
-def _choice(choice: Choice, found: Findings) -> dict[str, Any]:
+def _choice(choice: PlannedSetting, found: Findings) -> dict[str, Any]:
     step, setting = choice.step, choice.setting
     band = found.bands.get(setting)
     return {

@@ -35,6 +35,8 @@ class Constant:
 FIT = "fit"
 _MAMF = "of the peak, stas00/ml-engineering, compute/accelerator/README.md, maximum achievable matmul FLOPS"
 _LINES = "python -m benchmarks.scaling, 2 ranks of a CPU: what stage 3 adds to a plain loop for each tensor"
+_JITTER = "an assumption: runs on quiet clusters cannot tell it from the steps of a ring"
+_HOST = "an assumption: the hooks and launches of a unit in Python; hidden wherever a unit computes for longer"
 
 CONSTANTS: Mapping[str, Constant] = {
     "matmul.ampere": Constant(0.847, "share of the peak", 0.4, 0.95, FIT),
@@ -54,8 +56,8 @@ CONSTANTS: Mapping[str, Constant] = {
     "compiled": Constant(0.237, "share of element-wise bytes that is left by a compiler", 0.1, 1.0, FIT),
     "overlap": Constant(0.6, "seconds of slowdown for each second beside a collective", 0.0, 0.6, FIT),
     "fixed": Constant(0.019, "seconds of a step that no unit explains", 0.0, 0.2, FIT),
-    "jitter": Constant(0.005, "share of a step for each doubling of hosts", 0.0, 0.03, FIT),
-    "unit_host": Constant(0.12e-3, "seconds of the host for a pass of a unit", 0.0, 1e-3, FIT),
+    "jitter": Constant(0.005, "share of a step for each doubling of hosts", 0.0, 0.03, _JITTER),
+    "unit_host": Constant(0.12e-3, "seconds of the host for a pass of a unit", 0.0, 1e-3, _HOST),
     "hook": Constant(23e-6, "seconds of the host for a tensor's hooks in a step", 0.0, 1e-4, _LINES),
     "launch": Constant(5e-6, "seconds of the host for a kernel", 1e-6, 5e-5, "an assumption; measure your own machine"),
 }
