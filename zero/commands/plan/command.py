@@ -125,12 +125,12 @@ def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -
     assert best.step is not None
     cluster, step = found.asked.cluster, best.step
     reasons = [f"fits with {_gb(best.usable - best.peak.total)} GB to spare"]
-    others = [each for each in found.choices if each.fits and name_of(each.setting) != name_of(best.setting)]
+    others = [each for each in found.choices if each.fits and _kind(each) != _kind(best)]
     if others:
         other = min(others, key=lambda choice: choice.seconds)
         reasons.append(
-            f"the fastest other, {name_of(other.setting)}, takes {other.seconds / step.seconds - 1:+.1%} time and "
-            f"{other.peak.total / best.peak.total - 1:+.0%} memory"
+            f"the fastest of another kind, {name_of(other.setting)}, takes {other.seconds / step.seconds - 1:+.1%} time "
+            f"and {other.peak.total / best.peak.total - 1:+.0%} memory"
         )
     waits = sorted(((part, share) for part, share in step.parts.items() if share > 0.005 * step.seconds), key=_second)
     of_time = ", ".join(f"{share / step.seconds:.0%} {part}" for part, share in waits)
@@ -147,6 +147,11 @@ def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -
     lines.append(_buckets(found, best))
     lines.append(f"start: {start_of(config, best.setting, cluster, found.micro_batches)}")
     return lines
+
+
+def _kind(choice: PlannedSetting) -> tuple[int, int, bool | int]:
+    """Return what tells settings apart beside buckets and where states are."""
+    return choice.setting.stage, choice.setting.factor, choice.setting.reshard
 
 
 def _buckets(found: Findings, best: PlannedSetting) -> str:
