@@ -6,6 +6,7 @@ the files are written (`written`) and drawn (`pictures`).
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,7 +54,7 @@ def _table(config: PlanConfig) -> int:
 
 def _plan(config: PlanConfig) -> int:
     """Plan one training."""
-    begin = time.perf_counter()
+    imports = _used()
     asked = asked_of(config)
     check_output(config.out, *FILES)
     console, planner = Console(), Planner(asked.training)
@@ -71,8 +72,18 @@ def _plan(config: PlanConfig) -> int:
         files += [draw_scale(config.out, found)] if any(len(curve.points) > 1 for curve in found.curves) else []
     else:
         console.line(f"no pictures: {INSTALL_HINT}")
-    console.line(f"wrote {', '.join(files)} in {config.out}; {time.perf_counter() - begin:.1f} s beyond imports")
+    seconds, mebibytes = _used()
+    console.line(f"wrote {', '.join(files)} in {config.out}")
+    console.line(
+        f"{seconds - imports[0]:.1f} s of the processor and {mebibytes - imports[1]:.0f} MiB, beside "
+        f"{imports[0]:.1f} s and {imports[1]:.0f} MiB for imports, torch among them"
+    )
     return code
+
+
+def _used() -> tuple[float, float]:
+    """Return the processor's seconds and the peak of resident memory, in MiB, of this process so far."""
+    return time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def _print(config: PlanConfig, found: Findings, console: Console) -> None:
@@ -129,8 +140,8 @@ def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -
     if others:
         other = min(others, key=lambda choice: choice.seconds)
         reasons.append(
-            f"the fastest of another kind, {name_of(other.setting)}, takes {other.seconds / step.seconds - 1:+.1%} time "
-            f"and {other.peak.total / best.peak.total - 1:+.0%} memory"
+            f"the fastest of another kind, {name_of(other.setting)}, takes {other.seconds / step.seconds - 1:+.1%} "
+            f"time and {other.peak.total / best.peak.total - 1:+.0%} memory"
         )
     waits = sorted(((part, share) for part, share in step.parts.items() if share > 0.005 * step.seconds), key=_second)
     of_time = ", ".join(f"{share / step.seconds:.0%} {part}" for part, share in waits)
