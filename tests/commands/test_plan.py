@@ -19,24 +19,9 @@ from zero.planning.hardware import presets
 from zero.planning.plan import MIB
 from zero.planning.setting import PlanSetting
 
-from ..planning.configs import LLAMA_3_8B, llama
+from ..planning.configs import LLAMA_3_8B, ROW, llama
 
 SMALL = llama("llama", 4, 256, 4, 2, 704, 1000)
-ROW = {
-    "id": "a row",
-    "framework": "torch FSDP1",
-    "layers": "2",
-    "hidden": "256",
-    "heads": "4",
-    "vocab": "1000",
-    "seq": "128",
-    "micro_batch": "2",
-    "gpus": "16",
-    "gpu": "a100-80",
-    "precision": "bf16",
-    "sharding": "zero3",
-}
-
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
@@ -276,6 +261,7 @@ def test_a_wrong_row_has_an_error_and_the_others_their_numbers(
     [
         (None, "out.csv", "cannot be read (No such file or directory)"),
         (b"name\nx\n", "out.csv", "has no column 'id'"),
+        (b"", "out.csv", "has no column 'id'"),
         (b"\xff\xfe\x00", "out.csv", "is no CSV file"),
         (b"id\nx\n", "folder", "with --rows it must be the CSV file to write"),
         (b"id\nx\n", "no/folder/out.csv", "cannot write there (No such file or directory)"),

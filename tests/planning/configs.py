@@ -83,3 +83,19 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
     ),
     "t5-11b": ({**T5_11B, "vocab_size": 32128}, 11_307_321_344),
 }
+
+ROW = {
+    "id": "a row",
+    "framework": "torch FSDP1",
+    "layers": "2",
+    "hidden": "256",
+    "heads": "4",
+    "vocab": "1000",
+    "seq": "128",
+    "micro_batch": "2",
+    "gpus": "16",
+    "gpu": "a100-80",
+    "precision": "bf16",
+    "sharding": "zero3",
+}
+"""A row of a table of runs, with the columns that must be there."""

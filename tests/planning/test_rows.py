@@ -15,22 +15,9 @@ from zero.planning.row_setting import PRECISIONS
 from zero.planning.rows import RowCounter, RowPlan, plan_row, plan_rows
 from zero.planning.seconds.compute import CONSTANTS, FIT, values
 
-Rows = list[dict[str, str]]
+from .configs import ROW
 
-ROW = {
-    "id": "a row",
-    "framework": "torch FSDP1",
-    "layers": "2",
-    "hidden": "256",
-    "heads": "4",
-    "vocab": "1000",
-    "seq": "128",
-    "micro_batch": "2",
-    "gpus": "16",
-    "gpu": "a100-80",
-    "precision": "bf16",
-    "sharding": "zero3",
-}
+Rows = list[dict[str, str]]
 
 
 @functools.cache

@@ -52,12 +52,12 @@ def _read(rows: Path) -> list[dict[str, str]]:
     try:
         with rows.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            read = list(reader)
+            columns, read = reader.fieldnames or (), list(reader)
     except OSError as error:
         raise ValueError(f"--rows {rows}: cannot be read ({error.strerror})") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"--rows {rows}: is no CSV file: {error}") from None
-    if "id" not in (reader.fieldnames or ()):
+    if "id" not in columns:
         raise ValueError(f"--rows {rows}: has no column 'id': its first line must name the columns")
     return read
 
