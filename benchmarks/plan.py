@@ -45,9 +45,9 @@ def is_timed(row: Columns) -> bool:
 
 
 def errors(rows: Sequence[Columns], speeds: Sequence[float | None]) -> list[float]:
-    """Return the absolute error of each speed that there is, as a share of the planned one."""
+    """Return the absolute error of each speed that there is, as a share of the measured one."""
     return [
-        abs(float(row["tokens_s_gpu"]) / speed - 1)
+        abs(speed / float(row["tokens_s_gpu"]) - 1)
         for row, speed in zip(rows, speeds, strict=True)
         if speed is not None
     ]
@@ -120,11 +120,11 @@ def states_fit(row: Columns) -> bool:
 
 
 def ordered(rows: Sequence[Columns], speeds: Sequence[float | None]) -> tuple[int, int]:
-    """Return how many pairs of runs of one model on as many GPUs are in the right order, and how many there are."""
+    """Return how many pairs of runs of one model on equal clusters are in the right order, and how many there are."""
     groups: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
     for row, speed in zip(rows, speeds, strict=True):
         if row["tokens_s_gpu"] and speed is not None:
-            groups[row["model"], row["gpus"]].append((float(row["tokens_s_gpu"]), speed))
+            groups[row["model"], row["gpu"], row["gpus"]].append((float(row["tokens_s_gpu"]), speed))
     right = total = 0
     for group in groups.values():
         for (one, planned_one), (other, planned_other) in combinations(group, 2):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import zero
 from zero.commands import cli
 from zero.commands.plan import command
 from zero.commands.plan.settings import PlanConfig
@@ -110,7 +114,7 @@ def test_where_no_recomputing_is_enough_it_names_hosts(tmp_path: Path, capsys: p
     assert plan(*flags, "--cluster=rtx4090:2") == 1
     error = capsys.readouterr().err
     hosts = error.split("(")[1].split()[0]
-    assert error.endswith("with --checkpoint full would fit\n")
+    assert error.endswith(" would fit\n")
     assert plan(*flags, f"--cluster=rtx4090:2x{hosts}") == 0
     assert plan(*flags, f"--cluster=rtx4090:2x{int(hosts) - 1}") == 1
 
@@ -125,7 +129,7 @@ def test_where_no_recomputing_is_enough_it_names_hosts(tmp_path: Path, capsys: p
         (["--config=C", "--global-batch=12"], "not divisible by 8 ranks with micro-batches of 1: use 8 or 16"),
         (["--config=nowhere.json"], "nowhere.json"),
         (["--config=C", "--micro=0"], "--micro 0 and --sequence 2048 must both be at least 1"),
-        (["--config=C", "--price=-1"], "--price is -1.0: it must be above 0"),
+        (["--config=C", "--price=-1"], "--price is -1.0: it must be a number above 0"),
         (["--config=C", "--optimizer=lion"], "--optimizer is 'lion': choose one of "),
         (["--config=C", "--fabric=fast"], "fast"),
         (["--config=UNKNOWN"], "model_type 'lama' is unknown (did you mean 'llama'?)"),
@@ -206,6 +210,36 @@ def test_the_start_has_the_flags_of_zero_train(tmp_path: Path, monkeypatch: pyte
         assert found.reshard_after_forward == str(changes.get("reshard", True)).lower()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "momentum", "sgd", "adagrad"])
+@pytest.mark.parametrize("changes", [{}, {"offload": "host"}, {"sharding_factor": 2, "reshard": False}])
+def test_the_start_on_gpus_has_the_arguments_of_the_optimizer(
+    precision: Any, optimizer: str, changes: dict[str, Any]
+) -> None:
+    config = PlanConfig(preset="tiny", precision=precision, optimizer=optimizer)
+    given = {"stage": 3, "world_size": 8, "bucket_bytes": 3 * MIB, "precision": precision, "device": "cuda"}
+    begun = start_of(config, PlanSetting(**{**given, **changes}), presets().cluster("h100:8"), 1)
+    bound = inspect.signature(zero.ZeroOptimizer).bind
+
+    def optimizer_of(*given: Any, **named: Any) -> dict[str, Any]:
+        return bound(*given, **named).arguments
+
+    names = {"torch": torch, "Offload": zero.Offload, "MixedPrecision": zero.MixedPrecision, "model": None}
+    found = eval(begun, {**names, "ZeroOptimizer": optimizer_of})
+    assert (found["stage"], found["bucket_cap_mb"]) == (3, 3)
+    assert ("mixed_precision" in found) is (precision != "fp32")
+    assert ("offload" in found) is ("offload" in changes)
+    assert found.get("sharding_factor") == changes.get("sharding_factor")
+    assert found.get("reshard_after_forward", True) == changes.get("reshard", True)
+
+
+def test_several_hosts_meet_at_an_endpoint() -> None:
+    config = PlanConfig(preset="tiny", precision="fp32")
+    setting = PlanSetting(3, 4, bucket_bytes=25 * MIB, precision="fp32")
+    begun = start_of(config, setting, presets().cluster("cpu:2x2", nic=10), 1)
+    assert begun.startswith("torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m ")
+
+
 @pytest.mark.full
 def test_the_recommended_command_trains(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], bare: None
@@ -224,6 +258,24 @@ def rows(path: Path, *given: dict[str, str]) -> Path:
         writer.writeheader()
         writer.writerows(given)
     return path
+
+
+def test_the_table_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = rows(tmp_path / "rows.csv", ROW)
+    before = table.read_bytes()
+    assert plan(f"--rows={table}", f"--out={table}") == command.WRONG_INPUT
+    assert "is the file of --rows: name another one" in capsys.readouterr().err
+    assert table.read_bytes() == before
+
+
+def test_the_named_hosts_fit_with_the_named_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_3_8B))
+    flags = [f"--config={path}", "--sequence=512", "--nic=100", f"--out={tmp_path}", "--micro=200", "--checkpoint=full"]
+    assert plan(*flags, "--global-batch=400", "--cluster=rtx4090:2") == 1
+    error = capsys.readouterr().err
+    hosts, named = error.split("(")[1].split()[0], re.findall(r"--[a-z-]+ \w+", error)
+    assert plan(*flags, "--global-batch=400", f"--cluster=rtx4090:2x{hosts}", *" ".join(named).split()) == 0
 
 
 def test_each_row_of_a_table_is_planned(tmp_path: Path) -> None:

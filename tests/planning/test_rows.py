@@ -26,6 +26,9 @@ def planned() -> tuple[Rows, list[RowPlan]]:
     return rows, plan_rows(rows)
 
 
+seeds = functools.cache(score.seeds)
+
+
 def timed() -> tuple[Rows, list[RowPlan]]:
     pairs = [(row, plan) for row, plan in zip(*planned(), strict=True) if score.is_timed(row)]
     return [row for row, _ in pairs], [plan for _, plan in pairs]
@@ -77,15 +80,19 @@ def test_series_that_are_left_out_of_the_fit_are_near_the_measured_ones() -> Non
 
 
 @pytest.mark.full
-def test_fitting_again_changes_no_constant_by_much() -> None:
-    """The constants whose source is "fit" are those of a fit: another step improves the loss by less than 2 %."""
+def test_a_fit_from_disturbed_constants_comes_back() -> None:
+    """The constants whose source is "fit" are those of a fit: from others it comes as near to the runs, not nearer."""
     rows, _ = timed()
     counter = RowCounter(presets())
     counted = [counter.count(row) for row in rows]
     measured = np.array([float(row["step_s"]) for row in rows])
-    before = plan_fit.loss(measured, plan_fit.seconds_of(counted, values()))
-    _, after = plan_fit.fit(counted, measured, values(), steps=1)
-    assert after >= 0.98 * before
+    ours = plan_fit.loss(measured, plan_fit.seconds_of(counted, values()))
+    disturbed = values(**{name: 0.9 * values()[name] for name in ("matmul.ampere", "matmul.hopper", "overlap")})
+    assert plan_fit.loss(measured, plan_fit.seconds_of(counted, disturbed)) > 1.5 * ours
+    found, least = plan_fit.fit(counted, measured, disturbed)
+    assert 0.97 * ours <= least <= 1.1 * ours
+    for name in ("matmul.ampere", "matmul.hopper"):
+        assert found[name] == pytest.approx(values()[name], rel=0.03)
 
 
 def test_at_most_twenty_constants_are_fitted_and_each_is_inside_its_range() -> None:
@@ -129,6 +136,11 @@ def test_what_is_measured_and_the_order_of_rows_and_columns_change_nothing() -> 
     [
         ({"layers": ""}, r"^layers is missing: "),
         ({"seq": "many"}, r"^seq: 'many' must be a number above 0$"),
+        ({"hidden": "1e300"}, r"^hidden: '1e300' is not between 0\.001 and 10\^9: check the row$"),
+        ({"layers": "20000"}, r"^layers: '20000' is more than 10,000: check the row$"),
+        ({"seq": "1e8", "micro_batch": "4e6", "ffn": "4e6"}, r"^its sizes are too large to plan: "),
+        ({"nic_gbit_host": "1e-320"}, r"^nic_gbit_host: '1e-320' is not between "),
+        ({"sharding": "single"}, r"^sharding: 'single' is one GPU, and the row has 16: "),
         ({"layers": "2.5"}, r"^layers: '2\.5' is no whole number"),
         ({"gpu": "h10"}, r"^gpu: 'h10' is unknown: did you mean 'h100'\?"),
         ({"precision": "bf61"}, r"^precision: 'bf61' is unknown: did you mean 'bf16'\?"),
@@ -148,6 +160,22 @@ def test_a_row_that_cannot_be_planned_says_why(changed: dict[str, str], message:
         raise ValueError(plan.error)
 
 
+@pytest.mark.parametrize("number", range(7))
+def test_what_the_paper_on_fsdp_claims_is_planned(number: int) -> None:
+    """Nothing is fitted to it. Two claims are missed by a hair, and zero/planning/README.md says so."""
+    claim, _, agrees = seeds()[number]
+    assert agrees is not claim.startswith(("175B: 186", "11.3B: 512 GPUs"))
+
+
+def test_a_framework_is_known_in_any_case() -> None:
+    assert one(framework="some fsdp2") == one(framework="some FSDP2") != one(framework="torch FSDP1")
+
+
+def test_without_a_word_plain_models_are_tied_and_gated_ones_are_not() -> None:
+    assert one() == one(tied="1")
+    assert one(gated="1") == one(gated="1", tied="0")
+
+
 def test_a_wrong_row_leaves_others_planned() -> None:
     wrong, right = plan_rows([{**ROW, "layers": ""}, ROW])
     assert wrong.error
@@ -156,7 +184,8 @@ def test_a_wrong_row_leaves_others_planned() -> None:
 
 @pytest.mark.parametrize("sharding", ["single", "ddp", "zero1", "zero2", "zero3", "hsdp"])
 def test_memory_grows_with_the_batch(sharding: str) -> None:
-    few, many = (one(sharding=sharding, micro_batch=micro, gpus="8").mem_gib for micro in ("2", "64"))
+    gpus = "1" if sharding == "single" else "8"
+    few, many = (one(sharding=sharding, micro_batch=micro, gpus=gpus).mem_gib for micro in ("2", "64"))
     assert few
     assert many
     assert few < many

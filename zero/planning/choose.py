@@ -179,11 +179,12 @@ def scale_curves(
     """
     unit, host = planner.training.unit_cap_mb(), cluster.per_host
     micro_batches = planner.training.micro_batches(cluster.ranks)
-    wanted = [("all ranks share a copy", 0, unit)]
+    whole = "all ranks share a copy" if chosen.row.states is Placement.SHARD else "each rank has a copy"
+    wanted = [(whole, 0, unit)]
     if chosen.row.states is Placement.SHARD:
         wanted += [(f"F={factor}", factor, unit) for factor in (host, 8 * host) if factor > 1]
     if unit > DEFAULT_CAP_MB:
-        wanted.append(("all ranks share a copy, 25 MiB buckets", 0, DEFAULT_CAP_MB))
+        wanted.append((f"{whole}, {DEFAULT_CAP_MB} MiB buckets", 0, DEFAULT_CAP_MB))
     curves = []
     for name, factor, cap in wanted:
         points = []
@@ -193,6 +194,7 @@ def scale_curves(
             if factor and more.ranks <= factor:
                 continue
             setting = replace(planner.setting(more, chosen.stage, cap), sharding_factor=factor or None)
+            setting = replace(setting, offload=chosen.offload)
             if chosen.row.parameters is Placement.SHARD and isinstance(chosen.reshard, bool):
                 setting = replace(setting, reshard=chosen.reshard)
             rates = {}

@@ -188,7 +188,7 @@ class Hardware:
 
         Args:
             text: the name.
-            nic: Gb/s that a host sends into the network; None means what is usual for the GPU.
+            nic: Gb/s that a host sends into the network; None means what is usual for so many GPUs.
             fabric: the name of a fabric.
 
         Raises:
@@ -204,7 +204,8 @@ class Hardware:
             raise ValueError(f"no fabric is called {fabric!r}{_nearest(fabric, self.fabrics)}")
         if nic is not None and not (math.isfinite(nic) and nic > 0):
             raise ValueError(f"nic={nic!r}: give the Gb/s that a host sends into the network, above 0")
-        bandwidth = gpu.nic or 0.0 if nic is None else nic * UNITS["Gb/s"][1]
+        usual = (gpu.nic or 0.0) * per_host / gpu.per_host  # a larger host has as much for each GPU
+        bandwidth = usual if nic is None else nic * UNITS["Gb/s"][1]
         _check_network(gpu, hosts, bandwidth)
         return Cluster(gpu, per_host, hosts, bandwidth, replace(self.network, ring_step=self.fabrics[fabric]))
 

@@ -139,7 +139,8 @@ class Step:
     Attributes:
         seconds: of the step; their ``parts`` are by the names of `program.PARTS`.
         tokens_per_second: of all ranks.
-        utilization: operations of the model, without what is recomputed, as a share of the GPUs' peak.
+        utilization: operations of the model, without what is recomputed, as a share of the GPUs' peak. Causal attention
+            counts the half that is computed; 12 L h s a token, as some count it, is twice that.
         sent: payload bytes of all ranks, as `optimizer.traffic` counts them.
         left_host: bytes that one host sends to others.
         events: for a trace; empty unless asked for.

@@ -55,8 +55,8 @@ def row_bytes(setting: RowSetting, works: Sequence[UnitWork], elements: Sequence
     shares = [_kept_share(setting.recompute, number) for number in range(len(blocks))]
     kept = sum(block.input_bytes + share * block.saved_bytes for block, share in zip(blocks, shares, strict=True))
     loss = root.peak_bytes + (setting.logit_bytes - COUNTED_LOGITS) * tokens * setting.vocabulary
-    if setting.gated and setting.recompute == "none" and not setting.is_compiled:
-        kept += EAGER_COPIES * tokens * setting.hidden * len(blocks)
+    if setting.gated and not setting.is_compiled:
+        kept += EAGER_COPIES * tokens * setting.hidden * shares.count(1.0)
     backward = blocks[-1].peak_bytes - shares[-1] * blocks[-1].saved_bytes
     return RowBytes(_states(setting, sum(elements)), _buffers(setting, elements), kept, max(loss, backward, 0.0))
 

@@ -117,6 +117,8 @@ _RECOMPUTED: Mapping[str, str] = {
 """What a backward repeats: nothing, the cheap operations of each block, all of every second block, or all."""
 
 _TORCH_2_1 = 2310  # year and month
+_MANY = 1 << 22  # no model or cluster of today has more of anything but what `_LARGEST` names
+_LARGEST: Mapping[str, int] = {"layers": 10_000, "vocab": 1 << 24, "seq": 1 << 27}
 
 _YES = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": True}
 
@@ -176,7 +178,7 @@ class RowSetting:
 
     @property
     def has_fused_loss(self) -> bool:
-        return any(name in self.framework for name in FUSED_LOSSES)
+        return any(name.lower() in self.framework.lower() for name in FUSED_LOSSES)
 
     @property
     def tokens(self) -> int:
@@ -216,18 +218,19 @@ def read_row(row: Columns, hardware: Hardware) -> RowSetting:
     """Return a row, read. Raises `ValueError`, which names the column and the remedy, if it cannot be planned."""
     row = {"id": "", "model": "", **{key: (value or "").strip() for key, value in row.items() if key is not None}}
     row, has_decoder = _with_assumptions(row)
-    ranks, usual = _integer(row, "gpus"), _integer(row, "per_host", 8)
-    per_host = min(ranks, usual)
+    gpu, ranks = _gpu(row, hardware), _integer(row, "gpus")
+    per_host = min(ranks, _integer(row, "per_host", hardware.gpus[gpu].per_host))
     if ranks % per_host:
         raise ValueError(f"gpus: {ranks} do not fill hosts of {per_host}: give a multiple, or another per_host")
-    gpu = _gpu(row, hardware)
     sharding, precision = _chosen(row, "sharding", _BY_FRAMEWORK), _chosen(row, "precision", PRECISIONS)
+    if sharding == "single" and ranks > 1:
+        raise ValueError(f"sharding: 'single' is one GPU, and the row has {ranks}: name how they share the work")
     factor = _integer(row, "shard_factor", ranks) if sharding not in ("ddp", "single") else 1
     if ranks % factor:
         raise ValueError(f"shard_factor: {factor} does not divide {ranks} GPUs: choose a divisor")
     narrow = PRECISIONS[precision] == PRECISIONS["bf16/PURE"]
     framework, hidden, heads = row.get("framework", ""), _integer(row, "hidden"), _integer(row, "heads")
-    known = PRECISIONS[precision]
+    known, is_gated = PRECISIONS[precision], bool(row.get("gated")) and _yes(row, "gated")
     if _is_early(row.get("source", "")):
         known = replace(known, stops_early=False)
     return RowSetting(
@@ -237,8 +240,8 @@ def read_row(row: Columns, hardware: Hardware) -> RowSetting:
         kv_heads=_integer(row, "kv_heads", heads),
         ffn=_integer(row, "ffn", 4 * hidden),
         vocabulary=_integer(row, "vocab"),
-        gated=bool(row.get("gated")) and _yes(row, "gated"),
-        tied=_yes(row, "tied"),
+        gated=is_gated,
+        tied=_yes(row, "tied") if row.get("tied") else not is_gated,
         sequence=_integer(row, "seq"),
         micro=_integer(row, "micro_batch"),
         micro_batches=_integer(row, "accum", 1),
@@ -289,6 +292,8 @@ def _integer(row: Columns, column: str, default: int | None = None) -> int:
     value = _number(row, column, default)
     if value != int(value):
         raise ValueError(f"{column}: {row[column]!r} is no whole number: write one")
+    if value > _LARGEST.get(column, _MANY):
+        raise ValueError(f"{column}: {row[column]!r} is more than {_LARGEST.get(column, _MANY):,}: check the row")
     return int(value)
 
 
@@ -304,6 +309,8 @@ def _number(row: Columns, column: str, default: float | None = None) -> float:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{column}: {text!r} must be a number above 0")
+    if not 1e-3 <= value <= 1e9:
+        raise ValueError(f"{column}: {text!r} is not between 0.001 and 10^9: check the row")
     return value
 
 
@@ -336,4 +343,5 @@ def _gpu(row: Columns, hardware: Hardware) -> str:
 
 def _matching(framework: str, known: Mapping[str, Value]) -> Value:
     """Return the value whose key is a part of the framework's name, else that of ""."""
-    return next((value for part, value in known.items() if part and part in framework), known[""])
+    lower = framework.lower()
+    return next((value for part, value in known.items() if part and part.lower() in lower), known[""])

@@ -21,7 +21,7 @@ from .hardware import Hardware, presets
 from .model import Model, Transformer, UnitWork
 from .models.shapes import from_numbers
 from .models.works import count_transformer
-from .row_memory import KEPT_BY_OPERATIONS, USABLE, RowBytes, row_bytes
+from .row_memory import USABLE, RowBytes, row_bytes
 from .row_setting import Columns, RowSetting, read_row
 from .seconds.compute import Compute, PassSeconds, values
 from .seconds.schedule import UnitLoad
@@ -39,6 +39,10 @@ BAND = 0.05
 FUSED_LOSS_BYTES = 4.0
 """Bytes moved in a forward for each token and class of a fused loss: the product writes 2, the loss reads 2. A backward
 moves twice as many: the gradient is written, and read by two products."""
+
+REPEATED_BY_OPERATIONS = 0.5
+"""The share of a block's products that is computed again if cheap operations are: every second one (torchtitan,
+`_apply_op_sac`)."""
 
 _FUSED_KERNELS = 0.3  # of a block's operations, those that a compiler launches: products, attention, and a few between
 
@@ -127,6 +131,8 @@ def plan_row(row: Columns, counter: RowCounter, constants: Mapping[str, float]) 
         seconds = {fabric: row_seconds(counted, constants, fabric) for fabric in counted.wires}
     except ValueError as error:
         return RowPlan(name, error=str(error))
+    except (ArithmeticError, RuntimeError, TypeError):  # torch's, for a tensor beyond its integers
+        return RowPlan(name, error="its sizes are too large to plan: check hidden, ffn, vocab, seq and micro_batch")
     setting, total = counted.setting, counted.memory.total
     speeds = {fabric: setting.tokens / each for fabric, each in seconds.items()}
     return RowPlan(
@@ -215,7 +221,7 @@ def _repeated(setting: RowSetting, work: UnitWork, number: int) -> UnitWork | No
     if number == 0 or setting.recompute == "none" or (setting.recompute == "half" and not number % 2):
         return None
     if setting.recompute == "op":
-        return replace(work, matmul_flops=KEPT_BY_OPERATIONS * work.matmul_flops, attention_flops=0.0)
+        return replace(work, matmul_flops=REPEATED_BY_OPERATIONS * work.matmul_flops, attention_flops=0.0)
     if not setting.precision.stops_early:
         return work
     last = 2.0 * setting.ffn * setting.hidden * setting.micro * setting.sequence  # no backward needs its output

@@ -13,12 +13,12 @@ from dataclasses import replace
 
 from ...planning.choose import enough_bytes, frontier, name_of, settings, smallest_cluster
 from ...planning.hardware import Cluster, presets, read_hardware
-from ...planning.plan import MIB, PlannedSetting, Planner, usable_bytes
+from ...planning.plan import MIB, PlannedSetting, Planner, Training, usable_bytes
 from ..console import INSTALL_HINT, Console
 from ..runner import check_output, fail, reports_errors
 from ..train.plots import can_draw
 from .findings import Findings
-from .inputs import Asked, asked_of, training_of
+from .inputs import SOURCES, Asked, asked_of, training_of
 from .pictures import draw_choices, draw_scale
 from .settings import PlanConfig
 from .start import start_of
@@ -44,6 +44,8 @@ def run(config: PlanConfig) -> int:
 def _table(config: PlanConfig) -> int:
     """Plan the rows of a file."""
     assert config.rows is not None
+    if any(getattr(config, name) is not None for name in SOURCES):
+        raise ValueError(f"--rows: each row has a model, so give none of {', '.join(f'--{name}' for name in SOURCES)}")
     if config.out.suffix.lower() != ".csv":
         raise ValueError(f"--out {config.out}: with --rows it must be the CSV file to write, as in --out planned.csv")
     hardware = presets() if config.hardware is None else read_hardware(config.hardware)
@@ -116,7 +118,11 @@ def _print(config: PlanConfig, found: Findings, console: Console) -> None:
         if len(curve.points) == 1:
             continue
         ends = (curve.points[0], curve.points[-1])
-        rates = ", ".join(f"{_rate(p.tokens_per_second)} at {p.ranks:,} ({_rate(p.low)}-{_rate(p.high)})" for p in ends)
+        rates = ", ".join(
+            f"{_rate(p.tokens_per_second)} at {p.ranks:,} ({_rate(p.low)}-{_rate(p.high)})"
+            + ("" if p.fits else ", which does not fit")
+            for p in ends
+        )
         console.line(f"tokens/s of a rank, {curve.name}: {rates}")
 
 
@@ -209,10 +215,27 @@ def _smallest_change(config: PlanConfig, asked: Asked) -> str:
     for each in tried[1:]:
         planner = Planner(training_of(each))
         if any(planner.peak(s).total <= usable_bytes(asked.cluster) for s in settings(planner, asked.cluster)):
-            micro = f" and --micro {each.micro}" if each.micro != config.micro else ""
-            return f"--checkpoint {each.checkpoint}{micro} would fit"
+            return f"{_changed(config, each)} would fit"
     for each in tried:
-        larger = smallest_cluster(Planner(training_of(each)), asked.cluster)
+        planner = Planner(training_of(each))
+        larger = smallest_cluster(planner, asked.cluster)
         if larger is not None:
-            return f"{_cluster(larger.cluster)} with --checkpoint {each.checkpoint} would fit"
+            flags = [_changed(config, each), _batch(planner.training, larger.cluster.ranks)]
+            changed = " and ".join(flag for flag in flags if flag)
+            return f"{_cluster(larger.cluster)}{f' with {changed}' if changed else ''} would fit"
     return "no number of hosts would; take GPUs with more memory or shorter sequences"
+
+
+def _changed(config: PlanConfig, tried: PlanConfig) -> str:
+    """Return the flags in which ``tried`` differs."""
+    names = ("checkpoint", "micro")
+    flags = [f"--{name} {getattr(tried, name)}" for name in names if getattr(tried, name) != getattr(config, name)]
+    return " and ".join(flags)
+
+
+def _batch(training: Training, ranks: int) -> str:
+    """Return the flag of a global batch that so many ranks divide, if the one that is asked for does not."""
+    together = training.micro * ranks
+    if training.global_batch is None or training.global_batch % together == 0:
+        return ""
+    return f"--global-batch {-(-training.global_batch // together) * together}"

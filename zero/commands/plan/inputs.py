@@ -7,6 +7,7 @@ Every error is a `ValueError` of one line that names the flag or the file.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from ...planning.setting import OPTIMIZERS, PRECISIONS
 from ..train.model import GPT, PRESETS, loss_fn
 from .settings import PlanConfig
 
-__all__ = ["Asked", "asked_of", "training_of"]
+__all__ = ["SOURCES", "Asked", "asked_of", "training_of"]
 
 SOURCES = ("config", "parameters", "module", "preset")
 
@@ -47,8 +48,8 @@ def asked_of(config: PlanConfig) -> Asked:
     cluster = hardware.cluster(config.cluster, nic=config.nic, fabric=config.fabric)
     for name in ("tokens", "price"):
         value = getattr(config, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"--{name} is {value}: it must be above 0")
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ValueError(f"--{name} is {value}: it must be a number above 0")
     if config.optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer is {config.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
     cluster.gpu.peak(str(PRECISIONS[config.precision].param_dtype).removeprefix("torch."))
@@ -65,7 +66,11 @@ def training_of(config: PlanConfig) -> Training:
         raise ValueError(f"the model needs exactly one of {', '.join(f'--{name}' for name in SOURCES)}, here {found}")
     if config.micro < 1 or config.sequence < 1:
         raise ValueError(f"--micro {config.micro} and --sequence {config.sequence} must both be at least 1")
-    model, works = _counted(config)
+    try:
+        model, works = _counted(config)
+    except (ArithmeticError, RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"the model cannot be counted with --micro {config.micro}: {reason}") from error
     return Training(
         model,
         works or _by_parameters(model, config.micro * config.sequence),

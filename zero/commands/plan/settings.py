@@ -56,5 +56,5 @@ class PlanConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return what decides the plan as values of JSON's types: no folders of the machine."""
-        values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        values = {name: value.name if isinstance(value, Path) else value for name, value in asdict(self).items()}
         return {name: value for name, value in values.items() if name not in ("out", "all", "trace", "rows")}

@@ -18,13 +18,15 @@ _TRAINED = ("adamw", "adam", "sgd", "adagrad")  # by zero train
 
 def start_of(config: PlanConfig, setting: PlanSetting, cluster: Cluster, micro_batches: int) -> str:
     """Return the command of a preset, or the arguments. ``micro_batches``: of each rank in a step."""
-    if config.preset is None or setting.offload or config.optimizer not in _TRAINED:
+    on_cpu = cluster.gpu.family == "cpu"  # as zero train is
+    if config.preset is None or not on_cpu or setting.offload or config.optimizer not in _TRAINED:
         return _arguments(config, setting)
     flags = [f"--preset {config.preset}", f"--stage {setting.stage}"]
     if cluster.hosts == 1:
         flags.insert(0, f"zero train --ranks {cluster.ranks}")
     else:
-        flags.insert(0, f"torchrun --nnodes {cluster.hosts} --nproc-per-node {cluster.per_host} -m zero.train")
+        launcher = f"torchrun --nnodes {cluster.hosts} --nproc-per-node {cluster.per_host}"
+        flags.insert(0, f"{launcher} --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m zero.train")
     if setting.stage and setting.sharding_factor is not None:
         flags.append(f"--sharding-factor {setting.factor}")
     if setting.reshard is not True:

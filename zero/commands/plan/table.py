@@ -29,7 +29,10 @@ def plan_table(rows: Path, out: Path, hardware: Hardware) -> int:
     Raises:
         ValueError: a file that cannot be read or written; or, after all rows are written, one that cannot be planned.
     """
-    plans = plan_rows(_read(rows), hardware)
+    read = _read(rows)
+    if out.exists() and out.samefile(rows):
+        raise ValueError(f"--out {out}: is the file of --rows: name another one")
+    plans = plan_rows(read, hardware)
     try:
         with out.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
