@@ -5,6 +5,7 @@ Knows: samples, columns. Does not know: how anything was measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 
@@ -255,11 +256,16 @@ def _of_trainings(results: CheckpointResults, model: str, ranks: int) -> Iterato
     mine = median(results.lost(model, ranks, ZERO_ASYNC))
     blocking = median(results.lost(model, ranks, ZERO))
     theirs = min(median(results.lost(model, ranks, way)) for way in (DCP_THREAD, DCP_PROCESS))
-    yield from _row("lost per async save ÷ lost per blocking save", model, 0.3, mine / blocking)
+    yield from _row("lost per async save ÷ lost per blocking save", model, 0.3, _part(mine, blocking))
     yield from _row(
         "lost per async save, of ten steps", model, 3.5, 100 * _share(results, model, ranks, ZERO_ASYNC), " %"
     )
-    yield from _row("lost per async save ÷ the least of DCP's", model, 1, mine / theirs)
+    yield from _row("lost per async save ÷ the least of DCP's", model, 1, _part(mine, theirs))
+
+
+def _part(lost: float, other: float) -> float:
+    """Return what was lost as a part of what another way has lost; infinite beside nothing, as noise can make it."""
+    return lost / other if other > 0 else math.inf if lost > 0 else 0.0
 
 
 def _of_loads(results: CheckpointResults, name: str, model: str, ranks: int) -> Iterator[list[str]]:

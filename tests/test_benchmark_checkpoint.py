@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from benchmarks.checkpoint_job import (
     SaveSample,
     merged,
 )
-from benchmarks.checkpoint_tables import CheckpointResults, every
+from benchmarks.checkpoint_tables import CheckpointResults, _part, every
 from benchmarks.report import Report
 
 pytestmark = pytest.mark.full
@@ -83,3 +84,9 @@ def test_targets_of_saves_are_ratios_within_a_round() -> None:
         ["files ÷ payload", "tensors-7", "≤ 1.5", "1.60", "no"],
         ["async call ÷ DCP's", "tensors-7", "≤ 0.02", "0.10", "no"],
     ]
+
+
+def test_what_was_lost_beside_a_way_that_lost_nothing_is_no_target_met() -> None:
+    assert _part(2.0, 4.0) == 0.5
+    assert _part(2.0, -0.1) == _part(2.0, 0.0) == math.inf
+    assert _part(-1.0, -0.1) == 0.0
