@@ -34,6 +34,7 @@ class Constant:
 
 FIT = "fit"
 _MAMF = "of the peak, stas00/ml-engineering, compute/accelerator/README.md, maximum achievable matmul FLOPS"
+_AS_FITTED = "0.91, the mean of Ampere (0.847 of 0.869) and Hopper (0.672 of 0.803),"
 _LINES = "python -m benchmarks.scaling, 2 ranks of a CPU: what stage 3 adds to a plain loop for each tensor"
 _JITTER = "an assumption: runs on quiet clusters cannot tell it from the steps of a ring"
 _HOST = "an assumption: the hooks and launches of a unit in Python; hidden wherever a unit computes for longer"
@@ -41,14 +42,14 @@ _HOST = "an assumption: the hooks and launches of a unit in Python; hidden where
 CONSTANTS: Mapping[str, Constant] = {
     "matmul.ampere": Constant(0.847, "share of the peak", 0.4, 0.95, FIT),
     "matmul.hopper": Constant(0.672, "share of the peak", 0.4, 0.95, FIT),
-    "matmul.volta": Constant(0.67, "share of the peak", 0.4, 0.95, f"0.88 of 0.76 {_MAMF} (95 of 125)"),
-    "matmul.blackwell": Constant(0.68, "share of the peak", 0.4, 0.95, f"0.88 of 0.776 {_MAMF} (1745 of 2250)"),
+    "matmul.volta": Constant(0.69, "share of the peak", 0.4, 0.95, f"{_AS_FITTED} of 0.76 {_MAMF} (95 of 125)"),
+    "matmul.blackwell": Constant(0.7, "share of the peak", 0.4, 0.95, f"{_AS_FITTED} of 0.776 {_MAMF} (1745 of 2250)"),
     "matmul.ada": Constant(0.67, "share of the peak", 0.4, 0.95, "as Hopper: no measured maximum is known here"),
     "matmul.cpu": Constant(0.7, "share of the peak", 0.2, 1.0, "an assumption; measure your own machine"),
     "attention.ampere": Constant(0.313, "share of the peak", 0.1, 0.8, FIT),
     "attention.hopper": Constant(0.182, "share of the peak", 0.1, 0.8, FIT),
     "attention.volta": Constant(0.25, "share of the peak", 0.05, 0.8, "between Ampere and Hopper"),
-    "attention.blackwell": Constant(0.177, "share of the peak", 0.05, 0.8, "as Hopper"),
+    "attention.blackwell": Constant(0.182, "share of the peak", 0.05, 0.8, "as Hopper"),
     "attention.ada": Constant(0.25, "share of the peak", 0.05, 0.8, "between Ampere and Hopper"),
     "attention.cpu": Constant(0.3, "share of the peak", 0.05, 1.0, "an assumption; measure your own machine"),
     "hidden": Constant(486.0, "features at which products reach half of their share", 0.0, 2000.0, FIT),
