@@ -82,6 +82,12 @@ def test_a_text_names_a_cluster() -> None:
     assert cluster.with_hosts(2).ranks == 16
 
 
+def test_the_usual_network_is_as_much_for_each_gpu() -> None:
+    for text in ("h100:8x2", "h100:4x2", "h100:1x2", "gb200:4x36", "gb200:72x2"):
+        cluster = presets().cluster(text)
+        assert cluster.nic / cluster.per_host == 50e9, text
+
+
 def test_a_rack_of_one_domain_counts_as_one_host_for_its_links() -> None:
     assert presets().cluster("gb200:4x16").per_domain == 64
     assert presets().cluster("gb200:4x36").per_domain == 72

@@ -147,11 +147,11 @@ def _fitting(planner: Planner, cluster: Cluster) -> Smallest | None:
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """One number of ranks of a curve, each rank with the same batch. ``low`` and ``high`` bound tokens a second and
-    GPU: those of the slowest and the fastest fabric."""
+    """One number of ranks of a curve, each rank with the same batch: tokens a second of one rank, and those of the
+    slowest and the fastest fabric, ``low`` and ``high``."""
 
     ranks: int
-    tokens_per_second: float
+    tokens_per_second_of_rank: float
     low: float
     high: float
     fits: bool

@@ -31,10 +31,10 @@ from .seconds.wires import Wires
 
 GIB = float(1 << 30)
 QUIET = "good"
-"""The fabric of published runs: of the three it is nearest to those of 16 to 128 GPUs, which trained alone."""
+"""The fabric on which published runs are planned: of the three it is nearest to those of 16 to 128 GPUs."""
 
 BAND = 0.05
-"""The share by which the band is wider than the difference of fabrics: three of four runs of the fit are inside."""
+"""The share by which the band is wider than the difference of fabrics: four of five runs of the fit are inside."""
 
 FUSED_LOSS_BYTES = 4.0
 """Bytes moved in a forward for each token and class of a fused loss: the product writes 2, the loss reads 2. A backward
@@ -131,8 +131,11 @@ def plan_row(row: Columns, counter: RowCounter, constants: Mapping[str, float]) 
         seconds = {fabric: row_seconds(counted, constants, fabric) for fabric in counted.wires}
     except ValueError as error:
         return RowPlan(name, error=str(error))
-    except (ArithmeticError, RuntimeError, TypeError):  # torch's, for a tensor beyond its integers
-        return RowPlan(name, error="its sizes are too large to plan: check hidden, ffn, vocab, seq and micro_batch")
+    except (ArithmeticError, RuntimeError, TypeError) as error:  # torch's, for a tensor beyond its integers
+        reason = str(error).partition("\n")[0]
+        return RowPlan(
+            name, error=f"its sizes cannot be counted: check hidden, ffn, vocab, seq, micro_batch ({reason})"
+        )
     setting, total = counted.setting, counted.memory.total
     speeds = {fabric: setting.tokens / each for fabric, each in seconds.items()}
     return RowPlan(

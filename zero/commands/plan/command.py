@@ -119,7 +119,7 @@ def _print(config: PlanConfig, found: Findings, console: Console) -> None:
             continue
         ends = (curve.points[0], curve.points[-1])
         rates = ", ".join(
-            f"{_rate(p.tokens_per_second)} at {p.ranks:,} ({_rate(p.low)}-{_rate(p.high)})"
+            f"{_rate(p.tokens_per_second_of_rank)} at {p.ranks:,} ({_rate(p.low)}-{_rate(p.high)})"
             + ("" if p.fits else ", which does not fit")
             for p in ends
         )
@@ -149,8 +149,8 @@ def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -
             f"the fastest of another kind, {name_of(other.setting)}, takes {other.seconds / step.seconds - 1:+.1%} "
             f"time and {other.peak.total / best.peak.total - 1:+.0%} memory"
         )
-    waits = sorted(((part, share) for part, share in step.parts.items() if share > 0.005 * step.seconds), key=_second)
-    of_time = ", ".join(f"{share / step.seconds:.0%} {part}" for part, share in waits)
+    waits = sorted(step.parts.items(), key=lambda part: -part[1])
+    of_time = ", ".join(f"{s / step.seconds:.0%} {name}" for name, s in waits if s > 0.005 * step.seconds)
     lines = [f"recommended: {name_of(best.setting)}: {'; '.join(reasons)}", f"its seconds: {of_time}"]
     lines.append(
         f"{step.tokens_per_second:,.0f} tokens/s, {step.tokens_per_second / cluster.ranks:,.0f} of a rank; ranks send "
@@ -194,10 +194,6 @@ def _rate(tokens: float) -> str:
 def _short(count: int) -> str:
     """Return a number of parameters, as 8.03 B or 124.44 M."""
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
-
-
-def _second(pair: tuple[str, float]) -> float:
-    return -pair[1]
 
 
 def _cluster(cluster: Cluster) -> str:

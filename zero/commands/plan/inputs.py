@@ -70,7 +70,7 @@ def training_of(config: PlanConfig) -> Training:
         model, works = _counted(config)
     except (ArithmeticError, RuntimeError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"the model cannot be counted with --micro {config.micro}: {reason}") from error
+        raise ValueError(f"the model cannot be counted: {type(error).__name__}: {reason}") from error
     return Training(
         model,
         works or _by_parameters(model, config.micro * config.sequence),

@@ -54,7 +54,7 @@ def _without(setting: PlanSetting, cap: int) -> PlanSetting:
 def draw_scale(folder: Path, found: Findings) -> str:
     """Draw tokens a second of a rank over the number of ranks. Return the name of the file."""
     curves = [
-        Curve(curve.name, [(p.ranks, p.tokens_per_second, p.low, p.high, p.fits) for p in curve.points])
+        Curve(curve.name, [(p.ranks, p.tokens_per_second_of_rank, p.low, p.high, p.fits) for p in curve.points])
         for curve in found.curves
     ]
     training, gpu = found.asked.training, found.asked.cluster.gpu.name
