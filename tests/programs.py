@@ -74,7 +74,7 @@ class Program:
     world_size: int
     stage: int
     optimizer: str = "adamw"
-    bucket_cap_mb: float = 0.0005
+    bucket_cap_mb: float | Literal["auto"] = 0.0005
     collective: str = "auto"
     sharding_factor: int | None = None
     reshard: bool | int = True

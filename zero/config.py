@@ -9,7 +9,7 @@ import math
 import numbers
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -17,10 +17,10 @@ from torch import nn
 from collectives import Algorithm, Transport, check_name
 from collectives.torch_internals import DeviceContext, get_function_modes
 
-from .core.layout import Dtypes
+from .core.layout import MIB, Dtypes, automatic_cap_mb
 from .core.parameter_specs import FLOATS
 from .core.stage import Stage
-from .core.units import Predicate
+from .core.units import ROOT, Predicate, find_units
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -128,7 +128,7 @@ class Config:
     stage: Stage
     module: nn.Module | None
     process_group: ProcessGroup | Transport | None
-    bucket_cap_mb: float
+    bucket_cap_mb: float | Literal["auto"]
     collective: str | Algorithm
     sharding_factor: int | None
     reshard_after_forward: bool | int
@@ -142,14 +142,27 @@ class Config:
         if not isinstance(self.offload, Offload | None):
             raise TypeError(f"offload must be a zero.Offload, not {self.offload!r}")
         cap = self.bucket_cap_mb
-        if not isinstance(cap, (int, float)) or not cap > 0 or math.isinf(cap):
-            raise ValueError(f"bucket_cap_mb must be a positive number of MiB, not {cap!r}")
+        if cap == "auto" and self.module is None:
+            raise ValueError(
+                'bucket_cap_mb="auto" asks how large a unit of the module is: pass the module itself, or parameters '
+                "and module=model, or a number of MiB"
+            )
+        if cap != "auto" and (not isinstance(cap, (int, float)) or not cap > 0 or math.isinf(cap)):
+            raise ValueError(f'bucket_cap_mb must be a positive number of MiB or "auto", not {cap!r}')
         check_name(self.collective)
 
-    @property
-    def bucket_bytes(self) -> int:
-        """The size of a bucket in bytes."""
-        return int(self.bucket_cap_mb * 1024 * 1024)
+    def bucket_bytes(self, ranks: int) -> int:
+        """Return the size of a bucket in bytes. ``ranks``: how many share a copy."""
+        if self.bucket_cap_mb != "auto":
+            return int(self.bucket_cap_mb * MIB)
+        assert self.module is not None
+        return automatic_cap_mb(ranks, max(self._unit_bytes(self.module), default=0)) * MIB
+
+    def _unit_bytes(self, module: nn.Module) -> list[int]:
+        """Return the bytes of each unit but the root's rest, as they are when the model computes."""
+        narrow = None if self.precision is None else self.precision.param_dtype.itemsize
+        members = find_units(module, self.units).parameters
+        return [sum(p.numel() * (narrow or p.itemsize) for p in unit) for unit in members[ROOT + 1 :]]
 
     def transport(self) -> Transport:
         """Return the transport of the process group."""

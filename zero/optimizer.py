@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         process_group: a torch process group or a `collectives.Transport`. Default: the world, or one rank alone if no
             group is initialised.
         divisor: the number by which a summed gradient is divided. None: the number of ranks, as in DDP.
-        bucket_cap_mb: the size of a bucket in MiB, as in DistributedDataParallel.
+        bucket_cap_mb: the size of a bucket in MiB, as in DistributedDataParallel. "auto": 25, but the size of the
+            largest unit of the module (in whole MiB, at least 25) from 64 ranks on that share a copy, where the latency
+            of collectives over smaller buckets costs more than their bytes. It needs the module.
         collective: an algorithm of `collectives`, by name or as a class. Default: the fastest one for the placement of
             the ranks and the parameters. `describe` names it, with the reason.
         sharding_factor: F, how many ranks share one copy of what the stage shards. It is a divisor of the number of
@@ -91,7 +93,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         module: nn.Module | None = None,
         process_group: ProcessGroup | Transport | None = None,
         divisor: float | None = None,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float | Literal["auto"] = 25.0,
         collective: str | Algorithm = "auto",
         sharding_factor: int | None = None,
         reshard_after_forward: bool | int = True,

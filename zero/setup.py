@@ -72,7 +72,7 @@ class Builder:
         """
         # not the config itself: its functions may refer to whoever holds this optimizer
         self.stage, self.module, self.inner = config.stage, config.module, inner
-        self.precision, self.offload, self._bucket_bytes = config.precision, config.offload, config.bucket_bytes
+        self.precision, self.offload = config.precision, config.offload
         group = config.transport().fork()
         self.reshard_group_size = agree_on_sharing(group, config)
         _warn_of_the_host(group, config.sharding_factor, device)
@@ -85,6 +85,7 @@ class Builder:
         try:
             check_modules(self.module)
             check_not_in_units(self.module)
+            self._bucket_bytes = config.bucket_bytes(self.shards.world_size)
             self._materializer = find_meta()
             if self.offload is not None:
                 if self.offload.parameters:
@@ -121,7 +122,7 @@ class Builder:
             config.module,
             self.collective,
             config.units,
-            config.bucket_bytes,
+            self._bucket_bytes,
             config.precision,
             post_forward_group,
             self.reshard_group_size == 1 < self.shards.world_size,

@@ -205,7 +205,7 @@ def test_the_start_has_the_flags_of_zero_train(tmp_path: Path, monkeypatch: pyte
         found = given[-1]
         assert (found.ranks, found.preset, found.sequence, found.micro_batches) == (2, "tiny", 32, 2)
         assert found.stage == changes.get("stage", 3)
-        assert found.bucket_cap_mb == changes.get("bucket_bytes", 25 * MIB) / MIB
+        assert found.bucket_cap == changes.get("bucket_bytes", 25 * MIB) / MIB
         assert found.sharding_factor == changes.get("sharding_factor")
         assert found.reshard_after_forward == str(changes.get("reshard", True)).lower()
 
@@ -231,6 +231,22 @@ def test_the_start_on_gpus_has_the_arguments_of_the_optimizer(
     assert ("offload" in found) is ("offload" in changes)
     assert found.get("sharding_factor") == changes.get("sharding_factor")
     assert found.get("reshard_after_forward", True) == changes.get("reshard", True)
+
+
+def test_the_start_says_auto_where_that_is_the_size() -> None:
+    config, unit = PlanConfig(preset="tiny", precision="fp32"), 40 * MIB
+    for ranks, nbytes, on_gpus, on_the_cpu in (
+        (64, unit, '"auto"', "auto"),
+        (2, unit, "40", "40"),
+        (64, unit + MIB, "41", "41"),
+    ):
+        setting = PlanSetting(3, ranks, bucket_bytes=nbytes, precision="fp32")
+        begun = start_of(config, setting, presets().cluster(f"h100:{ranks}"), 1, unit)
+        assert f"bucket_cap_mb={on_gpus})" in begun
+        begun = start_of(config, setting, presets().cluster(f"cpu:{ranks}"), 1, unit)
+        assert f"--bucket-cap-mb {on_the_cpu} " in begun
+    plain = PlanSetting(3, 64, precision="fp32")
+    assert "bucket_cap_mb" not in start_of(config, plain, presets().cluster("h100:64"), 1, 0)
 
 
 def test_several_hosts_meet_at_an_endpoint() -> None:

@@ -83,7 +83,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         ((), {}),
         (("--stage=0", "--bucket-cap-mb=0.01"), {}),
-        (("--stage=1", "--fused"), {"fused": True}),
+        (("--stage=1", "--fused", "--bucket-cap-mb=auto"), {"fused": True}),
         (("--clip=0.5", "--weight-decay=0.3", "--lr=0.003"), {"clip": 0.5, "weight_decay": 0.3, "lr": 0.003}),
         (("--precision=bf16", "--stage=3"), {"precision": "bf16"}),
         (("--precision=fp16", "--stage=0", "--clip=0.5"), {"precision": "fp16", "clip": 0.5}),

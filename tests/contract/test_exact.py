@@ -43,6 +43,11 @@ def test_every_class_and_path_gives_the_bits_of_the_plain_loop(stage: int, optim
         check(Program(world_size, stage, optimizer, cap, steps=THREE_STEPS))
 
 
+@EVERY_STAGE
+def test_buckets_of_automatic_size_give_the_bits_of_the_plain_loop(stage: int) -> None:
+    check(Program(2, stage, bucket_cap_mb="auto", steps=THREE_STEPS))
+
+
 @pytest.mark.slow
 @EVERY_CLASS
 @EVERY_STAGE

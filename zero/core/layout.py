@@ -21,6 +21,9 @@ import torch
 
 from .cuts import Cuts, EvenCuts, PartOfCuts
 
+MIB = 1 << 20
+DEFAULT_CAP_MB = 25  # as in DistributedDataParallel
+MANY_RANKS = 64  # from here on, the steps of a ring over a bucket of 25 MiB take longer than its bytes
 ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every vector register: cuts there do not change bits
 
 
@@ -320,6 +323,20 @@ def _bucket(members: Sequence[tuple[int, ParameterSpec]], world_size: int, index
     align = spec.dtypes.alignment
     numel = offsets[-1] or align  # a bucket whose slots are empty gets padding, so that they have one owner, too
     return BucketSpec(index, spec.dtypes, spec.device, slots, numel, EvenCuts(numel, world_size, align))
+
+
+def unit_cap_mb(largest_unit: int) -> int:
+    """Return the MiB of buckets of which one holds any unit: at least 25. ``largest_unit``: bytes."""
+    return max(-(-largest_unit // MIB), DEFAULT_CAP_MB)
+
+
+def automatic_cap_mb(ranks: int, largest_unit: int) -> int:
+    """Return the ``bucket_cap_mb`` that "auto" stands for: 25, but the size of a unit where ranks are many.
+
+    A ring takes a step for each rank, however few bytes it moves. Args: ``ranks`` that share a copy; ``largest_unit``
+    in bytes.
+    """
+    return DEFAULT_CAP_MB if ranks < MANY_RANKS else unit_cap_mb(largest_unit)
 
 
 def sharded_bytes(nbytes: int, world_size: int) -> int:

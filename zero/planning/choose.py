@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ..core.layout import DEFAULT_CAP_MB, MIB
 from ..core.stage import Placement, stage_of
 from .hardware import Cluster
-from .plan import DEFAULT_CAP_MB, MIB, PeakBytes, PlannedSetting, Planner, usable_bytes
+from .plan import PeakBytes, PlannedSetting, Planner, usable_bytes
 from .seconds.wires import Wires
 from .setting import PlanSetting
 

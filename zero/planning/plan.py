@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ..core.layout import DEFAULT_CAP_MB, MIB, unit_cap_mb
 from .hardware import Cluster
 from .memory import MemoryPlan
 from .model import Model, UnitWork
@@ -33,8 +34,6 @@ from .seconds.wires import Wires
 from .setting import PRECISIONS, PlanSetting
 from .traffic import sent
 
-MIB = 1 << 20
-DEFAULT_CAP_MB = 25
 USABLE_SHARE = 0.93  # fragments take 4 to 7 %; this share and 2 GiB did well on published runs that fit and did not
 RESERVED = 2 << 30  # bytes: CUDA's context 0.6 to 1.0 GiB, NCCL's buffers 0.2 to 1.5 GiB
 
@@ -98,10 +97,14 @@ class Training:
             )
         return total // together
 
+    @property
+    def largest_unit(self) -> int:
+        """The bytes of the largest unit."""
+        return max(self.model.unit_numels()[1:], default=0) * self.param_dtype.itemsize
+
     def unit_cap_mb(self) -> int:
         """Return the ``bucket_cap_mb`` of which one bucket holds any unit; 25 if units are smaller."""
-        largest = max(self.model.unit_numels()[1:], default=0) * self.param_dtype.itemsize
-        return max(-(-largest // MIB), DEFAULT_CAP_MB)
+        return unit_cap_mb(self.largest_unit)
 
     def activation_bytes(self) -> int:
         """Return the most that activations take at one moment, beside the parameters."""

@@ -11,9 +11,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ...core.layout import MIB
 from ...planning.choose import enough_bytes, frontier, name_of, settings, smallest_cluster
 from ...planning.hardware import Cluster, presets, read_hardware
-from ...planning.plan import MIB, PlannedSetting, Planner, Training, usable_bytes
+from ...planning.plan import PlannedSetting, Planner, Training, usable_bytes
 from ..console import INSTALL_HINT, Console
 from ..runner import check_output, fail, reports_errors
 from ..train.plots import can_draw
@@ -21,7 +22,7 @@ from .findings import Findings
 from .inputs import SOURCES, Asked, asked_of, training_of
 from .pictures import draw_choices, draw_scale
 from .settings import PlanConfig
-from .start import start_of
+from .start import is_automatic, start_of
 from .table import plan_table
 from .written import write
 
@@ -140,7 +141,7 @@ def _row(choice: PlannedSetting, found: Findings) -> list[str]:
 
 def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -> Sequence[str]:
     assert best.step is not None
-    cluster, step = found.asked.cluster, best.step
+    training, cluster, step = found.asked.training, found.asked.cluster, best.step
     reasons = [f"fits with {_gb(best.usable - best.peak.total)} GB to spare"]
     others = [each for each in found.choices if each.fits and _kind(each) != _kind(best)]
     if others:
@@ -162,7 +163,7 @@ def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -
         dollars = config.price * cluster.ranks / 3600 * 1e9 / step.tokens_per_second
         lines.append(f"${dollars:,.2f} for a billion tokens")
     lines.append(_buckets(found, best))
-    lines.append(f"start: {start_of(config, best.setting, cluster, found.micro_batches)}")
+    lines.append(f"start: {start_of(config, best.setting, cluster, found.micro_batches, training.largest_unit)}")
     return lines
 
 
@@ -174,6 +175,8 @@ def _kind(choice: PlannedSetting) -> tuple[int, int, bool | int]:
 def _buckets(found: Findings, best: PlannedSetting) -> str:
     cap, cluster = best.setting.bucket_bytes // MIB, found.asked.cluster
     line = f"bucket_cap_mb: {cap}"
+    if is_automatic(best.setting, found.asked.training.largest_unit):
+        line += ' ("auto")'
     for other, change in found.other_caps:
         line += f"; {other} would cost {change:+.1%}"
     if best.setting.factor > 1:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ...core.layout import MIB
 from ...planning.choose import ScaleCurve, Smallest, frontier, recommended, scale_curves, smallest_cluster
-from ...planning.plan import MIB, PlannedSetting, Planner
+from ...planning.plan import PlannedSetting, Planner
 from ...planning.setting import PlanSetting
 from .inputs import Asked
 

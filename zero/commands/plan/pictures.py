@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from ...core.layout import DEFAULT_CAP_MB, MIB
 from ...planning.choose import frontier, name_of
-from ...planning.plan import DEFAULT_CAP_MB, MIB, usable_bytes
+from ...planning.plan import usable_bytes
 from ...planning.setting import PlanSetting
 from ..train.plots import Curve, Dot, draw_curves, draw_sweep
 from .findings import Findings

@@ -5,22 +5,34 @@ Knows: how both write a setting. Does not know: why it was chosen.
 
 from __future__ import annotations
 
+from ...core.layout import DEFAULT_CAP_MB, MIB, automatic_cap_mb
 from ...planning.hardware import Cluster
-from ...planning.plan import DEFAULT_CAP_MB, MIB
 from ...planning.setting import PlanSetting
 from .settings import PlanConfig
 
-__all__ = ["start_of"]
+__all__ = ["is_automatic", "start_of"]
 
 _CLASSES = {"adamw": "AdamW", "adam": "Adam", "momentum": "SGD", "sgd": "SGD", "adagrad": "Adagrad"}
 _TRAINED = ("adamw", "adam", "sgd", "adagrad")  # by zero train
 
 
-def start_of(config: PlanConfig, setting: PlanSetting, cluster: Cluster, micro_batches: int) -> str:
-    """Return the command of a preset, or the arguments. ``micro_batches``: of each rank in a step."""
+def is_automatic(setting: PlanSetting, largest_unit: int) -> bool:
+    """Return whether the size of buckets is what "auto" stands for, and not the default. ``largest_unit``: bytes."""
+    cap = setting.bucket_bytes // MIB
+    return cap != DEFAULT_CAP_MB and cap == automatic_cap_mb(setting.factor, largest_unit)
+
+
+def start_of(
+    config: PlanConfig, setting: PlanSetting, cluster: Cluster, micro_batches: int, largest_unit: int = 0
+) -> str:
+    """Return the command of a preset, or the arguments.
+
+    ``micro_batches``: of each rank in a step; ``largest_unit``: bytes of the model's largest unit.
+    """
+    cap = "auto" if is_automatic(setting, largest_unit) else str(setting.bucket_bytes // MIB)
     on_cpu = cluster.gpu.family == "cpu"  # as zero train is
     if config.preset is None or not on_cpu or setting.offload or config.optimizer not in _TRAINED:
-        return _arguments(config, setting)
+        return _arguments(config, setting, f'"{cap}"' if cap == "auto" else cap)
     flags = [f"--preset {config.preset}", f"--stage {setting.stage}"]
     if cluster.hosts == 1:
         flags.insert(0, f"zero train --ranks {cluster.ranks}")
@@ -31,7 +43,8 @@ def start_of(config: PlanConfig, setting: PlanSetting, cluster: Cluster, micro_b
         flags.append(f"--sharding-factor {setting.factor}")
     if setting.reshard is not True:
         flags.append(f"--reshard-after-forward {str(setting.reshard).lower()}")
-    flags += [f"--bucket-cap-mb {setting.bucket_bytes // MIB}"] * (setting.bucket_bytes != DEFAULT_CAP_MB * MIB)
+    if setting.bucket_bytes != DEFAULT_CAP_MB * MIB:
+        flags.append(f"--bucket-cap-mb {cap}")
     flags += [
         f"--batch {config.micro} --sequence {config.sequence}",
         f"--micro-batches {micro_batches * cluster.ranks}",
@@ -40,7 +53,7 @@ def start_of(config: PlanConfig, setting: PlanSetting, cluster: Cluster, micro_b
     return " ".join(flags)
 
 
-def _arguments(config: PlanConfig, setting: PlanSetting) -> str:
+def _arguments(config: PlanConfig, setting: PlanSetting, cap: str) -> str:
     arguments = [f"torch.optim.{_CLASSES[config.optimizer]}", f"stage={setting.stage}"]
     if setting.stage and setting.sharding_factor is not None:
         arguments.append(f"sharding_factor={setting.factor}")
@@ -49,7 +62,7 @@ def _arguments(config: PlanConfig, setting: PlanSetting) -> str:
     if setting.offload:
         arguments.append('offload=Offload("cpu")')
     if setting.bucket_bytes != DEFAULT_CAP_MB * MIB:
-        arguments.append(f"bucket_cap_mb={setting.bucket_bytes // MIB}")
+        arguments.append(f"bucket_cap_mb={cap}")
     if config.precision != "fp32":
         dtype = "bfloat16" if config.precision == "bf16" else "float16"
         arguments.append(f"mixed_precision=MixedPrecision(torch.{dtype})")

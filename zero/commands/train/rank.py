@@ -108,7 +108,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, alone: bool = False
         model,
         _optimizer_class(config.optimizer),
         stage=config.stage,
-        bucket_cap_mb=config.bucket_cap_mb,
+        bucket_cap_mb=config.bucket_cap,
         collective=config.collective,
         sharding_factor=None if alone else config.sharding_factor,
         reshard_after_forward=True if alone else config.reshard,

@@ -44,7 +44,9 @@ class TrainConfig:
     weight_decay: Annotated[float | None, "weight decay; the optimizer's own default when omitted"] = None
     seed: Annotated[int, "seed of the weights, of the choice of data and of the sample"] = 0
     threads: Annotated[int, "threads that a rank computes with (their number changes bits)"] = 1
-    bucket_cap_mb: Annotated[float, "size of a bucket in MiB"] = 25.0
+    bucket_cap_mb: Annotated[
+        str, "size of a bucket in MiB; auto: 25, or the size of a unit where 64 ranks or more share a copy"
+    ] = "25"
     collective: Annotated[str, "algorithm that moves the buckets"] = "auto"
     data: Annotated[Path | None, "file or folder of text; the source of Python's standard library when omitted"] = None
     checkpoint: Annotated[Path | None, "folder of checkpoints; one is saved after the last step"] = None
@@ -76,7 +78,8 @@ class TrainConfig:
         _require(self.ranks is None or self.ranks >= 1, "ranks", self.ranks, "at least 1")
         _require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 2**32 - 1")
         _require(0 <= self.lr < math.inf, "lr", self.lr, "finite and not negative")
-        _require(0 < self.bucket_cap_mb < math.inf, "bucket_cap_mb", self.bucket_cap_mb, "above 0 and finite")
+        sized = self.bucket_cap_mb == "auto" or 0 < _number(self.bucket_cap_mb) < math.inf
+        _require(sized, "bucket_cap_mb", self.bucket_cap_mb, "auto, or MiB above 0 and finite")
         _require(self.clip is None or self.clip > 0, "clip", self.clip, "above 0")
         _require_choices(self, "preset", "precision")
 
@@ -85,6 +88,11 @@ class TrainConfig:
         """The argument ``reshard_after_forward`` of `ZeroOptimizer`."""
         text = self.reshard_after_forward
         return text == "true" if text in ("true", "false") else int(text)
+
+    @property
+    def bucket_cap(self) -> float | Literal["auto"]:
+        """The argument ``bucket_cap_mb`` of `ZeroOptimizer`."""
+        return "auto" if self.bucket_cap_mb == "auto" else _number(self.bucket_cap_mb)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as values of JSON's types."""
@@ -126,6 +134,14 @@ class SweepConfig:
         for number in self.stage or ():
             _require(number in range(4), "stage", number, "from 0 to 3")
         _require_choices(self, "preset")
+
+
+def _number(text: str) -> float:
+    """Return the number that a text is; NaN if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _require(holds: bool, name: str, value: object, expected: str) -> None:
