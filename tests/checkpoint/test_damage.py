@@ -63,7 +63,14 @@ def tensors_of_block(folder: Path, path: str, block: int) -> list[str]:
     return [e.name for e in found.tensors if e.nbytes and e.end > begin and e.begin < begin + BLOCK]
 
 
-@pytest.mark.parametrize("every", [101, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize(
+    "every",
+    [
+        101,
+        pytest.param(13, marks=pytest.mark.slow),
+        pytest.param(1, marks=[pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3600)]),
+    ],
+)
 def test_every_flipped_bit_is_found_and_named(copy: Path, every: int) -> None:
     sizes = {path: (copy / path).stat().st_size for path in files_of(copy)}
     assert sum(sizes.values()) < 32 * 1024

@@ -19,8 +19,9 @@ from zero.commands.plan import command
 from zero.commands.plan.settings import PlanConfig
 from zero.commands.plan.start import start_of
 from zero.commands.plan.table import COLUMNS
-from zero.planning.hardware import presets
-from zero.planning.plan import MIB
+from zero.commands.train.settings import TrainConfig
+from zero.core.layout import MIB
+from zero.planning.hardware import presets, read_hardware
 from zero.planning.setting import PlanSetting
 
 from ..planning.configs import LLAMA_3_8B, ROW, llama
@@ -198,7 +199,16 @@ def test_the_start_has_the_flags_of_zero_train(tmp_path: Path, monkeypatch: pyte
 
     given: list[Any] = []
     monkeypatch.setattr(train, "run", lambda config: given.append(config) or 0)
-    for changes in ({}, {"sharding_factor": 1}, {"reshard": False}, {"bucket_bytes": 3 * MIB}, {"stage": 0}):
+    disk = {"offload": "disk"}
+    for changes in (
+        {},
+        {"sharding_factor": 1},
+        {"reshard": False},
+        {"bucket_bytes": 3 * MIB},
+        {"stage": 0},
+        disk,
+        {**disk, "offload_parameters": True},
+    ):
         flags = shlex.split(start(**changes))
         assert flags[:2] == ["zero", "train"]
         assert cli.main(flags[1:]) == 0
@@ -208,6 +218,9 @@ def test_the_start_has_the_flags_of_zero_train(tmp_path: Path, monkeypatch: pyte
         assert found.bucket_cap == changes.get("bucket_bytes", 25 * MIB) / MIB
         assert found.sharding_factor == changes.get("sharding_factor")
         assert found.reshard_after_forward == str(changes.get("reshard", True)).lower()
+        assert (found.offload is not None) is ("offload" in changes)
+        assert found.offload_parameters is changes.get("offload_parameters", False)
+        assert found.fused
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -229,6 +242,7 @@ def test_the_start_on_gpus_has_the_arguments_of_the_optimizer(
     assert (found["stage"], found["bucket_cap_mb"]) == (3, 3)
     assert ("mixed_precision" in found) is (precision != "fp32")
     assert ("offload" in found) is ("offload" in changes)
+    assert found.get("defaults", {}).get("fused", False) is (optimizer != "adagrad")
     assert found.get("sharding_factor") == changes.get("sharding_factor")
     assert found.get("reshard_after_forward", True) == changes.get("reshard", True)
 
@@ -242,7 +256,7 @@ def test_the_start_says_auto_where_that_is_the_size() -> None:
     ):
         setting = PlanSetting(3, ranks, bucket_bytes=nbytes, precision="fp32")
         begun = start_of(config, setting, presets().cluster(f"h100:{ranks}"), 1, unit)
-        assert f"bucket_cap_mb={on_gpus})" in begun
+        assert f"bucket_cap_mb={on_gpus}, " in begun
         begun = start_of(config, setting, presets().cluster(f"cpu:{ranks}"), 1, unit)
         assert f"--bucket-cap-mb {on_the_cpu} " in begun
     plain = PlanSetting(3, 64, precision="fp32")
@@ -254,6 +268,91 @@ def test_several_hosts_meet_at_an_endpoint() -> None:
     setting = PlanSetting(3, 4, bucket_bytes=25 * MIB, precision="fp32")
     begun = start_of(config, setting, presets().cluster("cpu:2x2", nic=10), 1)
     assert begun.startswith("torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m ")
+
+
+def test_states_on_a_disk_are_among_the_choices_of_processors_alone(config: Path, tmp_path: Path) -> None:
+    kinds = set()
+    for cluster in ("cpu:2", "h100:2"):
+        assert plan(f"--config={config}", f"--cluster={cluster}", "--precision=bf16", f"--out={tmp_path}") == 0
+        settings = [choice["setting"] for choice in written(tmp_path)["choices"]]
+        kinds |= {(cluster, each["offload"], each["offload_parameters"]) for each in settings}
+        assert all(each["stage"] == 3 for each in settings if each["offload_parameters"])
+    on_the_cpu = {("cpu:2", "", False), ("cpu:2", "disk", False), ("cpu:2", "disk", True)}
+    assert kinds == on_the_cpu | {("h100:2", "", False), ("h100:2", "host", False)}
+
+
+def run_of(folder: Path, **changes: Any) -> Path:
+    """Write the part of a run.json that --anchor reads."""
+    config = TrainConfig(preset="tiny", sequence=32, stage=2, micro_batches=4, batch=2)
+    run = {"config": config.to_json(), "world_size": 2, "step_ms_median": 80.0, **changes}
+    path = folder / "run.json"
+    path.write_text(json.dumps(run))
+    return path
+
+
+def test_an_anchored_plan_of_the_run_takes_as_long_as_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for milliseconds in (80.0, 300.0):
+        run = run_of(tmp_path, step_ms_median=milliseconds)
+        flags = [
+            "--preset=tiny",
+            "--sequence=32",
+            "--micro=2",
+            "--global-batch=8",
+            "--precision=fp32",
+            "--cluster=cpu:2",
+        ]
+        assert plan(*flags, "--cluster=cpu:2", f"--anchor={run}", f"--out={tmp_path}", "--all") == 0
+        assert f"its step took {milliseconds / 1e3:.3g} s" in capsys.readouterr().out
+        (same,) = (each for each in written(tmp_path)["choices"] if each["name"] == "zero 2")
+        assert same["step"]["seconds"] == pytest.approx(milliseconds / 1e3, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "message"),
+    [
+        ({}, ["--cluster=h100"], "a run of zero train is on processors, and the plan is for h100"),
+        ({"step_ms_median": None}, ["--cluster=cpu"], "has no step that was timed"),
+        ({"step_ms_median": 1e-3}, ["--cluster=cpu"], "measure the machine first (--measure)"),
+        ({"config": {}}, ["--cluster=cpu"], "is no run.json of zero train: KeyError"),
+        ({"config": None}, ["--cluster=cpu"], "is no run.json of zero train: TypeError"),
+    ],
+)
+def test_a_run_that_a_plan_cannot_be_anchored_to_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], flags: list[str], message: str
+) -> None:
+    run = run_of(tmp_path, **changes)
+    assert plan("--preset=tiny", "--precision=fp32", *flags, f"--anchor={run}", f"--out={tmp_path}") == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert str(run) in said
+    assert said.count("\n") == 1
+
+
+def test_a_run_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--preset=tiny", "--precision=fp32", "--cluster=cpu", f"--out={tmp_path}"]
+    assert plan(*flags, f"--anchor={tmp_path / 'none'}") == 2
+    assert "cannot be read (No such file or directory)" in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.timeout(180)  # it starts a rank for each processor
+def test_a_measured_machine_can_be_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from zero.commands.plan.measure import measure
+
+    assert measure(PlanConfig(measure=True, out=tmp_path), seconds=0.002) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["hardware.json"]
+    found = read_hardware(tmp_path / "hardware.json")
+    flags = shlex.split(capsys.readouterr().out.partition("to plan with it: ")[2])
+    assert flags[0] == "--hardware"
+    assert plan("--preset=tiny", "--precision=fp32", *flags, f"--out={tmp_path / 'plan'}") == 0
+    assert f"hardware as measured: {found.measured}" in capsys.readouterr().out
+
+
+def test_measuring_takes_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--measure", "--preset=tiny", f"--out={tmp_path}") == 2
+    assert "--measure plans nothing: give none of --config" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -325,6 +325,7 @@ def test_real_ranks_train_one_set_of_bits_beside_torch_s_own(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)  # each setting starts four processes
 def test_every_setting_on_real_ranks_trains_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(SweepConfig(preset="tiny", ranks=4, peers=False, steps=1, sequence=16, out=tmp_path)) == 0

@@ -24,13 +24,26 @@ def test_a_block_by_hand() -> None:
     work = UnitWork(matmul_flops=1e15, attention_flops=1e14, moved_bytes=1e12, kernels=10)
     product, attended = 1e15 / (989e12 * 0.669 / 2), 1e14 / (989e12 * 0.177)
     moved = 1e12 / (3.35e12 * 0.5)
-    passes = compute.passes(work, hidden=241, recomputed=0.5)
+    half = UnitWork(matmul_flops=5e14, attention_flops=5e13, moved_bytes=5e11, kernels=5)
+    passes = compute.passes(work, hidden=241, repeated=half)
     assert passes.forward == pytest.approx(product + attended + moved)
     assert passes.backward == pytest.approx(2 * product + 2.5 * attended + 2 * moved)
     assert passes.recompute == pytest.approx(passes.forward / 2)
     assert passes.host == pytest.approx(0.12e-3 + 10 * 5e-6)
     assert passes.host_backward == pytest.approx(0.12e-3 + 25 * 5e-6)
     assert compute.passes(UnitWork()) == PassSeconds(0, 0, 0, 0.12e-3, 0.12e-3)
+
+
+def test_measured_constants_add_the_weights_of_a_pass_and_change_its_launches() -> None:
+    gpu = presets().gpu("h100")
+    measured = {"weights": 3.0, "backward_kernels": 0.5, "launch": 1e-5, "unit_host": 0.0, "pace": 2.0, "update": 0.5}
+    compute, plain = Compute(replace(gpu, constants=measured), "bfloat16"), Compute(gpu, "bfloat16")
+    passes = compute.passes(UnitWork(kernels=10), weight_bytes=3.35e9)
+    assert passes.forward == pytest.approx(2 * 3 * 1e-3)
+    assert passes.backward == pytest.approx(2 * 6 * 1e-3)
+    assert (passes.host, passes.host_backward) == pytest.approx((2 * 1e-4, 2 * 5e-5))
+    updates = [each.update(1e9, Dtypes.all(FP32), 2) for each in (compute, plain)]
+    assert updates[0] == pytest.approx(2 * updates[1])
 
 
 def test_an_update_reads_and_writes_what_its_precision_needs() -> None:

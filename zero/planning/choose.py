@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from ..core.layout import DEFAULT_CAP_MB, MIB
 from ..core.stage import Placement, stage_of
@@ -25,7 +24,7 @@ MOST_RANKS = 10_000
 def settings(planner: Planner, cluster: Cluster) -> Iterator[PlanSetting]:
     """Yield the settings that differ."""
     caps = sorted({DEFAULT_CAP_MB, planner.training.unit_cap_mb()})
-    offloads: tuple[Literal["", "host"], ...] = ("", "host") if cluster.gpu.family != "cpu" else ("",)
+    on_gpus = cluster.gpu.family != "cpu"
     for number in range(4):
         stage = stage_of(number)
         for cap in caps:
@@ -35,9 +34,13 @@ def settings(planner: Planner, cluster: Cluster) -> Iterator[PlanSetting]:
                 continue
             for factor in sharding_factors(cluster):
                 shared = replace(whole, sharding_factor=None if factor == cluster.ranks else factor)
-                for reshard in reshards(cluster, factor) if stage.parameters is Placement.SHARD else (True,):
-                    for offload in offloads:
-                        yield replace(shared, reshard=reshard, offload=offload)
+                sharded = stage.parameters is Placement.SHARD
+                for reshard in reshards(cluster, factor) if sharded else (True,):
+                    kept = replace(shared, reshard=reshard)
+                    yield kept
+                    yield replace(kept, offload="host" if on_gpus else "disk")
+                    if sharded and not on_gpus:
+                        yield replace(kept, offload="disk", offload_parameters=True)
 
 
 def sharding_factors(cluster: Cluster) -> list[int]:
@@ -92,7 +95,8 @@ def name_of(setting: PlanSetting) -> str:
     if setting.reshard is not True:
         parts.append("kept" if setting.reshard is False else f"kept by {setting.reshard}")
     if setting.offload:
-        parts.append("states on host" if setting.offload == "host" else "states on disk")
+        on_disk = "all on disk" if setting.offload_parameters else "states on disk"
+        parts.append("states on host" if setting.offload == "host" else on_disk)
     if setting.bucket_bytes != DEFAULT_CAP_MB * MIB:
         parts.append(f"{setting.bucket_bytes // MIB} MiB buckets")
     return ", ".join(parts)
@@ -134,11 +138,13 @@ def smallest_cluster(planner: Planner, cluster: Cluster) -> Smallest | None:
 
 
 def _fitting(planner: Planner, cluster: Cluster) -> Smallest | None:
-    """Return the first setting that fits: a stage, or stage 3 with its states on the host."""
+    """Return the first setting that fits: a stage, or stage 3 with its states on the host, or all of it on a disk."""
     usable = usable_bytes(cluster)
     tried = [planner.setting(cluster, stage) for stage in range(4)]
     if cluster.gpu.family != "cpu":
         tried.append(replace(tried[-1], offload="host"))
+    else:
+        tried.append(replace(tried[-1], offload="disk", offload_parameters=True))
     least = planner.peak(tried[-1])
     if least.states + least.activations > usable:  # no other has fewer
         return None
@@ -195,7 +201,7 @@ def scale_curves(
             if factor and more.ranks <= factor:
                 continue
             setting = replace(planner.setting(more, chosen.stage, cap), sharding_factor=factor or None)
-            setting = replace(setting, offload=chosen.offload)
+            setting = replace(setting, offload=chosen.offload, offload_parameters=chosen.offload_parameters)
             if chosen.row.parameters is Placement.SHARD and isinstance(chosen.reshard, bool):
                 setting = replace(setting, reshard=chosen.reshard)
             rates = {}

@@ -17,7 +17,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ class Accelerator:
         sustained: share of the peaks that its power allows for long.
         sums_in_switch: whether the switch inside a host adds up what an all-reduce sends.
         efficiency: measured shares of the peaks, by "matmul", "attention" or "memory"; empty in the presets.
+        constants: measured values of `seconds.compute.CONSTANTS`, by name; empty in the presets.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Accelerator:
     sustained: float
     sums_in_switch: bool
     efficiency: Mapping[str, float]
+    constants: Mapping[str, float] = field(default_factory=dict)
 
     def peak(self, dtype: str) -> float:
         """Return the peak of products of this dtype. Raises `ValueError` if the GPU has none."""
@@ -277,7 +279,7 @@ def _network(given: Mapping[str, Any], before: Hardware | None) -> Network:
 
 def _accelerator(name: str, data: Any) -> Accelerator:
     place = f"gpus.{name}"
-    given = _mapping(data, place, {"family", "flops", "efficiency", *_GPU, *_GPU_OPTIONAL})
+    given = _mapping(data, place, {"family", "flops", "efficiency", "constants", *_GPU, *_GPU_OPTIONAL})
     missing = [key for key in ("family", "flops", *_GPU) if key not in given]
     if missing:
         raise ValueError(f"{place}: {', '.join(missing)} missing")
@@ -293,6 +295,10 @@ def _accelerator(name: str, data: Any) -> Accelerator:
     }
     shares = _mapping(given.get("efficiency", {}), f"{place}.efficiency", {"matmul", "attention", "memory"})
     efficiency = {which: _value(share, f"{place}.efficiency.{which}", "number") for which, share in shares.items()}
+    constants = {
+        which: _value(value, f"{place}.constants.{which}", "number", "seconds")
+        for which, value in _mapping(given.get("constants", {}), f"{place}.constants").items()
+    }
     return Accelerator(
         name=name,
         family=given["family"],
@@ -308,6 +314,7 @@ def _accelerator(name: str, data: Any) -> Accelerator:
         sustained=optional["sustained"] or 1.0,
         sums_in_switch=bool(optional["sums_in_switch"]),
         efficiency=efficiency,
+        constants=constants,
     )
 
 
@@ -321,15 +328,15 @@ def _mapping(data: Any, place: str, known: set[str] | None = None) -> Mapping[st
     return data
 
 
-def _value(data: Any, place: str, kind: str) -> float:
-    """Return a value in base units. It must have a unit of this kind and a source."""
+def _value(data: Any, place: str, *kinds: str) -> float:
+    """Return a value in base units. It must have a unit of one of these kinds and a source."""
     if not isinstance(data, dict) or set(data) != {"value", "unit", "source"}:
         raise ValueError(f'{place} must be an object of "value", "unit" and "source"')
     value, unit, source = data["value"], data["unit"], data["source"]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{place}: the value must be a number above 0, not {value!r}")
-    if not isinstance(unit, str) or UNITS.get(unit, ("", 0.0))[0] != kind:
-        fitting = ", ".join(name for name, (measures, _) in UNITS.items() if measures == kind)
+    if not isinstance(unit, str) or UNITS.get(unit, ("", 0.0))[0] not in kinds:
+        fitting = ", ".join(name for name, (measures, _) in UNITS.items() if measures in kinds)
         raise ValueError(f"{place}: the unit must be one of {fitting}, not {unit!r}")
     if not isinstance(source, str) or not source.strip():
         raise ValueError(f"{place}: a value needs a source")

@@ -97,6 +97,16 @@ class Training:
             )
         return total // together
 
+    def repeated(self, work: UnitWork) -> UnitWork:
+        """Return what a backward repeats of a block that is recomputed.
+
+        torch's recompute stops at the last tensor that a backward needs, and the last product of a transformer's block
+        is none.
+        """
+        numbers = self.model.transformer
+        last = 0.0 if numbers is None else 2.0 * numbers.ffn * numbers.hidden * self.tokens
+        return replace(work, matmul_flops=work.matmul_flops - last)
+
     @property
     def largest_unit(self) -> int:
         """The bytes of the largest unit."""
@@ -205,6 +215,7 @@ class Planner:
             bucket_bytes=cap_mb * MIB,
             precision=self.training.precision,
             optimizer=self.training.optimizer,
+            fused=True,  # whose update is planned
             device="cuda" if cluster.gpu.family != "cpu" else "cpu",
             ranks_per_host=cluster.per_host,
         )
@@ -231,6 +242,7 @@ class Planner:
                 micro_batches,
                 state_tensors=setting.states.tensors,
                 offload=cluster.gpu.host_link if setting.offload else None,
+                offload_parameters=setting.offload_parameters,
                 means_are_shown=setting.shows_means,
             ),
             compute,
@@ -259,8 +271,13 @@ class Planner:
     def _unit_loads(self, compute: Compute) -> list[UnitLoad]:
         training = self.training
         again = (False, *recomputed(len(training.works) - 1, training.checkpoint))
+        width, hidden = training.param_dtype.itemsize, training.model.hidden
         return [
-            UnitLoad(compute.passes(work, training.model.hidden, float(is_again)), numel, tensors)
+            UnitLoad(
+                compute.passes(work, hidden, training.repeated(work) if is_again else None, numel * width),
+                numel,
+                tensors,
+            )
             for work, is_again, numel, tensors in zip(training.works, again, self._units, self._tensors, strict=True)
         ]
 

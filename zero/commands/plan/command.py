@@ -18,6 +18,7 @@ from ...planning.plan import PlannedSetting, Planner, Training, usable_bytes
 from ..console import INSTALL_HINT, Console
 from ..runner import check_output, fail, reports_errors
 from ..train.plots import can_draw
+from .anchor import anchored
 from .findings import Findings
 from .inputs import SOURCES, Asked, asked_of, training_of
 from .pictures import draw_choices, draw_scale
@@ -36,10 +37,22 @@ FILES = ("plan.json", "plan.png", "plan-scale.png", "trace.json")
 def run(config: PlanConfig) -> int:
     """Plan, print and write. The exit code is 1 if nothing fits, and 2 after wrong input."""
     try:
+        if config.measure:
+            return _measure(config)
         return _table(config) if config.rows is not None else _plan(config)
     except ValueError as error:
         fail(error)
         return WRONG_INPUT
+
+
+def _measure(config: PlanConfig) -> int:
+    """Measure this machine."""
+    from .measure import measure  # it imports the optimizer, which a plan does not need
+
+    others = [*SOURCES, "rows", "hardware"]
+    if any(getattr(config, name) is not None for name in others):
+        raise ValueError(f"--measure plans nothing: give none of {', '.join(f'--{name}' for name in others)}")
+    return measure(config)
 
 
 def _table(config: PlanConfig) -> int:
@@ -60,7 +73,13 @@ def _plan(config: PlanConfig) -> int:
     imports = _used()
     asked = asked_of(config)
     check_output(config.out, *FILES)
-    console, planner = Console(), Planner(asked.training)
+    console = Console()
+    if asked.hardware.measured:
+        console.line(f"hardware as measured: {asked.hardware.measured}")
+    if config.anchor is not None:
+        asked, line = anchored(config.anchor, asked)
+        console.line(line)
+    planner = Planner(asked.training)
     choices = [planner.choice(each, asked.cluster, always=config.all) for each in settings(planner, asked.cluster)]
     found = Findings.of(asked, planner, choices)
     _print(config, found, console)

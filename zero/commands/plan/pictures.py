@@ -42,7 +42,8 @@ def draw_choices(folder: Path, found: Findings) -> str:
     ]
     title = f"{found.asked.training.model.name} on {cluster.ranks:,} {cluster.gpu.name}, planned"
     seconds = f"step, s (up to {FARTHEST:g} times the fastest); names: buckets of {cap // MIB} MiB unless said"
-    labels = (seconds, "GB of a rank (10⁹ bytes)", "states on the host")
+    elsewhere = "states on a disk" if cluster.gpu.family == "cpu" else "states on the host"
+    labels = (seconds, "GB of a rank (10⁹ bytes)", elsewhere)
     draw_sweep(folder / "plan.png", title, dots, labels, usable_bytes(cluster) / 1e9)
     return "plan.png"
 

@@ -5,6 +5,8 @@ Knows: how both write a setting. Does not know: why it was chosen.
 
 from __future__ import annotations
 
+import shlex
+
 from ...core.layout import DEFAULT_CAP_MB, MIB, automatic_cap_mb
 from ...planning.hardware import Cluster
 from ...planning.setting import PlanSetting
@@ -31,8 +33,8 @@ def start_of(
     """
     cap = "auto" if is_automatic(setting, largest_unit) else str(setting.bucket_bytes // MIB)
     on_cpu = cluster.gpu.family == "cpu"  # as zero train is
-    if config.preset is None or not on_cpu or setting.offload or config.optimizer not in _TRAINED:
-        return _arguments(config, setting, f'"{cap}"' if cap == "auto" else cap)
+    if config.preset is None or not on_cpu or config.optimizer not in _TRAINED:
+        return _arguments(config, setting, cluster, f'"{cap}"' if cap == "auto" else cap)
     flags = [f"--preset {config.preset}", f"--stage {setting.stage}"]
     if cluster.hosts == 1:
         flags.insert(0, f"zero train --ranks {cluster.ranks}")
@@ -45,27 +47,33 @@ def start_of(
         flags.append(f"--reshard-after-forward {str(setting.reshard).lower()}")
     if setting.bucket_bytes != DEFAULT_CAP_MB * MIB:
         flags.append(f"--bucket-cap-mb {cap}")
+    if setting.offload:
+        flags.append(f"--offload {shlex.quote(str(config.out))}")
+    flags += ["--offload-parameters"] * setting.offload_parameters
     flags += [
         f"--batch {config.micro} --sequence {config.sequence}",
         f"--micro-batches {micro_batches * cluster.ranks}",
     ]
-    flags += [f"--precision {config.precision}", f"--optimizer {config.optimizer}"]
+    flags += [f"--precision {config.precision}", f"--optimizer {config.optimizer} --fused"]
     return " ".join(flags)
 
 
-def _arguments(config: PlanConfig, setting: PlanSetting, cap: str) -> str:
+def _arguments(config: PlanConfig, setting: PlanSetting, cluster: Cluster, cap: str) -> str:
     arguments = [f"torch.optim.{_CLASSES[config.optimizer]}", f"stage={setting.stage}"]
     if setting.stage and setting.sharding_factor is not None:
         arguments.append(f"sharding_factor={setting.factor}")
     if setting.reshard is not True:
         arguments.append(f"reshard_after_forward={setting.reshard}")
     if setting.offload:
-        arguments.append('offload=Offload("cpu")')
+        folder = '"cpu"' if setting.offload == "host" else '"/scratch"'
+        arguments.append(f"offload=Offload({folder}{', parameters=True' * setting.offload_parameters})")
     if setting.bucket_bytes != DEFAULT_CAP_MB * MIB:
         arguments.append(f"bucket_cap_mb={cap}")
     if config.precision != "fp32":
         dtype = "bfloat16" if config.precision == "bf16" else "float16"
         arguments.append(f"mixed_precision=MixedPrecision(torch.{dtype})")
+    if config.optimizer != "adagrad" or cluster.gpu.family == "cpu":  # torch has no fused Adagrad for GPUs
+        arguments.append("fused=True")
     if config.optimizer == "momentum":
         arguments.append("momentum=0.9")
     return f"ZeroOptimizer(model, {', '.join(arguments)})"

@@ -217,7 +217,7 @@ def draw_curves(path: Path, title: str, curves: Sequence[Curve], labels: tuple[s
         for x_, y, _, _, is_filled in curve.points:
             axes.scatter([x_], [y], s=22, facecolors=color if is_filled else "white", edgecolors=color, zorder=3)
     axes.set(xlabel=labels[0], ylabel=labels[1], xscale="log", ylim=(0, None))
-    ticks = sorted({point[0] for curve in curves for point in curve.points})
+    ticks = [point[0] for point in max(curves, key=lambda curve: len(curve.points)).points]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8, rotation=30)
     axes.minorticks_off()
     axes.grid(color="0.92")

@@ -143,7 +143,9 @@ def program_of(
         reductions.append(Reduction(bucket.unit, bucket.ready, cost, means))
         updates.append(update)
     return StepProgram(
-        units=_gathered_units(units, buckets, wires, compute, algorithm, group, near if gathers else 0),
+        units=_gathered_units(
+            units, buckets, wires, compute, algorithm, group, near if gathers else 0, _parameter_disk(setting)
+        ),
         reductions=tuple(reductions),
         updates=tuple(updates),
         micro_batches=setting.micro_batches,
@@ -174,8 +176,13 @@ def _gathered_units(
     algorithm: str,
     group: RankGroup,
     near: int,
+    disk: float | None,
 ) -> tuple[UnitStep, ...]:
-    """Return the units of this library. ``near``: ranks that gather for a backward; 1: none; 0: nothing is gathered."""
+    """Return the units of this library.
+
+    ``near``: ranks that gather for a backward; 1: none; 0: nothing is gathered. ``disk``: bytes a second at which a
+    rank reads its shards for a gather; None: they are in memory.
+    """
     crowd = 1.0 if wires.on_gpu else max(wires.cluster.per_host / wires.cluster.gpu.per_host, 1.0)
     slowed = [_with_hooks(unit, compute.constants["hook"], crowd) for unit in units]
     if not near:
@@ -191,6 +198,9 @@ def _gathered_units(
             part = whole = in_groups(wires.all_gather(algorithm, nbytes, group), ranks // group.ranks)
             if near < group.ranks:
                 part = in_groups(wires.all_gather(nearby, nbytes, around), ranks // near)
+            if disk is not None:  # the processor maps the pages
+                read = nbytes / group.ranks / disk
+                whole, part = (replace(c, seconds=c.seconds + read, fold=c.fold + read) for c in (whole, part))
             costs[nbytes] = whole, part
         whole, part = costs[nbytes]
         gather[bucket.home], again[bucket.home] = after(gather[bucket.home], whole), after(again[bucket.home], part)
@@ -199,6 +209,10 @@ def _gathered_units(
         UnitStep(passes, gather[unit], None if near == 1 or unit in stay else again[unit])
         for unit, passes in enumerate(slowed)
     )
+
+
+def _parameter_disk(setting: StepSetting) -> float | None:
+    return setting.offload if setting.offload_parameters else None
 
 
 def _with_hooks(unit: UnitLoad, hook: float, crowd: float) -> PassSeconds:

@@ -65,7 +65,7 @@ class _Rank:
     """A rank that runs a program."""
 
     def __init__(self, program: StepProgram, trace: bool) -> None:
-        self._program, self._state = program, _State()
+        self._program, self.state = program, _State()
         self._events: list[TraceEvent] | None = [] if trace else None
         self._sending: deque[tuple[float, float]] = deque()  # when the wire is busy, from `compute` on
         self._used = deque([0.0, 0.0], maxlen=2)  # when the last two gathered units were last used
@@ -84,11 +84,11 @@ class _Rank:
 
     def _now(self) -> float:
         """Return the time at which the host launches."""
-        return self._state.host if self._program.streams else self._state.compute
+        return self.state.host if self._program.streams else self.state.compute
 
-    def _wait(self, until: float, part: str) -> None:
+    def wait(self, until: float, part: str) -> None:
         """Let compute wait."""
-        state = self._state
+        state = self.state
         if until > state.compute:
             state.parts[part] += until - state.compute
             state.compute = until
@@ -97,7 +97,7 @@ class _Rank:
         """Let compute work. It is slower while the wire is busy."""
         if seconds <= 0.0:
             return
-        state, slow = self._state, 1 + self._program.overlap
+        state, slow = self.state, 1 + self._program.overlap
         sending, time, left, lost = self._sending, state.compute, seconds, 0.0
         while sending and sending[0][1] <= time:
             sending.popleft()
@@ -111,7 +111,7 @@ class _Rank:
             left -= beside / slow
             lost += beside - beside / slow
             time += beside
-        self._note(name, "compute", state.compute, seconds + lost)
+        self.note(name, "compute", state.compute, seconds + lost)
         state.parts[part] += seconds
         state.parts["slowdown"] += lost
         state.busy["compute"] += seconds
@@ -119,16 +119,16 @@ class _Rank:
 
     def _launching(self, seconds: float, part: str = "host") -> None:
         """Let the host work. Without streams, compute stands still meanwhile."""
-        state = self._state
+        state = self.state
         state.busy["host"] += seconds
         if self._program.streams:
             state.host += seconds
         else:
-            self._wait(state.compute + seconds, part)
+            self.wait(state.compute + seconds, part)
 
     def _send(self, cost: WireCost, ready: float, name: str) -> float:
         """Launch a collective. Return when its result is there."""
-        state = self._state
+        state = self.state
         state.sent, state.crossed = state.sent + cost.sent, state.crossed + cost.crossed
         state.busy["collectives"] += cost.seconds
         if cost.seconds <= 0.0:
@@ -140,10 +140,10 @@ class _Rank:
         else:
             self._sending.append((start, state.wire))
         state.busy["wire"] += cost.period
-        self._note(name, "wire", start, cost.period)
+        self.note(name, "wire", start, cost.period)
         return start + cost.seconds
 
-    def _note(self, name: str, clock: str, start: float, seconds: float) -> None:
+    def note(self, name: str, clock: str, start: float, seconds: float) -> None:
         if self._events is not None and seconds > 0.0:
             self._events.append(TraceEvent(name, clock, start, seconds))
 
@@ -152,15 +152,15 @@ class _Rank:
     def micro_batches(self, count: int, reduces: bool) -> None:
         """Run micro-batches of one kind."""
         for number in range(min(count, _RUN)):
-            before = self._state.copy()
+            before = self.state.copy()
             self._forward()
             self._backward(reduces)
             if number == _RUN - 1 and count > _RUN:
                 self._repeat(before, count - _RUN)
 
     def _repeat(self, before: _State, times: int) -> None:
-        shift = times * (self._state.compute - before.compute)
-        self._state.repeat(before, times)
+        shift = times * (self.state.compute - before.compute)
+        self.state.repeat(before, times)
         self._sending = deque((start + shift, end + shift) for start, end in self._sending)
         self._used = deque((time + shift for time in self._used), maxlen=2)
         self._last_use = [time + shift for time in self._last_use]
@@ -179,17 +179,17 @@ class _Rank:
 
     def _compute(self, unit: int) -> None:
         passes = self._program.units[unit].passes
-        self._wait(self._now(), "host")
+        self.wait(self._now(), "host")
         self._launching(passes.host)
         self._work(passes.forward, "compute", f"forward {unit}")
-        self._wait(self._now(), "host")
+        self.wait(self._now(), "host")
         self._release(unit, stays=self._program.units[unit].again is None)
 
     def _release(self, unit: int, *, stays: bool) -> None:
         """Note the end of a unit's use. ``stays``: its memory is in use until its backward."""
-        self._last_use[unit] = self._state.compute
+        self._last_use[unit] = self.state.compute
         if unit and not stays and self._program.units[unit].gather.seconds > 0.0:
-            self._used.append(self._state.compute)
+            self._used.append(self.state.compute)
 
     def _gather(self, unit: int, cost: WireCost | None, *, ahead: bool) -> None:
         """Launch the gather of a unit, unless it is under way. Two units have memory, besides the rest: that of the
@@ -203,8 +203,8 @@ class _Rank:
     def _await_unit(self, unit: int) -> None:
         if unit in self._arriving:
             end, copying = self._arriving.pop(unit)
-            self._wait(self._now(), "host")
-            self._wait(end, "gather")
+            self.wait(self._now(), "host")
+            self.wait(end, "gather")
             self._work(copying, "fold", f"copy {unit}")
 
     def _backward(self, reduces: bool) -> None:
@@ -224,7 +224,7 @@ class _Rank:
 
     def _differentiate(self, unit: int, reduces: bool) -> None:
         passes = self._program.units[unit].passes
-        self._wait(self._now(), "host")
+        self.wait(self._now(), "host")
         self._launching(passes.host_backward)
         self._work(passes.recompute, "recompute", f"recompute {unit}")
         done = 0.0
@@ -234,7 +234,7 @@ class _Rank:
             self._ready.add(number)
             self._launch_ready()
         self._work((1 - done) * passes.backward, "compute", f"backward {unit}")
-        self._wait(self._now(), "host")
+        self.wait(self._now(), "host")
         self._release(unit, stays=False)
 
     # -- reductions ---------------------------------------------------------------------------------------------------
@@ -249,13 +249,13 @@ class _Rank:
         while limit and len(self._flying) >= limit:
             self._land()
         cost = self._program.reductions[self._next].cost
-        end = self._send(cost, self._state.compute, f"reduce bucket {self._next}")
+        end = self._send(cost, self.state.compute, f"reduce bucket {self._next}")
         self._flying.append((end, cost.fold))
         self._next += 1
 
     def _land(self) -> None:
         end, fold = self._flying.popleft()
-        self._wait(end, "reduction")
+        self.wait(end, "reduction")
         self._work(fold, "fold", "fold")
 
     def _finish(self) -> None:
@@ -269,44 +269,34 @@ class _Rank:
             self._gather_means()
 
     def _gather_means(self) -> None:
-        reductions, ready = self._program.reductions, self._state.compute
+        reductions, ready = self._program.reductions, self.state.compute
         ends = [
             (self._send(reduction.means, ready, f"gather means {number}"), reduction.means.fold)
             for number, reduction in enumerate(reductions)
             if reduction.means.seconds > 0.0
         ]
         for end, fold in ends:
-            self._wait(end, "gather")
+            self.wait(end, "gather")
             self._work(fold, "fold", "copy means")
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Agree, update bucket by bucket, and gather what was updated."""
-        program, state = self._program, self._state
+        program, state = self._program, self.state
         if program.synchronises:
             state.host = max(state.host, state.compute)
         self._launching(program.control, "control")
         if program.streams:
-            self._wait(state.host, "control")
+            self.wait(state.host, "control")
         if not program.means_each_time:
             self._gather_means()
         flying: deque[tuple[float, float]] = deque()
-        reading = state.compute + (program.updates[0].read if program.updates else 0.0)
-        writing, written = 0.0, list[float]()
+        disk = _Disk(self, program)
         for number, bucket in enumerate(program.updates):
-            self._wait(reading, "disk")
-            if number + 1 < len(program.updates):
-                room = number + 1 - program.state_buffers
-                begin = max(state.compute, written[room] if room >= 0 else 0.0)
-                following = program.updates[number + 1].read
-                self._note(f"read {number + 1}", "disk", begin, following)
-                reading = begin + following
+            disk.await_states(number)
             self._work(bucket.update, "update", f"update {number}")
-            begin = max(writing, state.compute)
-            writing = begin + bucket.write
-            self._note(f"write {number}", "disk", begin, bucket.write)
-            written.append(writing)
+            disk.write_states(number)
             state.busy["disk"] += bucket.read + bucket.write
             if bucket.gather.seconds > 0.0:
                 while program.gathers_in_flight and len(flying) >= program.gathers_in_flight:
@@ -315,18 +305,55 @@ class _Rank:
                 flying.append((end, bucket.gather.fold))
         while flying:
             self._updated(*flying.popleft())
-        self._wait(writing, "disk")
+        disk.finish()
 
     def _updated(self, end: float, fold: float) -> None:
-        self._wait(end, "gather")
+        self.wait(end, "gather")
         self._work(fold, "fold", "copy updated")
 
     def result(self) -> StepSeconds:
         """Return the seconds, when every clock has ended."""
-        program, state = self._program, self._state
-        self._wait(self._now(), "host")
-        self._wait(state.wire, "reduction")
-        self._wait(state.compute + program.fixed, "fixed")
-        self._wait(state.compute * (1 + program.jitter), "jitter")
+        program, state = self._program, self.state
+        self.wait(self._now(), "host")
+        self.wait(state.wire, "reduction")
+        self.wait(state.compute + program.fixed, "fixed")
+        self.wait(state.compute * (1 + program.jitter), "jitter")
         parts, busy = dict(state.parts), dict(state.busy)
         return StepSeconds(math.fsum(parts.values()), parts, busy, state.sent, state.crossed, tuple(self._events or ()))
+
+
+class _Disk:
+    """The states of buckets on their way to the update and back: beside it, or on the rank's one clock."""
+
+    def __init__(self, rank: _Rank, program: StepProgram) -> None:
+        self._rank, self._program = rank, program
+        self._reading = rank.state.compute + (program.updates[0].read if program.updates else 0.0)
+        self._writing, self._written = 0.0, list[float]()
+
+    def await_states(self, number: int) -> None:
+        """Wait for the states of a bucket, and begin to read the next ones."""
+        rank, updates, now = self._rank, self._program.updates, self._rank.state.compute
+        if not self._program.streams:  # the processor that updates also maps the pages
+            rank.wait(now + updates[number].read, "disk")
+            return
+        rank.wait(self._reading, "disk")
+        if number + 1 < len(updates):
+            room = number + 1 - self._program.state_buffers
+            begin = max(rank.state.compute, self._written[room] if room >= 0 else 0.0)
+            rank.note(f"read {number + 1}", "disk", begin, updates[number + 1].read)
+            self._reading = begin + updates[number + 1].read
+
+    def write_states(self, number: int) -> None:
+        """Begin to write the states of a bucket."""
+        rank, seconds = self._rank, self._program.updates[number].write
+        if not self._program.streams:
+            rank.wait(rank.state.compute + seconds, "disk")
+            return
+        begin = max(self._writing, rank.state.compute)
+        rank.note(f"write {number}", "disk", begin, seconds)
+        self._writing = begin + seconds
+        self._written.append(self._writing)
+
+    def finish(self) -> None:
+        """Wait until all states are written."""
+        self._rank.wait(self._writing, "disk")
