@@ -46,7 +46,6 @@ def measured(rates: Rates, **changes: Any) -> Measurement:
         "copied": 10e9,
         "updated": 15e9,
         "message": 50e-6,
-        "bell": 60e-6,
         "disk": 3e9,
     }
     return Measurement(**{**given, **changes})
@@ -97,7 +96,6 @@ def test_a_measured_machine_has_its_memory_its_ranks_and_its_disk() -> None:
     assert (cluster.gpu.memory, cluster.gpu.per_host) == (8 * 2**30, 2)
     assert cluster.gpu.host_link == pytest.approx(3e9)
     assert cluster.network.base == pytest.approx(50e-6)
-    assert cluster.network.doorbell == pytest.approx(30e-6)
     assert read(measured(TRUE)).measured == "a machine, 2026-11-25"
 
 

@@ -108,7 +108,6 @@ class Measurement:
         copied: bytes a second that a copy reads and writes.
         updated: those that a fused Adam reads and writes.
         message: seconds of a short message from every rank to every other.
-        bell: seconds of a gather of a few bytes in memory that the ranks share.
         disk: bytes a second of offloaded states, to the disk or from it.
     """
 
@@ -121,7 +120,6 @@ class Measurement:
     copied: float
     updated: float
     message: float
-    bell: float
     disk: float
 
     def to_json(self) -> dict[str, Any]:
@@ -153,12 +151,11 @@ class Measurement:
             "efficiency": {name: _value(share, "1") for name, share in shares.items()},
             "constants": {name: _value(*each) for name, each in constants.items()},
         }
-        network = {"base": _value(self.message * 1e6, "us"), "doorbell": _value(self.bell / self.ranks * 1e6, "us")}
         return {
             "format": FORMAT,
             "date": self.date,
             "machine": self.machine,
-            "network": network,
+            "network": {"base": _value(self.message * 1e6, "us")},
             "gpus": {"cpu": gpu},
         }
 

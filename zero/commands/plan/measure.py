@@ -77,7 +77,6 @@ def _combined(probed: list[Probed], ranks: int) -> Measurement:
         copied=2 * DTYPE_BYTES * NUMBERS / mean("copy"),
         updated=UPDATE_BYTES * NUMBERS / mean("update"),
         message=mean("message"),
-        bell=mean("bell"),
         disk=2 * DTYPE_BYTES * NUMBERS / max(mean("disk"), 1e-9),
     )
 

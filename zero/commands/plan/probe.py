@@ -19,10 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collectives import Kind, Tag, build
-from collectives.backends.gloo import connect
-
-from ... import Offload
+from ... import Offload, ZeroOptimizer
 from ...planning.measured import TimedPasses
 from ...planning.models.meta_results import on_meta
 from ...planning.models.works import count_module, together
@@ -54,7 +51,6 @@ class Probed:
     copy: float
     update: float
     message: float
-    bell: float
     disk: float
 
     def timed(self) -> Iterator[TimedPasses]:
@@ -67,18 +63,12 @@ class Probed:
             yield TimedPasses(together(works), weights, forward, backward)
 
 
-def _agreed(turns: int) -> int:
-    """Return rank 0's number on all ranks."""
-    number = torch.tensor(turns)
-    torch.distributed.broadcast(number, 0)
-    return int(number)
-
-
 @dataclass(frozen=True)
 class _Stopwatch:
-    """Measures each part for so many ``seconds``."""
+    """Measures each part for so many ``seconds``. All ranks are those of ``optimizer``."""
 
     seconds: float
+    optimizer: ZeroOptimizer
 
     def times(self, *parts: Callable[[], object], longer: int = 1) -> list[float]:
         """Run the parts in turn, ``longer`` times as long as usual, and return the median seconds of each.
@@ -91,7 +81,8 @@ class _Stopwatch:
         begin = time.perf_counter()
         for part in parts:
             part()
-        turns = _agreed(max(int(longer * self.seconds / (time.perf_counter() - begin)), LEAST))
+        turns = max(int(longer * self.seconds / (time.perf_counter() - begin)), LEAST)
+        turns = int(self.optimizer.exchange(str(turns).encode())[0])
         found: list[list[float]] = [[] for _ in parts]
         barrier()
         for _ in range(turns):
@@ -112,19 +103,20 @@ def work(settings: dict[str, Any]) -> None:
     folder = Path(settings["folder"])
     torch.set_num_threads(1)
     with process_group():
-        found = _probed(folder, _Stopwatch(settings["seconds"]))
+        optimizer = ZeroOptimizer(nn.Linear(1, 1), torch.optim.SGD)
+        found = _probed(folder, _Stopwatch(settings["seconds"], optimizer))
+        optimizer.close()
     result_path(folder, int(os.environ["RANK"])).write_text(json.dumps(asdict(found)))
 
 
 def _probed(folder: Path, clock: _Stopwatch) -> Probed:
-    message, bell = _messages(clock)
+    (message,) = clock.times(lambda: clock.optimizer.exchange(b""))
     return Probed(
         passes=[_passes(clock, *sizes) for sizes in MODELS],
         products={name: _product(clock, getattr(torch, name)) for name in DTYPES},
         copy=_copy(clock),
         update=_update(clock),
         message=message,
-        bell=bell,
         disk=_disk(clock, folder),
     )
 
@@ -171,20 +163,6 @@ def _update(clock: _Stopwatch) -> float:
     optimizer = torch.optim.AdamW([weights], fused=True)
     (seconds,) = clock.times(optimizer.step)
     return seconds
-
-
-def _messages(clock: _Stopwatch) -> tuple[float, float]:
-    """Return the seconds of a message to every other rank, and of a gather in memory that the ranks share."""
-    collective = build(connect(None).fork(), "auto").collective
-    transport = collective.transport
-    common = transport.empty(16 * transport.world_size, torch.float32, torch.device("cpu"))
-    bounds = [16 * rank for rank in range(transport.world_size + 1)]
-    told, gathered = Tag(Kind.EXCHANGE, "measure"), Tag(Kind.ALL_GATHER, "measure")
-    times = clock.times(
-        lambda: transport.exchange(b"", told), lambda: collective.all_gather(common, bounds, tag=gathered).wait()
-    )
-    message, bell = times
-    return message, bell
 
 
 def _disk(clock: _Stopwatch, folder: Path) -> float:
