@@ -352,7 +352,26 @@ def test_a_measured_machine_can_be_planned_with(tmp_path: Path, capsys: pytest.C
 
 def test_measuring_takes_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--measure", "--preset=tiny", f"--out={tmp_path}") == 2
-    assert "--measure plans nothing: give none of --config" in capsys.readouterr().err
+    assert "--measure plans nothing: leave out --preset" in capsys.readouterr().err
+
+
+def test_a_table_takes_no_flags_of_one_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--cluster=h100:8x4", "--micro=2", f"--out={tmp_path / 'out.csv'}"]
+    assert plan(f"--rows={tmp_path / 'rows.csv'}", *flags) == 2
+    assert "cluster and batch: leave out --cluster, --micro" in capsys.readouterr().err
+
+
+def test_states_on_the_host_are_counted_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Adam keeps 8 bytes of each element, and a rank its share of them; masters stay on the GPU."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_3_8B))
+    assert plan(f"--config={path}", "--cluster=h100:2", "--checkpoint=full", f"--out={tmp_path}", "--all") == 0
+    for choice in written(tmp_path)["choices"]:
+        setting = choice["setting"]
+        owners = (setting["sharding_factor"] or 2) if setting["offload"] else 0
+        wanted = 8 * 8_030_261_248 / owners if owners else 0
+        assert choice["offloaded_bytes"] == pytest.approx(wanted, rel=1e-3)
+    assert re.search(r"states on host.* with 32.1 GB of the host's memory for each rank", capsys.readouterr().out)
 
 
 @pytest.mark.full

@@ -104,11 +104,12 @@ def name_of(setting: PlanSetting) -> str:
 
 @dataclass(frozen=True)
 class Smallest:
-    """The smallest cluster on which a training fits, and with what."""
+    """The smallest cluster on which a training fits, and with what. ``offloaded``: see `PlannedSetting`."""
 
     cluster: Cluster
     setting: PlanSetting
     peak: PeakBytes
+    offloaded: int
 
     @property
     def usable(self) -> int:
@@ -148,8 +149,11 @@ def _fitting(planner: Planner, cluster: Cluster) -> Smallest | None:
     least = planner.peak(tried[-1])
     if least.states + least.activations > usable:  # no other has fewer
         return None
-    found = ((setting, planner.peak(setting)) for setting in tried)
-    return next((Smallest(cluster, setting, peak) for setting, peak in found if peak.total <= usable), None)
+    for setting in tried:
+        peak = planner.peak(setting)
+        if peak.total <= usable:
+            return Smallest(cluster, setting, peak, planner.offloaded(setting))
+    return None
 
 
 @dataclass(frozen=True)

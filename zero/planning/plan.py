@@ -23,7 +23,7 @@ import torch
 
 from ..core.layout import DEFAULT_CAP_MB, MIB, unit_cap_mb
 from .hardware import Cluster
-from .memory import MemoryPlan
+from .memory import MemoryPlan, RankBytes
 from .model import Model, UnitWork
 from .models.works import kept_bytes, recomputed
 from .seconds.compute import Compute
@@ -170,12 +170,16 @@ class Step:
 
 @dataclass(frozen=True)
 class PlannedSetting:
-    """A setting with what it takes. ``step`` is None where nothing was simulated, since it does not fit."""
+    """A setting with what it takes. ``step`` is None where nothing was simulated, since it does not fit.
+
+    ``offloaded``: bytes on the host or on a disk, which are no part of ``peak``.
+    """
 
     setting: PlanSetting
     peak: PeakBytes
     usable: int
     step: Step | None
+    offloaded: int = 0
 
     @property
     def fits(self) -> bool:
@@ -193,6 +197,7 @@ class Planner:
         self.training = training
         self._memory = MemoryPlan(training.model)
         self._activations = training.activation_bytes()
+        self._ranks: dict[PlanSetting, RankBytes] = {}
         self._loads: dict[int, list[BucketLoad]] = {}
         self._units = training.model.unit_numels()
         tensors = [0] * len(self._units)
@@ -222,9 +227,18 @@ class Planner:
 
     def peak(self, setting: PlanSetting) -> PeakBytes:
         """Return the bytes of the rank that holds most."""
-        found = self._memory.of_largest(setting)
+        found = self._largest(setting)
         buckets = found.scratch_peak + found.staged_peak
         return PeakBytes(found.resident, self._activations, found.gathered_peak, buckets)
+
+    def offloaded(self, setting: PlanSetting) -> int:
+        """Return the bytes of the host's memory, or of a disk, that the rank that holds most takes."""
+        return self._largest(setting).offloaded
+
+    def _largest(self, setting: PlanSetting) -> RankBytes:
+        if setting not in self._ranks:
+            self._ranks[setting] = self._memory.of_largest(setting)
+        return self._ranks[setting]
 
     def step(self, setting: PlanSetting, cluster: Cluster, *, micro_batches: int = 0, trace: bool = False) -> Step:
         """Return a step. ``micro_batches``: of each rank; 0: what the global batch asks for."""
@@ -264,9 +278,8 @@ class Planner:
     def choice(self, setting: PlanSetting, cluster: Cluster, *, always: bool = False) -> PlannedSetting:
         """Return what a setting takes. ``always``: seconds also if it does not fit."""
         peak, usable = self.peak(setting), usable_bytes(cluster)
-        return PlannedSetting(
-            setting, peak, usable, self.step(setting, cluster) if always or peak.total <= usable else None
-        )
+        step = self.step(setting, cluster) if always or peak.total <= usable else None
+        return PlannedSetting(setting, peak, usable, step, self.offloaded(setting))
 
     def _unit_loads(self, compute: Compute) -> list[UnitLoad]:
         training = self.training

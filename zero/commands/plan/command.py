@@ -15,12 +15,13 @@ from ...core.layout import MIB
 from ...planning.choose import enough_bytes, frontier, name_of, settings, smallest_cluster
 from ...planning.hardware import Cluster, presets, read_hardware
 from ...planning.plan import PlannedSetting, Planner, Training, usable_bytes
+from ...planning.setting import PlanSetting
 from ..console import INSTALL_HINT, Console
 from ..runner import check_output, fail, reports_errors
 from ..train.plots import can_draw
 from .anchor import anchored
 from .findings import Findings
-from .inputs import SOURCES, Asked, asked_of, training_of
+from .inputs import Asked, asked_of, training_of
 from .pictures import draw_choices, draw_scale
 from .settings import PlanConfig
 from .start import is_automatic, start_of
@@ -49,17 +50,18 @@ def _measure(config: PlanConfig) -> int:
     """Measure this machine."""
     from .measure import measure  # it imports the optimizer, which a plan does not need
 
-    others = [*SOURCES, "rows", "hardware"]
-    if any(getattr(config, name) is not None for name in others):
-        raise ValueError(f"--measure plans nothing: give none of {', '.join(f'--{name}' for name in others)}")
+    others = config.given("measure", "out")
+    if others:
+        raise ValueError(f"--measure plans nothing: leave out {', '.join(others)}")
     return measure(config)
 
 
 def _table(config: PlanConfig) -> int:
     """Plan the rows of a file."""
     assert config.rows is not None
-    if any(getattr(config, name) is not None for name in SOURCES):
-        raise ValueError(f"--rows: each row has a model, so give none of {', '.join(f'--{name}' for name in SOURCES)}")
+    others = config.given("rows", "out", "hardware")
+    if others:
+        raise ValueError(f"--rows: each row says its own model, cluster and batch: leave out {', '.join(others)}")
     if config.out.suffix.lower() != ".csv":
         raise ValueError(f"--out {config.out}: with --rows it must be the CSV file to write, as in --out planned.csv")
     hardware = presets() if config.hardware is None else read_hardware(config.hardware)
@@ -132,7 +134,7 @@ def _print(config: PlanConfig, found: Findings, console: Console) -> None:
         console.line(
             f"smallest cluster that fits, checkpoint {smallest.checkpoint}: {_cluster(smallest.found.cluster)}, "
             f"{name_of(smallest.found.setting)}, {_gb(smallest.found.peak.total)} of "
-            f"{_gb(smallest.found.usable)} GB"
+            f"{_gb(smallest.found.usable)} GB{_beside(smallest.found.setting, smallest.found.offloaded)}"
         )
     for curve in found.curves:
         if len(curve.points) == 1:
@@ -161,7 +163,8 @@ def _row(choice: PlannedSetting, found: Findings) -> list[str]:
 def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -> Sequence[str]:
     assert best.step is not None
     training, cluster, step = found.asked.training, found.asked.cluster, best.step
-    reasons = [f"fits with {_gb(best.usable - best.peak.total)} GB to spare"]
+    spare = f"fits with {_gb(best.usable - best.peak.total)} GB to spare"
+    reasons = [spare + _beside(best.setting, best.offloaded)]
     others = [each for each in found.choices if each.fits and _kind(each) != _kind(best)]
     if others:
         other = min(others, key=lambda choice: choice.seconds)
@@ -184,6 +187,12 @@ def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -
     lines.append(_buckets(found, best))
     lines.append(f"start: {start_of(config, best.setting, cluster, found.micro_batches, training.largest_unit)}")
     return lines
+
+
+def _beside(setting: PlanSetting, offloaded: int) -> str:
+    """Return what a rank needs beside its own memory."""
+    place = {"": "", "host": "of the host's memory", "disk": "of a disk"}[setting.offload]
+    return f", with {_gb(offloaded)} GB {place} for each rank" if place else ""
 
 
 def _kind(choice: PlannedSetting) -> tuple[int, int, bool | int]:

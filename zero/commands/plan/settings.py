@@ -6,7 +6,7 @@ which values are valid, or what a flag does.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -59,6 +59,11 @@ class PlanConfig:
     out: Annotated[Path, "folder for the files that are written; with --rows, the CSV file to write"] = Path(
         "zero-plan"
     )
+
+    def given(self, *but: str) -> list[str]:
+        """Return the flags that differ from their defaults, without those of the fields ``but``."""
+        changed = (item.name for item in fields(self) if getattr(self, item.name) != item.default)
+        return [f"--{name.replace('_', '-')}" for name in changed if name not in but]
 
     def to_json(self) -> dict[str, Any]:
         """Return what decides the plan as values of JSON's types: no folders of the machine."""

@@ -64,6 +64,7 @@ def write(config: PlanConfig, found: Findings, planner: Planner) -> list[str]:
                 "per_host": each.found.cluster.per_host,
                 "name": name_of(each.found.setting),
                 "bytes": asdict(each.found.peak),
+                "offloaded_bytes": each.found.offloaded,
             }
             for each in found.smallest
         ],
@@ -86,6 +87,7 @@ def _choice(choice: PlannedSetting, found: Findings) -> dict[str, Any]:
         "setting": asdict(setting),
         "bytes": asdict(choice.peak),
         "total_bytes": choice.peak.total,
+        "offloaded_bytes": choice.offloaded,
         "fits": choice.fits,
         "step": None if step is None else {k: v for k, v in asdict(step).items() if k != "events"},
         "seconds_by_fabric": band,

@@ -222,7 +222,7 @@ def draw_curves(path: Path, title: str, curves: Sequence[Curve], labels: tuple[s
     axes.minorticks_off()
     axes.grid(color="0.92")
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="lower left")
     _save(figure, path)
 
 
