@@ -72,12 +72,6 @@ class Rates:
             seconds += [passes.forward, passes.backward]
         return cls(*_least_squares(np.array(rows) / np.array(seconds)[:, None]))
 
-    def forward(self, passes: TimedPasses) -> float:
-        """Return the seconds of a forward by these rates."""
-        work = passes.work
-        products = self.product * work.matmul_flops + self.attention * work.attention_flops
-        return products + self.moved * work.moved_bytes + self.launch * work.kernels + self.weight * passes.weight_bytes
-
 
 def _least_squares(relative: np.ndarray[Any, Any]) -> list[float]:
     """Return the x >= 0 that brings each row of ``relative`` x nearest to 1. Tries every set of x that are not 0."""

@@ -32,7 +32,7 @@ def measure(config: PlanConfig, seconds: float = SECONDS) -> int:
     """Measure this machine, and write `FILE` to ``--out``. Return the exit code. ``seconds``: of each measurement."""
     check_alone("zero plan --measure")
     check_output(config.out, FILE)
-    console, ranks = Console(), len(os.sched_getaffinity(0))
+    console, ranks = Console(), _processors()
     console.line(f"{ranks} ranks measure, one for each processor: about half a minute in which nothing else should run")
     try:
         found = _combined(_probe(config.out, ranks, seconds), ranks)
@@ -48,6 +48,13 @@ def measure(config: PlanConfig, seconds: float = SECONDS) -> int:
     )
     console.line(f"wrote {path}; to plan with it: --hardware {path} --cluster cpu:{ranks}")
     return 0
+
+
+def _processors() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _probe(out: Path, ranks: int, seconds: float) -> list[Probed]:
