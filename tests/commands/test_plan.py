@@ -317,6 +317,9 @@ def test_an_anchored_plan_of_the_run_takes_as_long_as_the_run(
         ({"step_ms_median": 1e-3}, ["--cluster=cpu"], "measure the machine first (--measure)"),
         ({"config": {}}, ["--cluster=cpu"], "is no run.json of zero train: KeyError"),
         ({"config": None}, ["--cluster=cpu"], "is no run.json of zero train: TypeError"),
+        ({"world_size": True}, ["--cluster=cpu"], "world_size is True"),
+        ({"step_ms_median": 1e400}, ["--cluster=cpu"], "has no step that was timed"),
+        ({}, ["--cluster=cpu", "--precision=bf16"], "it computed in fp32, and the plan is for bf16"),
     ],
 )
 def test_a_run_that_a_plan_cannot_be_anchored_to_is_one_line(

@@ -208,3 +208,23 @@ def test_a_batch_that_ranks_do_not_divide_is_refused_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"63 sequences is not divisible by 8 ranks .*: use 56 or 64"):
         training.micro_batches(8)
     assert replace(training, global_batch=64).micro_batches(8) == 8
+
+
+def test_a_recompute_stops_before_the_last_product_of_a_block() -> None:
+    """Of a block's forward, a backward needs no output of its last product: 2 f h operations a token."""
+    training = planner().training
+    numbers, work = training.model.transformer, training.works[1]
+    assert numbers is not None
+    left = work.matmul_flops - training.repeated(work).matmul_flops
+    assert left == 2 * numbers.ffn * numbers.hidden * training.tokens
+    assert replace(training.repeated(work), matmul_flops=work.matmul_flops) == work
+
+
+def test_parameters_on_a_disk_are_read_for_each_gather() -> None:
+    here = presets().cluster("cpu:2")
+    on_disk = replace(planner().setting(here, 3), offload="disk", offload_parameters=True)
+    fast, slow = (
+        planner().step(on_disk, replace(here, gpu=replace(here.gpu, host_link=speed))).parts["fold"]
+        for speed in (1e15, 1e9)
+    )
+    assert slow > fast

@@ -56,7 +56,7 @@ def read(measurement: Measurement) -> Hardware:
 
 
 def test_the_fit_gives_back_the_rates_that_made_the_passes() -> None:
-    found = Rates.fitted([timed(TRUE, *each) for each in WORKS])
+    found = Rates.fitted([timed(TRUE, *each) for each in WORKS], 60e9, 10e9)
     for field in dataclasses.fields(Rates):
         assert getattr(found, field.name) == pytest.approx(getattr(TRUE, field.name), rel=1e-6)
 
@@ -68,10 +68,17 @@ def test_the_fit_of_noisy_passes_is_never_negative_and_explains_them(noise: list
         dataclasses.replace(each, forward=each.forward * noise[2 * n], backward=each.backward * noise[2 * n + 1])
         for n, each in enumerate(passes)
     ]
-    found = Rates.fitted(noisy)
+    found = Rates.fitted(noisy, 60e9, 10e9)
     assert min(dataclasses.astuple(found)) >= 0
     errors = [abs(timed(found, *each).forward / other.forward - 1) for each, other in zip(WORKS, noisy, strict=True)]
     assert sum(errors) / len(errors) < 0.1
+
+
+def test_attention_that_short_passes_do_not_show_is_no_faster_than_products() -> None:
+    works = [(dataclasses.replace(work, attention_flops=0.0), weights) for work, weights in WORKS]
+    found = Rates.fitted([timed(TRUE, *each) for each in works], 60e9, 10e9)
+    assert found.attention == pytest.approx(1 / 60e9)
+    assert found.product == pytest.approx(TRUE.product, rel=1e-6)
 
 
 @pytest.mark.parametrize("missing", [field.name for field in dataclasses.fields(Rates)])

@@ -285,3 +285,22 @@ def test_what_is_kept_is_gathered_once_for_each_forward(program: StepProgram) ->
     held = program.micro_batches - program.reduced
     forwards = min(held, 3) + min(program.reduced, 3)
     assert gathers == [f"gather {n}" for n, unit in enumerate(kept.units) if unit.gather.seconds] * forwards
+
+
+def test_one_processor_reads_and_writes_states_itself() -> None:
+    """Four buckets of 2 s read, 1 s update and 2 s written: nothing is beside anything else."""
+    alone = StepProgram(
+        units=(UnitStep(PassSeconds(0, 0)),), updates=(UpdateStep(1, read=2, write=2),) * 4, streams=False
+    )
+    found = simulate(alone)
+    assert (found.seconds, found.parts["disk"], found.parts["update"]) == pytest.approx((20, 16, 4))
+    assert simulate(replace(alone, streams=True)).seconds < 20
+
+
+def test_a_gather_that_only_copies_takes_the_copy() -> None:
+    """One rank that reads its shards from a disk sends nothing."""
+    cost = WireCost(fold=3.0)
+    units = (UnitStep(PassSeconds(0, 0)), UnitStep(PassSeconds(1, 2), cost, cost))
+    found = simulate(StepProgram(units=units, streams=False))
+    assert (found.parts["fold"], found.sent) == pytest.approx((6, 0))
+    assert found.seconds == pytest.approx(9)

@@ -61,8 +61,12 @@ class Rates:
     weight: float
 
     @classmethod
-    def fitted(cls, timed: Sequence[TimedPasses]) -> Rates:
-        """Return the rates that explain timed passes best."""
+    def fitted(cls, timed: Sequence[TimedPasses], product: float, copied: float) -> Rates:
+        """Return the rates that explain timed passes best.
+
+        Attention is no faster than ``product``, operations a second of a large product, and element-wise operations
+        move no more than ``copied`` bytes a second: few short passes could not tell them from other work.
+        """
         rows, seconds = list[list[float]](), list[float]()
         for passes in timed:
             work, weights = passes.work, passes.weight_bytes
@@ -70,21 +74,23 @@ class Rates:
             rows.append([products, attention, moved, work.kernels, 0.0, weights])
             rows.append([2 * products, ATTENTION_BACKWARD * attention, 2 * moved, 0.0, work.kernels, 2 * weights])
             seconds += [passes.forward, passes.backward]
-        return cls(*_least_squares(np.array(rows) / np.array(seconds)[:, None]))
+        relative = np.array(rows) / np.array(seconds)[:, None]
+        least = np.array([0.0, 1 / product, 1 / copied, 0.0, 0.0, 0.0])
+        return cls(*(least + _least_squares(relative, 1 - relative @ least)).tolist())
 
 
-def _least_squares(relative: np.ndarray[Any, Any]) -> list[float]:
-    """Return the x >= 0 that brings each row of ``relative`` x nearest to 1. Tries every set of x that are not 0."""
-    count, best, least = relative.shape[1], [0.0] * relative.shape[1], float("inf")
+def _least_squares(relative: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the x >= 0 that brings ``relative`` x nearest to ``wanted``. Tries every set of x that are not 0."""
+    count = relative.shape[1]
+    best, least = np.zeros(count), float(np.square(wanted).sum())
     for chosen in itertools.chain.from_iterable(itertools.combinations(range(count), n) for n in range(1, count + 1)):
         columns = relative[:, chosen]
-        found = np.linalg.lstsq(columns, np.ones(len(relative)), rcond=None)[0]
-        error = float(np.square(columns @ found - 1).sum())
+        found = np.linalg.lstsq(columns, wanted, rcond=None)[0]
+        error = float(np.square(columns @ found - wanted).sum())
         if (found >= 0).all() and error < least:
             least = error
-            best = [0.0] * count
-            for number, value in zip(chosen, found, strict=True):
-                best[number] = float(value)
+            best = np.zeros(count)
+            best[list(chosen)] = found
     return best
 
 

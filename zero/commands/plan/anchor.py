@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...core.layout import MIB, automatic_cap_mb
+from ...planning.choose import MOST_RANKS
 from ...planning.hardware import Cluster
 from ...planning.plan import Planner, Training
 from ...planning.setting import PlanSetting
@@ -24,6 +25,7 @@ __all__ = ["anchored"]
 
 PACE = "pace"  # the constant that is fitted
 LOW, HIGH = 1e-3, 1e3
+LONGEST = 1e9  # milliseconds of a step
 HALVINGS = 60  # of the range between these: more than a float can tell apart
 
 
@@ -34,6 +36,11 @@ def anchored(path: Path, asked: Asked) -> tuple[Asked, str]:
         ValueError: the file is no run.json, the plan is not for processors, or no pace gives what was measured.
     """
     config, ranks, measured = _run(path)
+    if config.precision != asked.training.precision:
+        raise ValueError(
+            f"--anchor {path}: it computed in {config.precision}, and the plan is for {asked.training.precision}: give "
+            f"--precision {config.precision}"
+        )
     if asked.cluster.gpu.family != "cpu":
         raise ValueError(
             f"--anchor {path}: a run of zero train is on processors, and the plan is for {asked.cluster.gpu.name}: "
@@ -82,10 +89,17 @@ def _run(path: Path) -> tuple[TrainConfig, int, float]:
         config, ranks, median = TrainConfig.from_json(run["config"]), run["world_size"], run["step_ms_median"]
     except OSError as error:
         raise ValueError(f"--anchor {path}: cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"--anchor {path}: is no run.json of zero train: {type(error).__name__}: {error}") from None
-    if not isinstance(median, (int, float)) or not median > 0 or not isinstance(ranks, int):
+    if isinstance(median, bool) or not isinstance(median, (int, float)) or not 0 < median < LONGEST:
         raise ValueError(f"--anchor {path}: has no step that was timed: anchor to a run that took steps")
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(f"--anchor {path}: world_size is {ranks!r}: it must be the number of ranks of a zero train")
+    if config.threads != 1:
+        raise ValueError(
+            f"--anchor {path}: its ranks computed with {config.threads} threads, and plans are for one: anchor to "
+            "a run with --threads 1"
+        )
     return config, ranks, median / 1e3
 
 

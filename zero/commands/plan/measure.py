@@ -17,7 +17,7 @@ from ...planning.hardware import read_hardware
 from ...planning.measured import Measurement, Rates, TimedPasses
 from ..console import Console
 from ..runner import RankError, check_alone, check_output, launch_ranks
-from .probe import NUMBERS, PRODUCT, Probed, result_path
+from .probe import DTYPES, NUMBERS, PRODUCT, Probed, result_path
 from .settings import PlanConfig
 
 __all__ = ["measure"]
@@ -70,18 +70,17 @@ def _combined(probed: list[Probed], ranks: int) -> Measurement:
     def mean(name: str) -> float:
         return statistics.fmean(getattr(each, name) for each in probed)
 
+    products = {name: 2 * PRODUCT**3 / statistics.fmean(each.products[name] for each in probed) for name in DTYPES}
+    copied = 2 * DTYPE_BYTES * NUMBERS / mean("copy")
     timed = zip(*(each.timed() for each in probed), strict=True)
     return Measurement(
         machine=_machine(ranks),
         date=date.today().isoformat(),
         ranks=ranks,
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks,
-        rates=Rates.fitted([_mean(passes) for passes in timed]),
-        products={
-            name: 2 * PRODUCT**3 / statistics.fmean(each.products[name] for each in probed)
-            for name in probed[0].products
-        },
-        copied=2 * DTYPE_BYTES * NUMBERS / mean("copy"),
+        rates=Rates.fitted([_mean(passes) for passes in timed], products["float32"], copied),
+        products=products,
+        copied=copied,
         updated=UPDATE_BYTES * NUMBERS / mean("update"),
         message=mean("message"),
         disk=2 * DTYPE_BYTES * NUMBERS / max(mean("disk"), 1e-9),

@@ -29,8 +29,9 @@ from ..train.model import GPT, Shape, loss_fn
 
 __all__ = ["Probed", "result_path", "work"]
 
-MODELS = tuple(
-    (width, micro, length) for width in (64, 128, 256, 512) for micro, length in ((1, 32), (1, 128), (4, 128))
+MODELS = (
+    *((width, micro, length) for width in (64, 128, 256, 512) for micro, length in ((1, 32), (1, 128), (4, 128))),
+    *((width, 1, length) for width in (64, 128) for length in (512, 1024, 2048)),
 )
 LAYERS = 2
 PRODUCT = 512  # rows and columns

@@ -5,8 +5,6 @@ Knows: how both write a setting. Does not know: why it was chosen.
 
 from __future__ import annotations
 
-import shlex
-
 from ...core.layout import DEFAULT_CAP_MB, MIB, automatic_cap_mb
 from ...planning.hardware import Cluster
 from ...planning.setting import PlanSetting
@@ -48,7 +46,7 @@ def start_of(
     if setting.bucket_bytes != DEFAULT_CAP_MB * MIB:
         flags.append(f"--bucket-cap-mb {cap}")
     if setting.offload:
-        flags.append(f"--offload {shlex.quote(str(config.out))}")
+        flags.append("--offload .")
     flags += ["--offload-parameters"] * setting.offload_parameters
     flags += [
         f"--batch {config.micro} --sequence {config.sequence}",
@@ -65,7 +63,7 @@ def _arguments(config: PlanConfig, setting: PlanSetting, cluster: Cluster, cap: 
     if setting.reshard is not True:
         arguments.append(f"reshard_after_forward={setting.reshard}")
     if setting.offload:
-        folder = '"cpu"' if setting.offload == "host" else '"/scratch"'
+        folder = '"cpu"' if setting.offload == "host" else '"."'
         arguments.append(f"offload=Offload({folder}{', parameters=True' * setting.offload_parameters})")
     if setting.bucket_bytes != DEFAULT_CAP_MB * MIB:
         arguments.append(f"bucket_cap_mb={cap}")

@@ -200,7 +200,7 @@ def _gathered_units(
                 part = in_groups(wires.all_gather(nearby, nbytes, around), ranks // near)
             if disk is not None:  # the processor maps the pages
                 read = nbytes / group.ranks / disk
-                whole, part = (replace(c, seconds=c.seconds + read, fold=c.fold + read) for c in (whole, part))
+                whole, part = (replace(cost, fold=cost.fold + read) for cost in (whole, part))
             costs[nbytes] = whole, part
         whole, part = costs[nbytes]
         gather[bucket.home], again[bucket.home] = after(gather[bucket.home], whole), after(again[bucket.home], part)

@@ -194,7 +194,7 @@ class _Rank:
     def _gather(self, unit: int, cost: WireCost | None, *, ahead: bool) -> None:
         """Launch the gather of a unit, unless it is under way. Two units have memory, besides the rest: that of the
         unit two before it in the order of use. ``ahead``: the unit before it is in use."""
-        if cost is None or cost.seconds <= 0.0 or unit in self._arriving:
+        if cost is None or (cost.seconds <= 0.0 and cost.fold <= 0.0) or unit in self._arriving:
             return
         own = self._program.kept or unit == 0
         free = self._last_use[unit] if own else self._used[-1 if ahead else 0]
