@@ -25,7 +25,7 @@ from zero.commands.plan.settings import PlanConfig
 from zero.commands.sweep.command import Point
 from zero.commands.sweep.rank import RunSpec
 from zero.core.layout import MIB
-from zero.planning.hardware import Cluster, read_hardware
+from zero.planning.hardware import Hardware, read_hardware
 from zero.planning.models.shapes import model_of
 from zero.planning.models.works import count_module
 from zero.planning.plan import Planner, Training
@@ -54,10 +54,11 @@ class Scored:
         return None if self.memory is None else self.memory[1] / self.memory[0] - 1
 
 
-def of_sweep(path: Path, cluster: Cluster) -> Iterator[Scored]:
+def of_sweep(path: Path, hardware: Hardware) -> Iterator[Scored]:
     """Yield the settings of a sweep."""
     swept = json.loads(path.read_text())
     config = swept["config"]
+    cluster = hardware.cluster(f"cpu:{config['ranks']}")
     planner = Planner(
         training_of(
             PlanConfig(preset=config["preset"], micro=config["batch"], sequence=config["sequence"], precision="fp32")
@@ -85,15 +86,16 @@ def setting_of(job: RunSpec, ranks: int) -> PlanSetting:
     )
 
 
-def of_steps(path: Path, cluster: Cluster) -> Iterator[Scored]:
+def of_steps(path: Path, hardware: Hardware) -> Iterator[Scored]:
     """Yield our stages on the models of `benchmarks.steps`, each in the median of its rounds."""
-    found: dict[tuple[str, str], list[float]] = {}
+    found: dict[tuple[str, str, int], list[float]] = {}
     for run in Report.read(path).parts:
         if run["system"] in {f"zero {stage}" for stage in range(4)}:
-            found.setdefault((run["model"], run["system"]), []).append(run["seconds"])
-    planners = {model: Planner(training_of_model(model)) for model, _ in found}
-    for (model, system), seconds in found.items():
-        setting = PlanSetting(int(system[-1]), cluster.ranks, bucket_bytes=int(CAP_MB * MIB), fused=True)
+            found.setdefault((run["model"], run["system"], run["ranks"]), []).append(run["seconds"])
+    planners = {model: Planner(training_of_model(model)) for model, _, _ in found}
+    for (model, system, ranks), seconds in found.items():
+        cluster = hardware.cluster(f"cpu:{ranks}")
+        setting = PlanSetting(int(system[-1]), ranks, bucket_bytes=int(CAP_MB * MIB), fused=True)
         planned = planners[model].step(setting, cluster).seconds
         yield Scored(f"{model}, {system}", statistics.median(seconds), planned)
 
@@ -141,17 +143,17 @@ def show(title: str, scored: list[Scored]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--hardware", type=Path, required=True, help="hardware.json of zero plan --measure")
-    parser.add_argument("--ranks", type=int, default=2, help="how many there were")
     parser.add_argument("--sweep", type=Path, help="sweep.json of zero sweep")
     parser.add_argument("--steps", type=Path, help="steps.json of benchmarks.steps")
     args = parser.parse_args()
+    if args.sweep is None and args.steps is None:
+        parser.error("give --sweep, --steps, or both: there is nothing to score")
     hardware = read_hardware(args.hardware)
-    cluster = hardware.cluster(f"cpu:{args.ranks}")
     print(f"hardware: {hardware.measured}\n")
     if args.sweep is not None:
-        show("setting of zero sweep", list(of_sweep(args.sweep, cluster)))
+        show("setting of zero sweep", list(of_sweep(args.sweep, hardware)))
     if args.steps is not None:
-        show("benchmarks.steps", list(of_steps(args.steps, cluster)))
+        show("benchmarks.steps", list(of_steps(args.steps, hardware)))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         process_group: a torch process group or a `collectives.Transport`. Default: the world, or one rank alone if no
             group is initialised.
         divisor: the number by which a summed gradient is divided. None: the number of ranks, as in DDP.
-        bucket_cap_mb: MiB of a bucket, as in DDP. "auto": 25; the largest unit's size if 64 ranks or more share a copy.
+        bucket_cap_mb: MiB of a bucket, as in DDP. "auto": 25, or the largest unit if more and 64 ranks share a copy.
         collective: an algorithm of `collectives`, by name or as a class. Default: the fastest one for the placement of
             the ranks and the parameters. `describe` names it, with the reason.
         sharding_factor: F, how many ranks share one copy of what the stage shards. It is a divisor of the number of

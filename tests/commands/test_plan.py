@@ -317,6 +317,8 @@ def test_an_anchored_plan_of_the_run_takes_as_long_as_the_run(
         ({"step_ms_median": 1e-3}, ["--cluster=cpu"], "measure the machine first (--measure)"),
         ({"config": {}}, ["--cluster=cpu"], "is no run.json of zero train: KeyError"),
         ({"config": None}, ["--cluster=cpu"], "is no run.json of zero train: TypeError"),
+        ({"step_ms_median": 9e8}, ["--cluster=cpu"], "over 1000 times what is planned"),
+        ({"world_size": 3}, ["--cluster=cpu"], "a global batch of 8 sequences is not divisible by 3 ranks"),
         ({"world_size": True}, ["--cluster=cpu"], "world_size is True"),
         ({"step_ms_median": 1e400}, ["--cluster=cpu"], "has no step that was timed"),
         ({}, ["--cluster=cpu", "--precision=bf16"], "it computed in fp32, and the plan is for bf16"),

@@ -27,6 +27,7 @@ from zero.planning.hardware import Cluster, presets
 from zero.planning.models.shapes import from_config
 from zero.planning.models.works import count_transformer
 from zero.planning.plan import PlannedSetting, Planner, Training, usable_bytes
+from zero.planning.seconds.compute import Compute
 from zero.planning.seconds.wires import RankGroup, Wires
 from zero.planning.setting import PRECISIONS
 
@@ -218,6 +219,11 @@ def test_a_recompute_stops_before_the_last_product_of_a_block() -> None:
     left = work.matmul_flops - training.repeated(work).matmul_flops
     assert left == 2 * numbers.ffn * numbers.hidden * training.tokens
     assert replace(training.repeated(work), matmul_flops=work.matmul_flops) == work
+    here, recomputing = presets().cluster("h100:8"), planner().recomputing("full")
+    compute, width = Compute(here.gpu, str(training.param_dtype).removeprefix("torch.")), training.model.hidden
+    again = sum(compute.forward(training.repeated(each), width) for each in training.works[1:])
+    found = recomputing.step(recomputing.setting(here, 2), here, micro_batches=1)
+    assert found.parts["recompute"] == pytest.approx(again)
 
 
 def test_parameters_on_a_disk_are_read_for_each_gather() -> None:

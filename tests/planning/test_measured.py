@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.planning.hardware import Hardware, hardware_of, presets
+from zero.planning.hardware import _SECONDS, Hardware, hardware_of, presets
 from zero.planning.measured import Measurement, Rates, TimedPasses
 from zero.planning.model import UnitWork
 from zero.planning.seconds.compute import ATTENTION_BACKWARD, CONSTANTS, Compute
@@ -106,9 +107,22 @@ def test_a_measured_machine_has_its_memory_its_ranks_and_its_disk() -> None:
     assert read(measured(TRUE)).measured == "a machine, 2026-11-25"
 
 
+@pytest.mark.parametrize(("name", "unit"), [("launch", "1"), ("elementwise", "us"), ("weights", "ms")])
+def test_a_constant_with_a_unit_of_another_kind_is_refused(name: str, unit: str) -> None:
+    written = measured(TRUE).to_json()
+    written["gpus"]["cpu"]["constants"][name]["unit"] = unit
+    with pytest.raises(ValueError, match=rf"gpus.cpu.constants.{name}: the unit must be one of"):
+        hardware_of(written, presets())
+
+
+def test_the_constants_that_are_seconds_are_those_of_the_equations() -> None:
+    seconds = {name for name, constant in CONSTANTS.items() if re.match(r"seconds of (the host|a step)", constant.unit)}
+    assert seconds == _SECONDS
+
+
 def test_a_constant_that_there_is_not_is_named() -> None:
     written = measured(TRUE).to_json()
-    written["gpus"]["cpu"]["constants"]["lanch"] = {"value": 1, "unit": "us", "source": "a test"}
+    written["gpus"]["cpu"]["constants"]["lanch"] = {"value": 1, "unit": "1", "source": "a test"}
     gpu = hardware_of(written, presets()).gpu("cpu")
     with pytest.raises(ValueError, match="no constant is called 'lanch'"):
         Compute(gpu, "float32")

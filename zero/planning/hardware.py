@@ -49,6 +49,7 @@ _GPU = {
     "power": "watts",
 }
 _GPU_OPTIONAL = {"nic": "bytes a second", "sums_in_switch": "number", "sustained": "number"}
+_SECONDS = {"fixed", "hook", "launch", "unit_host"}  # of `Accelerator.constants`; the others are numbers
 _NETWORK = {
     "link_efficiency": "number",
     "switch_efficiency": "number",
@@ -296,7 +297,7 @@ def _accelerator(name: str, data: Any) -> Accelerator:
     shares = _mapping(given.get("efficiency", {}), f"{place}.efficiency", {"matmul", "attention", "memory"})
     efficiency = {which: _value(share, f"{place}.efficiency.{which}", "number") for which, share in shares.items()}
     constants = {
-        which: _value(value, f"{place}.constants.{which}", "number", "seconds")
+        which: _value(value, f"{place}.constants.{which}", "seconds" if which in _SECONDS else "number")
         for which, value in _mapping(given.get("constants", {}), f"{place}.constants").items()
     }
     return Accelerator(
@@ -328,15 +329,15 @@ def _mapping(data: Any, place: str, known: set[str] | None = None) -> Mapping[st
     return data
 
 
-def _value(data: Any, place: str, *kinds: str) -> float:
-    """Return a value in base units. It must have a unit of one of these kinds and a source."""
+def _value(data: Any, place: str, kind: str) -> float:
+    """Return a value in base units. It must have a unit of this kind and a source."""
     if not isinstance(data, dict) or set(data) != {"value", "unit", "source"}:
         raise ValueError(f'{place} must be an object of "value", "unit" and "source"')
     value, unit, source = data["value"], data["unit"], data["source"]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{place}: the value must be a number above 0, not {value!r}")
-    if not isinstance(unit, str) or UNITS.get(unit, ("", 0.0))[0] not in kinds:
-        fitting = ", ".join(name for name, (measures, _) in UNITS.items() if measures in kinds)
+    if not isinstance(unit, str) or UNITS.get(unit, ("", 0.0))[0] != kind:
+        fitting = ", ".join(name for name, (measures, _) in UNITS.items() if measures == kind)
         raise ValueError(f"{place}: the unit must be one of {fitting}, not {unit!r}")
     if not isinstance(source, str) or not source.strip():
         raise ValueError(f"{place}: a value needs a source")

@@ -23,7 +23,7 @@ from .model import UnitWork
 from .seconds.compute import ATTENTION_BACKWARD
 
 SOURCE = "zero plan --measure"
-FREE = 1e-3  # of the peak's time: what the fit finds to cost nothing costs this much, so that rates are finite
+FREE = 1e-3  # of the time at the peak, which work takes at least, so that no rate is infinite
 
 
 @dataclass(frozen=True)

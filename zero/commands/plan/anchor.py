@@ -46,28 +46,25 @@ def anchored(path: Path, asked: Asked) -> tuple[Asked, str]:
             f"--anchor {path}: a run of zero train is on processors, and the plan is for {asked.cluster.gpu.name}: "
             f"leave --anchor out, or plan --cluster cpu:{ranks}"
         )
-    training = training_of(
-        PlanConfig(
-            preset=config.preset,
-            micro=config.batch,
-            sequence=config.sequence,
-            global_batch=config.batch * config.micro_batches,
-            precision=config.precision,
-            optimizer=config.optimizer,
-        )
-    )
-    planner, setting = Planner(training), _setting(config, ranks, training)
+    try:
+        training = _training(config)
+        planner, setting = Planner(training), _setting(config, ranks, training)
+        training.micro_batches(ranks)
+    except ValueError as error:
+        raise ValueError(f"--anchor {path}: {error}") from None
     cluster = asked.hardware.cluster(f"cpu:{ranks}")
 
     def seconds(pace: float) -> float:
         return planner.step(setting, _paced(cluster, pace)).seconds
 
     low, high = LOW, HIGH
-    if not seconds(low) <= measured <= seconds(high):
+    if measured < seconds(low):
         raise ValueError(
             f"--anchor {path}: its step took {measured:.3g} s, and by the plan all but forwards and backwards takes "
             f"{seconds(low):.3g} s: measure the machine first (--measure), and give --hardware"
         )
+    if measured > seconds(high):
+        raise ValueError(f"--anchor {path}: its step took {measured:.3g} s, over {HIGH:g} times what is planned for it")
     for _ in range(HALVINGS):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if seconds(middle) < measured else (low, middle)
@@ -101,6 +98,19 @@ def _run(path: Path) -> tuple[TrainConfig, int, float]:
             "a run with --threads 1"
         )
     return config, ranks, median / 1e3
+
+
+def _training(config: TrainConfig) -> Training:
+    return training_of(
+        PlanConfig(
+            preset=config.preset,
+            micro=config.batch,
+            sequence=config.sequence,
+            global_batch=config.batch * config.micro_batches,
+            precision=config.precision,
+            optimizer=config.optimizer,
+        )
+    )
 
 
 def _setting(config: TrainConfig, ranks: int, training: Training) -> PlanSetting:

@@ -43,8 +43,8 @@ def measure(config: PlanConfig, seconds: float = SECONDS) -> int:
     read_hardware(path)
     console.line(
         f"{found.machine}: a rank computes {found.products['float32'] / 1e9:.1f} GFLOP/s in products of {PRODUCT} "
-        f"rows, copies {found.copied / 1e9:.1f} GB/s, updates {found.updated / 1e9:.1f} GB/s, and moves "
-        f"{found.disk / 1e9:.1f} GB/s of states to the disk or back"
+        f"rows, copies {found.copied / 1e9:.1f} GB/s, updates {found.updated / 1e9:.1f} GB/s, and reads or "
+        f"writes states on the disk beside an update at {found.disk / 1e9:.1f} GB/s"
     )
     console.line(f"wrote {path}; to plan with it: --hardware {path} --cluster cpu:{ranks}")
     return 0
@@ -83,7 +83,7 @@ def _combined(probed: list[Probed], ranks: int) -> Measurement:
         copied=copied,
         updated=UPDATE_BYTES * NUMBERS / mean("update"),
         message=mean("message"),
-        disk=2 * DTYPE_BYTES * NUMBERS / max(mean("disk"), 1e-9),
+        disk=2 * DTYPE_BYTES * NUMBERS / max(mean("disk"), 2 * DTYPE_BYTES * NUMBERS / copied),  # no faster than a copy
     )
 
 

@@ -45,7 +45,7 @@ class TrainConfig:
     seed: Annotated[int, "seed of the weights, of the choice of data and of the sample"] = 0
     threads: Annotated[int, "threads that a rank computes with (their number changes bits)"] = 1
     bucket_cap_mb: Annotated[
-        str, "size of a bucket in MiB; auto: 25, or the size of a unit where 64 ranks or more share a copy"
+        str, "size of a bucket in MiB; auto: 25, or a unit if that is larger and 64 ranks or more share a copy"
     ] = "25"
     collective: Annotated[str, "algorithm that moves the buckets"] = "auto"
     data: Annotated[Path | None, "file or folder of text; the source of Python's standard library when omitted"] = None

@@ -1,6 +1,7 @@
 """Seconds of compute: of a unit's forward and backward, and of an update.
 
-    forward     matmul/(peak e_mm h/(h+h0))  +  attention/(peak e_at)  +  moved bytes/(bandwidth e_m)  +  weight bytes
+    forward     matmul/(peak e_mm h/(h+h0))  +  attention/(peak e_at)  +  moved bytes/(bandwidth e_m)
+                +  w weight bytes/bandwidth
     backward    2 x products, 2.5 x attention, 2 x moved bytes, 2 x weight bytes; and what is recomputed of the forward
     update      bytes of gradient, weights and states/(bandwidth e_u)
 

@@ -144,7 +144,14 @@ def program_of(
         updates.append(update)
     return StepProgram(
         units=_gathered_units(
-            units, buckets, wires, compute, algorithm, group, near if gathers else 0, _parameter_disk(setting)
+            units,
+            buckets,
+            wires,
+            compute,
+            algorithm,
+            group,
+            near if gathers else 0,
+            setting.offload if setting.offload_parameters else None,
         ),
         reductions=tuple(reductions),
         updates=tuple(updates),
@@ -154,7 +161,6 @@ def program_of(
         means_each_time=setting.means_are_shown,
         kept=gathers and near == 1,
         streams=wires.on_gpu,
-        state_buffers=3 if wires.on_gpu else 2,
         control=(3 if setting.clip else 1) * wires.latency(RankGroup.neighbours(cluster, cluster.ranks)),
         synchronises=setting.clip,
         fixed=compute.constants["fixed"] if wires.on_gpu else 0.0,
@@ -209,10 +215,6 @@ def _gathered_units(
         UnitStep(passes, gather[unit], None if near == 1 or unit in stay else again[unit])
         for unit, passes in enumerate(slowed)
     )
-
-
-def _parameter_disk(setting: StepSetting) -> float | None:
-    return setting.offload if setting.offload_parameters else None
 
 
 def _with_hooks(unit: UnitLoad, hook: float, crowd: float) -> PassSeconds:

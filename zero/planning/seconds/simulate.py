@@ -334,6 +334,7 @@ class _Disk:
         """Wait for the states of a bucket, and begin to read the next ones."""
         rank, updates, now = self._rank, self._program.updates, self._rank.state.compute
         if not self._program.streams:  # the processor that updates also maps the pages
+            rank.note(f"read {number}", "disk", now, updates[number].read)
             rank.wait(now + updates[number].read, "disk")
             return
         rank.wait(self._reading, "disk")
@@ -347,6 +348,7 @@ class _Disk:
         """Begin to write the states of a bucket."""
         rank, seconds = self._rank, self._program.updates[number].write
         if not self._program.streams:
+            rank.note(f"write {number}", "disk", rank.state.compute, seconds)
             rank.wait(rank.state.compute + seconds, "disk")
             return
         begin = max(self._writing, rank.state.compute)
