@@ -152,6 +152,43 @@ def test_two_ranks_have_the_hash_of_the_plain_loop_in_sixteen_bits_too(
             assert formula[kind] <= held[kind] <= formula[kind] + slack, kind
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("bare")
+@pytest.mark.timeout(2 * LIMIT)
+@pytest.mark.parametrize(
+    ("ranks", "more", "plain"),
+    [
+        (3, ("--stage=0",), {}),
+        (5, ("--stage=2", "--precision=fp16", "--clip=0.5"), {"precision": "fp16", "clip": 0.5}),
+        (3, ("--stage=3", "--collective=pairwise", "--reshard-after-forward=false"), {}),
+        pytest.param(3, ("--stage=3", "--precision=bf16"), {"precision": "bf16"}, marks=pytest.mark.long),
+        pytest.param(5, ("--stage=0", "--precision=fp16"), {"precision": "fp16"}, marks=pytest.mark.long),
+        pytest.param(
+            5,
+            ("--stage=3", "--collective=pairwise", "--precision=fp16"),
+            {"precision": "fp16"},
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=lambda value: "".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_ranks_that_cannot_share_the_micro_batches_evenly_have_the_hash_of_the_plain_loop(
+    text: Path, tmp_path: Path, ranks: int, more: tuple[str, ...], plain: dict[str, Any]
+) -> None:
+    """Four micro-batches on three ranks, and on five, where one has none at all; at stage 3 also where units travel."""
+    ended = command(
+        *("-m", "zero.commands.cli", "train", f"--ranks={ranks}"),
+        *flags(text, tmp_path / "uneven", "--bucket-cap-mb=0.05", *more),
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    record = run_json(tmp_path / "uneven")
+    assert record["params_sha256"] == plain_sha256(text, **plain)
+    assert record["traffic_bytes_per_step"] == record["formula_traffic_bytes_per_step"] > 0
+    alone = [flag for flag in more if flag.startswith(("--precision", "--clip"))]
+    assert cli.main(flags(text, tmp_path / "one", "--ranks=1", *alone), "train") == 0
+    assert record["losses"] == run_json(tmp_path / "one")["losses"]
+
+
 # ------------------------------------------------------------------------------------------------ output of a run
 
 
@@ -235,8 +272,17 @@ def test_a_command_without_the_extra_says_what_to_install(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--micro-batches=5"], "--micro-batches 5 is not divisible by 2 ranks: "),
-        (["--micro-batches=2", "--ranks=3"], "Use 3, or another number of ranks"),
+        (
+            ["--elastic=4:3", "--checkpoint=c"],
+            "--elastic is 4:3: it must be MIN:MAX, two numbers of ranks with 1 <= MIN",
+        ),
+        (["--elastic=3", "--checkpoint=c"], "--elastic is 3: it must be MIN:MAX, two numbers of ranks"),
+        (["--elastic=1:3"], "--elastic is 1:3: it must be with --checkpoint"),
+        (["--elastic=1:3", "--checkpoint=c", "--ranks=2"], "--ranks is 2: it must be omitted with --elastic"),
+        (
+            ["--elastic=1:4", "--checkpoint=c", "--sharding-factor=2"],
+            "sharding_factor must divide the number of ranks, 1",
+        ),
         (["--stage=9"], "9"),
         (["--optimizer=adamu"], "--optimizer adamu: torch.optim has no such class. It has adadelta"),
         (["--optimizer=lbfgs"], "LBFGS"),

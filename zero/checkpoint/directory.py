@@ -2,7 +2,7 @@
 
 Knows: names of folders, the lock, what a removal may touch. Does not know: how a checkpoint is written or read.
 
-    .lock                              held by the run that writes here (flock): host, pid, nonce of the run
+    .lock                              held by the run that writes here (flock): host, pid, nonce of the run, and job
     step-00000100/                     exists if and only if it is complete
     .tmp-step-00000200-<nonce>/        a save under way, or one that a run has left
     .trash-step-00000050-<nonce>/      a checkpoint that is being removed or replaced
@@ -17,11 +17,14 @@ import json
 import os
 import re
 import secrets
+import signal
 import socket
 import stat
+import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import files
@@ -41,6 +44,10 @@ _OURS = (
     re.compile(rf"{NOTES}(/(nonce|copied|ready|failed|rank-\d{{5,}}\.(done|failed)|\.[a-z0-9.-]+\.part))?"),
 )
 _LOCK = ".lock"
+PATIENCE = 5.0  # seconds in which a worker that was replaced must end
+_PAUSE = 0.05  # seconds between two tries
+_STOPPED = "T"  # by a signal, in proc(5)
+_NO_JOB = "none"  # torchrun's id of a job to which nobody gave one
 
 
 def step_name(step: int) -> str:
@@ -86,6 +93,64 @@ def complete_steps(directory: Path) -> list[int]:
     return [step for step, folder in steps_in(directory).items() if is_complete(folder)]
 
 
+@dataclass(frozen=True)
+class _Holder:
+    """The process that holds a lock. ``started``: in ticks since the boot of its host. ``job``: the launcher's id of
+    the job whose worker it is; empty if there is none."""
+
+    host: str = ""
+    pid: int = 0
+    nonce: str = ""
+    started: int = 0
+    job: str = ""
+
+    @classmethod
+    def me(cls, nonce: str) -> _Holder:
+        job = os.environ.get("TORCHELASTIC_RUN_ID", _NO_JOB)
+        _, started = _state_and_start(os.getpid())
+        return cls(socket.gethostname(), os.getpid(), nonce, started, "" if job == _NO_JOB else job)
+
+    @classmethod
+    def unpack(cls, text: bytes) -> _Holder:
+        """Read what `pack` has written; any other text makes a holder without a host."""
+        try:
+            found = json.loads(text)
+            known = (str(found["host"]), int(found["pid"]), str(found["nonce"]))
+            return cls(*known, int(found.get("started", 0)), str(found.get("job", "")))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return cls()
+
+    def pack(self) -> bytes:
+        return json.dumps(vars(self)).encode()
+
+    def state_if_replaced(self) -> str | None:
+        """Return the state of the process, a letter of proc(5), if it is a worker of this process's job, on this host,
+        that has started earlier; None if it is none, or has ended."""
+        me = self.me("")
+        if not self.job or (self.host, self.job) != (me.host, me.job) or not 0 < self.started < me.started:
+            return None
+        state, started = _state_and_start(self.pid)
+        return state if started == self.started else None
+
+    def __str__(self) -> str:
+        if not self.host:
+            return "another run"
+        me = (self.pid, self.host) == (os.getpid(), socket.gethostname())
+        which = " (this process: a CheckpointManager that was not closed)" if me else ""
+        return f"pid {self.pid} on host {self.host}{which}"
+
+
+def _state_and_start(pid: int) -> tuple[str, int]:
+    """Return state and start of a process of this host, as proc(5) has them; no state and 0 if there is no process, or
+    no /proc."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "", 0
+    fields = text.rpartition(")")[2].split()  # from field 3 on; the name of the process may have blanks
+    return fields[0], int(fields[19])
+
+
 class LockedDirectory:
     """A folder of checkpoints that this run alone writes to. Held by rank 0."""
 
@@ -97,20 +162,37 @@ class LockedDirectory:
         self._number = files.open_lock(directory / _LOCK)
         self._closing = weakref.finalize(self, files.close, self._number)  # also if nobody calls `close`
         try:
-            if not files.lock(self._number):
-                holder = bytearray(4096)
-                count = files.read_at(self._number, memoryview(holder), 0)
-                raise ValueError(
-                    f"{_holder(bytes(holder[:count]))} still trains into {directory}: stop it, or use another folder"
-                )
-            mine = {"host": socket.gethostname(), "pid": os.getpid(), "nonce": nonce}
-            files.overwrite(self._number, json.dumps(mine).encode())
+            if not files.lock(self._number) and not self._take_from_replaced_worker():
+                raise ValueError(f"{self._holder()} still trains into {directory}: stop it, or use another folder")
+            files.overwrite(self._number, _Holder.me(nonce).pack())
             self.check()
         except BaseException:
             self.close()
             raise
         # a forked child, a worker of a data loader say, must not hold the lock after us
         os.register_at_fork(after_in_child=self._closing)
+
+    def _holder(self) -> _Holder:
+        text = bytearray(4096)
+        count = files.read_at(self._number, memoryview(text), 0)
+        return _Holder.unpack(bytes(text[:count]))
+
+    def _take_from_replaced_worker(self) -> bool:
+        """Take the lock from a worker of this job that this process replaces. Return whether it is taken.
+
+        The worker may be about to leave, and has some seconds for it. One that is stopped would hold the lock for ever,
+        and write once it is continued: it is killed.
+        """
+        end = time.monotonic() + PATIENCE
+        while not files.lock(self._number):
+            state = self._holder().state_if_replaced()
+            if state is None or time.monotonic() > end:
+                return files.lock(self._number)  # it may have ended just now
+            if state == _STOPPED:
+                with suppress(ProcessLookupError):
+                    os.kill(self._holder().pid, signal.SIGKILL)
+            time.sleep(_PAUSE)
+        return True
 
     def check(self) -> None:
         """Raise `RuntimeError` if this run does not hold the lock any more: the file was removed or replaced."""
@@ -287,13 +369,3 @@ def _remove_empty(folder: Path) -> None:
         ):
             with suppress(OSError):
                 call(path)
-
-
-def _holder(text: bytes) -> str:
-    try:
-        found = json.loads(text)
-        me = (found["pid"], found["host"]) == (os.getpid(), socket.gethostname())
-        which = " (this process: a CheckpointManager that was not closed)" if me else ""
-        return f"pid {int(found['pid'])} on host {found['host']}{which}"
-    except (ValueError, KeyError, TypeError):
-        return "another run"

@@ -37,8 +37,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ..runtime.process_group import process_group as joined_group
+
 __all__ = [
     "RankError",
+    "StoppedError",
     "World",
     "barrier",
     "cannot_write",
@@ -51,6 +54,7 @@ __all__ = [
     "record_error",
     "reports_errors",
     "run_rank",
+    "silence_agent",
     "started_by_us",
     "under_launcher",
 ]
@@ -67,12 +71,25 @@ class RankError(Exception):
         self.line, self.trace = line, trace
 
 
+class StoppedError(Exception):
+    """A signal has ended a run that goes on where it was left. Says where that is."""
+
+    EXIT_CODE = 128 + signal.SIGTERM  # as shells have it
+
+    def report(self) -> int:
+        """Print it, once for all ranks. Return the exit code."""
+        if os.environ.get("RANK", "0") == "0":
+            print(f"stopped: {self}", file=sys.stderr, flush=True)
+        return self.EXIT_CODE
+
+
 def launch_ranks(module: str, settings: Mapping[str, Any], ranks: int) -> None:
     """Run `python -m module SETTINGS` as ``ranks`` processes of this host, and wait for them.
 
-    Raises RankError for the rank that failed first (the others are stopped), KeyboardInterrupt when interrupted.
+    Raises RankError for the rank that failed first (the others are stopped), StoppedError if all ranks raised that,
+    KeyboardInterrupt when interrupted.
     """
-    _silence_agent()
+    silence_agent()
     with tempfile.TemporaryDirectory(prefix="zero-launch-") as errors:  # elastic's own folder would stay
         config = LaunchConfig(
             min_nodes=1,
@@ -89,12 +106,14 @@ def launch_ranks(module: str, settings: Mapping[str, Any], ranks: int) -> None:
         try:
             elastic_launch(config, sys.executable)("-m", module, json.dumps(settings))
         except ChildFailedError as error:
-            raise _first_failure(error.failures) from None
+            first = _first_failure(error.failures)
+            ends = {failure.exitcode for failure in error.failures.values()}
+            raise (StoppedError(first.line) if ends == {StoppedError.EXIT_CODE} else first) from None
         except SignalException:
             raise KeyboardInterrupt from None
 
 
-def _silence_agent() -> None:
+def silence_agent() -> None:
     """Switch off the agent's log: it has a page for each failed rank, of which RankError holds the facts."""
     logger = logging.getLogger("torch.distributed.elastic")
     logger.propagate = False
@@ -134,9 +153,12 @@ def run_rank(work: Callable[[dict[str, Any]], None]) -> int:
         work(json.loads(sys.argv[1]))
     except KeyboardInterrupt:
         return 130
+    except StoppedError as stopped:
+        record_error(stopped)
+        return stopped.EXIT_CODE if started_by_us() else stopped.report()
     except (Exception, SystemExit) as error:
         record_error(error)
-        return 1
+        return 1 if started_by_us() else fail(error)
     return 0
 
 
@@ -159,7 +181,7 @@ def reports_errors(run: Callable[P, int]) -> Callable[P, int]:
     return command
 
 
-def fail(error: Exception | str, note: str = "") -> int:
+def fail(error: BaseException | str, note: str = "") -> int:
     """Print an error in one line, and a note behind it; under a launcher with the rank. Return the exit code."""
     rank = f"rank {os.environ['RANK']}: " if under_launcher() else ""
     print(f"error: {rank}{one_line(error)}{note}", file=sys.stderr, flush=True)
@@ -231,20 +253,21 @@ class World:
 @contextmanager
 def process_group(world: World | None = None) -> Iterator[None]:
     """Enter the default process group, over gloo, of all launched processes or of ``world``. It is destroyed at the end
-    of the block, also after an error."""
-    if world is None:
-        dist.init_process_group("gloo")
-    else:
-        store = dist.FileStore(str(world.meeting), world.size)  # type: ignore[attr-defined]
-        limit = timedelta(seconds=world.timeout)
-        dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=world.size, timeout=limit)
-    try:
-        yield
-    except Exception as error:
-        record_error(error)
-        raise
-    finally:
-        dist.destroy_process_group()
+    of the block, also after an error. The process ends with the one that launched it."""
+    how: dict[str, Any] = {}
+    if world is not None:
+        how = {
+            "store": dist.FileStore(str(world.meeting), world.size),  # type: ignore[attr-defined]
+            "rank": int(os.environ["RANK"]),
+            "world_size": world.size,
+            "timeout": timedelta(seconds=world.timeout),
+        }
+    with joined_group("gloo", **how):
+        try:
+            yield
+        except Exception as error:
+            record_error(error)
+            raise
 
 
 def barrier() -> None:

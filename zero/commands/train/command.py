@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
 from ...core.stage import check_reshard, check_sharding_factor, stage_of
-from ..runner import check_output, fail, launch_ranks, record_error, reports_errors, under_launcher
+from ..elastic import launch_elastic
+from ..runner import StoppedError, check_output, fail, launch_ranks, record_error, reports_errors, under_launcher
 from .data import load_corpus
 from .rank import make_optimizer, optimizer_arguments, work
 from .saves import check_resume
@@ -21,19 +24,27 @@ from .settings import TrainConfig
 __all__ = ["run"]
 
 DEFAULT_RANKS = 2
+RANK = "zero.commands.train.rank"
 TRACEBACK = "error.txt"
 
 
 @reports_errors
 def run(config: TrainConfig) -> int:
     """Train on ranks that are started here, unless a launcher has started this process. Return the exit code."""
-    world = _world_size(config)
-    _check(config, world)
+    elastic = config.elastic_ranks
+    if elastic is not None:
+        config = replace(config, resume="auto") if config.resume == "none" else config
+    worlds = [_world_size(config)] if elastic is None else elastic
+    _check(config, worlds)
     try:
-        if "WORLD_SIZE" in os.environ or world == 1:
+        if elastic is not None:
+            launch_elastic(RANK, replace(config, elastic=None).to_json(), elastic[0], elastic[-1])
+        elif "WORLD_SIZE" in os.environ or worlds[0] == 1:
             work(config)
         else:
-            launch_ranks("zero.commands.train.rank", config.to_json(), world)
+            launch_ranks(RANK, config.to_json(), worlds[0])
+    except StoppedError as stopped:
+        return stopped.report()
     except Exception as error:
         record_error(error)
         return fail(error, _save_traceback(error, config.out))
@@ -52,18 +63,23 @@ def _world_size(config: TrainConfig) -> int:
     return int(started)
 
 
-def _check(config: TrainConfig, world: int) -> None:
-    """Raise an error for bad settings before any process is started or any step is taken."""
-    if config.micro_batches % world:
-        below = config.micro_batches // world * world
-        choices = f"{below} or {below + world}" if below else f"{world}"
+def _check(config: TrainConfig, worlds: Sequence[int]) -> None:
+    """Raise an error for bad settings before any process is started or any step is taken. ``worlds``: the numbers of
+    ranks that there may be."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if config.elastic is not None and "WORLD_SIZE" in os.environ:
         raise ValueError(
-            f"--micro-batches {config.micro_batches} is not divisible by {world} ranks: every rank takes equally many "
-            f"of a step's micro-batches. Use {choices}, or another number of ranks"
+            "--elastic starts ranks of its own: omit it under torchrun, whose --nnodes MIN:MAX does the same"
+        )
+    if restarts and config.resume == "none":
+        raise ValueError(
+            f"the launcher restarts ranks that fail (--max-restarts={restarts}), and each restart would train from the "
+            "first step: add --checkpoint FOLDER --checkpoint-every STEPS --resume auto, or omit --max-restarts"
         )
     stage = stage_of(config.stage)
-    check_sharding_factor(config.sharding_factor, world, stage)
-    check_reshard(config.reshard, config.sharding_factor or world, stage)
+    for world in worlds:
+        check_sharding_factor(config.sharding_factor, world, stage)
+        check_reshard(config.reshard, config.sharding_factor or world, stage)
     optimizer_arguments(config)
     check_resume(config, load_corpus(config.data, config.sequence).sha256)
     if int(os.environ.get("RANK", "0")) == 0:

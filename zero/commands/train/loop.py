@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,9 @@ import torch
 from torch import nn
 
 from ... import ZeroOptimizer
+from ...checkpoint.stop_request import StopOnSignal
 from ..console import Console, StepStats
+from ..runner import StoppedError
 from .data import Batch, Corpus
 from .memory_stats import bytes_by_kind, live_storages, proportional_set_size
 from .model import loss_fn
@@ -79,10 +82,12 @@ class Loop:
         self._config, self._corpus, self._console = config, corpus, console
         self._model, self._optimizer, self._saves = model, optimizer, saves
         self._mine = range(optimizer.rank, config.micro_batches, optimizer.world_size)
+        self._stop: StopOnSignal | None = None  # while steps are taken, if there are checkpoints
         self._stopwatch = Stopwatch()
-        self._unshared: list[float] = []
+        self._unshared: list[list[float]] = []
         self._logged = 0  # steps whose losses were logged
         self._scaler = torch.amp.GradScaler("cpu", enabled=config.precision == "fp16")
+        self._scaler.scale(torch.zeros(1))  # a rank without a micro-batch scales nothing, and a scaler begins with that
 
     def run(self) -> RankFacts:
         """Take all steps that a checkpoint does not have yet. Return the measurements of this rank in the last one, or
@@ -93,9 +98,10 @@ class Loop:
             now = self._observe()
             return self._facts(now, now, payload=0, control=0)
         every = max(1, self._config.steps // LOGS_PER_RUN)
-        for step in range(begin, self._config.steps - 1):
-            self._step(step, log=(step + 1) % every == 0)
-        return self._last_step(self._config.steps - 1)
+        with StopOnSignal(self._optimizer) if self._saves.enabled else nullcontext() as self._stop:
+            for step in range(begin, self._config.steps - 1):
+                self._step(step, log=(step + 1) % every == 0)
+            return self._last_step(self._config.steps - 1)
 
     def _resume(self) -> int:
         """Go on from a checkpoint, if ``--resume`` names one. Return the number of steps that were taken before."""
@@ -105,6 +111,9 @@ class Loop:
         if self._console is not None:
             for line in found.lines:
                 self._console.line(line)
+            if found.step:
+                ranks = self._optimizer.world_size
+                self._console.line(f"goes on from step {found.step} on {ranks} rank{'s' if ranks > 1 else ''}")
         return found.step
 
     def _step(self, step: int, *, log: bool) -> None:
@@ -140,11 +149,24 @@ class Loop:
 
     def _accumulate(self, step: int) -> None:
         config = self._config
-        for index in self._mine:
-            data = self._corpus.micro_batch(config.seed, step, index, config.batch, config.sequence)
-            loss = loss_fn(self._model(data.inputs), data.targets)
-            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-            self._unshared.append(loss.item())
+        losses = []
+        with self._turns():
+            for index in self._mine:
+                data = self._corpus.micro_batch(config.seed, step, index, config.batch, config.sequence)
+                loss = loss_fn(self._model(data.inputs), data.targets)
+                self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.item())
+        self._unshared.append(losses)
+
+    def _turns(self) -> AbstractContextManager[None]:
+        """Return the context of a step's backwards, in which a rank that has fewer micro-batches takes its turns.
+
+        It does so by itself in clip and step, but at stage 3 others may gather units in their last forward, and a
+        scaler, which comes before, fails on a rank without a gradient.
+        """
+        uneven = self._config.micro_batches % self._optimizer.world_size != 0
+        needed = self._config.stage == 3 or self._config.precision == "fp16"
+        return self._optimizer.join() if uneven and needed else nullcontext()
 
     def _update(self) -> None:
         self._scaler.unscale_(self._optimizer)
@@ -185,9 +207,13 @@ class Loop:
         )
 
     def _save(self, steps: int) -> None:
-        if self._saves.due(steps):
+        """Save if a checkpoint is due, or if a signal asks some rank to end; then raise `StoppedError`."""
+        why = None if self._stop is None or steps == self._config.steps else self._stop.why
+        if why is not None or self._saves.due(steps):
             self._share_losses()
-            self._saves.save(steps, self.losses, self._scaler)
+            self._saves.save(steps, self.losses, self._scaler, blocking=why is not None)
+        if why is not None:
+            raise StoppedError(f"{why}: all ranks have saved step {steps} and end; --resume auto goes on")
 
     def _log(self, held: int) -> None:
         """Share the losses, and print the newest one."""
@@ -202,10 +228,12 @@ class Loop:
         """Exchange the losses of the steps since the last call, and form their means."""
         if not self._unshared:
             return
+        world, steps = self._optimizer.world_size, len(self._unshared)
         parts = self._optimizer.exchange(np.array(self._unshared, dtype="<f8").tobytes())
         self._unshared.clear()
-        by_step = [np.frombuffer(part, dtype="<f8").reshape(-1, len(self._mine)) for part in parts]
-        in_order = np.stack(by_step, axis=-1).reshape(-1, self._config.micro_batches)
+        in_order = np.empty((steps, self._config.micro_batches))
+        for rank, part in enumerate(parts):
+            in_order[:, rank::world] = np.frombuffer(part, dtype="<f8").reshape(steps, -1)
         self.losses += [math.fsum(step) / len(step) for step in in_order.tolist()]
 
 

@@ -3,12 +3,14 @@
 Knows: the order group - corpus - model - optimizer - loop - validation - report. Does not know: how ranks are started.
 
     micro-batch j of the M of a global step goes to rank j mod W and is the same data for every W;
-    the summed gradient is divided by M.
+    the summed gradient is divided by M. If W does not divide M, the last of the ceil(M / W) rounds of a step has
+    fewer micro-batches than ranks.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 from contextlib import nullcontext
@@ -65,7 +67,7 @@ def _train(config: TrainConfig, console: Console | None) -> RunRecord:
         bits_per_byte = validate(model, optimizer, batches)
         ranks = [RankFacts.from_bytes(data) for data in optimizer.exchange(facts.to_bytes())]
     description = optimizer.describe()
-    backwards = config.micro_batches // optimizer.world_size
+    rounds = math.ceil(config.micro_batches / optimizer.world_size)
     optimizer.close()
     return RunRecord(
         config=config,
@@ -79,7 +81,7 @@ def _train(config: TrainConfig, console: Console | None) -> RunRecord:
         checkpoints=saves.records(),
         unsaved=saves.unsaved,
         ranks=ranks,
-        formula_traffic=description.formula_traffic_bytes(backwards, backwards),
+        formula_traffic=description.formula_traffic_bytes(rounds, rounds),
         sample=_sample(model, corpus, config.seed) if console is not None else "",
     )
 

@@ -156,20 +156,28 @@ class Saves:
             return self._manager.restore(state=state)
         return None if resume == "none" else load(resume, self._optimizer, state)
 
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a folder of checkpoints."""
+        return self._manager is not None
+
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is saved after so many steps."""
         every = self._config.checkpoint_every
         return self._manager is not None and (step == self._config.steps or (every is not None and step % every == 0))
 
-    def save(self, step: int, losses: Sequence[float], scaler: GradScaler) -> None:
-        """Save a checkpoint, after so many steps with these losses. A broken one of the same step is replaced."""
+    def save(self, step: int, losses: Sequence[float], scaler: GradScaler, *, blocking: bool) -> None:
+        """Save a checkpoint, after so many steps with these losses. A broken one of the same step is replaced.
+
+        ``blocking``: return when it is complete.
+        """
         assert self._manager is not None
         state = {
             "run": _deciding(self._config, self._text_sha256),
             "losses": torch.tensor(losses, dtype=torch.float64),
             "scaler": scaler,
         }
-        saving = self._manager.save(step, state, overwrite=self._config.resume == "auto")
+        saving = self._manager.save(step, state, blocking=blocking, overwrite=self._config.resume == "auto")
         assert saving is not None, "a save waits for the one before"
         self._savings.append(saving)
 

@@ -15,6 +15,9 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 __all__ = ["Flag", "SweepConfig", "TrainConfig", "flags_of", "option_of"]
 
 
+_ELASTIC = "MIN:MAX, two numbers of ranks with 1 <= MIN <= MAX"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The settings of `zero train`. A field is a flag; the text in its type is the flag's help."""
@@ -29,6 +32,10 @@ class TrainConfig:
     offload: Annotated[Path | None, "folder on a disk, in which a rank keeps its optimizer states"] = None
     offload_parameters: Annotated[bool, "with --offload at stage 3: keep slices of the parameters there, too"] = False
     ranks: Annotated[int | None, "processes; 2 when omitted (under torchrun: as many as it started)"] = None
+    elastic: Annotated[
+        str | None,
+        "MIN:MAX: start MAX ranks, and go on from --checkpoint while MIN of them are left; resumes by itself",
+    ] = None
     steps: Annotated[int, "optimizer steps"] = 600
     micro_batches: Annotated[int, "micro-batches of a step, over all ranks; its gradient is divided by this"] = 4
     batch: Annotated[int, "sequences in a micro-batch"] = 2
@@ -76,6 +83,9 @@ class TrainConfig:
         known = self.reshard_after_forward in ("true", "false") or self.reshard_after_forward.isdecimal()
         _require(known, "reshard_after_forward", self.reshard_after_forward, "true, false or a number of ranks")
         _require(self.ranks is None or self.ranks >= 1, "ranks", self.ranks, "at least 1")
+        _require(self.elastic is None or self.elastic_ranks is not None, "elastic", self.elastic, _ELASTIC)
+        _require(self.elastic is None or self.ranks is None, "ranks", self.ranks, "omitted with --elastic")
+        _require(self.elastic is None or self.checkpoint is not None, "elastic", self.elastic, "with --checkpoint")
         _require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 2**32 - 1")
         _require(0 <= self.lr < math.inf, "lr", self.lr, "finite and not negative")
         sized = self.bucket_cap_mb == "auto" or 0 < _number(self.bucket_cap_mb) < math.inf
@@ -88,6 +98,14 @@ class TrainConfig:
         """The argument ``reshard_after_forward`` of `ZeroOptimizer`."""
         text = self.reshard_after_forward
         return text == "true" if text in ("true", "false") else int(text)
+
+    @property
+    def elastic_ranks(self) -> range | None:
+        """The numbers of ranks that ``--elastic`` allows; None if it is omitted, or is not MIN:MAX."""
+        least, _, most = (self.elastic or "").partition(":")
+        if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+            return None
+        return range(int(least), int(most) + 1)
 
     @property
     def bucket_cap(self) -> float | Literal["auto"]:

@@ -7,6 +7,7 @@ results are printed. A folder holds the `VerifySpec` and the results. ``loop`` i
     plain   one            writes step-N.pt: the parameters of the plain loop after each step
     again   another one    compares with these after every step, and appends a line to runs.jsonl
     ranks   W              compare with these after every step, and append a line to runs.jsonl for each run
+    elastic W              likewise, from the newest checkpoint on, until one of them kills itself, or to the end
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,12 @@ from torch import Tensor, nn
 import collectives
 import zero
 
-from ... import ZeroOptimizer
+from ... import CheckpointManager, ZeroOptimizer
 from ...core.parameter_specs import is_copied
 from ..runner import World, process_group, record_error, run_rank
 from .bit_diff import Difference, first_difference
 from .reference import MixedReferenceLoop, ReferenceLoop
+from .segment import Segment
 from .spec import RESULTS, Run, VerifySpec, as_batches, resolve
 
 
@@ -238,9 +241,23 @@ def all_world_sizes(folder: Path, watchdog: Watchdog) -> None:
                 raise watchdog.locate(error) from error  # recorded before the group is destroyed, which may raise
 
 
-def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int) -> Run:
+def elastic_segment(folder: Path, watchdog: Watchdog, segment: Segment) -> None:
+    """Go on with an elastic run at another number of ranks."""
+    spec, size = VerifySpec.load(folder), segment.sizes[-1]
+    watchdog.at(f"{size} ranks, joining their group")
+    meeting = folder / f"elastic-{segment.stage}-{len(segment.sizes)}"
+    with process_group(World(size, meeting, 2 * spec.timeout)):
+        try:
+            run = _on_ranks(folder, watchdog, segment.stage, size, segment)
+            if os.environ["RANK"] == "0":
+                _append_run(folder, replace(run, sizes=segment.sizes))
+        except Exception as error:
+            raise watchdog.locate(error) from error
+
+
+def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int, segment: Segment | None = None) -> Run:
     """Take the steps of the plain loop with `ZeroOptimizer`, up to the first difference. All ranks must call it and
-    return the same result."""
+    return the same result. With a ``segment`` they go on from the newest checkpoint, and save one after each step."""
     name = f"stage {stage} on {size} rank{'s' if size > 1 else ''}"
     workload = _prepare(folder, watchdog, name, seed=3 + int(os.environ["RANK"]))
     watchdog.at(f"{name}, ZeroOptimizer(...)")
@@ -255,23 +272,37 @@ def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int) -> Run:
         units=resolve(spec.units) if spec.units else None,
         **spec.defaults,
     )
-    for step in range(workload.steps + 1):
-        if step:
-            for number in range(optimizer.rank, spec.micro_batches, size):
-                workload.backward(watchdog, step, number)
-            watchdog.at(f"{name}, step {step}, the update")
-            if spec.max_norm is not None:
-                optimizer.clip_grad_norm_(spec.max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-        with optimizer.gathered():
-            mine = first_difference(_reference_parameters(folder, step), _compared_parameters(workload.model))
-        answers = [Difference.from_json(data) for data in optimizer.exchange(b"" if mine is None else mine.to_json())]
-        found = {rank: difference for rank, difference in enumerate(answers) if difference is not None}
-        if found:
-            break
+    with nullcontext() if segment is None else CheckpointManager(folder / f"saved-{stage}", optimizer) as manager:
+        restored = None if manager is None else manager.restore()
+        begin = 0 if restored is None else restored.step
+        for step in range(begin, workload.steps + 1):
+            if step > begin:
+                with optimizer.join() if spec.micro_batches % size else nullcontext():
+                    for number in range(optimizer.rank, spec.micro_batches, size):
+                        workload.backward(watchdog, step, number)
+                if segment is not None:
+                    segment.die(folder, optimizer.rank, step, "update")
+                watchdog.at(f"{name}, step {step}, the update")
+                if spec.max_norm is not None:
+                    optimizer.clip_grad_norm_(spec.max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+                if manager is not None and segment is not None:
+                    manager.save(step)
+                    segment.die(folder, optimizer.rank, step, "save")
+            found = _differences(folder, workload, optimizer, step)
+            if found:
+                break
     optimizer.close()
     return workload.run(stage, size, step, found)
+
+
+def _differences(folder: Path, workload: Workload, optimizer: ZeroOptimizer, step: int) -> dict[int, Difference]:
+    """Compare the parameters with those of the plain loop after a step. Return rank -> its difference, on all ranks."""
+    with optimizer.gathered():
+        mine = first_difference(_reference_parameters(folder, step), _compared_parameters(workload.model))
+    answers = [Difference.from_json(data) for data in optimizer.exchange(b"" if mine is None else mine.to_json())]
+    return {rank: difference for rank, difference in enumerate(answers) if difference is not None}
 
 
 def _step_file(folder: Path, step: int) -> Path:
@@ -297,9 +328,12 @@ def work(settings: dict[str, Any]) -> None:
     torch.set_num_threads(spec.threads)
     watchdog = Watchdog(spec.timeout)
     try:
-        {"plain": reference_loop, "again": reference_loop_again, "ranks": all_world_sizes}[settings["loop"]](
-            folder, watchdog
-        )
+        if settings["loop"] == "elastic":
+            elastic_segment(folder, watchdog, Segment.from_json(settings["segment"]))
+        else:
+            {"plain": reference_loop, "again": reference_loop_again, "ranks": all_world_sizes}[settings["loop"]](
+                folder, watchdog
+            )
     except LocatedError:
         raise
     except (Exception, SystemExit) as error:

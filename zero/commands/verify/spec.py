@@ -48,17 +48,12 @@ class VerifySpec:
     max_norm: float | None
     bucket_cap_mb: float
     mixed_precision: dict[str, Any] | None
+    elastic: bool
     threads: int
     timeout: float
     path: list[str]
 
     def __post_init__(self) -> None:
-        for size in self.world_sizes:
-            if self.micro_batches % size:
-                raise ValueError(
-                    f"micro_batches is {self.micro_batches}, which {size} ranks cannot share evenly (world_sizes is "
-                    f"{self.world_sizes}): it must be divisible by each, as {math.lcm(*self.world_sizes)} is"
-                )
         if not 0 < self.timeout < math.inf:
             raise ValueError(f"timeout must be a positive number of seconds, not {self.timeout!r}")
         if self.max_norm is not None:
@@ -77,8 +72,7 @@ class VerifySpec:
             below = count // size * size
             raise ValueError(
                 f"batches has {count} micro-batches, and a step takes {size} of them: give "
-                f"{f'{below} or {below + size}' if below else size}, or set micro_batches (it must be divisible by "
-                f"each of world_sizes, {self.world_sizes})"
+                f"{f'{below} or {below + size}' if below else size}, or set micro_batches"
             )
         return count // size
 
@@ -105,6 +99,7 @@ class Run:
     ranks: tuple[int, ...]
     difference: Difference | None
     several_backwards: bool = False  # `loss_fn` ran a backward itself, in the plain loop
+    sizes: tuple[int, ...] = ()  # of an elastic run: the numbers of ranks, one after the other
 
     @property
     def ok(self) -> bool:
@@ -114,6 +109,9 @@ class Run:
     def __str__(self) -> str:
         name = f"stage {self.stage}, {_counted(self.world_size, 'rank')}"
         name = "the plain loop, again" if self.stage is None else name
+        if self.sizes:
+            kills = _counted(len(self.sizes) - 1, "kill")
+            name = f"stage {self.stage}, elastic, {' -> '.join(map(str, self.sizes))} ranks, {kills}"
         if self.difference is None:
             return f"{name}: same bits, {_counted(self.step, 'step')}, {self.numel:,} parameters"
         when = f"after step {self.step}" if self.step else "as built, before any step"
@@ -127,7 +125,8 @@ class Run:
     def from_json(data: bytes) -> Run:
         found = json.loads(data)
         difference = Difference.from_json(json.dumps(found["difference"]).encode())
-        return Run(**{**found, "ranks": tuple(found["ranks"]), "difference": difference})
+        lists = {name: tuple(found[name]) for name in ("ranks", "sizes")}
+        return Run(**{**found, **lists, "difference": difference})
 
 
 def as_batches(batches: Any) -> list[Any]:

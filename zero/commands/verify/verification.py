@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ...config import MixedPrecision
 from ...optimizer import ZeroOptimizer
+from .segment import Segment, elastic_plan
 from .spec import RESULTS, Run, VerifySpec, as_batches, plain_data, reference
 
 __all__ = ["Verification", "verify"]
@@ -88,6 +89,7 @@ def verify(
     units: Callable[[nn.Module], bool] | None = None,
     bucket_cap_mb: float = 25.0,
     mixed_precision: MixedPrecision | None = None,
+    elastic: bool = False,
     threads: int = 1,
     timeout: float = 300.0,
     quiet: bool = False,
@@ -113,11 +115,14 @@ def verify(
             for a mapping, else ``model(batch)``.
         stages: those to run.
         world_sizes: the numbers of ranks to run them on.
-        micro_batches: of a step, over all ranks, and what the summed gradient is divided by. Divisible by each of
-            ``world_sizes``; None: their least common multiple.
+        micro_batches: of a step, over all ranks, and what the summed gradient is divided by; None: the least common
+            multiple of ``world_sizes``.
         max_norm: clip to this norm, by `zero.clip_grad_norm_` in the plain loop; None: no clipping.
         units, bucket_cap_mb: of `ZeroOptimizer`.
         mixed_precision: of `ZeroOptimizer`; the plain loop then has a 16-bit model and fp32 weights of its own.
+        elastic: then train each stage once more, with a checkpoint after each step: a rank is killed in a step drawn at
+            random, and others go on, on another number of ranks of at most the largest of ``world_sizes``; again and
+            again until the end.
         threads: intra-op threads of a process; their number changes bits.
         timeout: seconds that building the model, a micro-batch or an update may take.
         quiet: print nothing.
@@ -149,6 +154,7 @@ def verify(
         max_norm=max_norm,
         bucket_cap_mb=bucket_cap_mb,
         mixed_precision=None if mixed_precision is None else asdict(mixed_precision),
+        elastic=elastic,
         threads=_integers([threads], "threads")[0],
         timeout=timeout,
         path=[os.path.abspath(entry) for entry in sys.path],
@@ -215,20 +221,37 @@ def _run(spec: VerifySpec, emit: Callable[[str], None]) -> Verification:
             _start("again", folder, 1)
             if all(run.ok for run in _read(results)):
                 _start("ranks", folder, max(spec.world_sizes))
+                if spec.elastic:
+                    _run_elastic(spec, folder)
         runs = _read(results)
-    if all(run.ok for run in runs) and len(runs) != 1 + len(spec.stages) * len(spec.world_sizes):
+    expected = 1 + len(spec.stages) * (len(spec.world_sizes) + spec.elastic)
+    if all(run.ok for run in runs) and len(runs) != expected:
         raise RuntimeError("the processes ended before their runs did, and without an error: is there an os._exit()?")
     return Verification(runs[0], tuple(runs[1:]))
 
 
-def _start(loop: str, folder: Path, processes: int) -> None:
+def _run_elastic(spec: VerifySpec, folder: Path) -> None:
+    """Train each stage in segments, each until one of its ranks kills itself."""
+    steps = _read(folder / RESULTS)[0].step
+    for stage in spec.stages:
+        for segment in elastic_plan(stage, steps, max(spec.world_sizes)):
+            known = len(_read(folder / RESULTS))
+            _start("elastic", folder, segment.sizes[-1], segment)
+            if len(_read(folder / RESULTS)) > known:
+                break  # it has ended, or differs
+
+
+def _start(loop: str, folder: Path, processes: int, segment: Segment | None = None) -> None:
     from ..runner import RankError, launch_ranks
 
+    settings = {"loop": loop, "folder": str(folder), "segment": None if segment is None else segment.to_json()}
     try:
-        launch_ranks("zero.commands.verify.ranks", {"loop": loop, "folder": str(folder)}, processes)
+        launch_ranks("zero.commands.verify.ranks", settings, processes)
     except RankError as error:
+        if segment is not None and segment.was_killed(folder):
+            return
         cause = RuntimeError(f"in that process:\n{error.trace}") if error.trace else None
-        raise RuntimeError(str(error) if loop == "ranks" else error.line) from cause
+        raise RuntimeError(str(error) if loop in ("ranks", "elastic") else error.line) from cause
 
 
 def _read(results: Path) -> list[Run]:

@@ -1,0 +1,71 @@
+"""`StopOnSignal`: a signal to one rank, which all ranks hear of in the same step, so that they can save and leave.
+
+Knows: signal handlers, and the short texts that travel with the agreement of each step. Does not know: saves.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from ..optimizer import ZeroOptimizer
+
+_REPORT = "stop"  # the name of the report
+
+
+class StopOnSignal:
+    """Whether some rank was asked by a signal to end. All ranks have the same answer after the same step.
+
+    Every rank builds one over its own optimizer, in its main thread, and uses it as a ``with`` block around its steps.
+    Inside the block the signals do not end the process. The wish travels with what ranks agree on in each ``step()``
+    anyway, so it costs no message. A signal that comes after that agreement is heard in the next step.
+    """
+
+    def __init__(self, optimizer: ZeroOptimizer, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
+        """Choose what is listened to. Local; raises `ValueError` for a signal that cannot be handled."""
+        wrong = [number for number in signals if number in (signal.SIGKILL, signal.SIGSTOP)]
+        if wrong:
+            raise ValueError(f"signals has {wrong[0].name}, which no process can handle: leave it out")
+        self._engine, self._signals = optimizer.engine, tuple(signals)
+        self._before: dict[signal.Signals, Any] = {}
+        self._why: str | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether the ranks should end. Equal on all ranks between two steps. Local."""
+        return self._why is not None
+
+    @property
+    def why(self) -> str | None:
+        """Which rank got which signal, as text; None if there is no request. Local."""
+        return self._why
+
+    def before_step(self, reports: Sequence[Mapping[str, str]]) -> None:
+        """Hear of the signals of all ranks. Called in each step."""
+        for rank, report in enumerate(reports):
+            if _REPORT in report and self._why is None:
+                self._why = f"rank {rank} got {report[_REPORT]}"
+
+    def before_update(self, bucket: int) -> None:
+        """States may change."""
+
+    def __enter__(self) -> StopOnSignal:
+        """Listen. Raises `ValueError` outside the main thread, the only one that may handle signals."""
+        for number in self._signals:
+            self._before[number] = signal.signal(number, self._wish)
+        self._engine.watchers.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+        self._engine.watchers.remove(self)
+        self._engine.parts.reducer.agreement.report(_REPORT, None)
+
+    def _wish(self, number: int, _: FrameType | None) -> None:
+        self._engine.parts.reducer.agreement.report(_REPORT, signal.Signals(number).name)
