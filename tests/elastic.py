@@ -23,7 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -46,6 +46,7 @@ class Agent:
     """An agent of torchrun, which keeps one worker alive."""
 
     process: subprocess.Popen[bytes]
+    was_asked: list[bool] = field(default_factory=list)
 
     @property
     def pid(self) -> int:
@@ -57,6 +58,11 @@ class Agent:
 
     def workers(self) -> list[int]:
         return list(processes(self.pid))
+
+    def leave(self) -> None:
+        """Send SIGTERM; the agent passes it on to its worker, and waits for it."""
+        self.was_asked.append(True)
+        self.process.terminate()
 
 
 class ElasticJob:
@@ -87,6 +93,10 @@ class ElasticJob:
     @property
     def alive(self) -> list[Agent]:
         return [agent for agent in self.agents if not agent.ended]
+
+    @property
+    def staying(self) -> list[Agent]:
+        return [agent for agent in self.alive if not agent.was_asked]
 
     def everyone(self) -> list[int]:
         """Return all processes of the job, orphans too."""
@@ -142,14 +152,14 @@ def send(pids: list[int], number: signal.Signals) -> None:
 def disturb(job: ElasticJob, source: random.Random) -> str:
     """Do something to a job at once. Return what, in words."""
     what = source.choice(["worker", "agent", "both", "leave", "join", "freeze"])
-    alive = job.alive
+    alive = job.staying
     agent = source.choice(alive)
     if what == "worker":
         send(agent.workers(), signal.SIGKILL)
         return "a worker is killed"
     if what in ("agent", "both", "leave") and len(alive) > 1:
         if what == "leave":
-            agent.process.terminate()
+            agent.leave()
             return "an agent gets SIGTERM"
         send([agent.pid, *(agent.workers() if what == "both" else [])], signal.SIGKILL)
         return "an agent is killed" if what == "agent" else "an agent and its worker are killed"
@@ -162,7 +172,7 @@ def disturb(job: ElasticJob, source: random.Random) -> str:
         job.until(lambda: job.saved() > before)
         send(frozen, signal.SIGCONT)
         return f"{len(alive)} agents and their workers are stopped, {count} others take over, and all are continued"
-    count = min(count, MOST - len(alive))
+    count = min(count, MOST - len(job.alive))
     job.add(count)
     return f"{count} agents join"
 
@@ -178,7 +188,7 @@ def check_disturbed(seed: int, expected: TrainedRun, folder: Path, cadence: Cade
             before, further = job.saved(), source.choice([0, cadence.every])
             job.until(lambda before=before, further=further: job.saved() >= before + further)
             time.sleep(source.uniform(0, 1.0))
-            if not job.alive:
+            if not job.staying:
                 break
             lines.append(disturb(job, source))
         while job.pause():

@@ -8,9 +8,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
+import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +23,8 @@ import pytest
 import zero
 from collectives import Transport, on_threads
 from zero import CheckpointError, CheckpointManager, ZeroOptimizer
-from zero.checkpoint import files
-from zero.checkpoint.directory import complete_steps, steps_in
+from zero.checkpoint import directory, files
+from zero.checkpoint.directory import LockedDirectory, complete_steps, steps_in
 from zero.checkpoint.write.save_folder import SaveFolder
 
 from .saves import PATIENCE, Training, entries
@@ -102,6 +105,62 @@ def test_a_manager_that_was_dropped_holds_no_lock(tmp_path: Path, optimizer: Zer
     del manager, training
     gc.collect()
     CheckpointManager(tmp_path, optimizer).close()
+
+
+@pytest.mark.parametrize(
+    ("job", "later", "is_stopped", "taken"),
+    [
+        ("job", "job", True, True),
+        ("job", "job", False, False),
+        ("job", "other job", True, False),
+        ("none", "none", True, False),
+        ("", "", True, False),
+    ],
+    ids=["stopped", "running", "of another job", "of a job without a name", "without a launcher"],
+)
+def test_a_stopped_worker_that_was_replaced_loses_the_lock_and_no_other_process_does(
+    job: str, later: str, is_stopped: bool, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "PATIENCE", 0.3)
+    told, tell = os.pipe()
+
+    def lock(name: str, then: Callable[[], object]) -> int:
+        """Take the lock in a new process of a job, which then goes on. Return its pid."""
+        child = os.fork()
+        if not child:
+            with suppress(BaseException):
+                os.environ["TORCHELASTIC_RUN_ID"] = name
+                held = LockedDirectory(tmp_path, "0" * 16)
+                os.write(tell, b"x")
+                then()
+                held.close()
+            os.write(tell, b"-")
+            os._exit(0)
+        return child
+
+    first = lock(job, lambda: time.sleep(60))
+    assert os.read(told, 1) == b"x"
+    if is_stopped:
+        os.kill(first, signal.SIGSTOP)
+        os.waitpid(first, os.WUNTRACED)
+    time.sleep(0.05)  # the clock of processes' starts ticks every 0.01 s
+    second = lock(later, lambda: None)
+    try:
+        assert os.read(told, 1) == (b"x" if taken else b"-")
+        os.waitpid(second, 0)
+        assert os.waitpid(first, os.WNOHANG)[0] == (first if taken else 0)
+    finally:
+        if not taken:
+            os.kill(first, signal.SIGKILL)
+            os.waitpid(first, 0)
+        os.close(told)
+        os.close(tell)
+
+
+def test_an_older_worker_that_is_continued_does_not_take_the_lock_of_a_newer_one(tmp_path: Path) -> None:
+    mine = json.loads(directory._Holder.me("0" * 16).pack())
+    newer = directory._Holder.unpack(json.dumps({**mine, "job": "job", "started": mine["started"] + 1}).encode())
+    assert newer.state_if_replaced() is None
 
 
 @pytest.mark.parametrize("how", ["replaced", "removed"])

@@ -113,6 +113,49 @@ def test_on_real_ranks_the_right_runs_are_right_and_the_wrong_ones_wrong_where_t
 
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.usefixtures("temporary")
+def test_elastic_runs_lose_ranks_and_go_on_at_other_numbers_of_them() -> None:
+    """Four micro-batches, which the three ranks cannot share evenly either."""
+    found = verify(
+        verified.build_odd,
+        verified.batches,
+        loss_fn=odd_loss,
+        stages=(0, 3),
+        world_sizes=(3,),
+        micro_batches=4,
+        elastic=True,
+        quiet=True,
+        lr=1e-2,
+    )
+    assert found.ok, found
+    assert [run.sizes for run in found.runs[:2]] == [(), ()]
+    for stage, run in zip((0, 3), found.runs[2:], strict=True):
+        assert run.stage == stage
+        assert len(run.sizes) == 1 + 3  # a kill in each of the three steps
+        assert all(before != after for before, after in itertools.pairwise(run.sizes))
+        assert f"stage {stage}, elastic, {' -> '.join(map(str, run.sizes))} ranks, 3 kills: same bits" in str(run)
+
+
+@pytest.mark.timeout(LIMIT)
+@pytest.mark.usefixtures("temporary")
+def test_an_elastic_run_finds_what_no_checkpoint_has() -> None:
+    found = verify(
+        verified.build_odd,
+        verified.batches,
+        loss_fn=verified.counting_its_calls,
+        stages=(1,),
+        world_sizes=(1,),
+        micro_batches=4,
+        elastic=True,
+        quiet=True,
+        lr=1e-2,
+    )
+    assert [run.ok for run in (found.plain, *found.runs)] == [True, True, False]
+    assert "stage 1, elastic, 1 -> 1" in str(found.runs[1])
+    assert "DIFFERS after step" in str(found.runs[1])
+
+
+@pytest.mark.timeout(LIMIT)
+@pytest.mark.usefixtures("temporary")
 def test_what_differs_between_processes_is_not_blamed_on_a_stage() -> None:
     found = verify(verified.Squares, verified.pairs, loss_fn=verified.other_in_each_process, world_sizes=(2,), lr=0.1)
     assert found.plain.step == 1

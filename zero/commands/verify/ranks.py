@@ -273,7 +273,7 @@ def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int, segment: 
         **spec.defaults,
     )
     with nullcontext() if segment is None else CheckpointManager(folder / f"saved-{stage}", optimizer) as manager:
-        restored = None if manager is None else manager.restore()
+        restored = None if manager is None else manager.restore(rng=False)  # the seeds are those of batches
         begin = 0 if restored is None else restored.step
         for step in range(begin, workload.steps + 1):
             if step > begin:

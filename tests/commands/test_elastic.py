@@ -1,0 +1,241 @@
+"""`zero train` while ranks die, leave and come: `tests.elastic` in small, `--elastic`, and the script of ELASTIC.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from collectives import Transport, on_threads
+from zero import StopOnSignal, ZeroOptimizer
+from zero.commands import cli
+
+from ..elastic import BEGUN, CADENCE, LIMIT, STOPPED, check_disturbed, check_outcome, elastic_job, send
+from ..resumes import Cadence, TrainedRun, command_line, kill, processes, undisturbed
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("no_launcher")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    return undisturbed(CADENCE, tmp_path_factory.mktemp("undisturbed"))
+
+
+# ------------------------------------------------------------------------------------------------- under torchrun
+
+
+@pytest.mark.full
+@pytest.mark.timeout(LIMIT)
+def test_four_three_one_and_five_ranks_end_with_the_bits_of_an_undisturbed_run(
+    tmp_path: Path, expected: TrainedRun
+) -> None:
+    """An agent gets SIGTERM, which loses no step; an agent is killed, and another one with its worker; four come."""
+    with elastic_job(tmp_path, stage=3) as job:
+        job.add(4)
+        assert job.until(lambda: job.saved() >= 10), job.log()
+        job.staying[0].leave()
+        assert job.until(lambda: BEGUN.search(job.log())), job.log()
+        stopped, begun = STOPPED.search(job.log()), BEGUN.search(job.log())
+        assert stopped is not None, job.log()
+        assert begun is not None
+        assert (stopped[2], "3") == (begun[1], begun[2])
+        first, second, _ = job.staying
+        send([first.pid, second.pid, *second.workers()], signal.SIGKILL)
+        assert job.until(lambda: f"goes on from step {job.saved()} on 1 rank" in job.log()), job.log()
+        job.add(4)
+        assert job.until(lambda: "on 5 ranks" in job.log()), job.log()
+        while job.pause():
+            pass
+        assert not job.everyone()
+        assert [agent.process.returncode for agent in job.agents[3:]] == [0] * 5, job.log()
+    check_outcome(tmp_path, expected, "4 -> 3 -> 1 -> 5 ranks")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(LIMIT)
+def test_an_old_generation_that_was_stopped_neither_writes_nor_removes_once_it_is_continued(
+    tmp_path: Path, expected: TrainedRun
+) -> None:
+    with elastic_job(tmp_path, stage=1) as job:
+        job.add(2)
+        assert job.until(lambda: job.saved() >= 10), job.log()
+        frozen = [pid for agent in job.alive for pid in (agent.pid, *agent.workers())]
+        send(frozen, signal.SIGSTOP)
+        before = job.saved()
+        job.add(1)
+        assert job.until(lambda: job.saved() > before), job.log()
+        send(frozen, signal.SIGCONT)
+        while job.pause():
+            pass
+        assert not job.everyone()
+    check_outcome(tmp_path, expected, "two ranks were stopped, one went on, and the two were continued")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(LIMIT)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_whatever_happens_to_ranks_the_run_ends_with_the_same_bits(
+    seed: int, tmp_path: Path, expected: TrainedRun
+) -> None:
+    assert check_disturbed(seed, expected, tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------- --elastic
+
+
+def elastic(folder: Path, ranks: str) -> subprocess.Popen[str]:
+    flags = [flag for flag in CADENCE.arguments(folder, 1, 2) if not flag.startswith(("--ranks", "--resume"))]
+    command = [sys.executable, "-m", "zero.commands.cli", "train", f"--elastic={ranks}", *flags]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(LIMIT)
+def test_one_command_loses_an_agent_is_stopped_and_goes_on(tmp_path: Path, expected: TrainedRun) -> None:
+    saved = tmp_path / "checkpoints"
+    first = elastic(tmp_path, "2:3")
+    try:
+        while not list(saved.glob("step-*")):
+            assert first.poll() is None, first.communicate()
+        kill(next(pid for pid in processes(first.pid) if "zero.commands.elastic" in command_line(pid)))
+        lines = iter(first.stdout or ())
+        assert any(re.match(r"goes on from step \d+ on 2 ranks", line) for line in lines)
+        first.send_signal(signal.SIGINT)
+        rest = list(lines)
+        assert first.wait() == 128 + signal.SIGTERM, rest
+        assert any(STOPPED.match(line) for line in rest), rest
+        assert rest[-1].startswith("stopped: got SIGINT: the ranks have been asked to save and end"), rest
+        newest = max(int(path.name[5:]) for path in saved.glob("step-*"))
+        second = elastic(tmp_path, "1:2")
+        shown, _ = second.communicate(timeout=LIMIT)
+        assert second.returncode == 0, shown
+        assert f"goes on from step {newest} on 2 ranks" in shown
+    finally:
+        first.kill()
+    assert not [pid for pid in processes() if str(tmp_path) in command_line(pid)]
+    check_outcome(tmp_path, expected, "--elastic")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(LIMIT)
+def test_too_few_ranks_are_an_error_that_says_how_many_are_left(tmp_path: Path) -> None:
+    job = elastic(tmp_path, "2:2")
+    try:
+        while not list((tmp_path / "checkpoints").glob("step-*")):
+            assert job.poll() is None, job.communicate()
+        kill(next(pid for pid in processes(job.pid) if "zero.commands.elastic" in command_line(pid)))
+        shown, _ = job.communicate(timeout=LIMIT)
+    finally:
+        job.kill()
+    assert job.returncode == 1, shown
+    assert "error: 1 of 2 ranks are left, and --elastic asks for 2" in shown
+    assert not [pid for pid in processes() if str(tmp_path) in command_line(pid)]
+
+
+def test_a_job_that_restarts_without_checkpoints_is_an_error_that_names_the_flags(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("WORLD_SIZE", "1"), ("RANK", "0"), ("TORCHELASTIC_MAX_RESTARTS", "3")):
+        monkeypatch.setenv(name, value)
+    assert cli.main([f"--data={text}", f"--out={tmp_path}"], "train") == 1
+    assert (
+        "--max-restarts=3), and each restart would train from the first step: add --checkpoint"
+        in capsys.readouterr().err
+    )
+    assert cli.main([f"--data={text}", f"--out={tmp_path}", "--elastic=1:2", f"--checkpoint={tmp_path}"], "train") == 1
+    assert "--elastic starts ranks of its own: omit it under torchrun" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------- a signal
+
+
+def test_all_ranks_hear_of_a_signal_to_one_of_them_in_the_same_step() -> None:
+    def program(transport: Transport) -> list[str | None]:
+        model = nn.Linear(2, 2)
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=2, process_group=transport, lr=0.1)
+        heard = []
+        with StopOnSignal(optimizer, signals=()) as stop:  # a thread handles none
+            for step in range(3):
+                model(torch.ones(2)).sum().backward()
+                if (step, transport.rank) == (1, 2):
+                    stop._wish(signal.SIGTERM, None)
+                optimizer.step()
+                optimizer.zero_grad()
+                heard.append(stop.why)
+        assert not optimizer.engine.watchers
+        return heard
+
+    assert on_threads(3, program) == [[None, "rank 2 got SIGTERM", "rank 2 got SIGTERM"]] * 3
+
+
+def test_inside_the_block_a_signal_does_not_end_the_process_and_after_it_what_was_there_handles_it() -> None:
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    try:
+        model = nn.Linear(2, 2)
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+        with StopOnSignal(optimizer) as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not stop.requested
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            assert stop.requested
+        assert got == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert got == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_what_no_process_can_handle_is_an_error_that_names_it() -> None:
+    optimizer = ZeroOptimizer(nn.Linear(2, 2), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="signals has SIGKILL, which no process can handle: leave it out"):
+        StopOnSignal(optimizer, [signal.SIGTERM, signal.SIGKILL])
+    errors: list[Exception] = []
+
+    def enter() -> None:
+        try:
+            StopOnSignal(optimizer).__enter__()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(errors[0])
+
+
+@pytest.mark.usefixtures("bare")
+def test_a_signal_to_the_only_rank_saves_the_step_and_the_same_command_goes_on(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cadence = Cadence(steps=6, micro_batches=2, every=100, more=("--sequence=24", f"--data={text}"))
+    step = zero.commands.train.loop.Loop._step
+
+    def ended(self: Any, number: int, *, log: bool) -> None:
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        step(self, number, log=log)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zero.commands.train.loop.Loop, "_step", ended)
+        assert cli.main(cadence.arguments(tmp_path / "a", 1, 2), "train") == 128 + signal.SIGTERM
+    assert "stopped: rank 0 got SIGTERM: all ranks have saved step 4 and end" in capsys.readouterr().err
+    assert cli.main(cadence.arguments(tmp_path / "a", 1, 2), "train") == 0
+    assert "goes on from step 4 on 1 rank" in capsys.readouterr().out
+    assert cli.main(cadence.arguments(tmp_path / "b", 1, 2), "train") == 0
+    found, undisturbed_run = (json.loads((tmp_path / name / "out" / "run.json").read_text()) for name in "ab")
+    assert found["params_sha256"] == undisturbed_run["params_sha256"]
+    assert found["losses"] == undisturbed_run["losses"]
