@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ from .resumes import ROOT, Cadence, TrainedRun, command_line, kill, outcome, pro
 
 CADENCE = Cadence(steps=60, micro_batches=7, every=10, more=("--batch=4",))
 MOST = 5  # ranks
-LIMIT = 300.0  # seconds for one run, on a machine that is busy
+LIMIT = 600.0  # seconds for one run, on a machine that is busy; agents may wait for each other for 300 at the end
 PAUSE = 0.05  # seconds between two looks
 STOPPED = re.compile(r"stopped: rank (\d+) got SIGTERM: all ranks have saved step (\d+) and end")
 BEGUN = re.compile(r"goes on from step (\d+) on (\d+) rank")
@@ -68,25 +68,24 @@ class Agent:
 class ElasticJob:
     """A job under torchrun on this host: a store, and agents that may be added at any time."""
 
-    def __init__(self, folder: Path, stage: int, cadence: Cadence = CADENCE, least: int = 1) -> None:
-        """``folder``: of the checkpoints, the record and the log."""
+    def __init__(self, folder: Path, module: Sequence[str], directory: Path = ROOT) -> None:
+        """``folder``: of the log. ``module``: what a worker runs, with its arguments, in a directory."""
         self.agents: list[Agent] = []
-        self._folder, self._log = folder, folder / "log"
+        self._folder, self._log, self._directory = folder, folder / "log", directory
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self._end = time.monotonic() + LIMIT
-        flags = [flag for flag in cadence.arguments(folder, 1, stage) if not flag.startswith("--ranks")]
         self._command = [
-            *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={least}:{MOST}", "--nproc-per-node=1"),
+            *(sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{MOST}", "--nproc-per-node=1"),
             *("--max-restarts=100", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{self._store.port}"),
             *(f"--rdzv-id={uuid.uuid4()}", f"--rdzv-conf={RENDEZVOUS}", "--local-addr=localhost"),
-            *("-m", "zero.train", *flags),
+            *module,
         ]
 
     def add(self, count: int) -> None:
         environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with self._log.open("a") as log:
             self.agents += [
-                Agent(subprocess.Popen(self._command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+                Agent(subprocess.Popen(self._command, cwd=self._directory, env=environment, stdout=log, stderr=log))
                 for _ in range(count)
             ]
 
@@ -130,11 +129,17 @@ class ElasticJob:
             agent.process.wait()
 
 
+def training(folder: Path, stage: int, cadence: Cadence = CADENCE) -> list[str]:
+    """Return `zero train` as a worker runs it, with its checkpoints and its record in a folder."""
+    flags = [flag for flag in cadence.arguments(folder, 1, stage) if not flag.startswith("--ranks")]
+    return ["-m", "zero.train", *flags]
+
+
 @contextmanager
-def elastic_job(folder: Path, stage: int, cadence: Cadence = CADENCE) -> Iterator[ElasticJob]:
+def elastic_job(folder: Path, module: Sequence[str], directory: Path = ROOT) -> Iterator[ElasticJob]:
     """Return a job without agents; nothing of it is left after the block."""
     folder.mkdir(parents=True, exist_ok=True)
-    job = ElasticJob(folder, stage, cadence)
+    job = ElasticJob(folder, module, directory)
     try:
         yield job
     finally:
@@ -163,8 +168,8 @@ def disturb(job: ElasticJob, source: random.Random) -> str:
             return "an agent gets SIGTERM"
         send([agent.pid, *(agent.workers() if what == "both" else [])], signal.SIGKILL)
         return "an agent is killed" if what == "agent" else "an agent and its worker are killed"
-    count = source.randint(1, 2)
-    if what == "freeze":
+    count = min(source.randint(1, 2), MOST - len(job.alive))
+    if what == "freeze" and count:
         frozen = [pid for agent in alive for pid in (agent.pid, *agent.workers())]
         send(frozen, signal.SIGSTOP)
         before = job.saved()
@@ -172,7 +177,6 @@ def disturb(job: ElasticJob, source: random.Random) -> str:
         job.until(lambda: job.saved() > before)
         send(frozen, signal.SIGCONT)
         return f"{len(alive)} agents and their workers are stopped, {count} others take over, and all are continued"
-    count = min(count, MOST - len(job.alive))
     job.add(count)
     return f"{count} agents join"
 
@@ -182,7 +186,7 @@ def check_disturbed(seed: int, expected: TrainedRun, folder: Path, cadence: Cade
     source = random.Random(seed)
     agents, stage = source.randint(1, 4), source.randrange(4)
     lines = [f"stage {stage}, {agents} agents"]
-    with elastic_job(folder, stage, cadence) as job:
+    with elastic_job(folder, training(folder, stage, cadence)) as job:
         job.add(agents)
         for _ in range(source.randint(2, 4)):
             before, further = job.saved(), source.choice([0, cadence.every])

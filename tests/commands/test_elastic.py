@@ -21,7 +21,8 @@ from collectives import Transport, on_threads
 from zero import StopOnSignal, ZeroOptimizer
 from zero.commands import cli
 
-from ..elastic import BEGUN, CADENCE, LIMIT, STOPPED, check_disturbed, check_outcome, elastic_job, send
+from ..elastic import BEGUN, CADENCE, LIMIT, STOPPED, check_disturbed, check_outcome, elastic_job, send, training
+from ..plain import bits
 from ..resumes import Cadence, TrainedRun, command_line, kill, processes, undisturbed
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ def test_four_three_one_and_five_ranks_end_with_the_bits_of_an_undisturbed_run(
     tmp_path: Path, expected: TrainedRun
 ) -> None:
     """An agent gets SIGTERM, which loses no step; an agent is killed, and another one with its worker; four come."""
-    with elastic_job(tmp_path, stage=3) as job:
+    with elastic_job(tmp_path, training(tmp_path, stage=3)) as job:
         job.add(4)
         assert job.until(lambda: job.saved() >= 10), job.log()
         job.staying[0].leave()
@@ -68,7 +69,7 @@ def test_four_three_one_and_five_ranks_end_with_the_bits_of_an_undisturbed_run(
 def test_an_old_generation_that_was_stopped_neither_writes_nor_removes_once_it_is_continued(
     tmp_path: Path, expected: TrainedRun
 ) -> None:
-    with elastic_job(tmp_path, stage=1) as job:
+    with elastic_job(tmp_path, training(tmp_path, stage=1)) as job:
         job.add(2)
         assert job.until(lambda: job.saved() >= 10), job.log()
         frozen = [pid for agent in job.alive for pid in (agent.pid, *agent.workers())]
@@ -90,6 +91,49 @@ def test_whatever_happens_to_ranks_the_run_ends_with_the_same_bits(
     seed: int, tmp_path: Path, expected: TrainedRun
 ) -> None:
     assert check_disturbed(seed, expected, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------- the script of the page
+
+
+@pytest.mark.full
+@pytest.mark.timeout(LIMIT)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "asked to end"])
+def test_the_script_of_the_page_runs_as_it_stands_and_loses_a_worker(number: signal.Signals, tmp_path: Path) -> None:
+    """It runs with more steps, so that there is time for it."""
+    code = (ROOT / "zero" / "ELASTIC.md").read_text().partition("```python\n")[2].partition("```")[0]
+    code = code.replace("STEPS, MICRO_BATCHES, EVERY = 60,", "STEPS, MICRO_BATCHES, EVERY = 200,")
+    (tmp_path / "script.py").write_text(code)
+    names: dict[str, Any] = {}
+    exec(code.partition("with zero.process_group")[0], names)
+    steps, micro_batches, every = names["STEPS"], names["MICRO_BATCHES"], names["EVERY"]
+    assert steps == 200
+    with elastic_job(tmp_path, [str(tmp_path / "script.py")], tmp_path) as job:
+        job.add(3)
+        assert job.until(lambda: list((tmp_path / "saved").glob("step-*"))), job.log()
+        send(job.staying[1].workers(), number)
+        while job.pause():
+            pass
+        assert [agent.process.returncode for agent in job.agents] == [0] * 3, job.log()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        for index in range(micro_batches):
+            inputs, targets = names["micro_batch"](step, index)
+            nn.functional.mse_loss(model(inputs), targets).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.div_(micro_batches)
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = sorted(int(path.name[5:]) for path in (tmp_path / "saved").glob("step-*"))
+    assert saved[-1] == steps
+    extra = [step for step in saved if step % every]
+    assert len(extra) <= (number == signal.SIGTERM), "a step was saved because of a signal"
+    trained = zero.open_checkpoint(tmp_path / "saved" / f"step-{steps:08d}").model_state_dict()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(bits(parameter), bits(trained[name]))
 
 
 # --------------------------------------------------------------------------------------------------- --elastic
