@@ -82,7 +82,9 @@ class ElasticJob:
         ]
 
     def add(self, count: int) -> None:
-        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        temporary = self._folder / "temporary"  # an agent leaves a folder there
+        temporary.mkdir(exist_ok=True)
+        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(temporary)}
         with self._log.open("a") as log:
             self.agents += [
                 Agent(subprocess.Popen(self._command, cwd=self._directory, env=environment, stdout=log, stderr=log))
@@ -216,13 +218,14 @@ def check_outcome(folder: Path, expected: TrainedRun, about: str) -> None:
 
 
 def main(count: int = 30, first: int = 0) -> None:
-    begin = time.monotonic()
+    begin, shared = time.monotonic(), set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory(prefix="zero-elastic-") as folder:
         expected = undisturbed(CADENCE, Path(folder, "undisturbed"))
         print(f"undisturbed: {expected.seconds:.1f} s, SHA-256 {expected.params_sha256}", flush=True)
         for seed in range(first, first + count):
             before = time.monotonic()
             lines = check_disturbed(seed, expected, Path(folder, f"seed-{seed}"))
+            assert set(os.listdir("/dev/shm")) == shared, f"seed {seed}: shared memory is left: {lines}"
             print(f"seed {seed}, {time.monotonic() - before:.0f} s: {'; '.join(lines)}", flush=True)
     print(
         f"{count} runs in {time.monotonic() - begin:.0f} s: all have the parameters, the losses and the checkpoints of "

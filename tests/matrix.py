@@ -153,12 +153,21 @@ def all_sharings(stages: list[int]) -> list[Run]:
     return runs
 
 
+def all_uneven(stages: list[int]) -> list[Run]:
+    """Return runs on numbers of ranks that do not divide the micro-batches, one of them larger than their number."""
+    collectives = [(f"--collective={name}",) for name in ("pairwise", "hierarchical", "all_to_all")]
+    runs = [Run(variant, stage, 5) for variant in VARIANTS for stage in stages]
+    runs += [Run(VARIANTS[0], stage, ranks) for stage in stages for ranks in (7, MICRO_BATCHES + 1)]
+    return runs + [Run(VARIANTS[0], stage, 5, sharing=sharing) for stage in stages for sharing in collectives]
+
+
 def main() -> int:
     """Execute all runs, and print a line for each."""
     spare_matrix_unit()
-    sharing = "sharing" in sys.argv[1:]
-    stages = [int(text) for text in sys.argv[1:] if text != "sharing"] or [0, 1, 2, 3]
-    runs = (all_sharings if sharing else all_shared)(stages)
+    kinds = {"sharing": all_sharings, "uneven": all_uneven}
+    chosen = [kinds[text] for text in sys.argv[1:] if text in kinds] or [all_shared]
+    stages = [int(text) for text in sys.argv[1:] if text not in kinds] or [0, 1, 2, 3]
+    runs = [run for kind in chosen for run in kind(stages)]
     plain = {run.variant.name: run.variant for run in runs}
     hashes = {name: plain_loop(variant) for name, variant in plain.items()}
     for name, sha in hashes.items():

@@ -142,7 +142,17 @@ def test_the_script_of_the_page_runs_as_it_stands_and_loses_a_worker(number: sig
 def elastic(folder: Path, ranks: str) -> subprocess.Popen[str]:
     flags = [flag for flag in CADENCE.arguments(folder, 1, 2) if not flag.startswith(("--ranks", "--resume"))]
     command = [sys.executable, "-m", "zero.commands.cli", "train", f"--elastic={ranks}", *flags]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    temporary = folder / "temporary"
+    temporary.mkdir(exist_ok=True)
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def check_nothing_left(folder: Path) -> None:
+    assert not [pid for pid in processes() if str(folder) in command_line(pid)]
+    assert not list((folder / "temporary").iterdir())
 
 
 @pytest.mark.full
@@ -168,7 +178,7 @@ def test_one_command_loses_an_agent_is_stopped_and_goes_on(tmp_path: Path, expec
         assert f"goes on from step {newest} on 2 ranks" in shown
     finally:
         first.kill()
-    assert not [pid for pid in processes() if str(tmp_path) in command_line(pid)]
+    check_nothing_left(tmp_path)
     check_outcome(tmp_path, expected, "--elastic")
 
 
@@ -185,7 +195,7 @@ def test_too_few_ranks_are_an_error_that_says_how_many_are_left(tmp_path: Path) 
         job.kill()
     assert job.returncode == 1, shown
     assert "error: 1 of 2 ranks are left, and --elastic asks for 2" in shown
-    assert not [pid for pid in processes() if str(tmp_path) in command_line(pid)]
+    check_nothing_left(tmp_path)
 
 
 def test_a_job_that_restarts_without_checkpoints_is_an_error_that_names_the_flags(

@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,25 +44,34 @@ def launch_elastic(module: str, settings: Mapping[str, Any], least: int, most: i
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # lives as long as this call
+    with tempfile.TemporaryDirectory(prefix="zero-elastic-") as folder:  # torch's own would stay
+        agents = _started(module, settings, least, most, f"localhost:{store.port}", folder)
+        try:
+            with _stop_signals() as asked:
+                _watch(agents, least, asked)
+        finally:
+            _end(agents)
+
+
+def _started(
+    module: str, settings: Mapping[str, Any], least: int, most: int, endpoint: str, folder: str
+) -> list[subprocess.Popen[bytes]]:
+    """Start the agents, which meet at an endpoint and keep the errors of their ranks in a folder."""
     flags = {
         "nnodes": f"{least}:{most}",
         "nproc-per-node": 1,
         "max-restarts": MOST_RESTARTS,
         "rdzv-backend": "c10d",
-        "rdzv-endpoint": f"localhost:{store.port}",
+        "rdzv-endpoint": endpoint,
         "rdzv-id": f"elastic-{uuid.uuid4()}",
         "rdzv-conf": RENDEZVOUS,
         "local-addr": "localhost",
+        "log-dir": folder,
     }
     command = [sys.executable, "-m", __name__, *(f"--{name}={value}" for name, value in flags.items())]
     command += ["-m", module, json.dumps(settings)]
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # a store for each restart, at its rank 0
-    agents = [subprocess.Popen(command, env=environment, start_new_session=True) for _ in range(most)]
-    try:
-        with _stop_signals() as asked:
-            _watch(agents, least, asked)
-    finally:
-        _end(agents)
+    return [subprocess.Popen(command, env=environment, start_new_session=True) for _ in range(most)]
 
 
 def _watch(agents: Sequence[subprocess.Popen[bytes]], least: int, asked: list[signal.Signals]) -> None:

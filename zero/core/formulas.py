@@ -105,7 +105,7 @@ def formula_traffic(
     Args:
         layout: the parameters that the optimizer updates.
         stage: the row of the stage table.
-        backwards: the backwards of each rank in the step.
+        backwards: the backwards in the step of the rank that has most; the others take part without a contribution.
         synchronised: how many of them are outside ``no_sync``.
         rest: the parameters that are stored beside those of ``layout`` and not updated.
         units_need_gather: False if all ranks see every shard of a unit in common memory.

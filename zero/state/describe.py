@@ -57,7 +57,8 @@ class Description:
     replicated_bytes: dict[str, int]  # by name, of the parameters that every rank holds whole at every stage
     offloaded_bytes: int  # the part of all these that is on disk or in the host's memory
     formula_traffic_bytes: Callable[[int, int], int]
-    """(backwards, synchronised backwards) of each rank -> payload bytes that a step sends, summed over the ranks."""
+    """(backwards, synchronised backwards) of the rank that has most in a step -> payload bytes that the step sends,
+    summed over the ranks. A rank that has fewer takes part without a contribution."""
 
     def __str__(self) -> str:
         shared = "" if self.sharding_factor == self.world_size else f"sharding factor {self.sharding_factor}, "
