@@ -1,7 +1,8 @@
-"""`python -m tests.matrix [sharing] [STAGE ...]`: check that `zero train` always produces the same hash.
+"""`python -m tests.matrix [sharing] [uneven] [STAGE ...]`: check that `zero train` always produces the same hash.
 
 The runs cover every stage, number of ranks, bucket size and launcher. With `sharing`, they cover every sharding factor,
-every value of ``reshard_after_forward``, and offload to disk.
+every value of ``reshard_after_forward``, and offload to disk; with `uneven`, numbers of ranks that do not divide the
+micro-batches, and collectives.
 
 Each line is a run of the command in processes of its own. It is compared with the SHA-256 of a plain single-process
 loop that imports the model and the data of `zero train`, `zero.clip_grad_norm_` if it clips, and nothing else of the
