@@ -215,7 +215,6 @@ ENTRIES: dict[str, Entry] = {
     "S96": Entry(
         "elastic runs: a dead node goes unnoticed, a signal ends the rendezvous for good, orphans keep training",
         ("PT#111646", "PT#67742", "PT#147064"),
-        "elastic runs",
     ),
     "S97": Entry("the time follows the number of tensors; every rank reads the same bytes", ("PT!193909",)),
     # read in source code

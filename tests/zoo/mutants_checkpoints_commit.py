@@ -213,8 +213,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.directory.LockedDirectory.__init__",
-                "            if not files.lock(self._number):\n",
-                "            if not files.lock(self._number) and self._number < 0:\n",
+                "not files.lock(self._number) and not self._take_from_replaced_worker()",
+                "not files.lock(self._number) and self._number < 0",
             ),
         ),
         (f"{DIRECTORY}::test_a_second_run_is_refused_and_names_the_first_on_every_rank",),
