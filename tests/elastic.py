@@ -37,6 +37,7 @@ CADENCE = Cadence(steps=60, micro_batches=7, every=10, more=("--batch=4",))
 MOST = 5  # ranks
 LIMIT = 600.0  # seconds for one run, on a machine that is busy; agents may wait for each other for 300 at the end
 PAUSE = 0.05  # seconds between two looks
+BLIND = 15.0  # seconds, about what ranks need to start
 STOPPED = re.compile(r"stopped: rank (\d+) got SIGTERM: all ranks have saved step (\d+) and end")
 BEGUN = re.compile(r"goes on from step (\d+) on (\d+) rank")
 
@@ -191,15 +192,20 @@ def check_disturbed(seed: int, expected: TrainedRun, folder: Path, cadence: Cade
     with elastic_job(folder, training(folder, stage, cadence)) as job:
         job.add(agents)
         for _ in range(source.randint(2, 4)):
-            before, further = job.saved(), source.choice([0, cadence.every])
-            job.until(lambda before=before, further=further: job.saved() >= before + further)
-            time.sleep(source.uniform(0, 1.0))
+            before, further = job.saved(), source.choice([None, 0, cadence.every])
+            if further is None:  # whatever the ranks do: they may be starting
+                end = time.monotonic() + source.uniform(0, BLIND)
+                job.until(lambda end=end: time.monotonic() > end)
+            else:
+                job.until(lambda before=before, further=further: job.saved() >= before + further)
+                time.sleep(source.uniform(0, 1.0))
             if not job.staying:
                 break
             lines.append(disturb(job, source))
         while job.pause():
             pass
         about = f"seed {seed}: {lines}: {job.log()[-6000:]}"
+        assert len(lines) > 1, f"nothing has disturbed it: {about}"
         assert (folder / "out" / "run.json").exists(), about
         assert not job.everyone(), f"processes are left: {about}"
     check_outcome(folder, expected, f"seed {seed}: {lines}")

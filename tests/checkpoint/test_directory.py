@@ -157,10 +157,14 @@ def test_a_stopped_worker_that_was_replaced_loses_the_lock_and_no_other_process_
         os.close(tell)
 
 
-def test_an_older_worker_that_is_continued_does_not_take_the_lock_of_a_newer_one(tmp_path: Path) -> None:
+def test_an_older_worker_that_is_continued_does_not_take_the_lock_of_a_newer_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     mine = json.loads(directory._Holder.me("0" * 16).pack())
-    newer = directory._Holder.unpack(json.dumps({**mine, "job": "job", "started": mine["started"] + 1}).encode())
-    assert newer.state_if_replaced() is None
+    for earlier, expected in ((-1, True), (0, False), (1, False)):
+        text = json.dumps({**mine, "started": mine["started"] + earlier}).encode()
+        assert directory._Holder.unpack(text).is_older_worker_of_this_job() is expected
 
 
 @pytest.mark.parametrize("how", ["replaced", "removed"])

@@ -278,6 +278,10 @@ def test_a_command_without_the_extra_says_what_to_install(
         ),
         (["--elastic=3", "--checkpoint=c"], "--elastic is 3: it must be MIN:MAX, two numbers of ranks"),
         (["--elastic=1:3"], "--elastic is 1:3: it must be with --checkpoint"),
+        (
+            ["--elastic=1:3", "--checkpoint=c", "--resume=d"],
+            "--resume is d: it must be omitted with --elastic, which goes",
+        ),
         (["--elastic=1:3", "--checkpoint=c", "--ranks=2"], "--ranks is 2: it must be omitted with --elastic"),
         (
             ["--elastic=1:4", "--checkpoint=c", "--sharding-factor=2"],

@@ -38,7 +38,8 @@ except KeyError as error:
 @pytest.mark.timeout(LIMIT)
 def test_a_rank_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, RANK, str(tmp_path / "store")]
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0)
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "job"}
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0, env=environment)
     assert parent.stdout is not None
     rank = int(parent.stdout.readline())
     try:
@@ -51,6 +52,35 @@ def test_a_rank_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         parent.stdout.close()
         if not ended:
             os.kill(rank, signal.SIGKILL)
+
+
+@pytest.mark.timeout(LIMIT)
+def test_without_a_launcher_a_rank_outlives_the_process_that_started_it(tmp_path: Path) -> None:
+    """As a process that was started with nohup should."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
+    command = [sys.executable, "-c", PARENT, RANK, str(tmp_path / "store")]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0, env=environment)
+    assert parent.stdout is not None
+    rank = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    ended, _, _ = select.select([parent.stdout], [], [], 1)
+    parent.stdout.close()
+    assert not ended
+    os.kill(rank, signal.SIGKILL)
+
+
+@pytest.mark.timeout(LIMIT)
+def test_ranks_that_do_not_meet_end_so_that_their_agents_start_them_again(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch.distributed as dist, zero.runtime.process_group as module\n"
+        "module.MEETING = 1.0\n"
+        "with module.process_group('gloo', store=dist.FileStore(sys.argv[1], 2), rank=0, world_size=2): pass"
+    )
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "job", "RANK": "0"}
+    command = [sys.executable, "-c", code, str(tmp_path / "store")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
+    assert (found.returncode, found.stderr) == (1, "error: rank 0: the ranks have not met after 1 s\n")
 
 
 @pytest.mark.timeout(LIMIT)

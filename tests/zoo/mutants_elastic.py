@@ -15,7 +15,7 @@ MUTANTS = (
         "The worker of an agent that was killed lives on, and keeps training.",
         (
             Edit(
-                "zero.runtime.process_group.process_group",
+                "zero.runtime.process_group.bind_to_parent",
                 "    end_with_parent(signal.SIGKILL)\n",
                 "",
             ),
@@ -52,14 +52,14 @@ MUTANTS = (
         "a-stopped-worker-keeps-the-lock",
         ("P49",),
         "A worker that was stopped and replaced holds the lock, and writes once it is continued.",
-        (Edit(TAKE, "if state == _STOPPED:", 'if state == "":'),),
+        (Edit(TAKE, "if older and state == _STOPPED:", "if not older:"),),
         (f"{LOCK}[stopped]",),
     ),
     Mutant(
         "a-worker-that-runs-loses-the-lock",
         ("P49",),
         "A worker that may be saving is killed by the one that replaces it.",
-        (Edit(TAKE, "if state == _STOPPED:", "if state:"),),
+        (Edit(TAKE, "if older and state == _STOPPED:", "if older:"),),
         (f"{LOCK}[running]",),
     ),
     Mutant(

@@ -45,6 +45,7 @@ _OURS = (
 )
 _LOCK = ".lock"
 PATIENCE = 5.0  # seconds in which a worker that was replaced must end
+_GONE = 0.5  # seconds after which a lock is free, or has the text of a new holder, if its holder has ended
 _PAUSE = 0.05  # seconds between two tries
 _STOPPED = "T"  # by a signal, in proc(5)
 _NO_JOB = "none"  # torchrun's id of a job to which nobody gave one
@@ -123,14 +124,20 @@ class _Holder:
     def pack(self) -> bytes:
         return json.dumps(vars(self)).encode()
 
-    def state_if_replaced(self) -> str | None:
-        """Return the state of the process, a letter of proc(5), if it is a worker of this process's job, on this host,
-        that has started earlier; None if it is none, or has ended."""
-        me = self.me("")
-        if not self.job or (self.host, self.job) != (me.host, me.job) or not 0 < self.started < me.started:
-            return None
+    def state(self) -> str:
+        """Return the state of the process, a letter of proc(5); "?" if that cannot be known; an empty text if it has
+        ended, or if the new holder has not written yet."""
+        if not self.host:
+            return ""
+        if self.host != socket.gethostname() or not self.started:
+            return "?"
         state, started = _state_and_start(self.pid)
-        return state if started == self.started else None
+        return state if started == self.started else ""
+
+    def is_older_worker_of_this_job(self) -> bool:
+        """Return whether it is a worker of this process's job and host that has started earlier."""
+        me = self.me("")
+        return bool(self.job) and (self.host, self.job) == (me.host, me.job) and 0 < self.started < me.started
 
     def __str__(self) -> str:
         if not self.host:
@@ -183,14 +190,18 @@ class LockedDirectory:
         The worker may be about to leave, and has some seconds for it. One that is stopped would hold the lock for ever,
         and write once it is continued: it is killed.
         """
-        end = time.monotonic() + PATIENCE
+        begin = time.monotonic()
         while not files.lock(self._number):
-            state = self._holder().state_if_replaced()
-            if state is None or time.monotonic() > end:
-                return files.lock(self._number)  # it may have ended just now
-            if state == _STOPPED:
+            holder = self._holder()
+            state = holder.state()
+            older = holder.is_older_worker_of_this_job()
+            if state and not older:
+                return False
+            if time.monotonic() - begin > (PATIENCE if state else _GONE):
+                return files.lock(self._number)  # its holder may have ended just now
+            if older and state == _STOPPED:
                 with suppress(ProcessLookupError):
-                    os.kill(self._holder().pid, signal.SIGKILL)
+                    os.kill(holder.pid, signal.SIGKILL)
             time.sleep(_PAUSE)
         return True
 

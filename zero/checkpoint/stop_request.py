@@ -1,4 +1,4 @@
-"""`StopOnSignal`: a signal to one rank, which all ranks hear of in the same step, so that they can save and leave.
+"""`StopOnSignal`: a signal to one rank, of which all ranks learn in the same step, so that they can save and end.
 
 Knows: signal handlers, and the short texts that travel with the agreement of each step. Does not know: saves.
 """
@@ -19,8 +19,9 @@ class StopOnSignal:
     """Whether some rank was asked by a signal to end. All ranks have the same answer after the same step.
 
     Every rank builds one over its own optimizer, in its main thread, and uses it as a ``with`` block around its steps.
-    Inside the block the signals do not end the process. The wish travels with what ranks agree on in each ``step()``
-    anyway, so it costs no message. A signal that comes after that agreement is heard in the next step.
+    Inside the block the signals do not end the process. The request travels with what ranks agree on in each ``step()``
+    anyway, so it costs no message. A signal that comes after that agreement travels with the next one. If there is none
+    until the end of the block, the process gets the signal again there.
     """
 
     def __init__(self, optimizer: ZeroOptimizer, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
@@ -30,6 +31,7 @@ class StopOnSignal:
             raise ValueError(f"signals has {wrong[0].name}, which no process can handle: leave it out")
         self._engine, self._signals = optimizer.engine, tuple(signals)
         self._before: dict[signal.Signals, Any] = {}
+        self._received: signal.Signals | None = None  # by this process
         self._why: str | None = None
 
     @property
@@ -43,7 +45,7 @@ class StopOnSignal:
         return self._why
 
     def before_step(self, reports: Sequence[Mapping[str, str]]) -> None:
-        """Hear of the signals of all ranks. Called in each step."""
+        """Note the signals of all ranks. Called in each step."""
         for rank, report in enumerate(reports):
             if _REPORT in report and self._why is None:
                 self._why = f"rank {rank} got {report[_REPORT]}"
@@ -54,7 +56,7 @@ class StopOnSignal:
     def __enter__(self) -> StopOnSignal:
         """Listen. Raises `ValueError` outside the main thread, the only one that may handle signals."""
         for number in self._signals:
-            self._before[number] = signal.signal(number, self._wish)
+            self._before[number] = signal.signal(number, self._on_signal)
         self._engine.watchers.append(self)
         return self
 
@@ -66,6 +68,9 @@ class StopOnSignal:
         self._before.clear()
         self._engine.watchers.remove(self)
         self._engine.parts.reducer.agreement.report(_REPORT, None)
+        if self._received is not None and self._why is None:
+            signal.raise_signal(self._received)
 
-    def _wish(self, number: int, _: FrameType | None) -> None:
-        self._engine.parts.reducer.agreement.report(_REPORT, signal.Signals(number).name)
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self._received = signal.Signals(number)
+        self._engine.parts.reducer.agreement.report(_REPORT, self._received.name)

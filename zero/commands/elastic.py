@@ -1,4 +1,4 @@
-"""`--elastic MIN:MAX`: ranks of this host that may die, leave and come while the job goes on.
+"""`--elastic MIN:MAX`: ranks of this host that may die while the job goes on.
 
 Knows: the agents of torch's launcher, of which each keeps one rank alive, and the store in which they meet. Does not
 know: what the ranks do, or how torch's agents agree.
@@ -19,18 +19,27 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from ..runtime.process_group import end_with_parent
-from .runner import StoppedError, silence_agent
+from .runner import StoppedError, fail, silence_agent
 
 __all__ = ["RENDEZVOUS", "launch_elastic"]
 
 RENDEZVOUS = "is_host=0,last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
-MOST_RESTARTS = 100  # of one rank
-PATIENCE = 40.0  # seconds for agents to leave; each gives its rank 30
+MOST_RESTARTS = 100  # of an agent's rank; each death of a rank counts for all agents
+LEAVE = 40.0  # seconds in which agents must end; each gives its rank 30
 PAUSE = 0.1  # seconds between two looks at the agents
+
+
+class ElasticError(Exception):
+    """Too few ranks are left. ``trace``: the traceback of the last error of a rank, empty if there is none."""
+
+    def __init__(self, message: str, trace: str) -> None:
+        super().__init__(message)
+        self.trace = trace
 
 
 def launch_elastic(module: str, settings: Mapping[str, Any], least: int, most: int) -> None:
@@ -38,17 +47,16 @@ def launch_elastic(module: str, settings: Mapping[str, Any], least: int, most: i
     the ranks have ended by themselves.
 
     Raises:
-        RuntimeError: too few ranks are left.
+        ElasticError: too few ranks are left.
         StoppedError: this process got SIGTERM or SIGINT; the ranks were asked to end.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # lives as long as this call
-    with tempfile.TemporaryDirectory(prefix="zero-elastic-") as folder:  # torch's own would stay
+    with _stop_signals() as asked, tempfile.TemporaryDirectory(prefix="zero-elastic-") as folder:  # torch's would stay
         agents = _started(module, settings, least, most, f"localhost:{store.port}", folder)
         try:
-            with _stop_signals() as asked:
-                _watch(agents, least, asked)
+            _watch(agents, least, asked, Path(folder))
         finally:
             _end(agents)
 
@@ -74,31 +82,41 @@ def _started(
     return [subprocess.Popen(command, env=environment, start_new_session=True) for _ in range(most)]
 
 
-def _watch(agents: Sequence[subprocess.Popen[bytes]], least: int, asked: list[signal.Signals]) -> None:
-    """Return when an agent has ended well and none is left. Raises as `launch_elastic`."""
+def _watch(
+    agents: Sequence[subprocess.Popen[bytes]], least: int, asked: Sequence[signal.Signals], folder: Path
+) -> None:
+    """Return when all agents have ended, at least one with code 0. Raises as `launch_elastic`."""
     gone: set[int] = set()
     while not asked:
         codes = {agent.pid: agent.poll() for agent in agents}
+        left = sum(code is None for code in codes.values())
         for pid, code in codes.items():
             if code and pid not in gone:
                 gone.add(pid)
-                left = sum(other is None for other in codes.values())
                 print(f"an agent has ended with code {code}; left: {left}", file=sys.stderr, flush=True)
-        running = sum(code is None for code in codes.values())
         if 0 in codes.values():
-            if not running:
+            if not left:
                 return
-        elif running < least:
-            raise RuntimeError(f"{running} of {len(agents)} ranks are left, and --elastic asks for {least}")
+        elif left < least:
+            line, trace = _last_error(folder)
+            after = f"; the last error: {line}" if line else ""
+            raise ElasticError(f"{left} of {len(agents)} ranks are left, and --elastic asks for {least}{after}", trace)
         time.sleep(PAUSE)
     raise StoppedError(f"got {asked[0].name}: the ranks have been asked to save and end; the same command goes on")
 
 
+def _last_error(folder: Path) -> tuple[str, str]:
+    """Return the newest error of a rank, in one line, and its traceback; two empty texts if there is none."""
+    found = [json.loads(path.read_text())["message"]["extraInfo"] for path in folder.rglob("error.json")]
+    newest = max(found, key=lambda details: float(details["time"]), default={"line": "", "py_callstack": ""})
+    return newest["line"], newest["py_callstack"]
+
+
 def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask the agents that are left to end, and kill those that do not."""
+    """Send SIGTERM to the agents that are left; kill those that have not ended after `LEAVE`."""
     for agent in agents:
         agent.terminate()
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + LEAVE
     for agent in agents:
         try:
             agent.wait(max(0.0, end - time.monotonic()))
@@ -127,6 +145,7 @@ def _agent(arguments: Sequence[str]) -> int:
     """Run one agent, which ends its rank and itself if this job ends in any way. Return the exit code."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main
 
     end_with_parent(signal.SIGTERM)
@@ -135,6 +154,8 @@ def _agent(arguments: Sequence[str]) -> int:
         main(arguments)
     except ChildFailedError:
         return 1  # the rank has printed its error
+    except RendezvousError as error:
+        return fail(error)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0

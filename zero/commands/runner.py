@@ -38,6 +38,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..runtime.process_group import process_group as joined_group
+from ..runtime.process_group import under_launcher
 
 __all__ = [
     "RankError",
@@ -83,8 +84,9 @@ class StoppedError(Exception):
         return self.EXIT_CODE
 
 
-def launch_ranks(module: str, settings: Mapping[str, Any], ranks: int) -> None:
-    """Run `python -m module SETTINGS` as ``ranks`` processes of this host, and wait for them.
+def launch_ranks(module: str, settings: Mapping[str, Any], ranks: int, patience: int = 5) -> None:
+    """Run `python -m module SETTINGS` as ``ranks`` processes of this host, and wait for them. ``patience``: seconds in
+    which ranks may end that were asked to.
 
     Raises RankError for the rank that failed first (the others are stopped), StoppedError if all ranks raised that,
     KeyboardInterrupt when interrupted.
@@ -100,7 +102,7 @@ def launch_ranks(module: str, settings: Mapping[str, Any], ranks: int) -> None:
             rdzv_endpoint="localhost:0",
             max_restarts=0,
             local_addr="localhost",
-            shutdown_timeout=5,
+            shutdown_timeout=patience,
             logs_specs=DefaultLogsSpecs(log_dir=errors),
         )
         try:
@@ -108,7 +110,8 @@ def launch_ranks(module: str, settings: Mapping[str, Any], ranks: int) -> None:
         except ChildFailedError as error:
             first = _first_failure(error.failures)
             ends = {failure.exitcode for failure in error.failures.values()}
-            raise (StoppedError(first.line) if ends == {StoppedError.EXIT_CODE} else first) from None
+            stopped = StoppedError.EXIT_CODE in ends and ends <= {StoppedError.EXIT_CODE, -signal.SIGTERM}
+            raise (StoppedError(first.line) if stopped else first) from None
         except SignalException:
             raise KeyboardInterrupt from None
 
@@ -229,11 +232,6 @@ def record_error(error: BaseException) -> None:
         "time": now,
     }
     path.write_text(json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}))
-
-
-def under_launcher() -> bool:
-    """Whether torch's elastic launcher started this process, be it torchrun's or that of `launch_ranks`."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def started_by_us() -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import nn
 
+from ...checkpoint.directory import LockedDirectory
 from ...core.stage import check_reshard, check_sharding_factor, stage_of
 from ..elastic import launch_elastic
 from ..runner import StoppedError, check_output, fail, launch_ranks, record_error, reports_errors, under_launcher
@@ -33,7 +34,7 @@ def run(config: TrainConfig) -> int:
     """Train on ranks that are started here, unless a launcher has started this process. Return the exit code."""
     elastic = config.elastic_ranks
     if elastic is not None:
-        config = replace(config, resume="auto") if config.resume == "none" else config
+        config = replace(config, resume="auto")
     worlds = [_world_size(config)] if elastic is None else elastic
     _check(config, worlds)
     try:
@@ -42,7 +43,7 @@ def run(config: TrainConfig) -> int:
         elif "WORLD_SIZE" in os.environ or worlds[0] == 1:
             work(config)
         else:
-            launch_ranks(RANK, config.to_json(), worlds[0])
+            launch_ranks(RANK, config.to_json(), worlds[0], 5 if config.checkpoint is None else 30)
     except StoppedError as stopped:
         return stopped.report()
     except Exception as error:
@@ -71,10 +72,11 @@ def _check(config: TrainConfig, worlds: Sequence[int]) -> None:
         raise ValueError(
             "--elastic starts ranks of its own: omit it under torchrun, whose --nnodes MIN:MAX does the same"
         )
-    if restarts and config.resume == "none":
+    if restarts and config.resume != "auto":
         raise ValueError(
-            f"the launcher restarts ranks that fail (--max-restarts={restarts}), and each restart would train from the "
-            "first step: add --checkpoint FOLDER --checkpoint-every STEPS --resume auto, or omit --max-restarts"
+            f"the launcher restarts ranks that fail (--max-restarts={restarts}), and --resume {config.resume} would "
+            "lose their steps each time: use --checkpoint FOLDER --checkpoint-every STEPS --resume auto, or omit "
+            "--max-restarts"
         )
     stage = stage_of(config.stage)
     for world in worlds:
@@ -82,6 +84,8 @@ def _check(config: TrainConfig, worlds: Sequence[int]) -> None:
         check_reshard(config.reshard, config.sharding_factor or world, stage)
     optimizer_arguments(config)
     check_resume(config, load_corpus(config.data, config.sequence).sha256)
+    if config.elastic is not None and config.checkpoint is not None:
+        LockedDirectory(config.checkpoint, "").close()  # raises if another run has it, once instead of in each rank
     if int(os.environ.get("RANK", "0")) == 0:
         check_output(config.out, TRACEBACK)
     if "WORLD_SIZE" not in os.environ:

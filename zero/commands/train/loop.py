@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from ... import ZeroOptimizer
-from ...checkpoint.stop_request import StopOnSignal
 from ..console import Console, StepStats
 from ..runner import StoppedError
 from .data import Batch, Corpus
@@ -82,7 +81,6 @@ class Loop:
         self._config, self._corpus, self._console = config, corpus, console
         self._model, self._optimizer, self._saves = model, optimizer, saves
         self._mine = range(optimizer.rank, config.micro_batches, optimizer.world_size)
-        self._stop: StopOnSignal | None = None  # while steps are taken, if there are checkpoints
         self._stopwatch = Stopwatch()
         self._unshared: list[list[float]] = []
         self._logged = 0  # steps whose losses were logged
@@ -98,10 +96,9 @@ class Loop:
             now = self._observe()
             return self._facts(now, now, payload=0, control=0)
         every = max(1, self._config.steps // LOGS_PER_RUN)
-        with StopOnSignal(self._optimizer) if self._saves.enabled else nullcontext() as self._stop:
-            for step in range(begin, self._config.steps - 1):
-                self._step(step, log=(step + 1) % every == 0)
-            return self._last_step(self._config.steps - 1)
+        for step in range(begin, self._config.steps - 1):
+            self._step(step, log=(step + 1) % every == 0)
+        return self._last_step(self._config.steps - 1)
 
     def _resume(self) -> int:
         """Go on from a checkpoint, if ``--resume`` names one. Return the number of steps that were taken before."""
@@ -207,12 +204,13 @@ class Loop:
         )
 
     def _save(self, steps: int) -> None:
-        """Save if a checkpoint is due, or if a signal asks some rank to end; then raise `StoppedError`."""
-        why = None if self._stop is None or steps == self._config.steps else self._stop.why
+        """Save if a checkpoint is due, or if a signal asks some rank to end; then raise `StoppedError`, unless this was
+        the last step."""
+        why = self._saves.stop_requested
         if why is not None or self._saves.due(steps):
             self._share_losses()
             self._saves.save(steps, self.losses, self._scaler, blocking=why is not None)
-        if why is not None:
+        if why is not None and steps < self._config.steps:
             raise StoppedError(f"{why}: all ranks have saved step {steps} and end; --resume auto goes on")
 
     def _log(self, held: int) -> None:

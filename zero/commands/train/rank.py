@@ -21,8 +21,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ... import MixedPrecision, Offload, ZeroOptimizer
+from ...runtime.process_group import bind_to_parent, under_launcher
 from ..console import Console
-from ..runner import process_group, run_rank
+from ..runner import barrier, process_group, run_rank
 from .data import Corpus, load_corpus
 from .loop import Loop, validate
 from .memory_stats import parameters_sha256
@@ -39,19 +40,25 @@ _PRECISIONS = {"fp32": None, "bf16": MixedPrecision(torch.bfloat16), "fp16": Mix
 
 
 def work(config: TrainConfig) -> None:
-    """Train as one rank. Rank 0 writes the report after the group is destroyed. Raises if the last save has failed."""
+    """Train as one rank. Rank 0 writes the report. All ranks end together, so that a launcher that restarts ranks
+    starts them all if one fails at the end. Raises if the last save has failed."""
     torch.set_num_threads(config.threads)
     console = Console(config.steps) if int(os.environ.get("RANK", "0")) == 0 else None
-    try:
-        with process_group() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else nullcontext():
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if under_launcher():
+        bind_to_parent()
+    with nullcontext() if alone else process_group():
+        try:
             record = _train(config, console)
-    finally:
+        finally:
+            if console is not None:
+                console.finish()
         if console is not None:
-            console.finish()
-    if console is not None:
-        write_report(record, console)
-        if record.unsaved is not None:
-            raise RuntimeError(record.unsaved)
+            write_report(record, console)
+        if not alone:
+            barrier()
+    if record.unsaved is not None:
+        raise RuntimeError(record.unsaved)
 
 
 def _train(config: TrainConfig, console: Console | None) -> RunRecord:

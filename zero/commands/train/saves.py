@@ -24,6 +24,7 @@ from torch.amp import GradScaler
 from ... import CheckpointError, CheckpointManager, ZeroOptimizer, load, open_checkpoint
 from ...checkpoint.directory import steps_in
 from ...checkpoint.read.restorer import Restored
+from ...checkpoint.stop_request import StopOnSignal
 from ...checkpoint.write.save_folder import SaveError
 from ...checkpoint.write.save_thread import Saving
 from .settings import TrainConfig, option_of
@@ -113,7 +114,8 @@ class Resumed:
 class Saves:
     """The saves of one run on one rank. All ranks make every call. Without ``--checkpoint`` nothing is saved.
 
-    A ``with`` block ends when the last save has ended. ``unsaved`` says then why that one has failed, if it has.
+    A ``with`` block ends when the last save has ended. ``unsaved`` says then why that one has failed, if it has. Until
+    then SIGTERM does not end the process.
     """
 
     def __init__(self, config: TrainConfig, optimizer: ZeroOptimizer, text_sha256: str) -> None:
@@ -122,22 +124,28 @@ class Saves:
         self._savings: list[Saving] = []
         self.unsaved: str | None = None
         self._manager: CheckpointManager | None = None
+        self._stop = StopOnSignal(optimizer)
         if config.checkpoint is not None:
             self._manager = CheckpointManager(
                 config.checkpoint, optimizer, max_to_keep=config.keep, asynchronous=not config.no_async
             )
 
     def __enter__(self) -> Saves:
+        if self._manager is not None:
+            self._stop.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._manager is None:
+            return
         try:
-            if self._manager is not None:
-                self._manager.__exit__(kind, error, trace)
+            self._manager.__exit__(kind, error, trace)
         except SaveError as problem:
             self.unsaved = str(problem)
+        finally:
+            self._stop.__exit__(kind, error, trace)
 
     def resume(self, scaler: GradScaler) -> Resumed:
         """Restore the checkpoint that ``--resume`` names, if there is one."""
@@ -157,9 +165,9 @@ class Saves:
         return None if resume == "none" else load(resume, self._optimizer, state)
 
     @property
-    def enabled(self) -> bool:
-        """Whether there is a folder of checkpoints."""
-        return self._manager is not None
+    def stop_requested(self) -> str | None:
+        """Which rank was asked by a signal to end, as text; equal on all ranks after a step."""
+        return self._stop.why
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is saved after so many steps."""

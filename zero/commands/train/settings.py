@@ -86,6 +86,8 @@ class TrainConfig:
         _require(self.elastic is None or self.elastic_ranks is not None, "elastic", self.elastic, _ELASTIC)
         _require(self.elastic is None or self.ranks is None, "ranks", self.ranks, "omitted with --elastic")
         _require(self.elastic is None or self.checkpoint is not None, "elastic", self.elastic, "with --checkpoint")
+        known = self.elastic is None or self.resume in ("none", "auto")
+        _require(known, "resume", self.resume, "omitted with --elastic, which goes on from --checkpoint")
         _require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 2**32 - 1")
         _require(0 <= self.lr < math.inf, "lr", self.lr, "finite and not negative")
         sized = self.bucket_cap_mb == "auto" or 0 < _number(self.bucket_cap_mb) < math.inf

@@ -258,7 +258,7 @@ def elastic_segment(folder: Path, watchdog: Watchdog, segment: Segment) -> None:
 def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int, segment: Segment | None = None) -> Run:
     """Take the steps of the plain loop with `ZeroOptimizer`, up to the first difference. All ranks must call it and
     return the same result. With a ``segment`` they go on from the newest checkpoint, and save one after each step."""
-    name = f"stage {stage} on {size} rank{'s' if size > 1 else ''}"
+    name = f"stage {stage}{'' if segment is None else ', elastic,'} on {size} rank{'s' if size > 1 else ''}"
     workload = _prepare(folder, watchdog, name, seed=3 + int(os.environ["RANK"]))
     watchdog.at(f"{name}, ZeroOptimizer(...)")
     spec = workload.spec
@@ -272,7 +272,11 @@ def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int, segment: 
         units=resolve(spec.units) if spec.units else None,
         **spec.defaults,
     )
-    with nullcontext() if segment is None else CheckpointManager(folder / f"saved-{stage}", optimizer) as manager:
+    with (
+        nullcontext()
+        if segment is None
+        else CheckpointManager(folder / f"saved-{stage}", optimizer, max_to_keep=2) as manager
+    ):
         restored = None if manager is None else manager.restore(rng=False)  # the seeds are those of batches
         begin = 0 if restored is None else restored.step
         for step in range(begin, workload.steps + 1):

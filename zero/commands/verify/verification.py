@@ -120,9 +120,9 @@ def verify(
         max_norm: clip to this norm, by `zero.clip_grad_norm_` in the plain loop; None: no clipping.
         units, bucket_cap_mb: of `ZeroOptimizer`.
         mixed_precision: of `ZeroOptimizer`; the plain loop then has a 16-bit model and fp32 weights of its own.
-        elastic: then train each stage once more, with a checkpoint after each step: a rank is killed in a step drawn at
-            random, and others go on, on another number of ranks of at most the largest of ``world_sizes``; again and
-            again until the end.
+        elastic: then train each stage once more, with a checkpoint after each step. At most three times a rank is
+            killed, in steps drawn from a fixed seed, and the run continues on another number of ranks, at most
+            ``max(world_sizes)``.
         threads: intra-op threads of a process; their number changes bits.
         timeout: seconds that building the model, a micro-batch or an update may take.
         quiet: print nothing.
