@@ -252,7 +252,9 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().sum()
 
 
-@pytest.mark.parametrize(("stage", "hosts"), [(0, 8), (2, 2), (3, 2), (3, 8)])
+@pytest.mark.parametrize(
+    ("stage", "hosts"), [(3, 8), *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, 8), (2, 2), (3, 2)))]
+)
 @pytest.mark.full
 def test_64_ranks_on_several_hosts_train_as_the_plain_loop_does(
     stage: int, hosts: int, monkeypatch: pytest.MonkeyPatch

@@ -87,7 +87,7 @@ def test_an_old_generation_that_was_stopped_neither_writes_nor_removes_once_it_i
 
 @pytest.mark.full
 @pytest.mark.timeout(LIMIT)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_whatever_happens_to_ranks_the_run_ends_with_the_same_bits(
     seed: int, tmp_path: Path, expected: TrainedRun
 ) -> None:
@@ -99,7 +99,10 @@ def test_whatever_happens_to_ranks_the_run_ends_with_the_same_bits(
 
 @pytest.mark.full
 @pytest.mark.timeout(LIMIT)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "asked to end"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGTERM, id="asked to end", marks=pytest.mark.long)],
+)
 def test_the_script_of_the_page_runs_as_it_stands_and_loses_a_worker(number: signal.Signals, tmp_path: Path) -> None:
     """It runs with more steps, so that there is time for it."""
     code = (ROOT / "zero" / "ELASTIC.md").read_text().partition("```python\n")[2].partition("```")[0]

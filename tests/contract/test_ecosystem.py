@@ -422,6 +422,7 @@ def test_a_class_that_treats_shapes_differently_is_refused(name: str) -> None:
         ZeroOptimizer(seeded(5, Shapes), getattr(collection, name), process_group=solo(), **RATE)
 
 
+@pytest.mark.long
 def test_every_class_of_a_collection_is_refused_or_trains_the_bits_of_the_plain_loop() -> None:
     collection = pytest.importorskip("pytorch_optimizer")
     found = {name: getattr(collection, name) for name in dir(collection) if name not in TAKES_A_MINUTE}
