@@ -100,8 +100,7 @@ def test_whatever_happens_to_ranks_the_run_ends_with_the_same_bits(
 @pytest.mark.full
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGTERM, id="asked to end", marks=pytest.mark.long)],
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)], ids=["killed", "asked to end"]
 )
 def test_the_script_of_the_page_runs_as_it_stands_and_loses_a_worker(number: signal.Signals, tmp_path: Path) -> None:
     """It runs with more steps, so that there is time for it."""
