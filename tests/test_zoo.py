@@ -23,7 +23,7 @@ from .zoo.mutant import ROOT, Edit, Mutant, PatchError, patched, tree
 SUBJECTS = [
     *(f"S{number}" for number in range(1, 98)),
     *(f"R{number}" for number in range(1, 19)),
-    *("P24", "P27", *(f"P{number}" for number in range(31, 55) if number not in (48, 49))),
+    *("P24", "P27", *(f"P{number}" for number in range(31, 55))),
 ]
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from zero.runtime import process_group
+
 LIMIT = 60  # seconds
 
 RANK = """
@@ -73,7 +75,7 @@ def test_without_a_launcher_a_rank_outlives_the_process_that_started_it(tmp_path
 @pytest.mark.timeout(LIMIT)
 def test_ranks_that_do_not_meet_end_so_that_their_agents_start_them_again(tmp_path: Path) -> None:
     code = (
-        "import sys, torch.distributed as dist, zero.runtime.process_group as module\n"
+        f"import sys, torch.distributed as dist, {process_group.__name__} as module\n"
         "module.MEETING = 1.0\n"
         "with module.process_group('gloo', store=dist.FileStore(sys.argv[1], 2), rank=0, world_size=2): pass"
     )

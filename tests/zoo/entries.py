@@ -259,6 +259,8 @@ ENTRIES: dict[str, Entry] = {
     "P45": Entry("states, options with their types, schedulers, aliases, buffers: everything comes back"),
     "P46": Entry("each rank has its own random streams back, or none, which is said"),
     "P47": Entry("a resumed run takes each micro-batch once"),
+    "P48": Entry("after any sequence of kills and sizes parameters and losses are those of the undisturbed run"),
+    "P49": Entry("processes of an older generation neither write nor remove"),
     "P50": Entry("a save or a load needs no memory for a copy of the states"),
     "P51": Entry("the work of a save is linear in its files, and saves leave nothing behind"),
     "P52": Entry("a run that saves has the bits and the messages of one that does not"),

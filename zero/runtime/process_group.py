@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
-
 MEETING = 120.0  # seconds in which the ranks must have met
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
@@ -36,6 +34,8 @@ def process_group(backend: str = "gloo", **arguments: Any) -> Iterator[None]:
         backend: of ``init_process_group``.
         arguments: its other ones. Without any the ranks meet as torchrun tells them by environment variables.
     """
+    import torch.distributed as dist
+
     watch = threading.Timer(MEETING, _give_up)
     watch.daemon = True
     if under_launcher():
