@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +226,16 @@ def test_a_job_that_restarts_without_checkpoints_is_an_error_that_names_the_flag
 # ----------------------------------------------------------------------------------------------------- a signal
 
 
-def test_all_ranks_hear_of_a_signal_to_one_of_them_in_the_same_step() -> None:
+@pytest.fixture
+def caught() -> Iterator[list[int]]:
+    """Return the SIGTERMs that this process gets during a test."""
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    yield got
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_all_ranks_hear_of_a_signal_to_one_of_them_in_the_same_step(caught: list[int]) -> None:
     def program(transport: Transport) -> list[str | None]:
         model = nn.Linear(2, 2)
         optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=2, process_group=transport, lr=0.1)
@@ -244,25 +254,22 @@ def test_all_ranks_hear_of_a_signal_to_one_of_them_in_the_same_step() -> None:
     assert on_threads(3, program) == [[None, "rank 2 got SIGTERM", "rank 2 got SIGTERM"]] * 3
 
 
-def test_inside_the_block_a_signal_does_not_end_the_process_and_after_it_what_was_there_handles_it() -> None:
-    got: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
-    try:
-        model = nn.Linear(2, 2)
-        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
-        with StopOnSignal(optimizer) as stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert not stop.requested
-            model(torch.ones(2)).sum().backward()
-            optimizer.step()
-            assert stop.requested
-        assert got == []
-        with StopOnSignal(optimizer) as stop:
-            os.kill(os.getpid(), signal.SIGTERM)
+def test_inside_the_block_a_signal_does_not_end_the_process_and_after_it_what_was_there_handles_it(
+    caught: list[int],
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+    with StopOnSignal(optimizer) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
         assert not stop.requested
-        assert got == [signal.SIGTERM], "no step came after it, so the process gets it at the end of the block"
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        assert stop.requested
+    assert caught == []
+    with StopOnSignal(optimizer) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert not stop.requested
+    assert caught == [signal.SIGTERM], "no step came after it, so the process gets it at the end of the block"
 
 
 def test_what_no_process_can_handle_is_an_error_that_names_it() -> None:
