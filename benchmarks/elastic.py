@@ -4,7 +4,7 @@ Knows: torchrun's agents, signals, the folder of checkpoints. Does not know: how
 same ranks of two jobs, one after the other: of `zero train`, with a checkpoint after every ten steps, and of workers
 that import torch and this library and enter the process group (`elastic_worker`). For `zero train` it is the time until
 a checkpoint of the new ranks is complete, so up to ten steps more than until their first step. (With a save under way
-at the kill, ranks try for 5 seconds to complete it.)
+at the kill, ranks try for 2 seconds to complete it.)
 """
 
 from __future__ import annotations

@@ -271,6 +271,15 @@ def test_inside_the_block_a_signal_does_not_end_the_process_and_after_it_what_wa
     assert not stop.requested
     assert caught == [signal.SIGTERM], "no step came after it, so the process gets it at the end of the block"
 
+    def lose_the_others() -> None:
+        with StopOnSignal(optimizer):
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise KeyError("what a rank reports that has lost the others, although its agent has sent SIGTERM")
+
+    with pytest.raises(KeyError):
+        lose_the_others()
+    assert caught == [signal.SIGTERM]
+
 
 def test_what_no_process_can_handle_is_an_error_that_names_it() -> None:
     optimizer = ZeroOptimizer(nn.Linear(2, 2), torch.optim.SGD, lr=0.1)

@@ -25,7 +25,7 @@ from .visibility import check_visible
 from .write.save_thread import Saving
 from .write.saver import Saver, SaveRequest
 
-_GRACE = 5.0  # seconds in which a save may still be completed after an error
+_GRACE = 2.0  # seconds in which a save may still be completed after an error; a restart waits for it
 
 
 class CheckpointManager:

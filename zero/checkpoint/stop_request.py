@@ -21,7 +21,7 @@ class StopOnSignal:
     Every rank builds one over its own optimizer, in its main thread, and uses it as a ``with`` block around its steps.
     Inside the block the signals do not end the process. The request travels with what ranks agree on in each ``step()``
     anyway, so it costs no message. A signal that comes after that agreement travels with the next one. If there is none
-    until the end of the block, the process gets the signal again there.
+    until the end of the block, the process gets the signal again there, unless an error ends the block.
     """
 
     def __init__(self, optimizer: ZeroOptimizer, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
@@ -68,7 +68,7 @@ class StopOnSignal:
         self._before.clear()
         self._engine.watchers.remove(self)
         self._engine.parts.reducer.agreement.report(_REPORT, None)
-        if self._received is not None and self._why is None:
+        if self._received is not None and self._why is None and error is None:
             signal.raise_signal(self._received)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
