@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -107,7 +107,10 @@ def _watch(
 
 def _last_error(folder: Path) -> tuple[str, str]:
     """Return the newest error of a rank, in one line, and its traceback; two empty texts if there is none."""
-    found = [json.loads(path.read_text())["message"]["extraInfo"] for path in folder.rglob("error.json")]
+    found = []
+    for path in folder.rglob("error.json"):
+        with suppress(ValueError, KeyError, TypeError):  # half written, or not by `record_error`
+            found.append(json.loads(path.read_text())["message"]["extraInfo"])
     newest = max(found, key=lambda details: float(details["time"]), default={"line": "", "py_callstack": ""})
     return newest["line"], newest["py_callstack"]
 
