@@ -75,11 +75,20 @@ class ElasticJob:
         self._folder, self._log, self._directory = folder, folder / "log", directory
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self._end = time.monotonic() + LIMIT
-        self._command = [
+        self._module, self._id = module, uuid.uuid4()
+
+    def start_anew(self, count: int) -> None:
+        """Start the job again after all agents have ended: they closed the meeting of their ``--rdzv-id``."""
+        self._id = uuid.uuid4()
+        self.add(count)
+
+    @property
+    def _command(self) -> list[str]:
+        return [
             *(sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{MOST}", "--nproc-per-node=1"),
             *("--max-restarts=100", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{self._store.port}"),
-            *(f"--rdzv-id={uuid.uuid4()}", f"--rdzv-conf={RENDEZVOUS}", "--local-addr=localhost"),
-            *module,
+            *(f"--rdzv-id={self._id}", f"--rdzv-conf={RENDEZVOUS}", "--local-addr=localhost"),
+            *self._module,
         ]
 
     def add(self, count: int) -> None:
@@ -204,11 +213,9 @@ def check_disturbed(seed: int, expected: TrainedRun, folder: Path, cadence: Cade
             lines.append(disturb(job, source))
         while job.pause():
             pass
-        if (
-            lines[1:] and not (folder / "out" / "run.json").exists()
-        ):  # an agent has died while agents met: see ELASTIC.md
-            job.add(1)
-            lines.append("all agents have ended, and one is started")
+        if lines[1:] and not (folder / "out" / "run.json").exists():  # an agent ended while agents met: see ELASTIC.md
+            job.start_anew(1)
+            lines.append("all agents have ended, and the job is started again")
             while job.pause():
                 pass
         about = f"seed {seed}: {lines}: {job.log()[-6000:]}"

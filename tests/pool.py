@@ -8,6 +8,7 @@ After a time limit or the loss of a process the pool is discarded, and the next 
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -42,6 +43,7 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(SIZE), OMP_NUM_THREADS="1"
     )
+    faulthandler.enable()  # a process that torch ends says where
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT))
     groups = {ranks: dist.new_group(ranks, timeout=timedelta(seconds=GROUP_TIMEOUT)) for ranks in GROUPS}
