@@ -65,10 +65,18 @@ def assert_same_states(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         other = {k: v for k, v in state.items() if v is not None}
         assert set(mine) == set(other), (index, sorted(mine), sorted(other))
         for name, value in other.items():
-            if isinstance(value, Tensor):
-                assert_same_bits(mine[name], value, f"state {name} of parameter {index}")
-            else:
-                assert mine[name] == value, (index, name)
+            _assert_same_value(mine[name], value, f"state {name} of parameter {index}")
+
+
+def _assert_same_value(mine: Any, other: Any, what: str) -> None:
+    if isinstance(other, Tensor):
+        assert_same_bits(mine, other, what)
+    elif isinstance(other, (list, tuple)):
+        assert type(mine) is type(other), what
+        for number, (one, value) in enumerate(zip(mine, other, strict=True)):
+            _assert_same_value(one, value, f"{what}, {number}")
+    else:
+        assert mine == other, what
 
 
 def share(batches: Sequence[Any], rank: int, world_size: int) -> Sequence[Any]:

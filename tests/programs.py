@@ -21,6 +21,7 @@ from zero import MixedPrecision, Offload, ZeroOptimizer, clip_grad_norm_
 from .models import Odd, build, odd_batches, odd_loss
 from .narrowed import Narrowed
 from .plain import assert_same_bits, assert_same_model
+from .shampoo import Shampoo
 
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
@@ -40,7 +41,9 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "rprop": (torch.optim.Rprop, {}),
 }
 
-
+BY_PARAMETER: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {  # they step whole parameters alone
+    "shampoo": (Shampoo, {"lr": 0.05}),
+}
 FOR_LOOP = {"adamw for-loop": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})}  # torch's default only on the CPU
 Clear = Literal["zero_grad", "zeros", "module", "module zeros", "none"]
 
@@ -87,7 +90,7 @@ class Program:
     seed: int = 0
 
     def optimizer_class(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        return (CLASSES | FOR_LOOP)[self.optimizer]
+        return (CLASSES | FOR_LOOP | BY_PARAMETER)[self.optimizer]
 
 
 def scaler_of(program: Program) -> torch.amp.GradScaler:
@@ -221,6 +224,7 @@ def run_rank(
         reshard_after_forward=program.reshard,
         offload=program.offload,
         mixed_precision=program.precision,
+        partition="parameter" if program.optimizer in BY_PARAMETER else None,
         **arguments,
     )
     norms: list[Tensor] = []

@@ -135,6 +135,7 @@ class Config:
     offload: Offload | None
     precision: MixedPrecision | None
     units: Predicate | None
+    partition: str | None
 
     def __post_init__(self) -> None:
         if not isinstance(self.precision, MixedPrecision | None):

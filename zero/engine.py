@@ -8,6 +8,8 @@ parameters), `storage` and `sharded` (hold parameters), `reducer` (gradients to 
 from __future__ import annotations
 
 import functools
+import json
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -244,9 +246,20 @@ class Engine:
     @_followed
     def consolidate_state_dict(self, to: int | None) -> None:
         """Send all states to rank ``to``, or to every rank."""
+        if to is not None and not 0 <= to < self._transport.world_size:
+            ranks = self._transport.world_size
+            raise ValueError(f"consolidate_state_dict: rank {to} is not one of the {ranks} ranks")
         purpose = f"consolidate_state_dict(to={to})"
         self._reducer.check_consistency(purpose)
         self.dicts.consolidate(to, purpose)
+
+    def sum_over_ranks(self, value: float) -> float:
+        """Return the sum of every rank's ``value``."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            rank = self._transport.rank
+            raise TypeError(f"rank {rank}: sum_over_ranks() adds up numbers, not {value!r}; .item() is one")
+        told = [json.loads(data) for data in self.exchange(json.dumps(value).encode()) if data]
+        return sum(told) if all(isinstance(number, int) for number in told) else math.fsum(told)
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order."""

@@ -5,8 +5,6 @@ Knows: the user's arguments. Does not know: the order of operations in a call.
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -42,8 +40,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Args:
         params: an ``nn.Module``, parameters, (name, parameter) pairs, or torch.optim param groups.
-        optimizer_class: any element-wise `torch.optim` class. It takes the path (for-loop, ``foreach``, ``fused``) that
-            it would take alone.
+        optimizer_class: any `torch.optim` class whose step of a parameter depends on no other parameter. It takes the
+            path (for-loop, ``foreach``, ``fused``) that it would take alone.
         stage: 0 replicates, as DDP does; 1 shards optimizer states; 2 also gradients; 3 also parameters, including
             those of the module that are not listed. Frozen parameters that are not plain fp64, fp32, bf16 or fp16
             tensors (a quantised base) stay whole on every rank.
@@ -75,6 +73,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         units: at stage 3, a predicate (module -> bool) that selects the units. A unit is gathered as a whole, just
             before its forward and its backward. Default: the children of the outermost ``ModuleList`` and
             ``Sequential`` modules.
+        partition: "element": ranks own pieces of parameters, for element-wise classes. "parameter": each parameter has
+            one owner, which steps it in its shape, for classes that need whole matrices (Muon, Adafactor). A param
+            group may have its own. Default: "element", or with a warning "parameter" if the class is not element-wise.
         defaults: arguments of ``optimizer_class``.
 
     Raises:
@@ -100,6 +101,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         init_state_dict: StateDict | None = None,
         mixed_precision: MixedPrecision | None = None,
         units: Predicate | None = None,
+        partition: Literal["element", "parameter"] | None = None,
         **defaults: Any,
     ) -> None:
         self._built = False
@@ -118,6 +120,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             offload=offload,
             precision=mixed_precision,
             units=units,
+            partition=partition,
         )
         inner = InnerOptimizer(optimizer_class, defaults)
         groups = as_groups(params)
@@ -223,10 +226,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         It sums the tokens of a step, for instance, to set `divisor`. Integers add up exactly. If a value is a float,
         the exact sum is rounded once.
         """
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"rank {self.rank}: sum_over_ranks() adds up numbers, not {value!r}; .item() is one")
-        told = [json.loads(data) for data in self.exchange(json.dumps(value).encode()) if data]
-        return sum(told) if all(isinstance(number, int) for number in told) else math.fsum(told)
+        return self.engine.sum_over_ranks(value)
 
     def join(self) -> AbstractContextManager[None]:
         """Return a context in which ranks may have different numbers of steps. All ranks.
@@ -349,8 +349,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         With None every rank gets them, and holds them whole in the host's memory until the next step.
         """
         self.engine.check()
-        if to is not None and not 0 <= to < self.world_size:
-            raise ValueError(f"consolidate_state_dict: rank {to} is not one of the {self.world_size} ranks")
         self.engine.consolidate_state_dict(to=to)
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,7 +20,8 @@ from collectives import build as build_collective
 
 from .config import Config
 from .consistency import agree_on_construction, agree_on_sharing
-from .core.layout import BucketSpec, Dtypes, ParameterSpec, build
+from .core.buckets import build, extended
+from .core.layout import BucketSpec, Dtypes, ParameterSpec
 from .core.parameter_specs import FLOATS, changed, check_buffers, check_modules, check_one_device, is_laid_out, specs
 from .core.stage import Placement, check_offloaded_parameters
 from .gradients.hooks import check_free
@@ -35,8 +37,8 @@ from .runtime.flat_states import BucketStates, Options
 from .runtime.master_weights import MasterWeights
 from .runtime.offload import OffloadBackend, OffloadedStates, backend_for
 from .runtime.streams import Streams
-from .step.elementwise import check_elementwise
 from .step.inner import InnerOptimizer
+from .step.partition import check_partitions, choose_partition
 from .step.update import Update
 
 NOTHING_TO_TRAIN = (
@@ -72,7 +74,7 @@ class Builder:
         """
         # not the config itself: its functions may refer to whoever holds this optimizer
         self.stage, self.module, self.inner = config.stage, config.module, inner
-        self.precision, self.offload = config.precision, config.offload
+        self.precision, self.offload, self._partition = config.precision, config.offload, config.partition
         group = config.transport().fork()
         self.reshard_group_size = agree_on_sharing(group, config)
         _warn_of_the_host(group, config.sharding_factor, device)
@@ -216,11 +218,14 @@ class Builder:
 
     def _take_over(self, all_groups: Sequence[Options], first: int) -> None:
         groups = all_groups[first:]
+        asked = {number: group.pop("partition", self._partition) for number, group in enumerate(groups, start=first)}
         problem: Exception | None = None
         found: list[Tensor] = []
         described: list[ParameterSpec] = []
         replicated: dict[Tensor, ParameterSpec] = {}
+        why = ""
         try:
+            check_partitions(asked)
             check_buffers(self.module)
             known = sum(len(group["params"]) for group in all_groups[:first])
             dtypes = Dtypes.all if self.precision is None else self.precision.of
@@ -237,18 +242,26 @@ class Builder:
             check_one_device([*self.storage.layout.parameters, *described])
             check_free([(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)])
             self.storage.prepare(found)
-            self.inner.elementwise |= check_elementwise(self.inner, all_groups, described)
+            names, by_parameter, why = choose_partition(self.inner, all_groups, described, asked)
+            self.inner.elementwise |= names
+            described = [replace(spec, whole=spec.group in by_parameter) for spec in described]
         except Exception as error:
             problem = error
         lines = [] if problem is not None else [*self._lines(described), *_replicated_lines(replicated)]
         agree_on_construction(self.transport, lines, problem)
+        if why and self.transport.rank == 0:
+            warnings.warn(
+                f"{self.inner.name} is not element-wise ({why}), so each parameter has one owner, which steps it whole "
+                '(partition="parameter")',
+                stacklevel=5,
+            )
         self.storage.check_replicas(replicated)
         if self._materializer is not None and self.stage.parameters is Placement.WHOLE:
             with self._failing_for_all():
                 self._materializer.finish()
         buckets, across = len(self.storage.buckets), self.storage.buckets_cross_units
         if buckets:
-            layout = self.storage.layout.extended(described, self._bucket_bytes, across_units=across)
+            layout = extended(self.storage.layout, described, self._bucket_bytes, across_units=across)
         else:
             layout = build(described, self.shards.world_size, self._bucket_bytes, across_units=across)
         stores = self._reserve(layout.buckets[buckets:], found)
@@ -283,8 +296,9 @@ class Builder:
             master = MasterWeights(weights.data, spec.dtypes.master_dtype, wide, self._room_for_masters(spec, stores))
         first = self.storage.buckets[0]
         instance = self.inner.instance(None if bucket is first else first.states.instance)
-        groups, scalars = [each.group for each in bucket.specs], [each.shape == () for each in bucket.specs]
-        return BucketStates(instance, spec, weights, groups, scalars, master, stores.get(spec.index))
+        groups, shapes = [each.group for each in bucket.specs], [(each.shape, each.stride) for each in bucket.specs]
+        store, whole = stores.get(spec.index), bucket.specs[0].whole
+        return BucketStates(instance, spec, weights, groups, shapes, master, store, whole=whole)
 
     def _reserve(self, buckets: Sequence[BucketSpec], found: Sequence[Tensor]) -> dict[int, OffloadedStates]:
         """Return the place of the states of each new bucket, if they are offloaded; otherwise an empty dict.

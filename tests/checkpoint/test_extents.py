@@ -22,9 +22,11 @@ from zero.checkpoint.format.extents import (
     plan_files,
     slot_part,
 )
-from zero.checkpoint.format.tensorfile import NAMES, FormatError, TensorEntry, parse_header
-from zero.core.layout import ALIGNMENT_BYTES, BucketSpec, Dtypes, Layout, ParameterSpec, build
+from zero.checkpoint.format.tensorfile import TensorEntry, parse_header
+from zero.core.buckets import build
+from zero.core.layout import ALIGNMENT_BYTES, BucketSpec, Dtypes, Layout, ParameterSpec
 from zero.core.stage import STAGES, Placement
+from zero.core.statetree import NAMES, FormatError
 
 MORE = settings(max_examples=10 * settings().max_examples)
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -256,10 +256,38 @@ def test_a_file_of_torch_with_such_states_is_imported_and_exported(tmp_path: Pat
     assert_same_states(exported["optimizer"], optimizer.state_dict())
 
 
-def test_a_class_with_such_states_is_refused_by_the_optimizer_and_its_model_is_loaded() -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (3, 3), (4, 2)])
+def test_a_training_with_states_of_any_shape_goes_on_at_any_topology(world_size: int, stage: int) -> None:
+    """Each parameter has one owner."""
+    expected, reference = trained_other_shapes()
+    train(expected, reference, range(STEPS, STEPS + 3))
+
+    def program(transport: Transport) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        model = Small()
+        optimizer = ZeroOptimizer(
+            groups(model),
+            OtherShapes,
+            stage=stage,
+            module=model,
+            process_group=transport,
+            partition="parameter",
+        )
+        load(OTHER_SHAPES, optimizer, rng=False)
+        train(model, optimizer, range(STEPS, STEPS + 3))
+        optimizer.consolidate_state_dict(None)
+        states = optimizer.state_dict()
+        optimizer.close()
+        return model.state_dict(), states
+
+    with pytest.warns(RuntimeWarning, match="the averages 'ema'"):
+        results = on_threads(world_size, program)
+    for values, states in results:
+        assert_same_values(values, expected.state_dict())
+        assert_same_states(states, reference.state_dict())
+
+
+def test_a_training_by_another_class_is_refused_and_its_model_is_loaded() -> None:
     model = Small()
-    with pytest.raises(ValueError, match="OtherShapes is not element-wise"):
-        ZeroOptimizer(groups(model), OtherShapes, module=model)
     optimizer = ZeroOptimizer(groups(model), HalfMomentum, module=model)
     with pytest.raises(ValueError, match=r"was trained by tests\.checkpoint\.format_1\.toys\.OtherShapes, but this"):
         load(OTHER_SHAPES, optimizer, rng=False)

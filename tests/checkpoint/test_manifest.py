@@ -22,7 +22,7 @@ from zero.checkpoint.format.manifest import (
     check_path,
 )
 from zero.checkpoint.format.names import split_key, state_key
-from zero.checkpoint.format.tensorfile import FormatError
+from zero.core.statetree import FormatError
 
 from .saved import manifest_text
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from zero.checkpoint.format.statetree import decode, encode, encode_inline
-from zero.checkpoint.format.tensorfile import DTYPES, METADATA, parse_json
+from zero.checkpoint.format.tensorfile import METADATA, parse_json
 from zero.core.bits import as_bytes
+from zero.core.statetree import DTYPES, decode, encode, encode_inline
 
 from ..plain import bits
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from zero.checkpoint.format.statetree import decode, encode, encode_inline
-from zero.checkpoint.format.tensorfile import FormatError
+from zero.core.statetree import FormatError, decode, encode, encode_inline
 
 from .test_statetree import difference, through_json
 

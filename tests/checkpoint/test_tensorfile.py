@@ -18,11 +18,8 @@ from safetensors.torch import save as save_bytes
 from torch import Tensor
 
 from zero.checkpoint.format.tensorfile import (
-    DTYPES,
     LONGEST_HEADER,
-    NAMES,
     PAGE,
-    FormatError,
     Header,
     TensorEntry,
     header_bytes,
@@ -31,6 +28,7 @@ from zero.checkpoint.format.tensorfile import (
     parse_header,
     parse_index,
 )
+from zero.core.statetree import DTYPES, NAMES, FormatError
 
 from ..plain import assert_same_bits, bits
 

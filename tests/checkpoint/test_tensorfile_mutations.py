@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.checkpoint.format.tensorfile import FormatError, TensorEntry, parse_json
+from zero.checkpoint.format.tensorfile import TensorEntry, parse_json
+from zero.core.statetree import FormatError
 
 from .test_tensorfile import HUGE, assert_both_agree, with_header
 

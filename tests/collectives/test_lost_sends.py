@@ -36,7 +36,7 @@ from collectives.backend import Pending
 from collectives.backends.threads import ThreadBackend, _Side, _Transfer, _World
 from zero import ZeroOptimizer
 from zero.core.cuts import EvenCuts
-from zero.state.plain_dicts import gather_to
+from zero.state.gather import gather_to
 
 from ..kills import by_tree, halves
 from ..plain import assert_same_model, plain_step

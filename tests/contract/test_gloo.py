@@ -63,6 +63,14 @@ def test_programs_give_the_bits_of_the_plain_loop(gloo: GlooPool, program: Progr
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.by_default("3")
+def test_parameters_with_one_owner_each_give_the_bits_of_the_plain_loop(gloo: GlooPool, stage: int) -> None:
+    program = Program(4, stage, "shampoo", steps=(Step(clips=((0.1, 2.0),)), Step((Round(sync=False), Round()))))
+    results = gloo.run(whole_program, program, ranks=range(4))
+    assert_same_states(results[0][3], compare(program, results).optimizer.state_dict())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.by_default("2")
 def test_the_sub_group_1_3_of_four_trains_alone(gloo: GlooPool, stage: int) -> None:
     program = Program(2, stage, steps=(Step(clips=((0.1, 2.0),)), Step()))

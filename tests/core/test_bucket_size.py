@@ -10,7 +10,8 @@ from torch import nn
 
 from zero import MixedPrecision
 from zero.config import Config
-from zero.core.layout import DEFAULT_CAP_MB, MANY_RANKS, MIB, Dtypes, automatic_cap_mb, build, unit_cap_mb
+from zero.core.buckets import build
+from zero.core.layout import DEFAULT_CAP_MB, MANY_RANKS, MIB, Dtypes, automatic_cap_mb, unit_cap_mb
 from zero.core.stage import stage_of
 from zero.planning.models.shapes import model_of
 from zero.planning.plan import Training
@@ -39,6 +40,7 @@ def config(module: nn.Module | None, **changes: Any) -> Config:
         "offload": None,
         "precision": None,
         "units": None,
+        "partition": None,
     }
     return Config(**{**given, **changes})
 

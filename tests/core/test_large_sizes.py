@@ -17,8 +17,9 @@ from collectives import Kind, Pairwise, Ring, Tag, Traffic, Transport, on_thread
 from collectives.messages import HEADER_BYTES, with_offset
 from zero import ZeroOptimizer
 from zero.core.bits import dense_stride
+from zero.core.buckets import build
 from zero.core.formulas import formula_bytes, formula_traffic
-from zero.core.layout import Dtypes, Layout, ParameterSpec, build
+from zero.core.layout import Dtypes, Layout, ParameterSpec
 from zero.core.stage import STAGES, Placement
 from zero.parameters.gathered.buffers import GatheredBuffer
 from zero.runtime.accumulator import GradAccumulator
@@ -142,9 +143,9 @@ def test_states_beyond_two_to_the_31_have_a_run_for_every_piece(
     inner = InnerOptimizer(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, **arguments})
     slots = [layout.parameters[slot.parameter] for slot in bucket.slots]
     master = torch.empty(end - begin, device=META)
-    scalars = [spec.shape == () for spec in slots]
+    shapes = [(spec.shape, spec.stride) for spec in slots]
     weights = FlatBuffer(master, Placement.SHARD, begin)
-    states = BucketStates(inner.instance(None), bucket, weights, [0] * len(slots), scalars)
+    states = BucketStates(inner.instance(None), bucket, weights, [0] * len(slots), shapes)
     present = b"\1" * len(states.pieces)
     states.plan(present, (False,))
     assert sum(run.end - run.begin for run in states.runs) >= sum(piece.numel for piece in states.pieces) > LIMIT

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero.core.buckets import build, extended
 from zero.core.cuts import Cuts, EvenCuts, PartOfCuts
 from zero.core.formulas import formula_bytes, formula_traffic
 from zero.core.layout import (
@@ -26,7 +27,6 @@ from zero.core.layout import (
     ParameterSpec,
     Piece,
     Slot,
-    build,
     sharded_bytes,
 )
 from zero.core.stage import STAGES, stage_of
@@ -429,7 +429,7 @@ def test_extending_moves_no_slot(
     across_units: bool,
 ) -> None:
     layout = build(before, world_size, nbytes, across_units=across_units)
-    longer = layout.extended(more, later, across_units=across_units)
+    longer = extended(layout, more, later, across_units=across_units)
     assert longer.parameters == (*before, *more)
     assert longer.buckets[: len(layout.buckets)] == layout.buckets
     alone = build(more, world_size, later, across_units=across_units)

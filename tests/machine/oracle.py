@@ -21,7 +21,7 @@ from torch import Tensor
 from zero import clip_grad_norm_
 
 from ..narrowed import Narrowed
-from ..programs import CLASSES, clear
+from ..programs import clear
 from . import program as p
 from .program import Command, Config, Setting
 
@@ -38,7 +38,7 @@ class Oracle:
         self._build()
 
     def _build(self) -> None:
-        cls, arguments = CLASSES[self.config.optimizer]
+        cls, arguments = self.config.optimizer_class
         groups = self.config.groups(self.model)
         places = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         listed = [places[id(parameter)] for group in groups for _, parameter in group["params"]]

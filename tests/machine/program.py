@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zero import MixedPrecision
 
 from ..narrowed import PRECISIONS
-from ..programs import CLASSES, Clear
+from ..programs import BY_PARAMETER, CLASSES, Clear
 from .trees import Batch, Part, Source, Tree, batch_of, build
 
 Numbers: TypeAlias = tuple[int, ...] | None  # None: all
@@ -61,6 +61,10 @@ class Config(Source):
     def model(self, seed: int) -> Tree:
         return build(self.parts, self.width, self.integer, seed)
 
+    @property
+    def optimizer_class(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        return (CLASSES | BY_PARAMETER)[self.optimizer]
+
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return the param groups, in order; the first parameter is always in the first."""
         groups: list[list[tuple[str, nn.Parameter]]] = [[] for _ in self.options]
@@ -68,7 +72,7 @@ class Config(Source):
             share = self.shares[index % len(self.shares)] if index else 0
             if share >= 0:
                 groups[share % len(groups)].append(named)
-        known = CLASSES[self.optimizer][0]([torch.zeros(1)]).defaults
+        known = self.optimizer_class[0]([torch.zeros(1)]).defaults
         return [
             {"params": members, **{key: value for key, value in options if key in known}}
             for members, options in zip(groups, self.options, strict=True)

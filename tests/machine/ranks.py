@@ -13,7 +13,7 @@ import torch
 from collectives import Algorithm
 from zero import Offload, ZeroOptimizer
 
-from ..programs import CLASSES, clear
+from ..programs import BY_PARAMETER, clear
 from . import program as p
 from .program import Command, Config, Setting
 from .trees import Batch, PlannedError
@@ -37,7 +37,7 @@ class Rank:
                 self.model.load_state_dict(saved[0])
             for parameter, trainable in zip(self.model.parameters(), saved[1].pop("trainable"), strict=True):
                 parameter.requires_grad_(trainable)
-        cls, arguments = CLASSES[config.optimizer]
+        cls, arguments = config.optimizer_class
         self.optimizer = ZeroOptimizer(
             config.groups(self.model),
             cls,
@@ -50,6 +50,7 @@ class Rank:
             reshard_after_forward=setting.reshard,
             offload=Offload(tempfile.gettempdir(), setting.offload == "all") if setting.offload else None,
             mixed_precision=config.mixed,
+            partition="parameter" if config.optimizer in BY_PARAMETER else None,
             **arguments,
         )
         self.scheduler = p.scheduler_of(self.optimizer)

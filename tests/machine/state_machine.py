@@ -13,7 +13,7 @@ from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from ..programs import CLASSES
+from ..programs import BY_PARAMETER, CLASSES
 from . import program as p
 from .backends import Backend
 from .program import Command, Config, Setting
@@ -21,7 +21,10 @@ from .run import Run
 from .trees import LEAVES, WRAPPERS, Part
 
 INFINITY = float("inf")
-OPTIMIZERS = sorted(set(CLASSES) - {"sgd fused"})  # with momentum it fails if a parameter's first use is a later step
+OPTIMIZERS = [
+    *sorted(set(CLASSES) - {"sgd fused"}),  # with momentum it fails if a parameter's first use is a later step
+    *sorted(BY_PARAMETER),
+]
 CAPS = st.sampled_from([1e-6, 0.0001, 0.0005, 25.0])
 SEEDS = st.integers(0, 99)
 MASKS = st.sampled_from([-1, 0, 1, 2, 5])

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from zero.core.buckets import build
 from zero.core.formulas import formula_bytes
-from zero.core.layout import Dtypes, build
+from zero.core.layout import Dtypes
 from zero.core.stage import STAGES
 from zero.planning.memory import MemoryPlan
 from zero.planning.model import Model, ParameterShape

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zero.core.buckets import build
 from zero.core.cuts import EvenCuts
 from zero.core.formulas import formula_traffic
-from zero.core.layout import Dtypes, Layout, build
+from zero.core.layout import Dtypes, Layout
 from zero.core.stage import check_reshard, stage_of
 from zero.planning.hardware import Cluster, presets
 from zero.planning.model import Model, ParameterShape

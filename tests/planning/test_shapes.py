@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zero.commands.train.model import GPT, PRESETS
-from zero.core.layout import build
+from zero.core.buckets import build
 from zero.core.parameter_specs import specs
 from zero.core.units import find_units
 from zero.planning.model import Transformer

@@ -214,7 +214,7 @@ REFUSED: dict[str, type[Coupled]] = {
 
 def refused(cls: type[torch.optim.Optimizer], params: Any = None, **options: Any) -> str:
     with pytest.raises(ValueError, match=f"{cls.__name__} is not element-wise") as error:
-        ZeroOptimizer(net() if params is None else params, cls, process_group=solo(), **options)
+        ZeroOptimizer(net() if params is None else params, cls, process_group=solo(), partition="element", **options)
     return str(error.value)
 
 
@@ -313,7 +313,9 @@ def test_the_options_of_every_group_count() -> None:
 
 def test_so_do_those_of_groups_that_are_added_or_loaded() -> None:
     model = net()
-    optimizer = ZeroOptimizer([model.matrix.weight], DecayMatricesOnly, process_group=solo(), lr=0.05)
+    optimizer = ZeroOptimizer(
+        [model.matrix.weight], DecayMatricesOnly, process_group=solo(), partition="element", lr=0.05
+    )
     with pytest.raises(ValueError, match="DecayMatricesOnly is not element-wise"):
         optimizer.add_param_group({"params": [model.kernels.weight], "weight_decay": 0.1})
     saved = optimizer.state_dict()
@@ -364,7 +366,7 @@ def test_every_rank_is_told() -> None:
 
 def refused_on(transport: Transport, cls: type[Coupled]) -> str:
     with pytest.raises(ValueError, match="element-wise") as error:
-        ZeroOptimizer(net(), cls, process_group=transport, **OPTIONS)
+        ZeroOptimizer(net(), cls, process_group=transport, partition="element", **OPTIONS)
     return str(error.value)
 
 

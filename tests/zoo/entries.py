@@ -69,8 +69,6 @@ class Entry:
     impossible: str = ""
 
 
-MATRIX = "whole-matrix optimizers (Muon)"
-
 ENTRIES: dict[str, Entry] = {
     # gradients and accumulation
     "S1": Entry("each backward resets the accumulator; the last micro-batch alone counts", ("DS#7718", "ACC#3877")),
@@ -123,9 +121,9 @@ ENTRIES: dict[str, Entry] = {
     "S41": Entry("the wrong partition is copied back: a fraction is trained", ("DS!2058",)),
     "S42": Entry("the last rank's rows are never updated", ("PT#176076",)),
     "S43": Entry("the first iterations do not update (ZeroRedundancyOptimizer with overlap, documented)"),
-    "S44": Entry("matrices that cross partitions are orthogonalised partly reduced", ("DS#7807",), MATRIX),
-    "S45": Entry("orthogonalised at each micro-batch instead of each step", ("DS!8600",), MATRIX),
-    "S46": Entry("the geometry of matrices is lost, and updates come twice, with offload", ("DS!8464",), MATRIX),
+    "S44": Entry("matrices that cross partitions are orthogonalised partly reduced", ("DS#7807",)),
+    "S45": Entry("orthogonalised at each micro-batch instead of each step", ("DS!8600",)),
+    "S46": Entry("the geometry of matrices is lost, and updates come twice, with offload", ("DS!8464",)),
     "S47": Entry("which 8-bit states stay fp32 depends on wrapping", ("BNB!2081",), "states of a narrower dtype"),
     "S48": Entry("the optimizer that was asked for is silently another", ("ACC#1902",)),
     "S49": Entry("a subset is given, and all parameters are optimized", ("COMP!3502",)),
@@ -278,7 +276,7 @@ ENTRIES: dict[str, Entry] = {
     "L9": Entry("optimizers side by side do not read each other's messages"),
     "L10": Entry("construction makes rank 0's values everybody's"),
     "L11": Entry("no gradient is not a gradient of zero"),
-    "L12": Entry("the class and its param groups are the user's: live, whole, element-wise or refused"),
+    "L12": Entry("the class and its param groups are the user's: live, whole, stepped to its own bits or refused"),
     "L13": Entry("edits from outside count, or are told"),
     "L14": Entry("a rank without batches takes part in all that the others do, with nothing of its own"),
     "L15": Entry("what computes in 16 bits is cast, rounded once from wide weights, which follow what is written"),

@@ -284,7 +284,7 @@ MUTANTS = (
         "A tuple, `betas` say, comes back as a list.",
         (
             Edit(
-                "zero.checkpoint.format.statetree._decode_tagged",
+                "zero.core.statetree._decode_tagged",
                 "return tuple([_decode(item, tensors) for item in content])",
                 "return [_decode(item, tensors) for item in content]",
             ),

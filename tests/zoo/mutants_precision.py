@@ -170,7 +170,7 @@ MASTERS = (
         "A saved dict holds the master weights without what was written into the model since.",
         (
             Edit(
-                "zero.state.plain_dicts.gather",
+                "zero.state.gather.gather",
                 "part = states.synced_weights()",
                 "part = states.weights",
             ),
@@ -509,7 +509,7 @@ JOINING = (
         "`sum_over_ranks` takes every rank's number for rank 0's: equal on all ranks, and wrong where they differ.",
         (
             Edit(
-                "zero.optimizer.ZeroOptimizer.sum_over_ranks",
+                "zero.engine.Engine.sum_over_ranks",
                 "        return sum(told) if all(",
                 "        told = told[:1] * len(told)\n        return sum(told) if all(",
             ),
@@ -520,7 +520,7 @@ JOINING = (
         "sums-over-ranks-are-rounded-at-each-rank",
         ("L1",),
         "`sum_over_ranks` adds floats up one after another: a small number is lost between large ones.",
-        (Edit("zero.optimizer.ZeroOptimizer.sum_over_ranks", "else math.fsum(told)", "else float(sum(told))"),),
+        (Edit("zero.engine.Engine.sum_over_ranks", "else math.fsum(told)", "else float(sum(told))"),),
         ("gradients/test_join.py::test_sums_over_ranks_are_exact_and_equal_everywhere",),
     ),
     Mutant(

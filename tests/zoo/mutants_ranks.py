@@ -510,9 +510,9 @@ GEOMETRY = (
         "Offsets wrap at 2^31: a parameter lies on top of another one.",
         (
             Edit(
-                "zero.core.layout._bucket",
-                "Slot(position, offset, spec.numel) for",
-                "Slot(position, (offset + 2**31) % 2**32 - 2**31, spec.numel) for",
+                "zero.core.buckets._bucket",
+                "Slot(first + position, offset, spec.numel) for",
+                "Slot(first + position, (offset + 2**31) % 2**32 - 2**31, spec.numel) for",
             ),
         ),
         ("core/test_layout.py::test_a_slot_begins_where_the_one_before_ends_also_beyond_two_to_the_31",),
@@ -521,7 +521,11 @@ GEOMETRY = (
         "an-exact-fit-is-refused",
         ("R15",),
         "A parameter that fills a bucket to the last byte goes into the next one: more buckets than were asked for.",
-        (Edit("zero.core.layout._buckets", "used[key] + nbytes > bucket_bytes", "used[key] + nbytes >= bucket_bytes"),),
+        (
+            Edit(
+                "zero.core.buckets._buckets", "used[key] + nbytes > bucket_bytes", "used[key] + nbytes >= bucket_bytes"
+            ),
+        ),
         ("core/test_layout.py::test_an_exact_fit_is_accepted_and_one_byte_less_is_not",),
     ),
     Mutant(

@@ -108,7 +108,7 @@ REPLICAS = (
         "a-checkpoint-is-asked-of-the-first-replica",
         ("R8",),
         "States are gathered by the number in the group, not by the place in the copy.",
-        (Edit("zero.state.plain_dicts.gather", "divmod(to, shards.world_size)", "(0, to % shards.world_size)"),),
+        (Edit("zero.state.gather.gather", "divmod(to, shards.world_size)", "(0, to % shards.world_size)"),),
         (f"{TESTS}::test_a_checkpoint_does_not_know_how_many_ranks_shared_a_copy[3-1]",),
     ),
     Mutant(

@@ -123,7 +123,7 @@ MUTANTS = (
         "A saved state runs to the end of its padding instead of the end of its parameter.",
         (
             Edit(
-                "zero.state.plain_dicts.gather",
+                "zero.state.gather.gather",
                 "                    values[name] = strided(flats[name], slot.offset, of.shape, of.stride).clone()\n",
                 "                    end = next((s.offset for s in spec.slots if s.offset > slot.offset), "
                 "spec.numel)\n"
@@ -164,7 +164,7 @@ MUTANTS = (
         "Only the last tensor of a state is made whole for the saved dict.",
         (
             Edit(
-                "zero.state.plain_dicts.gather",
+                "zero.state.gather.gather",
                 "                    for name in slots[number].elementwise:\n",
                 "                    for name in slots[number].elementwise[-1:]:\n",
             ),
@@ -177,7 +177,7 @@ MUTANTS = (
         "Saved states are keyed by the address of an object, which no other process shares.",
         (
             Edit(
-                "zero.state.plain_dicts.gather",
+                "zero.state.gather.gather",
                 "                result[of.index] = values\n",
                 "                result[id(of)] = values\n",
             ),

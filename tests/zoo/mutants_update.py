@@ -217,7 +217,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.runtime.flat_states.BucketStates._is_scalar",
-                "return self.scalars[self.pieces[index].slot]",
+                "if self.whole or self.scalars[slot] else",
                 "return False",
             ),
         ),

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from ..core.bits import same_bits
 from ..core.parameter_specs import as_plain, flattened
+from ..core.statetree import NAMES, encode_inline, encode_options
 from ..engine import Engine
 from ..runtime.bucket import Bucket
 from ..runtime.flat_states import Options, PieceState
 from .format.extents import Writers
 from .format.manifest import SavedParameter
-from .format.statetree import encode_inline, encode_options
-from .format.tensorfile import NAMES
 
 Place = tuple[int, int]  # the number of a bucket in `Contents.buckets`, and of a slot in it
 

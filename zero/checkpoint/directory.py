@@ -27,10 +27,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.statetree import FormatError
 from . import files
 from .format.manifest import LONGEST, NAME, Manifest, VersionError
 from .format.names import COPIED, NOTES, copied_in
-from .format.tensorfile import FormatError
 from .visibility import is_probe
 
 _STEP = re.compile(r"step-(\d{8,})")

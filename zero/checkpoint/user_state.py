@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..core.bits import as_bytes
-from .format.statetree import encode
+from ..core.statetree import encode
 
 
 def collected(state: Mapping[str, Any] | None, name: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ computed where it is asked for.
 
 from __future__ import annotations
 
+import bisect
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,6 +53,24 @@ class EvenCuts(Cuts):
 
     def bound(self, rank: int) -> int:
         return self.align * (self.numel // self.align * rank // self.world_size)
+
+
+@dataclass(frozen=True)
+class OwnerCuts(Cuts):
+    """Cuts between whole things that lie in the order of their owners.
+
+    ``owners``: the ranks that own one, ascending. ``begins``: the first element of each of them. The other ranks own
+    nothing.
+    """
+
+    numel: int
+    world_size: int
+    owners: tuple[int, ...]
+    begins: tuple[int, ...]
+
+    def bound(self, rank: int) -> int:
+        place = bisect.bisect_left(self.owners, rank)
+        return self.begins[place] if place < len(self.begins) else self.numel
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ and 7. The optimizer's state is counted by its number of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from .layout import Layout, ParameterSpec, sharded_bytes
 from .stage import Placement, Stage
@@ -20,8 +21,11 @@ def formula_bytes(
     reshard_group_size: int | None = None,
     *,
     slices_are_exposed: bool = False,
+    rank: int = 0,
 ) -> dict[str, int]:
     """Return the bytes that one rank holds, by kind. They are computed from elements, without padding.
+
+    Of parameters in pieces every rank holds 1/W, rounded; of whole ones ``rank`` holds those that it owns.
 
     "gathered_peak" and "scratch_peak" are upper bounds. The first is the root's rest, the two largest units, and the
     shards that are kept for the backward. The second is three of the largest bucket, plus with ``slices_are_exposed`` a
@@ -35,15 +39,20 @@ def formula_bytes(
         rest: the parameters that are stored beside those of ``layout`` and not updated.
         reshard_group_size: the result of `check_reshard`; None means all ranks.
         slices_are_exposed: whether peers read this rank's shards in place, in its memory.
+        rank: its number among the ranks that share a copy.
     """
+    owners = {slot.parameter: bucket.owner(number) for bucket, number, slot in layout.slots()}
+    owned = {id(spec) for place, spec in enumerate(layout.parameters) if spec.whole and owners[place] == rank}
 
-    def total(which: str, among: Sequence[ParameterSpec]) -> int:
+    def total(which: str, among: Iterable[ParameterSpec]) -> int:
         return sum(spec.numel * spec.dtypes.itemsize(which) for spec in among)
 
+    def shard(nbytes: Callable[[Iterable[ParameterSpec]], int], among: Sequence[ParameterSpec]) -> int:
+        mine = [spec for spec in among if id(spec) in owned]
+        return sharded_bytes(nbytes(spec for spec in among if not spec.whole), layout.world_size) + nbytes(mine)
+
     trainable = [spec for spec in layout.parameters if spec.trainable]
-    stored = total("param_dtype", layout.parameters)
-    if rest is not None:
-        stored += total("param_dtype", rest.parameters)
+    stored = (*layout.parameters, *(() if rest is None else rest.parameters))
     units = unit_bytes(layout, rest)
     all_units = sum(units.values())
     gathered = units.pop(0, 0) + sum(sorted(units.values())[-2:])
@@ -51,24 +60,46 @@ def formula_bytes(
     if reshard_group_size is not None and reshard_group_size < layout.world_size:
         gathered = all_units if reshard_group_size == 1 else gathered + sharded_bytes(all_units, reshard_group_size)
 
-    def placed(nbytes: int, placement: Placement) -> int:
-        return nbytes if placement is Placement.WHOLE else sharded_bytes(nbytes, layout.world_size)
+    def placed(
+        nbytes: Callable[[Iterable[ParameterSpec]], int], among: Sequence[ParameterSpec], placement: Placement
+    ) -> int:
+        return nbytes(among) if placement is Placement.WHOLE else shard(nbytes, among)
+
+    def states(among: Iterable[ParameterSpec]) -> int:
+        kept = {True: state_tensors + 1, False: state_tensors}  # with and without master weights
+        return sum(kept[spec.dtypes.has_master] * spec.master_bytes for spec in among)
 
     contributed = [spec for spec in trainable if stage.contributes_in_place(spec.dtypes)]
     means = [spec for spec in trainable if stage.grads_replicated and not stage.contributes_in_place(spec.dtypes)]
     summed = [spec for spec in trainable if stage.sum_lies_apart(spec.dtypes)]
-    kept = [spec for spec in trainable if spec.dtypes.has_master]
-    states = state_tensors * total("master_dtype", trainable) + total("master_dtype", kept)
     return {
-        "parameters": placed(stored, stage.parameters),
+        "parameters": placed(partial(total, "param_dtype"), stored, stage.parameters),
         "gradients": total("reduce_dtype", contributed)
         + total("accumulate_dtype", means)
-        + sharded_bytes(total("accumulate_dtype", summed), layout.world_size),
-        "optimizer": placed(states, stage.states),
+        + shard(partial(total, "accumulate_dtype"), summed),
+        "optimizer": placed(states, trainable, stage.states),
         "gathered_peak": gathered if stage.gathers(1) and layout.world_size > 1 else 0,
         "scratch_peak": 3 * max((b.numel * b.dtypes.accumulate_dtype.itemsize for b in layout.buckets), default=0)
         + exposed,
     }
+
+
+def busiest_link(layout: Layout, stage: Stage, synchronised: int) -> tuple[int, int]:
+    """Return the payload bytes of a step that the busiest rank receives in reductions and sends in gathers after the
+    step, and those of a rank if all owned equally much.
+
+    An owner of n elements receives them from each of the W - 1 others in a reduction, and sends them to each in a
+    gather: (W - 1) n. ``synchronised``: as in `Stage.passes`.
+    """
+    loads = [0] * layout.world_size
+    passes = stage.passes(synchronised)
+    for bucket in layout.buckets:
+        if layout.parameters[bucket.slots[0].parameter].trainable:
+            nbytes = sum(number * bucket.dtypes.itemsize(which) for which, number in passes.items())
+            for rank in range(layout.world_size):
+                begin, end = bucket.owned(rank)
+                loads[rank] += (layout.world_size - 1) * nbytes * (end - begin)
+    return max(loads), sharded_bytes(sum(loads), layout.world_size)
 
 
 def unit_bytes(layout: Layout, rest: Layout | None = None) -> dict[int, int]:

@@ -12,14 +12,16 @@ They are Python integers, so nothing overflows at 2^31.
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
 
 from .cuts import Cuts, EvenCuts, PartOfCuts
+from .owners import step_work
 
 MIB = 1 << 20
 DEFAULT_CAP_MB = 25  # as in DistributedDataParallel
@@ -86,6 +88,7 @@ class ParameterSpec:
         group: the number of its param group.
         index: its index in torch.optim's dicts.
         unit: the number of its unit, whose parameters are gathered together; 0 for all if nothing is gathered.
+        whole: whether one rank owns all of it, since the optimizer's class steps it by its shape.
     """
 
     names: tuple[str, ...]
@@ -97,6 +100,7 @@ class ParameterSpec:
     group: int
     index: int
     unit: int = 0
+    whole: bool = False
 
     @property
     def name(self) -> str:
@@ -109,6 +113,16 @@ class ParameterSpec:
             product *= size
         return product
 
+    @property
+    def master_bytes(self) -> int:
+        """The bytes of its elements in the dtype of the master weights."""
+        return self.numel * self.dtypes.master_dtype.itemsize
+
+    @property
+    def step_work(self) -> int:
+        """The `step_work` of its shape; 0 if it is frozen."""
+        return step_work(self.shape) if self.trainable else 0
+
     def line(self) -> str:
         """Return, as text, the facts on which the ranks must agree."""
         dtypes = self.dtypes
@@ -118,7 +132,7 @@ class ParameterSpec:
         state = "trainable" if self.trainable else "frozen"
         names = "=".join(self.names) or self.name
         device = self.device.split(":")[0]
-        place = f"group {self.group} unit {self.unit}"
+        place = f"group {self.group} unit {self.unit}{' whole' if self.whole else ''}"
         return f"{names} {list(self.shape)} stride {list(self.stride)} {described} {device} {state} {place}"
 
 
@@ -185,6 +199,11 @@ class BucketSpec:
 
     def owned(self, rank: int) -> tuple[int, int]:
         return self.cuts.owned(rank)
+
+    def owner(self, slot: int) -> int:
+        """Return the rank that owns the first element of a slot, given by its number."""
+        offset = min(self.slots[slot].offset, self.numel - 1)  # a slot without elements may lie at the end
+        return bisect.bisect_right(self.cuts, offset) - 1
 
     def even_cuts(self, parts: int) -> EvenCuts:
         """Return the cuts of nearly equal, aligned parts."""
@@ -258,73 +277,16 @@ class Layout:
         spans = ((unit, list(numbers)) for unit, numbers in numbered)
         return [(unit, numbers[0], numbers[-1] + 1) for unit, numbers in spans]
 
-    def extended(self, more: Sequence[ParameterSpec], bucket_bytes: int, *, across_units: bool = False) -> Layout:
-        """Return this layout with further parameters in further buckets. No existing slot moves."""
-        first = len(self.parameters)
-        added = _buckets(more, self.world_size, bucket_bytes, across_units, first, len(self.buckets))
-        return Layout((*self.parameters, *more), (*self.buckets, *added), self.world_size)
-
-
-def build(
-    parameters: Sequence[ParameterSpec], world_size: int, bucket_bytes: int, *, across_units: bool = False
-) -> Layout:
-    """Lay out ``parameters`` (in order of registration) in buckets of at most ``bucket_bytes`` each.
-
-    A bucket is homogeneous in dtypes, device, trainability and, without ``across_units``, unit. It holds at least one
-    whole parameter, however large. Buckets are in the order in which a backward completes them.
-
-    With ``across_units`` units share buckets, as if there were none. The ranks' shards of a unit then differ in length.
-    This is for ranks between which no unit travels: they launch fewer reductions.
-    """
-    if world_size < 1:
-        raise ValueError(f"world size must be at least 1, not {world_size}")
-    buckets = _buckets(parameters, world_size, bucket_bytes, across_units, 0, 0)
-    return Layout(tuple(parameters), tuple(buckets), world_size)
-
-
-def _buckets(
-    parameters: Sequence[ParameterSpec],
-    world_size: int,
-    bucket_bytes: int,
-    across_units: bool,
-    first: int,
-    first_bucket: int,
-) -> list[BucketSpec]:
-    keys: dict[tuple[Dtypes, str, bool, int], list[int]] = {}
-    used: dict[tuple[Dtypes, str, bool, int], int] = {}
-    complete: list[list[int]] = []
-    for position in reversed(range(len(parameters))):
-        spec = parameters[position]
-        key = (spec.dtypes, spec.device, spec.trainable, 0 if across_units else spec.unit)
-        filling, nbytes = keys.setdefault(key, []), _padded(spec) * spec.dtypes.param_dtype.itemsize
-        if filling and used[key] + nbytes > bucket_bytes:
-            complete.append(filling)
-            filling, used[key] = [], 0
-            keys[key] = filling
-        filling.append(position)
-        used[key] = used.get(key, 0) + nbytes
-    complete += [filling for filling in keys.values() if filling]
-    complete.sort(key=lambda filling: -filling[-1])
-    return [
-        _bucket([(first + p, parameters[p]) for p in filling], world_size, first_bucket + number)
-        for number, filling in enumerate(complete)
-    ]
-
-
-def _padded(spec: ParameterSpec) -> int:
-    align = spec.dtypes.alignment
-    return -(-spec.numel // align) * align
-
-
-def _bucket(members: Sequence[tuple[int, ParameterSpec]], world_size: int, index: int) -> BucketSpec:
-    offsets = list(itertools.accumulate((_padded(spec) for _, spec in members), initial=0))
-    slots = tuple(
-        Slot(position, offset, spec.numel) for (position, spec), offset in zip(members, offsets, strict=False)
-    )
-    spec = members[0][1]
-    align = spec.dtypes.alignment
-    numel = offsets[-1] or align  # a bucket whose slots are empty gets padding, so that they have one owner, too
-    return BucketSpec(index, spec.dtypes, spec.device, slots, numel, EvenCuts(numel, world_size, align))
+    def loads(self) -> dict[int, tuple[int, int]]:
+        """Return the bytes and the `step_work` of the parameters that each rank owns as a whole, by rank."""
+        found: dict[int, tuple[int, int]] = {}
+        for bucket, number, slot in self.slots():
+            spec = self.parameters[slot.parameter]
+            if spec.whole:
+                owner = bucket.owner(number)
+                nbytes, work = found.get(owner, (0, 0))
+                found[owner] = nbytes + spec.master_bytes, work + spec.step_work
+        return found
 
 
 def unit_cap_mb(largest_unit: int) -> int:

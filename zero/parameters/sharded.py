@@ -18,8 +18,9 @@ from collectives import Choice, Collective, Kind, Region, Tag, Transport
 
 from ..config import MixedPrecision
 from ..consistency import broadcast, fingerprint
+from ..core.buckets import build
 from ..core.flags import where
-from ..core.layout import BucketSpec, Dtypes, Layout, ParameterSpec, build
+from ..core.layout import BucketSpec, Dtypes, Layout, ParameterSpec
 from ..core.parameter_specs import bindings, check_memory, misplaced, replaced, specs
 from ..core.stage import Placement, units_share_buckets
 from ..core.units import Predicate, find_units

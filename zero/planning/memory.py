@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
+from ..core.buckets import build
 from ..core.formulas import formula_bytes
-from ..core.layout import BucketSpec, Dtypes, Layout, Piece, build
+from ..core.layout import BucketSpec, Dtypes, Layout, Piece
 from ..core.runs import CUT, adjoins, part_begins, runs
 from ..core.stage import Placement
 from .model import Model, ParameterShape

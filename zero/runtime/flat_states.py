@@ -12,6 +12,9 @@ A run merges neighbouring pieces of one group whose scalars are equal, and ends 
 elements of a parameter stay the last ones of a tensor: the class then does the same arithmetic as on the parameters
 themselves. If the class loops over tensors, a run on the CPU is cut every `CUT` elements, which keeps it in the cache.
 On an accelerator it is not cut: a launch costs more than a cache saves.
+
+Where parameters have one owner each (`ParameterSpec.whole`), a run is one parameter, in its shape. The class may then
+keep states of any shape: those that are not as large as the parameter count as scalars here.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.bits import strided
 from ..core.layout import BucketSpec, Piece
 from ..core.runs import CUT, adjoins, parts, runs
 from .flat_buffer import FlatBuffer
@@ -33,18 +37,23 @@ from .master_weights import MasterWeights
 from .offload import OffloadedStates
 
 Options = dict[str, Any]
+Shape = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 
 
 @dataclass
 class _FlatParam:
     """A run: a view of the weights that the class steps as one parameter. Parts of a cut run share their pieces."""
 
-    parameter: Tensor  # 1-D, or without dimensions as the user's parameter
+    parameter: Tensor  # 1-D; in the user's shape if that has no dimensions, or if the parameter is whole
     begin: int  # in the interval, as is the end
     end: int
     first: int  # index of its first piece in the interval
     last: int  # index of its last piece, + 1
     views: dict[str, Tensor] = field(default_factory=dict)  # of the flat tensors of its states
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return this run of a flat tensor over the interval, a view, in the shape and the strides of `parameter`."""
+        return strided(flat, self.begin, self.parameter.shape, self.parameter.stride())
 
 
 @dataclass(frozen=True)
@@ -72,9 +81,11 @@ class BucketStates:
         bucket: BucketSpec,
         parameters: FlatBuffer,
         groups: Sequence[int],
-        scalars: Sequence[bool],
+        shapes: Sequence[Shape],
         master: MasterWeights | None = None,
         store: OffloadedStates | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
         """Create the states of an interval; there are none yet.
 
@@ -83,13 +94,15 @@ class BucketStates:
             bucket: the bucket.
             parameters: of the interval.
             groups: the number of each slot's param group.
-            scalars: of each slot, whether its parameter has no dimensions.
+            shapes: of each slot's parameter.
             master: the master weights, which are updated instead of the parameters; None: there are none.
             store: the memory of the states, if they are offloaded.
+            whole: whether the class steps each parameter by itself, in its shape.
         """
         self._store = store
         self.instance = instance
-        self.scalars = scalars
+        self._shapes, self.whole = shapes, whole
+        self.scalars = [shape == () for shape, _ in shapes]
         self.bucket, self.begin, self.end = bucket, parameters.begin, parameters.end
         self._parameters, self._placement, self.master = parameters.data, parameters.placement, master
         self.pieces: tuple[Piece, ...] = bucket.pieces(self.begin, self.end)
@@ -133,45 +146,52 @@ class BucketStates:
 
     def _joins(self, index: int) -> bool:
         """Return True if the piece continues the run of the one before it."""
+        if self.whole:
+            return False
         before, state = self._states[index - 1], self._states[index]
         equal = state is None if before is None else before.same(state)
         return adjoins(self.pieces, self.groups, self.scalars, index) and equal
 
-    def _is_scalar(self, index: int) -> bool:
-        """Return True for a parameter without dimensions. It keeps that shape: torch promotes dtypes as for numbers."""
-        return self.scalars[self.pieces[index].slot]
+    def _shape(self, index: int, numel: int) -> Shape:
+        """Return the shape of a run that begins with a piece, and its strides.
+
+        A parameter without dimensions keeps that shape: torch promotes dtypes as for numbers.
+        """
+        slot = self.pieces[index].slot
+        return self._shapes[slot] if self.whole or self.scalars[slot] else ((numel,), (1,))
 
     def _make_runs(self, first: int, last: int, cut: bool) -> None:
         begin, end = self.pieces[first].begin - self.begin, self.pieces[last - 1].end - self.begin
         weights = self.weights
         state = self._states[first]
-        for low, high in parts(begin, end, CUT if cut and weights.device.type == "cpu" else None):
-            shape = () if self._is_scalar(first) else (high - low,)
-            parameter = weights[low:high].detach().view(shape).requires_grad_()
+        for low, high in parts(begin, end, CUT if cut and not self.whole and weights.device.type == "cpu" else None):
+            parameter = strided(weights.detach(), low, *self._shape(first, high - low)).requires_grad_()
             run = _FlatParam(parameter, low, high, first, last)
             if state is not None:
-                run.views = {name: self.flat[name].data[low:high].view(shape) for name in state.elementwise}
+                run.views = {name: run.of(self.flat[name].data) for name in state.elementwise}
                 self.instance.state[parameter] = {**copy.deepcopy(dict(state.scalars)), **run.views}
+            if self.whole:
+                self._states[first] = None  # the run has it now: its tensors may be large
             self.runs.append(run)
 
     def adopt_states(self, names: frozenset[str]) -> None:
         """Copy states that the class has made or replaced into the flat tensors.
 
-        ``names``: the states that are as large as the parameter. For a parameter without dimensions the shape does not
-        distinguish these from scalars.
+        ``names``: the states that are as large as the parameter. For a parameter without dimensions, and for whole
+        ones, the shape does not distinguish these from others.
         """
         for run in self.runs:
             state: dict[str, Any] = self.instance.state.get(run.parameter, {})
             for name, value in state.items():
                 if value is run.views.get(name) or not is_elementwise(value, run.parameter):
                     continue
-                if run.parameter.dim() == 0 and name not in names:
-                    continue  # a scalar of the class, not of the parameter
+                if (self.whole or run.parameter.dim() == 0) and name not in names:
+                    continue  # it only happens to have this shape
                 if name not in self.flat:
                     self.flat[name] = self._room(name, value.dtype)
                 staged = {} if self._store is None else self._store.staged
                 target = staged.get(name, self.flat[name].data)
-                view = target[run.begin : run.end].view(run.parameter.shape)
+                view = run.of(target)
                 view.copy_(value)
                 state[name] = run.views[name] = view
 
@@ -234,14 +254,19 @@ class BucketStates:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the states: flat tensors, scalars of the runs, and master weights."""
-        scalars = [
-            value
-            for run in self.runs
-            for name, value in self.instance.state.get(run.parameter, {}).items()
-            if isinstance(value, Tensor) and name not in run.views
-        ]
         wide = [self.master.master] if self.master is not None and self.master.exists else []
-        return [*(flat.data for flat in self.flat.values()), *scalars, *wide]
+        return [*(flat.data for flat in self.flat.values()), *self._others(), *wide]
+
+    def large_bytes(self) -> int:
+        """Return the bytes of the runs' states of more than one element that are not as large as the parameter."""
+        return sum(tensor.nbytes for tensor in self._others() if tensor.numel() > 1)
+
+    def _others(self) -> Iterator[Tensor]:
+        """Yield the tensors among the runs' states that are not flat."""
+        for run in self.runs:
+            for name, value in self.instance.state.get(run.parameter, {}).items():
+                if name not in run.views:
+                    yield from _tensors_in(value)
 
     # -- offloaded states ---------------------------------------------------------------------------------------------
 
@@ -283,8 +308,17 @@ class BucketStates:
         """Make the class's states views of these tensors."""
         for run in self.runs if flats else ():
             for name in run.views.keys() & flats.keys():
-                view = flats[name][run.begin : run.end].view(run.parameter.shape)
+                view = run.of(flats[name])
                 run.views[name] = self.instance.state[run.parameter][name] = view
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a state, which may be nested in lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for inside in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(inside)
 
 
 def is_elementwise(value: Any, parameter: Tensor) -> bool:

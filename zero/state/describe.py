@@ -12,7 +12,8 @@ from torch import Tensor
 
 from collectives import Choice
 
-from ..core.formulas import formula_bytes, formula_traffic
+from ..core.formulas import busiest_link, formula_bytes, formula_traffic
+from ..core.layout import Layout
 from ..core.parameter_specs import parts_of
 from ..core.stage import Stage
 from ..gradients.reducer import Reducer
@@ -56,6 +57,7 @@ class Description:
     formula_bytes: dict[str, int]
     replicated_bytes: dict[str, int]  # by name, of the parameters that every rank holds whole at every stage
     offloaded_bytes: int  # the part of all these that is on disk or in the host's memory
+    by_parameter: str  # how parameters with one owner each are spread over the ranks; empty if there are none
     formula_traffic_bytes: Callable[[int, int], int]
     """(backwards, synchronised backwards) of the rank that has most in a step -> payload bytes that the step sends,
     summed over the ranks. A rank that has fewer takes part without a contribution."""
@@ -73,6 +75,7 @@ class Description:
             lines.append(f"{'replicated':<14} {sum(self.replicated_bytes.values()):>14,}  {', '.join(names)}")
         if self.offloaded_bytes:
             lines.append(f"{'elsewhere':<14} {self.offloaded_bytes:>14,}")
+        lines += self.by_parameter.splitlines()
         for number, bucket in enumerate(self.buckets):
             names = _few(bucket.names)
             state = "" if bucket.trainable else ", frozen"
@@ -103,6 +106,16 @@ def describe(
     gradients = [tensor for bucket in buckets for tensor in bucket.grad.tensors()]
     states = [tensor for bucket in buckets for tensor in bucket.states.tensors()]
     tensors_of_state = max((len(bucket.states.flat) for bucket in buckets), default=0)
+    formula = formula_bytes(
+        layout,
+        stage,
+        tensors_of_state,
+        storage.rest,
+        reshard_group_size,
+        slices_are_exposed=bool(stage.gathers(1)) and units_need_gather and shards.memory is not None,
+        rank=shards.rank,
+    )
+    formula["optimizer"] += sum(bucket.states.large_bytes() for bucket in buckets)  # the class alone knows their shapes
     return Description(
         stage.number,
         transport.rank,
@@ -126,16 +139,10 @@ def describe(
             "gathered_peak": 0 if gathered is None else gathered.peak_bytes,
             "scratch_peak": shards.pool.peak_bytes,
         },
-        formula_bytes(
-            layout,
-            stage,
-            tensors_of_state,
-            storage.rest,
-            reshard_group_size,
-            slices_are_exposed=bool(stage.gathers(1)) and units_need_gather and shards.memory is not None,
-        ),
+        formula,
         {name: sum(part.nbytes for part in parts_of(parameter)) for name, parameter in storage.replicas()},
         _bytes([*storage.kept(), *(tensor for bucket in buckets for tensor in bucket.states.kept())]),
+        _by_parameter(layout, stage),
         lambda backwards, synchronised: formula_traffic(
             layout,
             stage,
@@ -148,6 +155,29 @@ def describe(
             reshard_group_size=reshard_group_size,
         ),
     )
+
+
+def _by_parameter(layout: Layout, stage: Stage) -> str:
+    """Return, as text, how parameters that have one owner each are spread over the ranks."""
+    whole = [spec for spec in layout.parameters if spec.whole]
+    if not whole:
+        return ""
+    ranks = layout.world_size
+    loads = [layout.loads().get(rank, (0, 0)) for rank in range(ranks)]
+    held, work = [nbytes for nbytes, _ in loads], [work for _, work in loads]
+    busiest, even = busiest_link(layout, stage, 1)
+    lines = [
+        f"by parameter: {len(whole)} parameters, {min(held):,} to {max(held):,} B a rank; work of a step: the busiest "
+        f"rank has {max(work) * ranks / max(sum(work), 1):.2f} times the mean; traffic of its link in a step: "
+        f"{busiest:,} B, with equal shards {even:,}"
+    ]
+    lines += [
+        f"by parameter: {spec.name} has {spec.master_bytes:,} B, more than 1/{ranks} of {sum(held):,}: its owner holds "
+        "the most"
+        for spec in whole
+        if spec.master_bytes * ranks > sum(held)
+    ]
+    return "\n".join(lines)
 
 
 def _bucket(bucket: Bucket, collective: str) -> BucketDescription:

@@ -1,52 +1,28 @@
 """Turns optimizer states into plain torch.optim dicts and back, at every stage and number of ranks.
 
-Knows: the format of torch.optim's dicts, and which rank owns which piece. Bytes from a peer are never unpickled: names
-and scalars travel as JSON, tensors as bytes.
+Knows: the format of torch.optim's dicts. Does not know: how states travel (`gather`).
 """
 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from collectives import Kind, Tag, Transport, Work
+from collectives import Kind, Tag, Transport
 
-from ..core.bits import flattened, strided
-from ..core.cuts import Cuts
+from ..core.bits import flattened
 from ..core.layout import ParameterSpec
 from ..core.stage import Placement, Stage
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
 from ..runtime.flat_states import Options, PieceState
-from ..step.elementwise import check_elementwise
 from ..step.inner import InnerOptimizer
-
-_DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)}
-
-_MASTER = "(master weights)"  # a key among the flat tensors of a bucket's states
-
-
-def _encoded(state: PieceState) -> dict[str, Any]:
-    scalars = {
-        name: {"dtype": str(value.dtype), "value": value.item()} if isinstance(value, Tensor) else {"value": value}
-        for name, value in state.scalars.items()
-    }
-    return {"elementwise": list(state.elementwise), "scalars": scalars}
-
-
-def _decoded(entry: Mapping[str, Any]) -> PieceState:
-    scalars = {
-        name: torch.tensor(value["value"], dtype=_DTYPES[value["dtype"]], device="cpu")
-        if "dtype" in value
-        else value["value"]
-        for name, value in entry["scalars"].items()
-    }
-    return PieceState(tuple(entry["elementwise"]), scalars)
+from ..step.partition import check_class
+from .gather import gather
 
 
 class PlainDicts:
@@ -98,7 +74,7 @@ class PlainDicts:
         saved_groups = state_dict.get("param_groups", [])
         buckets, inner = self._storage.buckets, self._inner
         known = [spec for spec in self._storage.layout.parameters if spec.group < len(saved_groups)]
-        names = inner.elementwise | check_elementwise(inner, saved_groups, known)
+        names = inner.elementwise | check_class(inner, saved_groups, known)
         mapping = check(state_dict, groups, self._storage.listed(), names)
         for group, saved in zip(groups, state_dict["param_groups"], strict=True):
             options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
@@ -106,115 +82,6 @@ class PlainDicts:
         scatter(state_dict["state"], mapping, groups, buckets, names)
         scatter_masters(state_dict.get("masters", {}), mapping, buckets)
         inner.elementwise, self._consolidated = names, None
-
-
-def gather(
-    buckets: Sequence[Bucket],
-    transport: Transport,
-    shards: Transport,
-    to: int | None,
-    whole_here: bool,
-    tag: Tag,
-) -> tuple[dict[int, Any], dict[int, Tensor]] | None:
-    """Gather whole states, and whole master weights if there are any, on rank ``to``. Collective.
-
-    Args:
-        buckets: all, with the states of this rank.
-        transport: all ranks.
-        shards: the ranks that share one copy. Those in the replica of ``to`` send.
-        to: the rank that gets the result; None for every rank.
-        whole_here: whether every rank holds whole states, so that nothing needs to travel.
-        tag: the tag of the messages.
-
-    Returns:
-        (states, master weights), each by torch.optim's index; None on ranks that do not get them.
-    """
-    told = _state_facts(buckets)
-    lists = [told] if whole_here else [json.loads(d) for d in transport.exchange(json.dumps(told).encode(), tag)]
-    here, receivers = to in (None, transport.rank), range(shards.world_size)
-    if to is not None:
-        replica, place = divmod(to, shards.world_size)
-        receivers = range(place, place + 1)
-        if transport.rank // shards.world_size != replica or (whole_here and not here):
-            return None
-    result: dict[int, Any] = {}
-    masters: dict[int, Tensor] = {}
-    for bucket in buckets:
-        spec, states = bucket.spec, bucket.states
-        slots: dict[int, PieceState] = {}
-        for entries in lists:
-            for number, entry in entries[spec.index]["pieces"]:
-                slots.setdefault(number, _decoded(entry))
-        names: dict[str, str] = {}
-        for entries in lists:
-            names |= entries[spec.index]["flat"]
-        if any(entries[spec.index]["master"] for entries in lists):
-            names[_MASTER] = str(spec.dtypes.master_dtype)
-        flats: dict[str, Tensor] = {}
-        states.wait_for_copies()
-        for number, (name, dtype) in enumerate(sorted(names.items())):
-            if name == _MASTER:
-                part = states.synced_weights()
-            elif name in states.flat:
-                part = states.flat[name].data
-            else:
-                part = torch.zeros(states.end - states.begin, dtype=_DTYPES[dtype], device=spec.device)
-            if whole_here:
-                flats[name] = part.cpu()
-                continue
-            one = Tag(Kind.GATHER, f"{tag.label}, {name}"[:70], tag.round, spec.index * 1000 + number)
-            whole = gather_to(part, spec.cuts, shards, receivers, one)
-            if whole is not None:
-                flats[name] = whole.cpu()
-        if here:
-            for number, (slot, of) in enumerate(zip(spec.slots, bucket.specs, strict=True)):
-                if number in slots:
-                    values: dict[str, Any] = dict(slots[number].scalars)
-                    for name in slots[number].elementwise:
-                        values[name] = strided(flats[name], slot.offset, of.shape, of.stride).clone()
-                    result[of.index] = values
-                if _MASTER in flats:
-                    masters[of.index] = strided(flats[_MASTER], slot.offset, of.shape, of.stride).clone()
-        states.evict()
-    return (dict(sorted(result.items())), dict(sorted(masters.items()))) if here else None
-
-
-def _state_facts(buckets: Sequence[Bucket]) -> list[dict[str, Any]]:
-    """Return the metadata of this rank's states by bucket: names, dtypes and scalars, but no tensors."""
-    told = []
-    for bucket in buckets:
-        states, pieces = bucket.states, []
-        for number, piece in enumerate(states.pieces):
-            state = states.state_of(number)
-            if state is not None:
-                pieces.append((piece.slot, _encoded(state)))
-        flat = {name: str(flat.data.dtype) for name, flat in states.flat.items()}
-        has_master = states.master is not None and states.master.exists
-        told.append({"pieces": pieces, "flat": flat, "master": has_master})
-    return told
-
-
-def gather_to(part: Tensor, cuts: Cuts, transport: Transport, receivers: Sequence[int], tag: Tag) -> Tensor | None:
-    """Send every rank's ``part``, 1-D, to the ranks ``receivers``, and return the whole there, None elsewhere.
-
-    Collective. ``cuts``: which elements of the whole each rank has.
-    """
-    whole: Tensor | None = None
-    works: list[Work] = []
-    if transport.rank in receivers:
-        whole = torch.empty(cuts.bound(cuts.world_size), dtype=part.dtype, device=part.device)
-        low, high = cuts.owned(transport.rank)
-        whole[low:high].copy_(part)
-        for source in transport.peers():
-            low, high = cuts.owned(source)
-            if low < high:
-                works.append(transport.irecv(whole[low:high], source, tag, control=True, one_way=True))
-    for receiver in receivers:
-        if receiver != transport.rank and part.numel():
-            works.append(transport.isend(part, receiver, tag, control=True, one_way=True))
-    for work in works:
-        work.wait()
-    return whole
 
 
 def packed_groups(groups: Sequence[Options], listed: Sequence[ParameterSpec]) -> list[Options]:
@@ -298,7 +165,7 @@ def check(
                 )
             for name, value in state_dict["state"].get(mapping[index], {}).items():
                 shape = by_index[index].shape
-                if value is None:
+                if value is None or by_index[index].whole:  # a whole parameter may have states of any shape
                     continue
                 if name in elementwise and tuple(value.shape) != shape:
                     raise ValueError(
@@ -341,7 +208,7 @@ def scatter(
             scalars: dict[str, Any] = {}
             names = []
             for name, value in values.items():
-                if name not in elementwise or value is None:
+                if not lies_flat(name, value, spec, elementwise):
                     scalars[name] = scalar_state(name, value, fused, device)
                     continue
                 names.append(name)
@@ -355,17 +222,29 @@ def scatter(
         states.evict()
 
 
+def lies_flat(name: str, value: Any, spec: ParameterSpec, elementwise: frozenset[str]) -> bool:
+    """Return whether a saved state of a parameter belongs into a flat tensor. ``value`` has a shape, or is None.
+
+    ``elementwise``: the names of the states that are as large as their parameter; of a whole one it may differ.
+    """
+    return name in elementwise and value is not None and (not spec.whole or tuple(value.shape) == spec.shape)
+
+
 def scalar_state(name: str, value: Any, on_device: bool, device: str) -> Any:
-    """Return a copy of a scalar state, on the device where the class expects it.
+    """Return a copy of a state that is not as large as its parameter, on the device where the class expects it.
 
     A step count on a device becomes fp32, as the class keeps it. Every other dtype stays, so that nothing depends on a
-    reload.
+    reload. Tensors without dimensions stay where they are.
     """
+    if isinstance(value, dict):
+        return type(value)({key: scalar_state("", inside, on_device, device) for key, inside in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)([scalar_state("", inside, on_device, device) for inside in value])
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     if name == "step" and on_device:
         return value.detach().clone().to(device=device, dtype=torch.float32)
-    return value.detach().clone()
+    return value.detach().clone().to(device if value.dim() else value.device)
 
 
 def scatter_masters(masters: Mapping[int, Tensor], mapping: Mapping[int, int], buckets: Sequence[Bucket]) -> None:

@@ -7,22 +7,32 @@ ranks.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..core.layout import Dtypes, ParameterSpec
+from ..core.layout import ParameterSpec
 from ..runtime.flat_states import Options, is_elementwise
-from .inner import InnerOptimizer, not_elementwise
-from .trial import ClassFailedError, Half, Setting, Whole
+from .inner import InnerOptimizer, NotElementwiseError
+from .trial import (
+    STEPS,
+    ClassFailedError,
+    Half,
+    Setting,
+    Whole,
+    distinct,
+    equal_values,
+    placed,
+    random_state_kept,
+    rate_is_low,
+    text_of,
+    with_raised_rates,
+)
 
-STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
 FEW_STEPS = 3  # with the user's learning rates, before low ones are raised
 DIMENSIONS = frozenset({0, 1, 2, 4})
-RAISED_RATE = 0.25  # with a lower rate, which a scheduler may raise later, rounding could hide an update
 
 
 def check_elementwise(
@@ -40,9 +50,9 @@ def check_elementwise(
     if not parameters:
         return frozenset()
     names = {len(spec.shape): spec.name for spec in reversed(parameters)}
-    options, settings = _distinct(inner.defaults, groups, parameters)
-    with _random_state_kept(settings):
-        if not any(_raised_rate(given) for given in options):
+    options, settings = distinct(inner.defaults, groups, parameters)
+    with random_state_kept(settings):
+        if not any(map(rate_is_low, options)):
             return _try(inner, options, settings, names, STEPS)[0]
         _, dimensions = _try(inner, options, settings, names, FEW_STEPS)
         raised = _compare_raised(inner, options, settings, dimensions)
@@ -68,24 +78,15 @@ def _try(
     try:
         return _compare(inner, options, settings, dimensions, steps), dimensions
     except ClassFailedError as error:
-        raise not_elementwise(inner.name, f"a step over several parameters failed ({error})") from error
+        raise NotElementwiseError(inner.name, f"a step over several parameters failed ({error})") from error
 
 
 def _compare_raised(
     inner: InnerOptimizer, options: Sequence[Options], settings: Sequence[Setting], dimensions: Sequence[int]
 ) -> frozenset[str] | None:
-    """Compare with low learning rates raised. Return None if the class refuses such a rate.
-
-    Rates are raised both in the class's arguments and in the groups, since a class may keep both.
-    """
+    """Compare with low learning rates raised. Return None if the class refuses such a rate."""
     try:
-        raised = inner.another(**_raised_rate(inner.defaults))
-    except TypeError:  # the class has no argument for it
-        raised = inner
-    except Exception:
-        return None
-    try:
-        return _compare(raised, [{**given, **_raised_rate(given)} for given in options], settings, dimensions, STEPS)
+        return _compare(*with_raised_rates(inner, options), settings, dimensions, STEPS)
     except ClassFailedError:
         return None
 
@@ -104,14 +105,14 @@ def _accepted(
     refused: dict[int, Exception] = {}
     for number in dimensions:
         try:
-            whole = Whole(inner, options, settings, [number])
+            whole = Whole(inner, options, placed(settings, [number]))
             for step in range(STEPS):
                 whole.step(whole.gradients(step))
         except ClassFailedError as error:
             refused[number] = error
     for number, problem in refused.items():
         if len(refused) == len(dimensions):
-            raise not_elementwise(inner.name, f"a step over a throw-away parameter failed ({problem})") from problem
+            raise NotElementwiseError(inner.name, f"a step over a throw-away parameter failed ({problem})") from problem
         if number in names:
             raise ValueError(
                 f"{inner.name} refuses a parameter of {number} dimensions, as {names[number]!r} is: {problem}"
@@ -128,7 +129,7 @@ def _compare(
 ) -> frozenset[str]:
     """Step throw-away parameters whole and in halves, and compare. Return the names of states as large as the
     parameter. Raises `ValueError` on a difference, `ClassFailedError` if the class raised over whole parameters."""
-    whole = Whole(inner, options, settings, dimensions)
+    whole = Whole(inner, options, placed(settings, dimensions))
     with _refusing(inner, "it refuses flat pieces"):
         halves = [Half(inner, options, whole, number) for number in range(2)]
     for step in range(steps):
@@ -142,8 +143,8 @@ def _compare(
                 half.step(gradients, names)
             for piece in half.pieces if step % 3 == 2 or step == steps - 1 else ():
                 parameter = whole.parameters[piece.parameter]
-                if not _same_bits(piece.of(parameter), piece.values):
-                    raise not_elementwise(
+                if not equal_values(piece.of(parameter), piece.values):
+                    raise NotElementwiseError(
                         inner.name,
                         f"a parameter of shape {tuple(parameter.shape)} was stepped to other bits in pieces than "
                         f"whole, within {step + 1} of {steps} steps",
@@ -160,7 +161,7 @@ def _refusing(inner: InnerOptimizer, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise not_elementwise(inner.name, f"{what} ({error})") from error
+        raise NotElementwiseError(inner.name, f"{what} ({error})") from error
 
 
 def _check_states(inner: InnerOptimizer, whole: Whole) -> None:
@@ -171,7 +172,7 @@ def _check_states(inner: InnerOptimizer, whole: Whole) -> None:
                 kind = (
                     f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
                 )
-                raise not_elementwise(
+                raise NotElementwiseError(
                     inner.name, f"its state {name!r} {kind}, where the parameter has shape {tuple(parameter.shape)}"
                 )
 
@@ -192,79 +193,14 @@ def _compare_scalars(inner: InnerOptimizer, whole: Whole, half: Half, large: fro
     """
     for mine, theirs in zip(whole.groups, half.groups, strict=True):
         for name, value in mine.items():
-            if _plain(value, type) != _plain(theirs.get(name), type):
-                raise not_elementwise(
+            if text_of(value, type) != text_of(theirs.get(name), type):
+                raise NotElementwiseError(
                     inner.name, f"it put another {name!r} into a param group of pieces than of wholes"
                 )
     for piece in half.pieces:
         state = half.scalars(piece)
         for name, value in whole.state(piece.parameter).items():
-            if name not in large and _plain(value, type) != _plain(state.get(name), type):
-                raise not_elementwise(
+            if name not in large and text_of(value, type) != text_of(state.get(name), type):
+                raise NotElementwiseError(
                     inner.name, f"its state {name!r} came to another value for pieces than for wholes"
                 )
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return True if the bits are equal. All NaNs count as equal: torch's own kernels give different ones."""
-    if torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
-        return True
-    equal = (one == other) & (one.signbit() == other.signbit())
-    return bool((equal | (one.isnan() & other.isnan())).all())
-
-
-def _distinct(
-    defaults: Options, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
-) -> tuple[list[Options], list[Setting]]:
-    """Return the distinct options of the groups, and the settings in which parameters have them."""
-    numbers_of: dict[str, int] = {}
-    options: list[Options] = []
-    number_of: dict[int, int] = {}  # by group
-    for group in dict.fromkeys(spec.group for spec in parameters):
-        given = {key: value for key, value in groups[group].items() if key not in ("params", "param_names")}
-        given = {**defaults, **given}
-        number_of[group] = numbers_of.setdefault(_plain(given, id), len(options))
-        if number_of[group] == len(options):
-            options.append(given)
-    shapes: dict[tuple[int, Dtypes, str], set[tuple[int, ...]]] = {}
-    for spec in parameters:
-        shapes.setdefault((number_of[spec.group], spec.dtypes, spec.device), set()).add(spec.shape)
-    settings = [
-        Setting(
-            number,
-            dtypes,
-            torch.device(device),
-            matrices=any(len(shape) > 1 for shape in found),
-            single_elements=any(shape == (1,) for shape in found),
-        )
-        for (number, dtypes, device), found in shapes.items()
-    ]
-    return options, settings
-
-
-def _raised_rate(options: Options) -> Options:
-    """Return `RAISED_RATE` as the option ``lr`` if the rate is lower; else no option."""
-    rate = options.get("lr")
-    if not isinstance(rate, (int, float, Tensor)) or rate >= RAISED_RATE:
-        return {}
-    return {"lr": torch.full_like(rate, RAISED_RATE) if isinstance(rate, Tensor) else RAISED_RATE}
-
-
-def _plain(value: Any, other: Callable[[Any], object]) -> str:
-    """Return a text that is equal for equal options. For other than plain values it is the text of ``other(value)``."""
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {value.device} {value.tolist()}"
-    if isinstance(value, dict):
-        return str([(key, _plain(inside, other)) for key, inside in value.items()])
-    if isinstance(value, (list, tuple)):
-        return str((type(value), [_plain(inside, other) for inside in value]))
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    return f"{type(value)} {other(value)}"
-
-
-@contextmanager
-def _random_state_kept(settings: Sequence[Setting]) -> Iterator[None]:
-    devices = list(dict.fromkeys(setting.device for setting in settings if setting.device.type not in ("cpu", "meta")))
-    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
-        yield

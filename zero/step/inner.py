@@ -56,10 +56,7 @@ class InnerOptimizer:
         plain = optimizer_class([torch.zeros(1, 1)], **defaults)  # torch's own errors about the arguments
         self.defaults: Options = dict(plain.defaults)
         self._class, self._arguments = optimizer_class, defaults
-        try:
-            self._begins_with_state = bool(optimizer_class([torch.zeros(1)], **defaults).state)
-        except Exception as error:
-            raise not_elementwise(optimizer_class.__name__, f"it refuses a flat parameter ({error})") from error
+        self._begins_with_state = bool(plain.state)
         self.elementwise: frozenset[str] = frozenset()  # names of the states that are as large as the parameter
 
     @property
@@ -82,7 +79,7 @@ class InnerOptimizer:
 
     def instance(self, other: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         """Return an instance of the class without parameters, whose own counters equal those of an ``other``."""
-        made = self._class([torch.zeros(1)], **self._arguments)
+        made = self._class([torch.zeros(1, 1)], **self._arguments)
         made.param_groups.clear()
         made.state.clear()
         if other is not None:
@@ -156,13 +153,16 @@ def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     return lambda: step(optimizer)
 
 
-def not_elementwise(optimizer_class: str, why: str) -> ValueError:
-    """Return the error for a class that cannot be sharded. ``why``: completes "is not element-wise: ..."."""
-    return ValueError(
-        f"{optimizer_class} is not element-wise: {why}. A rank steps flat pieces of parameters, so only "
-        "classes whose update of an element depends on nothing but that element's gradient and state can be sharded "
-        "(SGD, Adam, AdamW, Adagrad, RMSprop, ...)"
-    )
+class NotElementwiseError(ValueError):
+    """A class does not step pieces of parameters as it steps whole ones. ``why``: the difference that was found."""
+
+    def __init__(self, optimizer_class: str, why: str) -> None:
+        super().__init__(
+            f'{optimizer_class} is not element-wise: {why}. With partition="element" a rank steps flat pieces of '
+            "parameters, which needs a class whose update of an element depends on nothing but that element's gradient "
+            'and state (SGD, Adam, AdamW, Adagrad, RMSprop, ...): leave partition= away, or take "parameter"'
+        )
+        self.why = why
 
 
 def _prefetch(states: BucketStates | None) -> None:
@@ -183,7 +183,7 @@ def _step(update: BucketUpdate, cut: tuple[bool, ...], groups: Sequence[Options]
     wide = None if gradient is None else gradient.data.to(states.bucket.dtypes.master_dtype)
     for run in states.runs:
         assert wide is not None
-        run.parameter.grad = wide[run.begin : run.end].view(run.parameter.shape)
+        run.parameter.grad = run.of(wide)
     states.instance.param_groups = param_groups = _param_groups(states, groups)
     try:
         unhooked_step(states.instance)()

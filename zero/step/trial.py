@@ -11,7 +11,8 @@ user's parameters, and the comparison of results.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.cuts import EvenCuts
-from ..core.layout import BucketSpec, Dtypes, Slot
+from ..core.layout import BucketSpec, Dtypes, ParameterSpec, Slot
 from ..core.stage import Placement
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options, is_elementwise
@@ -29,6 +30,8 @@ from .inner import BucketUpdate, InnerOptimizer, unhooked_step
 # at multiples of 64 bytes. Throw-away tensors of so many times 64 bytes have such a rest if they are stepped whole, and
 # hardly any in pieces, which lie side by side without padding.
 RAGGED = (1, 3, 5, 7, 9, 11, 13, 15)
+STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
+RAISED_RATE = 0.25  # with a lower rate, which a scheduler may raise later, rounding could hide an update
 
 
 @dataclass(frozen=True)
@@ -38,27 +41,26 @@ class Setting:
     options: int  # index among the distinct options
     dtypes: Dtypes
     device: torch.device
-    matrices: bool  # some have two dimensions or more
-    single_elements: bool  # some have the shape (1,)
+    shapes: tuple[tuple[int, ...], ...]  # of these parameters
+
+    @property
+    def matrices(self) -> bool:
+        """Whether some have two dimensions or more."""
+        return any(len(shape) > 1 for shape in self.shapes)
 
 
 class ClassFailedError(Exception):
     """The class itself raised an error over whole parameters."""
 
 
+Placed = tuple[Setting, tuple[int, ...]]  # a throw-away parameter: its kind and its shape
+
+
 class Whole:
-    """Throw-away parameters, stepped by the class: for each of the ``settings``, of each number of ``dimensions``.
+    """Throw-away parameters, stepped by the class. Raises `ClassFailedError` if the class refuses them."""
 
-    Raises `ClassFailedError` if the class refuses them.
-    """
-
-    def __init__(
-        self, inner: InnerOptimizer, options: Sequence[Options], settings: Sequence[Setting], dimensions: Sequence[int]
-    ) -> None:
+    def __init__(self, inner: InnerOptimizer, options: Sequence[Options], shapes: Sequence[Placed]) -> None:
         self._generator = torch.Generator().manual_seed(0)
-        shapes = [
-            (setting, shape) for setting in settings for number in dimensions for shape in _shapes(number, setting)
-        ]
         self._shapes = list(dict.fromkeys(shape for _, shape in shapes))
         self._sizes = [self._noise(shape) for shape in self._shapes]  # magnitudes of the elements' gradients
         values = {shape: self._noise(shape) ** 5 for shape in self._shapes}  # of many magnitudes
@@ -174,9 +176,9 @@ class Half:
             self.pieces.append(TrialPiece(slot.parameter, part, values, gradients, bucket.index, number))
             values.copy_(self.pieces[-1].of(whole.parameters[slot.parameter]))
         groups = [whole.settings[slot.parameter].options for slot in slots]
-        scalars = [whole.parameters[slot.parameter].dim() == 0 for slot in slots]
+        shapes = [(tuple(p.shape), p.stride()) for p in (whole.parameters[slot.parameter] for slot in slots)]
         weights = FlatBuffer(flat, Placement.WHOLE)
-        states = BucketStates(self._inner.instance(None), bucket, weights, groups, scalars)
+        states = BucketStates(self._inner.instance(None), bucket, weights, groups, shapes)
         self._inner.begin(states, self.groups)
         self._states.append(states)
         self._gradients.append(FlatBuffer(gradient, Placement.WHOLE))
@@ -207,6 +209,11 @@ def _bounds(size: int, align: int, half: int) -> tuple[int, int]:
     return (0, cut) if half == 0 else (cut, size)
 
 
+def placed(settings: Sequence[Setting], dimensions: Sequence[int]) -> list[Placed]:
+    """Return, for each of the ``settings``, throw-away parameters of each number of ``dimensions``."""
+    return [(setting, shape) for setting in settings for number in dimensions for shape in _shapes(number, setting)]
+
+
 def _shapes(dimensions: int, setting: Setting) -> list[tuple[int, ...]]:
     """Return the shapes of throw-away parameters. All but those of `RAGGED` and of 96 elements have padding after them.
 
@@ -217,7 +224,7 @@ def _shapes(dimensions: int, setting: Setting) -> list[tuple[int, ...]]:
             return [()]
         case 1:
             ragged = [(times * setting.dtypes.alignment,) for times in RAGGED if setting.device.type == "cpu"]
-            return [(96,), *ragged, *([(1,)] if setting.single_elements else [])]
+            return [(96,), *ragged, *([(1,)] if (1,) in setting.shapes else [])]
         case 2:
             return [(131, 137) if setting.matrices else (13, 17)]
         case 3:
@@ -227,7 +234,88 @@ def _shapes(dimensions: int, setting: Setting) -> list[tuple[int, ...]]:
 
 def _orthogonal(gradient: Tensor, parameter: Tensor) -> Tensor:
     """Return the part of a gradient that is orthogonal to the parameter, row by row."""
+    if not parameter.numel():
+        return gradient
     rows = parameter.view(len(parameter) if parameter.dim() > 1 else 1, -1).float()
     along = gradient.view_as(rows)
     share = (along * rows).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True)
     return (along - rows * share).nan_to_num().view(parameter.shape)
+
+
+def equal_values(one: Tensor, other: Tensor) -> bool:
+    """Return True if the bits are equal. All NaNs count as equal: torch's own kernels give different ones."""
+    if torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+        return True
+    equal = (one == other) & (one.signbit() == other.signbit())
+    return bool((equal | (one.isnan() & other.isnan())).all())
+
+
+def distinct(
+    defaults: Options, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
+) -> tuple[list[Options], list[Setting]]:
+    """Return the distinct options of the groups, and the settings in which parameters have them."""
+    numbers_of: dict[str, int] = {}
+    options: list[Options] = []
+    number_of: dict[int, int] = {}  # by group
+    for group in dict.fromkeys(spec.group for spec in parameters):
+        given = {key: value for key, value in groups[group].items() if key not in ("params", "param_names")}
+        given = {**defaults, **given}
+        number_of[group] = numbers_of.setdefault(text_of(given, id), len(options))
+        if number_of[group] == len(options):
+            options.append(given)
+    shapes: dict[tuple[int, Dtypes, str], set[tuple[int, ...]]] = {}
+    for spec in parameters:
+        shapes.setdefault((number_of[spec.group], spec.dtypes, spec.device), set()).add(spec.shape)
+    settings = [
+        Setting(number, dtypes, torch.device(device), tuple(sorted(found)))
+        for (number, dtypes, device), found in shapes.items()
+    ]
+    return options, settings
+
+
+def rate_is_low(options: Options) -> bool:
+    """Return whether the option ``lr`` is below `RAISED_RATE`."""
+    return bool(_raised_rate(options))
+
+
+def with_raised_rates(inner: InnerOptimizer, options: Sequence[Options]) -> tuple[InnerOptimizer, list[Options]]:
+    """Return the class and the options with low learning rates raised to `RAISED_RATE`.
+
+    They are raised both in the class's arguments and in the groups, since a class may keep both. Raises
+    `ClassFailedError` if the class refuses such a rate.
+    """
+    try:
+        raised = inner.another(**_raised_rate(inner.defaults))
+    except TypeError:  # the class has no argument for it
+        raised = inner
+    except Exception as error:
+        raise ClassFailedError(str(error)) from error
+    return raised, [{**given, **_raised_rate(given)} for given in options]
+
+
+def _raised_rate(options: Options) -> Options:
+    """Return `RAISED_RATE` as the option ``lr`` if the rate is lower; else no option."""
+    rate = options.get("lr")
+    if not isinstance(rate, (int, float, Tensor)) or rate >= RAISED_RATE:
+        return {}
+    return {"lr": torch.full_like(rate, RAISED_RATE) if isinstance(rate, Tensor) else RAISED_RATE}
+
+
+def text_of(value: Any, other: Callable[[Any], object]) -> str:
+    """Return a text that is equal for equal options. For other than plain values it is the text of ``other(value)``."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {value.device} {value.tolist()}"
+    if isinstance(value, dict):
+        return str([(key, text_of(inside, other)) for key, inside in value.items()])
+    if isinstance(value, (list, tuple)):
+        return str((type(value), [text_of(inside, other) for inside in value]))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return f"{type(value)} {other(value)}"
+
+
+@contextmanager
+def random_state_kept(settings: Sequence[Setting]) -> Iterator[None]:
+    devices = list(dict.fromkeys(setting.device for setting in settings if setting.device.type not in ("cpu", "meta")))
+    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+        yield

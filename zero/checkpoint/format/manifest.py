@@ -22,7 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .tensorfile import FormatError, parse_json
+from ...core.statetree import FormatError
+from .tensorfile import parse_json
 
 NAME = "checkpoint.json"
 FORMAT = "zero.checkpoint"

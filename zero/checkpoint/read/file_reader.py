@@ -11,9 +11,10 @@ import zlib
 from contextlib import ExitStack
 from pathlib import Path
 
+from ...core.statetree import FormatError
 from .. import files
 from ..format.manifest import FileSums
-from ..format.tensorfile import FormatError, Header, header_length, parse_header
+from ..format.tensorfile import Header, header_length, parse_header
 from .parallel import each_block
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from ...core.statetree import DTYPES, NO_OPTIONS
 from ...state.plain_dicts import check
-from ...step.elementwise import check_elementwise
+from ...step.partition import check_class
 from ..contents import Contents, StoredTensor
 from ..format.names import MASTERS, MODEL
-from ..format.statetree import NO_OPTIONS
-from ..format.tensorfile import DTYPES, TensorEntry
+from ..format.tensorfile import TensorEntry
 from .reader import Checkpoint
 
 Saved = tuple[str, TensorEntry]  # a saved tensor: its file, and its entry there
@@ -92,7 +92,7 @@ class Fit:
         self.values = checkpoint.state_values()
         layout = contents.storage.layout
         known = [spec for spec in layout.parameters if spec.group < len(saved_groups)]
-        self.elementwise = inner.elementwise | check_elementwise(inner, self.groups, known)
+        self.elementwise = inner.elementwise | check_class(inner, self.groups, known)
         meta: dict[int, dict[str, Any]] = {}
         for parameter, found in self.states.items():
             if parameter not in indices:

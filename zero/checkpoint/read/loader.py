@@ -26,14 +26,15 @@ from collectives import Kind, Tag
 
 from ...core.bits import as_bytes, flattened, memory_of
 from ...core.stage import Placement
+from ...core.statetree import DTYPES
 from ...runtime.bucket import Bucket
 from ...runtime.flat_buffer import FlatBuffer, redistribute
 from ...runtime.flat_states import BucketStates, PieceState
-from ...state.plain_dicts import scalar_state
+from ...state.plain_dicts import lies_flat, scalar_state
 from ..contents import Contents, StoredTensor
 from ..format.extents import Part, is_row_major, slot_part
 from ..format.names import MASTERS, MODEL, OPTIMIZER
-from ..format.tensorfile import DTYPES, TensorEntry
+from ..format.tensorfile import TensorEntry
 from .fit import Fit, Saved
 from .parallel import threads_of_rank
 from .parts import PartReader
@@ -129,7 +130,7 @@ class Loader:
         assert stored.place is not None
         states, slot = bucket.states, stored.place[1]
         for name, saved in self._fit.states.get(stored.name, {}).items():
-            if name in self._fit.elementwise:
+            if lies_flat(name, saved[1], bucket.specs[slot], self._fit.elementwise):
                 follows = saved[1].dtype == self._fit.widest(stored)[1].dtype
                 dtype = bucket.spec.dtypes.master_dtype if follows else DTYPES[saved[1].dtype]
                 flat = self._flat(states, name, dtype)
@@ -214,7 +215,8 @@ class Loader:
         states, before, shared = bucket.states, None, None
         for index, piece in enumerate(states.pieces):
             each = by_slot[piece.slot]
-            names = tuple(n for n in sorted(self._fit.states.get(each.name, {})) if n in self._fit.elementwise)
+            found, spec = sorted(self._fit.states.get(each.name, {}).items()), bucket.specs[piece.slot]
+            names = tuple(n for n, saved in found if lies_flat(n, saved[1], spec, self._fit.elementwise))
             scalars = {
                 name: (entry, bytes(self._scalars[place : place + entry.nbytes]))
                 for name, (place, entry) in self._places.get((number, piece.slot), {}).items()
@@ -238,9 +240,10 @@ class Loader:
             return None
         options = self._contents.groups[group] | self._fit.groups[group]
         on_device = bool(options.get("fused") or options.get("capturable"))
-        found = dict(values)
+        device = bucket.spec.device
+        found = {name: scalar_state(name, value, on_device, device) for name, value in values.items()}
         for name, (entry, data) in scalars.items():
             tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
             memory_of(as_bytes(tensor))[:] = data
-            found[name] = scalar_state(name, tensor, on_device, bucket.spec.device)
+            found[name] = scalar_state(name, tensor, on_device, device)
         return PieceState(names, found)

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ...core.statetree import NO_OPTIONS, FormatError, decode
 from ..format.manifest import NAME
 from ..format.names import AVERAGES, MASTERS, MODEL, OPTIMIZER, STATE_FILE, rank_file, split_key
-from ..format.statetree import NO_OPTIONS, decode
-from ..format.tensorfile import FormatError, TensorEntry, parse_json
+from ..format.tensorfile import TensorEntry, parse_json
 from .file_reader import CheckpointError
 from .tensor_folder import TensorFolder
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ...core.bits import as_bytes, memory_of
+from ...core.statetree import DTYPES, FormatError
 from ..directory import read_manifest
 from ..format.manifest import NAME, Manifest
 from ..format.names import AVERAGES, FOLDERS, MASTERS, averages_in, index_file
-from ..format.tensorfile import DTYPES, FormatError, Header, TensorEntry, header_length, parse_header, parse_index
+from ..format.tensorfile import Header, TensorEntry, header_length, parse_header, parse_index
 from .file_reader import CheckpointError, FileReader
 
 

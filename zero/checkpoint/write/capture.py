@@ -21,14 +21,15 @@ from collectives import Kind, Tag
 
 from ...core.bits import as_bytes
 from ...core.cuts import PartOfCuts
+from ...core.statetree import NAMES
 from ...runtime.bucket import Bucket
 from ...runtime.flat_buffer import FlatBuffer
 from ...runtime.master_weights import MasterWeights
-from ...state.plain_dicts import gather_to
+from ...state.gather import gather_to
 from ..contents import Contents
 from ..format.extents import Chunk, FilePlan, Part, chunks
 from ..format.names import MASTERS
-from ..format.tensorfile import NAMES, TensorEntry, header_bytes
+from ..format.tensorfile import TensorEntry, header_bytes
 from .plan import SCALARS, WEIGHTS, WHOLE, BucketTensor, WritePlan
 from .snapshot import Snapshot, Source
 

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from ...core.layout import ParameterSpec
+from ...core.statetree import DTYPES, NAMES
 from ..contents import Contents, Place, StateFacts, StoredTensor
 from ..format.extents import Chunk, FilePlan, Part, chunks, even_part, is_row_major, plan_files, slot_part
 from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder, index_file, split_key, state_key
-from ..format.tensorfile import DTYPES, NAMES, TensorEntry, header_of, index_bytes, tensors_text
+from ..format.tensorfile import TensorEntry, header_of, index_bytes, tensors_text
 from .snapshot import Source
 
 WEIGHTS, WHOLE, SCALARS = "weights", "whole", "scalars"

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from collectives import CollectiveError
 
+from ...core.statetree import encode
 from ...engine import Engine
 from ...runtime.flat_states import Options
 from ..contents import Contents
 from ..format.checksums import BLOCK_BYTES
 from ..format.manifest import FileSums, Manifest
 from ..format.names import STATE_FILE, rank_file
-from ..format.statetree import encode
 from ..user_state import collected, digests, generators
 from .capture import Capture, TreeFile
 from .plan_cache import PlanCache

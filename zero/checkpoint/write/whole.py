@@ -14,13 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from ...core.bits import as_bytes
+from ...core.statetree import NAMES, NO_OPTIONS, encode, encode_inline, encode_options
 from ..files import make_folders
 from ..format.checksums import BLOCK_BYTES
 from ..format.extents import Part, chunks
 from ..format.manifest import FileSums, Manifest, SavedParameter
 from ..format.names import MASTERS, MODEL, OPTIMIZER, STATE_FILE, averages_folder, state_key
-from ..format.statetree import NO_OPTIONS, encode, encode_inline, encode_options
-from ..format.tensorfile import NAMES, TensorEntry
+from ..format.tensorfile import TensorEntry
 from .capture import TreeFile
 from .one_path import OnePath
 from .plan import lay_out

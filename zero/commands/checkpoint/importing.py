@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoint.format.statetree import encode
 from ...checkpoint.write.whole import WholeContents, write_whole
+from ...core.statetree import encode
 
 __all__ = ["import_file"]
 

@@ -27,8 +27,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .tensorfile import DTYPES, METADATA, NAMES, FormatError
-
+DTYPES: dict[str, torch.dtype] = {  # by their names in safetensors files
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 _KEYS = (str, int, bool, type(None))
 _DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$OrderedDict", Counter: "$Counter"}
 _KINDS = {tag: kind for kind, tag in _DICTS.items()}
@@ -37,7 +57,12 @@ _NUMPY = {
     "$scalar": lambda tensor: tensor.numpy()[()],
 }
 NO_OPTIONS = ("params", "optimizer_class", "optimizer_module")  # keys of a saved param group beside its options
+_RESERVED = "__metadata__"  # a safetensors file keeps this name for itself
 _MOST_BITS = 14_000  # of a whole number: Python reads and writes at most 4,300 digits
+
+
+class FormatError(ValueError):
+    """Bytes or JSON that were saved are not what their format asks for."""
 
 
 def encode(value: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
@@ -55,7 +80,7 @@ def encode(value: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
 
 def encode_inline(value: Any, name: str) -> Any:
     """Return a value of JSON's types that stands for ``value``, its tensors included, which should be small."""
-    return _inline(*encode(value, name))
+    return inline(*encode(value, name))
 
 
 def encode_options(options: Mapping[Any, Any], name: str) -> dict[str, Any]:
@@ -73,14 +98,18 @@ def encode_options(options: Mapping[Any, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def _inline(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def inline(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the JSON of `encode` with these ``tensors`` inside it, instead of beside it."""
     if isinstance(value, list):
-        return [_inline(item, tensors) for item in value]
+        return [inline(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if "$tensor" in value:
-        return _inlined(tensors[value["$tensor"]])
-    return {key: _inlined(tensors[item]) if key in _NUMPY else _inline(item, tensors) for key, item in value.items()}
+        return _inlined(tensors[value["$tensor"]]) if value["$tensor"] in tensors else value
+    return {
+        key: _inlined(tensors[item]) if key in _NUMPY and item in tensors else inline(item, tensors)
+        for key, item in value.items()
+    }
 
 
 def _inlined(tensor: Tensor) -> dict[str, Any]:
@@ -167,7 +196,7 @@ def _keep(tensor: Tensor, place: str, path: str, tensors: dict[str, Tensor]) -> 
             "cannot be saved"
         )
     name = path or "value"
-    while name in tensors or name == METADATA:
+    while name in tensors or name == _RESERVED:
         name += "_"
     dense = tensor.resolve_conj().resolve_neg().contiguous()
     tensors[name] = dense if dense.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)  # it may have any strides

@@ -1,0 +1,49 @@
+"""Shampoo, as Gupta, Koren and Singer, "Shampoo: Preconditioned Stochastic Tensor Optimization" (2018), Algorithm 2.
+
+For each dimension of a parameter it keeps a preconditioner: a matrix of that dimension's size, in a list in its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Args: ``lr``; ``momentum`` of the gradient; ``eps``, times the identity, is where preconditioners begin."""
+
+    def __init__(self, params: Any, lr: float = 0.05, momentum: float = 0.9, eps: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, parameter.grad, group)
+
+    def _step(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            state["momentum"] = torch.zeros_like(parameter)
+            state["preconditioners"] = [
+                torch.eye(size, dtype=torch.float32, device=parameter.device) * group["eps"] for size in parameter.shape
+            ]
+        state["step"] += 1
+        state["momentum"].mul_(group["momentum"]).add_(gradient)
+        update = state["momentum"].float()
+        for dimension, preconditioner in enumerate(state["preconditioners"]):
+            rows = (
+                gradient.float().transpose(0, dimension).flatten(1) if gradient.dim() > 1 else gradient.float()[:, None]
+            )
+            preconditioner.add_(rows @ rows.t())
+            values, vectors = torch.linalg.eigh(preconditioner.nan_to_num(0.0, 1e9, -1e9))
+            root = vectors * values.clamp_min(1e-6).pow(-0.5 / len(state["preconditioners"])) @ vectors.t()
+            turned = update.transpose(0, dimension)
+            update = (root @ turned.flatten(1) if turned.dim() > 1 else root @ turned).view_as(turned)
+            update = update.transpose(0, dimension)
+        parameter.sub_((group["lr"] * update).to(parameter.dtype))

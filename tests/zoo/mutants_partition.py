@@ -1,0 +1,141 @@
+"""Mutants of parameters that have one owner each, and of the trial of classes that need them."""
+
+from __future__ import annotations
+
+from .mutant import Edit, Mutant
+
+OWNERS = "core/test_owners.py"
+PARTITION = "step/test_partition.py"
+BITS = f"{PARTITION}::test_classes_that_need_whole_parameters_give_the_bits_of_the_plain_loop"
+
+MUTANTS = (
+    Mutant(
+        "the-smallest-parameters-first",
+        ("L7",),
+        "Owners are chosen from the smallest parameter on: the largest one comes on top of an even load.",
+        (Edit("zero.core.owners.choose_owners", "-parameter[1]", "parameter[1]"),),
+        (f"{OWNERS}::test_the_largest_parameters_are_given_out_first",),
+    ),
+    Mutant(
+        "one-rank-owns-every-parameter",
+        ("L7",),
+        "What a rank owns already does not count: one rank steps every parameter, and holds all states.",
+        (Edit("zero.core.owners.choose_owners", "(held + nbytes, done + work, rank)", "(held, done, rank)"),),
+        (f"{OWNERS}::test_no_rank_has_more_than_its_share_and_the_largest_parameter",),
+    ),
+    Mutant(
+        "a-further-group-begins-at-rank-0",
+        ("L7",),
+        "Owners of a further group are chosen as if nobody owned anything: with a group for each layer rank 0 has all.",
+        (Edit("zero.core.buckets._owners", "loads = layout.loads()", "loads: dict[int, tuple[int, int]] = {}"),),
+        (f"{OWNERS}::test_parameters_that_are_added_go_to_those_who_have_least_and_move_nothing",),
+    ),
+    Mutant(
+        "even-cuts-through-matrices",
+        ("S44",),
+        "Whole parameters are cut evenly: a matrix has two owners, and each steps a part of it.",
+        (Edit("zero.core.buckets._bucket", "if not spec.whole:", "if True:"),),
+        (f"{OWNERS}::test_cuts_fall_between_slots_which_lie_in_the_order_of_their_owners",),
+    ),
+    Mutant(
+        "matrices-are-stepped-flat",
+        ("S46",),
+        "The class sees a whole parameter as a vector: its update is another one, without an error.",
+        (
+            Edit(
+                "zero.runtime.flat_states.BucketStates._shape",
+                "if self.whole or self.scalars[slot]",
+                "if self.scalars[slot]",
+            ),
+        ),
+        (f"{BITS}[0-shampoo]",),
+    ),
+    Mutant(
+        "matrices-are-stepped-for-each-micro-batch",
+        ("S45",),
+        "The class steps a whole parameter twice in a step, as if for each of two micro-batches.",
+        (
+            Edit(
+                "zero.step.inner._step",
+                "        unhooked_step(states.instance)()\n",
+                "        for _ in range(2 if states.whole else 1):\n            unhooked_step(states.instance)()\n",
+            ),
+        ),
+        (f"{BITS}[0-shampoo]",),
+    ),
+    Mutant(
+        "neighbours-are-stepped-as-one-matrix",
+        ("S46",),
+        "Neighbouring whole parameters form a run: the class steps the first one, and the others stay as they are.",
+        (
+            Edit(
+                "zero.runtime.flat_states.BucketStates._joins",
+                "        if self.whole:\n            return False\n",
+                "",
+            ),
+        ),
+        (f"{PARTITION}::test_matrices_give_the_bits_of_the_plain_loop[2-2-muon-dtype0]",),
+    ),
+    Mutant(
+        "a-parameter-is-tried-alone",
+        ("L12",),
+        "The trial has one throw-away parameter of each shape: a class that looks at several of one shape is taken.",
+        (Edit("zero.step.partition", "COPIES = 2 ", "COPIES = 1 "),),
+        (f"{PARTITION}::test_others_of_the_same_shape_count",),
+    ),
+    Mutant(
+        "options-are-not-compared",
+        ("L12",),
+        "The trial compares no options: a class that estimates a rate over all parameters is taken.",
+        (
+            Edit(
+                "zero.step.partition._compare",
+                "    for number, (mine, theirs) in enumerate(zip(together.groups, alone.groups, strict=True)):\n",
+                "    for number, (mine, theirs) in enumerate([({}, {})]):\n",
+            ),
+        ),
+        (
+            f"{PARTITION}::test_a_class_that_looks_at_more_than_a_parameter_is_an_error_that_says_why[None-EstimatesTogether]",
+        ),
+    ),
+    Mutant(
+        "a-preconditioner-counts-as-momentum",
+        ("L12",),
+        "A state that has the shape of a square parameter counts as one that is as large as any parameter.",
+        (Edit("zero.step.partition._names", "found.get(name, True) and large", "found.get(name, False) or large"),),
+        (f"{PARTITION}::test_states_that_are_as_large_as_their_parameter_have_the_names_of_all_shapes",),
+    ),
+    Mutant(
+        "large-states-in-another-order",
+        ("S46",),
+        "The bytes of large states are taken from the end: a rank's preconditioners come back in each other's place.",
+        (
+            Edit(
+                "zero.state.gather._StateFacts.states",
+                "for name, (dtype, shape) in large.items():",
+                "for name, (dtype, shape) in reversed(large.items()):",
+            ),
+        ),
+        (f"{BITS}[0-shampoo]",),
+    ),
+    Mutant(
+        "loaded-preconditioners-are-forgotten",
+        ("L12",),
+        "A load keeps only states that are as large as their parameter: the class begins its preconditioners anew.",
+        (
+            Edit(
+                "zero.state.plain_dicts.scalar_state",
+                "for inside in value])",
+                "* 0 for inside in value])",
+            ),
+        ),
+        (f"{PARTITION}::test_training_goes_on_from_a_dict_at_another_stage_and_number_of_ranks",),
+    ),
+    Mutant(
+        "a-formula-without-owners",
+        ("L7",),
+        "`describe()` says 1/W for whole parameters, too, whatever a rank owns.",
+        (Edit("zero.core.formulas.formula_bytes", "and owners[place] == rank}", "and rank == 0}"),),
+        (f"{PARTITION}::test_no_rank_has_more_than_its_share_and_one_parameter_and_says_what_it_has[3-2]",),
+    ),
+)

@@ -1,0 +1,105 @@
+"""Puts parameters into buckets, and chooses which rank owns what of each.
+
+Knows: the layout's rules. Does not know: values of tensors, running ranks, stages.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Mapping, Sequence
+
+from .cuts import EvenCuts, OwnerCuts
+from .layout import BucketSpec, Layout, ParameterSpec, Slot
+from .owners import choose_owners
+
+
+def build(
+    parameters: Sequence[ParameterSpec], world_size: int, bucket_bytes: int, *, across_units: bool = False
+) -> Layout:
+    """Lay out ``parameters`` (in order of registration) in buckets of at most ``bucket_bytes`` each.
+
+    A bucket is homogeneous in dtypes, device, trainability, partition (`ParameterSpec.whole`) and, without
+    ``across_units``, unit. It holds at least one whole parameter, however large. Buckets are in the order in which a
+    backward completes them.
+
+    With ``across_units`` units share buckets, as if there were none. The ranks' shards of a unit then differ in length.
+    This is for ranks between which no unit travels: they launch fewer reductions. A bucket of whole parameters is of
+    one unit even then, since its slots lie in the order of their owners.
+    """
+    if world_size < 1:
+        raise ValueError(f"world size must be at least 1, not {world_size}")
+    return extended(Layout((), (), world_size), parameters, bucket_bytes, across_units=across_units)
+
+
+def extended(layout: Layout, more: Sequence[ParameterSpec], bucket_bytes: int, *, across_units: bool = False) -> Layout:
+    """Return a layout with further parameters in further buckets. No existing slot moves."""
+    added = _buckets(layout, more, bucket_bytes, across_units)
+    return Layout((*layout.parameters, *more), (*layout.buckets, *added), layout.world_size)
+
+
+def _buckets(layout: Layout, more: Sequence[ParameterSpec], bucket_bytes: int, across_units: bool) -> list[BucketSpec]:
+    keys: dict[tuple[object, ...], list[int]] = {}
+    used: dict[tuple[object, ...], int] = {}
+    complete: list[list[int]] = []
+    for position, spec in reversed(list(enumerate(more))):
+        unit = spec.unit if spec.whole or not across_units else 0
+        key = (spec.dtypes, spec.device, spec.trainable, unit, spec.whole)
+        filling, nbytes = keys.setdefault(key, []), _padded(spec) * spec.dtypes.param_dtype.itemsize
+        if filling and used[key] + nbytes > bucket_bytes:
+            complete.append(filling)
+            filling, used[key] = [], 0
+            keys[key] = filling
+        filling.append(position)
+        used[key] = used.get(key, 0) + nbytes
+    complete += [filling for filling in keys.values() if filling]
+    complete.sort(key=lambda filling: -filling[-1])
+    owners = _owners(layout, more)
+    return [
+        _bucket(layout, [(p, more[p]) for p in filling], len(layout.buckets) + number, owners)
+        for number, filling in enumerate(complete)
+    ]
+
+
+def _owners(layout: Layout, more: Sequence[ParameterSpec]) -> dict[int, int]:
+    """Return the owner of each whole parameter, by its position: trainable ones first, which have states."""
+    loads = layout.loads()
+    whole = [(position, spec) for position, spec in reversed(list(enumerate(more))) if spec.whole]
+    among_ranks = range(min(layout.world_size, len(loads) + len(whole)))  # all that own any; the first ones begin
+    ranks = [(*loads.get(rank, (0, 0)), rank) for rank in among_ranks]
+    heapq.heapify(ranks)
+    owners: dict[int, int] = {}
+    for trainable in (True, False):
+        among = [(position, spec) for position, spec in whole if spec.trainable is trainable]
+        owners |= choose_owners([(p, spec.master_bytes, spec.step_work) for p, spec in among], ranks)
+    return owners
+
+
+def _padded(spec: ParameterSpec) -> int:
+    align = spec.dtypes.alignment
+    return -(-spec.numel // align) * align
+
+
+def _bucket(
+    layout: Layout, members: Sequence[tuple[int, ParameterSpec]], index: int, owners: Mapping[int, int]
+) -> BucketSpec:
+    """Return the bucket of ``members``, given by their positions among the further parameters of ``layout``.
+
+    ``owners``: of the whole ones, by position. Their slots lie in this order, and the cuts between them.
+    """
+    first, world_size = len(layout.parameters), layout.world_size
+    members = sorted(members, key=lambda member: owners.get(member[0], 0))
+    offsets = list(itertools.accumulate((_padded(spec) for _, spec in members), initial=0))
+    slots = tuple(
+        Slot(first + position, offset, spec.numel) for (position, spec), offset in zip(members, offsets, strict=False)
+    )
+    spec = members[0][1]
+    align = spec.dtypes.alignment
+    numel = offsets[-1] or align  # a bucket whose slots are empty gets padding, so that they have one owner, too
+    if not spec.whole:
+        return BucketSpec(index, spec.dtypes, spec.device, slots, numel, EvenCuts(numel, world_size, align))
+    begins: dict[int, int] = {}  # by owner, ascending
+    for (position, _), offset in zip(members, offsets, strict=False):
+        begins.setdefault(owners[position], offset)
+    cuts = OwnerCuts(numel, world_size, tuple(begins), tuple(begins.values()))
+    return BucketSpec(index, spec.dtypes, spec.device, slots, numel, cuts)

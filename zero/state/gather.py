@@ -1,0 +1,201 @@
+"""Brings the states of all ranks to one rank, or to every rank.
+
+Knows: which rank owns which piece. Does not know: torch.optim's dicts. Bytes from a peer are never unpickled: names and
+scalars travel as JSON, tensors as bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collectives import Kind, Tag, Transport, Work
+
+from ..core.bits import as_bytes, strided
+from ..core.cuts import Cuts, OwnerCuts
+from ..core.statetree import DTYPES, NAMES, decode, encode, inline
+from ..runtime.bucket import Bucket
+from ..runtime.flat_states import PieceState
+
+_MASTER = "(master weights)"  # a key among the flat tensors of a bucket's states
+
+
+@dataclass(frozen=True)
+class _StateFacts:
+    """The states of a bucket's pieces on one rank, as JSON. Of large tensors it has dtype and shape.
+
+    Attributes:
+        pieces: slot, names of flat states, the other states, dtypes and shapes of the large tensors in these by name.
+        flat: the dtypes of the flat tensors, by name.
+        has_master: whether there are master weights.
+    """
+
+    pieces: list[tuple[int, list[str], Any, dict[str, tuple[str, list[int]]]]]
+    flat: dict[str, str]
+    has_master: bool
+
+    def large_bytes(self) -> int:
+        """Return the bytes of the large tensors."""
+        return sum(_nbytes(*facts) for _, _, _, large in self.pieces for facts in large.values())
+
+    def states(self, data: Tensor | None) -> Iterator[tuple[int, PieceState]]:
+        """Yield (slot, state). ``data``: the bytes of the large tensors, one after the other; None: there are none."""
+        begin = 0
+        for slot, names, others, large in self.pieces:
+            tensors: dict[str, Tensor] = {}
+            for name, (dtype, shape) in large.items():
+                assert data is not None
+                end = begin + _nbytes(dtype, shape)
+                tensors[name] = data[begin:end].clone().view(DTYPES[dtype]).view(shape)
+                begin = end
+            yield slot, PieceState(tuple(names), decode(others, tensors))
+
+
+def _nbytes(dtype: str, shape: Sequence[int]) -> int:
+    return math.prod(shape) * DTYPES[dtype].itemsize
+
+
+def gather(
+    buckets: Sequence[Bucket],
+    transport: Transport,
+    shards: Transport,
+    to: int | None,
+    whole_here: bool,
+    tag: Tag,
+) -> tuple[dict[int, Any], dict[int, Tensor]] | None:
+    """Gather whole states, and whole master weights if there are any, on rank ``to``. Collective.
+
+    Args:
+        buckets: all, with the states of this rank.
+        transport: all ranks.
+        shards: the ranks that share one copy. Those in the replica of ``to`` send.
+        to: the rank that gets the result; None for every rank.
+        whole_here: whether every rank holds whole states, so that nothing needs to travel.
+        tag: the tag of the messages.
+
+    Returns:
+        (states, master weights), each by torch.optim's index; None on ranks that do not get them.
+    """
+    told, large, problem = _described(buckets, transport.rank_label)
+    lists = [told]
+    if not whole_here:
+        found = [json.loads(data) for data in transport.exchange(json.dumps([told, problem]).encode(), tag)]
+        problem = next((other for _, other in found if other), None)
+        first = transport.rank // shards.world_size * shards.world_size
+        lists = [facts for facts, _ in found[first : first + shards.world_size]]  # other replicas hold the same
+    if problem is not None:
+        raise TypeError(problem)
+    here, receivers = to in (None, transport.rank), range(shards.world_size)
+    if to is not None:
+        replica, place = divmod(to, shards.world_size)
+        receivers = range(place, place + 1)
+        if transport.rank // shards.world_size != replica or (whole_here and not here):
+            return None
+    result: dict[int, Any] = {}
+    masters: dict[int, Tensor] = {}
+    for bucket in buckets:
+        spec, states = bucket.spec, bucket.states
+        facts = [_StateFacts(*rank[spec.index]) for rank in lists]
+        ends = list(itertools.accumulate((each.large_bytes() for each in facts), initial=0))
+        data: Tensor | None = None
+        if ends[-1]:
+            mine = torch.cat([as_bytes(tensor) for tensor in large[spec.index]] or [torch.empty(0, dtype=torch.uint8)])
+            cuts = OwnerCuts(ends[-1], len(facts), tuple(range(len(facts))), tuple(ends[:-1]))
+            one = Tag(Kind.GATHER, f"{tag.label}, large states"[:70], tag.round, spec.index * 1000 + 999)
+            data = mine if whole_here else gather_to(mine.to(spec.device), cuts, shards, receivers, one)
+        names: dict[str, str] = {}
+        for each in facts:
+            names |= each.flat
+        if any(each.has_master for each in facts):
+            names[_MASTER] = NAMES[spec.dtypes.master_dtype]
+        flats: dict[str, Tensor] = {}
+        states.wait_for_copies()
+        for number, (name, dtype) in enumerate(sorted(names.items())):
+            if name == _MASTER:
+                part = states.synced_weights()
+            elif name in states.flat:
+                part = states.flat[name].data
+            else:
+                part = torch.zeros(states.end - states.begin, dtype=DTYPES[dtype], device=spec.device)
+            if whole_here:
+                flats[name] = part.cpu()
+                continue
+            one = Tag(Kind.GATHER, f"{tag.label}, {name}"[:70], tag.round, spec.index * 1000 + number)
+            whole = gather_to(part, spec.cuts, shards, receivers, one)
+            if whole is not None:
+                flats[name] = whole.cpu()
+        if here:
+            slots: dict[int, PieceState] = {}
+            for each, begin, end in zip(facts, ends, ends[1:], strict=False):
+                for number, state in each.states(None if data is None else data[begin:end].cpu()):
+                    slots.setdefault(number, state)
+            for number, (slot, of) in enumerate(zip(spec.slots, bucket.specs, strict=True)):
+                if number in slots:
+                    values: dict[str, Any] = dict(slots[number].scalars)
+                    for name in slots[number].elementwise:
+                        values[name] = strided(flats[name], slot.offset, of.shape, of.stride).clone()
+                    result[of.index] = values
+                if _MASTER in flats:
+                    masters[of.index] = strided(flats[_MASTER], slot.offset, of.shape, of.stride).clone()
+        states.evict()
+    return (dict(sorted(result.items())), dict(sorted(masters.items()))) if here else None
+
+
+def _described(buckets: Sequence[Bucket], rank: str) -> tuple[list[Any], list[list[Tensor]], str | None]:
+    """Return the facts of this rank's states by bucket, as JSON; the large tensors of each; and an error text, or None.
+
+    Large are those of more than one element: states that whole parameters may have.
+    """
+    told: list[Any] = []
+    tensors: list[list[Tensor]] = []
+    problem: str | None = None
+    for bucket in buckets:
+        states, pieces = bucket.states, []
+        tensors.append([])
+        for number, piece in enumerate(states.pieces):
+            state = states.state_of(number)
+            if state is None:
+                continue
+            try:
+                others, found = encode(dict(state.scalars), f"optimizer.state[{bucket.specs[piece.slot].name!r}]")
+            except TypeError as error:
+                problem = f"{rank}: {error}"
+                continue
+            small = {name: value for name, value in found.items() if value.numel() == 1}
+            large = {name: value for name, value in found.items() if name not in small}
+            tensors[-1] += [value.cpu() for value in large.values()]
+            shapes = {name: (NAMES[value.dtype], list(value.shape)) for name, value in large.items()}
+            pieces.append((piece.slot, list(state.elementwise), inline(others, small), shapes))
+        flat = {name: NAMES[flat.data.dtype] for name, flat in states.flat.items()}
+        told.append((pieces, flat, states.master is not None and states.master.exists))
+    return told, tensors, problem
+
+
+def gather_to(part: Tensor, cuts: Cuts, transport: Transport, receivers: Sequence[int], tag: Tag) -> Tensor | None:
+    """Send every rank's ``part``, 1-D, to the ranks ``receivers``, and return the whole there, None elsewhere.
+
+    Collective. ``cuts``: which elements of the whole each rank has.
+    """
+    whole: Tensor | None = None
+    works: list[Work] = []
+    if transport.rank in receivers:
+        whole = torch.empty(cuts.bound(cuts.world_size), dtype=part.dtype, device=part.device)
+        low, high = cuts.owned(transport.rank)
+        whole[low:high].copy_(part)
+        for source in transport.peers():
+            low, high = cuts.owned(source)
+            if low < high:
+                works.append(transport.irecv(whole[low:high], source, tag, control=True, one_way=True))
+    for receiver in receivers:
+        if receiver != transport.rank and part.numel():
+            works.append(transport.isend(part, receiver, tag, control=True, one_way=True))
+    for work in works:
+        work.wait()
+    return whole

@@ -1,0 +1,253 @@
+"""Which partition a class needs: by elements, where ranks own pieces of parameters, or by parameter, where each
+parameter has one owner.
+
+Knows: what the user asked for, and throw-away parameters, which alone are stepped here. Does not know: who owns what.
+
+A class that is not element-wise may be stepped by parameter, if its step of one parameter depends on no other. That is
+tried: several throw-away parameters are stepped together, and each by itself, as its owner would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.cuts import EvenCuts
+from ..core.layout import BucketSpec, ParameterSpec, Slot
+from ..core.stage import Placement
+from ..runtime.flat_buffer import FlatBuffer
+from ..runtime.flat_states import BucketStates, Options
+from .elementwise import check_elementwise
+from .inner import BucketUpdate, InnerOptimizer, NotElementwiseError
+from .trial import (
+    STEPS,
+    ClassFailedError,
+    Placed,
+    Setting,
+    Whole,
+    distinct,
+    equal_values,
+    random_state_kept,
+    rate_is_low,
+    text_of,
+    with_raised_rates,
+)
+
+PARTITIONS = ("element", "parameter")
+COPIES = 2  # throw-away parameters of each shape: a class may look at others of the same shape alone
+SMALL = 16  # longer sides are shortened: the classes for which this is tried take time with the cube of a side
+
+
+def choose_partition(
+    inner: InnerOptimizer,
+    groups: Sequence[Options],
+    parameters: Sequence[ParameterSpec],
+    asked: Mapping[int, str | None],
+) -> tuple[frozenset[str], frozenset[int], str]:
+    """Choose the partition of each param group.
+
+    Args:
+        inner: the class.
+        groups: all param groups.
+        parameters: those of the groups in ``asked``.
+        asked: of each new group, by its number, the partition that the user asked for; None: whichever the class needs.
+
+    Returns:
+        The names of the states that are as large as their parameter, the numbers of the groups that are partitioned by
+        parameter, and why these are although nobody asked, or "".
+
+    Raises:
+        ValueError: no partition, or not the one that was asked for, gives the class's own bits.
+    """
+    by_parameter = frozenset(group for group, name in asked.items() if name == "parameter")
+    names: frozenset[str] = frozenset()
+    why = ""
+    try:
+        names = check_elementwise(inner, groups, [spec for spec in parameters if spec.group not in by_parameter])
+    except NotElementwiseError as error:
+        if "element" in asked.values():
+            raise
+        by_parameter, why = frozenset(asked), error.why
+    whole = [spec for spec in parameters if spec.group in by_parameter]
+    return names | check_by_parameter(inner, groups, whole), by_parameter, why
+
+
+def check_partitions(asked: Mapping[int, Any]) -> None:
+    """Raise `ValueError` naming a param group whose ``partition`` is none. ``asked``: as in `choose_partition`."""
+    for number, name in asked.items():
+        if name is not None and name not in PARTITIONS:
+            raise ValueError(
+                f'partition must be "element" (ranks own pieces of parameters) or "parameter" (each parameter has one '
+                f"owner), not {name!r}, as in param group {number}"
+            )
+
+
+def check_class(
+    inner: InnerOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
+) -> frozenset[str]:
+    """Raise `ValueError` unless the class gives its own bits in the partition that the ``parameters`` have.
+
+    Returns the names of the states that are as large as their parameter.
+    """
+    return check_elementwise(inner, groups, [spec for spec in parameters if not spec.whole]) | check_by_parameter(
+        inner, groups, [spec for spec in parameters if spec.whole]
+    )
+
+
+def check_by_parameter(
+    inner: InnerOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
+) -> frozenset[str]:
+    """Raise `ValueError` unless the class steps each parameter alone to the bits to which it steps several together.
+
+    The class steps throw-away parameters with the options of the ``groups`` of ``parameters``, and of their shapes,
+    with long sides shortened. Low learning rates are raised, if the class accepts that. The states of random generators
+    do not change.
+
+    Returns the names of the states that are as large as their parameter.
+    """
+    if not parameters:
+        return frozenset()
+    options, settings = distinct(inner.defaults, groups, parameters)
+    shapes = [(setting, shape) for setting in settings for shape in sorted({_shortened(s) for s in setting.shapes})]
+    with random_state_kept(settings):
+        if any(map(rate_is_low, options)):
+            try:
+                return _compare(*with_raised_rates(inner, options), shapes)
+            except ClassFailedError:
+                pass
+        try:
+            return _compare(inner, options, shapes)
+        except ClassFailedError as error:
+            _find_refused(inner, options, settings, parameters)
+            raise _needs_all(inner, f"a step over throw-away parameters failed ({error})") from error
+
+
+def _compare(inner: InnerOptimizer, options: Sequence[Options], shapes: Sequence[Placed]) -> frozenset[str]:
+    """Step throw-away parameters together and each alone, and compare. Return the names of states as large as the
+    parameter. Raises `ValueError` on a difference, `ClassFailedError` if the class raised over all together."""
+    together = Whole(inner, options, [placed for placed in shapes for _ in range(COPIES)])
+    alone = _Alone(inner, options, together)
+    for step in range(STEPS):
+        gradients = together.gradients(step)
+        together.step(gradients)
+        names = _names(together)
+        try:
+            alone.step(gradients, names)
+        except Exception as error:
+            raise _needs_all(inner, f"a step over one parameter failed ({error})") from error
+        for number, parameter in enumerate(together.parameters):
+            if not equal_values(parameter.detach().reshape(-1), alone.values[number].reshape(-1)):
+                shape = tuple(parameter.shape)
+                raise _needs_all(
+                    inner,
+                    f"beside others a parameter of shape {shape} was stepped to other bits than alone, within "
+                    f"{step + 1} of {STEPS} steps",
+                )
+    for number in range(len(together.parameters)):
+        one, other = dict(together.state(number)), alone.state(number)
+        for name in sorted(one.keys() | other.keys()):
+            if text_of(one.get(name), type) != text_of(other.get(name), type):
+                raise _needs_all(inner, f"its state {name!r} came to another value beside other parameters than alone")
+    for number, (mine, theirs) in enumerate(zip(together.groups, alone.groups, strict=True)):
+        if any(text_of(value, type) != text_of(theirs.get(name), type) for name, value in mine.items()):
+            raise _needs_all(inner, f"it put other options into param group {number} for all parameters than for one")
+    return names
+
+
+def _find_refused(
+    inner: InnerOptimizer,
+    options: Sequence[Options],
+    settings: Sequence[Setting],
+    parameters: Sequence[ParameterSpec],
+) -> None:
+    """Raise `ValueError` naming a parameter whose shape the class refuses, if it takes others."""
+    shapes = [(setting, shape) for setting in settings for shape in setting.shapes]
+    refused: dict[tuple[int, ...], ClassFailedError] = {}
+    for setting, shape in shapes:
+        try:
+            one = Whole(inner, options, [(setting, _shortened(shape))])
+            one.step(one.gradients(0))
+        except ClassFailedError as error:
+            refused[shape] = error
+    if len(refused) < len({shape for _, shape in shapes}):
+        for spec in parameters:
+            if spec.shape in refused:
+                raise ValueError(
+                    f"{inner.name} refuses {spec.name!r}, of shape {spec.shape}: {refused[spec.shape]}. List for it "
+                    "only parameters that it takes"
+                )
+
+
+def _needs_all(inner: InnerOptimizer, why: str) -> ValueError:
+    return ValueError(
+        f"{inner.name} cannot be sharded: {why}. A rank steps the parameters that it owns, each by itself, so only "
+        "classes whose step of a parameter depends on nothing but that parameter, its gradient and its state can be "
+        "sharded"
+    )
+
+
+def _shortened(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape whose long sides are shortened; equal ones stay equal, and a longer one stays the longer one."""
+    longer = sorted({size for size in shape if size > SMALL})
+    return tuple(SMALL + 1 + longer.index(size) if size > SMALL else size for size in shape)
+
+
+def _names(trial: Whole) -> frozenset[str]:
+    """Return the names of the states that are as large as their parameter, whatever its shape.
+
+    Those that only some parameters have so large (a preconditioner of a square one) are none of them. Parameters
+    without dimensions do not count: their scalar states have the same shape.
+    """
+    found: dict[str, bool] = {}
+    for number, parameter in enumerate(trial.parameters):
+        for name, value in trial.state(number).items() if parameter.dim() else ():
+            large = isinstance(value, Tensor) and value.shape == parameter.shape
+            found[name] = found.get(name, True) and large
+    return frozenset(name for name, large in found.items() if large)
+
+
+class _Alone:
+    """The throw-away parameters of ``together``, each in a bucket of its own, stepped as its owner steps it."""
+
+    def __init__(self, inner: InnerOptimizer, options: Sequence[Options], together: Whole) -> None:
+        self._inner = inner.another()
+        self.groups: list[Options] = [dict(group) for group in options]
+        self._states: list[BucketStates] = []
+        self._gradients: list[FlatBuffer] = []
+        self.values: list[Tensor] = []
+        for number, (setting, whole) in enumerate(zip(together.settings, together.parameters, strict=True)):
+            dtypes, size = setting.dtypes, max(whole.numel(), 1)
+            size = -(-size // dtypes.alignment) * dtypes.alignment
+            slots, cuts = (Slot(number, 0, whole.numel()),), EvenCuts(size, 1, dtypes.alignment)
+            bucket = BucketSpec(number, dtypes, str(setting.device), slots, size, cuts)
+            flat, gradient = (torch.zeros(size, dtype=whole.dtype, device=whole.device) for _ in range(2))
+            self.values.append(flat[: whole.numel()].view(whole.shape))
+            self.values[-1].copy_(whole.detach())
+            shape = (tuple(whole.shape), whole.stride())
+            weights, instance = FlatBuffer(flat, Placement.WHOLE), self._inner.instance(None)
+            states = BucketStates(instance, bucket, weights, [setting.options], [shape], whole=True)
+            self._inner.begin(states, self.groups)
+            self._states.append(states)
+            self._gradients.append(FlatBuffer(gradient, Placement.WHOLE))
+
+    def step(self, gradients: Iterable[Tensor], names: frozenset[str]) -> None:
+        """Step every parameter once. ``names``: the states that are as large as their parameter."""
+        self._inner.elementwise = names
+        for gradient, buffer in zip(gradients, self._gradients, strict=True):
+            buffer.data[: gradient.numel()].view(gradient.shape).copy_(gradient)
+        pairs = zip(self._states, self._gradients, strict=True)
+        changed = self._inner.step([BucketUpdate(states, gradient, b"\1") for states, gradient in pairs], self.groups)
+        for number, options in changed.items():
+            self.groups[number].update(options)
+
+    def state(self, number: int) -> dict[str, Any]:
+        """Return the class's state of a parameter."""
+        states, shape = self._states[number], self.values[number].shape
+        found = states.state_of(0)
+        if found is None:
+            return {}
+        flat = {name: states.flat[name].data[: shape.numel()].view(shape) for name in found.elementwise}
+        return {**found.scalars, **flat}
