@@ -111,8 +111,15 @@ class WholeTensor(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, WholeTensor])
 def test_an_optimizer_class_that_is_not_element_wise(cls: type[torch.optim.Optimizer]) -> None:
-    with pytest.raises(ValueError, match=f"{cls.__name__} is not element-wise"):
-        ZeroOptimizer(nn.Linear(8, 8, bias=False), cls)
+    with pytest.raises(ValueError, match=f'{cls.__name__} is not element-wise: .*leave partition= away, or take "par'):
+        ZeroOptimizer(nn.Linear(8, 8, bias=False), cls, partition="element")
+
+
+def test_an_optimizer_class_that_looks_at_all_parameters() -> None:
+    with pytest.raises(
+        ValueError, match=r"LBFGS cannot be sharded: .*closure.*\. A rank steps the parameters that it owns"
+    ):
+        ZeroOptimizer(nn.Linear(8, 8, bias=False), torch.optim.LBFGS)
 
 
 def test_the_classes_own_complaints_come_through() -> None:
@@ -642,7 +649,7 @@ class OddState(torch.optim.SGD):
 
 def test_a_state_of_another_shape_makes_a_class_not_element_wise() -> None:
     with pytest.raises(ValueError, match=r"OddState is not element-wise: .*its state 'history' has shape \(2, 2\)"):
-        ZeroOptimizer(linear(), OddState, lr=0.1)
+        ZeroOptimizer(linear(), OddState, partition="element", lr=0.1)
 
 
 def test_ranks_with_the_same_shapes_in_another_order_are_told() -> None:

@@ -2,7 +2,7 @@
 
 Knows: the order of operations in a call, and what ranks agree on before it. The parts do the work: `setup` (registers
 parameters), `storage` and `sharded` (hold parameters), `reducer` (gradients to means), `update` (clip and step),
-`inner` (the user's class), `plain_dicts`.
+`inners` (the user's classes), `plain_dicts`.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Engine:
     def __init__(self, parts: Builder) -> None:
         self.parts = parts
         self._transport, self._storage, self._reducer = parts.transport, parts.storage, parts.reducer
-        self._inner, self._update = parts.inner, parts.update
+        self._inners, self._update = parts.inners, parts.update
         self.state = States(self._storage)
         self.watchers = self._update.watchers
-        self.dicts = PlainDicts(parts.stage, self._storage, self._inner, parts.transport, parts.shards)
+        self.dicts = PlainDicts(parts.stage, self._storage, self._inners, parts.transport, parts.shards)
         rank = self._transport.rank_label
         self._stepping, self._clipping = Event("step", rank), Event("clip", rank)
         self._closed = ""  # why the optimizer cannot be used any more
@@ -79,6 +79,15 @@ class Engine:
         if self.parts.superseded:
             raise RuntimeError(f"{TAKEN_OVER}: use that, or build a new one")
         self.parts.streams.wait_for_previous()
+
+    def check_may_add(self) -> None:
+        """Raise `RuntimeError` if no param group can be added now. Local."""
+        self.check()
+        if self._reducer.hooks.inside_backward or self._reducer.joining:
+            raise RuntimeError("add_param_group() inside a backward or inside join(): leave it first")
+        hooks = self._storage.unit_hooks
+        if hooks is not None and not hooks.end_iteration():
+            raise RuntimeError("add_param_group() inside gathered() or inside a forward: leave it first")
 
     # -- join ---------------------------------------------------------------------------------------------------------
 
@@ -163,7 +172,7 @@ class Engine:
         free = hooks is None or hooks.end_iteration()
         problem = self._storage.diagnose() if free else "step() inside gathered() or inside a forward: leave it first"
         problem = problem or self._storage.diagnose_unfrozen()
-        told = digests_of(groups, self._inner.defaults.keys() - self._counted)
+        told = digests_of(groups, self._inners.option_names() - self._counted)
         self._reducer.finalize_grads("step()", problem, options=told)
         for watcher in self.watchers:
             watcher.before_step(self._reducer.agreement.reports)

@@ -24,8 +24,8 @@ from .engine import Engine
 from .parameters.materialize import InitFunction, StateDict, materializer_of
 from .setup import Builder
 from .state.describe import Description, describe
+from .step.classes import InnerOptimizers
 from .step.clip import check_norm_arguments
-from .step.inner import InnerOptimizer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -122,7 +122,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             units=units,
             partition=partition,
         )
-        inner = InnerOptimizer(optimizer_class, defaults)
+        inners = InnerOptimizers(optimizer_class, defaults)
         groups = as_groups(params)
         device = device_of(groups)
         if device.type == "meta":
@@ -130,34 +130,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
         listed = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
         parts = Builder(
             config,
-            inner,
+            inners,
             device,
             lambda: materializer_of(self._module, listed, param_init_fn, init_state_dict, config.landing),
         )
-        self._builder, self._transport, self._inner = parts, parts.transport, inner
+        self._builder, self._transport, self._inners = parts, parts.transport, inners
         self._storage, self._reducer = parts.storage, parts.reducer
         self.engine = Engine(parts)
         check_listed_once(groups, self._module)
-        super().__init__(groups, inner.defaults)
+        super().__init__(groups, inners.main.defaults)
         self.state: Any = self.engine.state
         parts.register(self.param_groups, 0)
         self._built = True
         self.divisor = self._transport.world_size if divisor is None else divisor
-        parts.log_choices()
+        parts.log_choices(self.param_groups)
 
     # -- construction -------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of further parameters, in buckets of their own. All ranks."""
-        if not getattr(self, "_built", False):
-            super().add_param_group(param_group)
+        if not self._built:
+            self._append(param_group)
             return
-        self.engine.check()
-        if self._reducer.hooks.inside_backward or self._reducer.joining:
-            raise RuntimeError("add_param_group() inside a backward or inside join(): leave it first")
-        hooks = self._storage.unit_hooks
-        if hooks is not None and not hooks.end_iteration():
-            raise RuntimeError("add_param_group() inside gathered() or inside a forward: leave it first")
+        self.engine.check_may_add()
         group = dict(param_group)
         group["params"] = members_of(group["params"], "param_group['params']")
         before = [parameter for g in self.param_groups for parameter in g["params"]]
@@ -165,12 +160,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_listed_once([group], self._module)
         if self._module is not None and "param_names" in self.param_groups[0] and "param_names" not in group:
             group["params"] = with_names(group["params"], self._module, len(before))
-        super().add_param_group(group)
+        self._append(group)
         try:
             self._builder.register(self.param_groups, len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
             raise
+
+    def _append(self, group: dict[str, Any]) -> None:
+        """Append a param group, with the defaults of the class that it names, if it names one."""
+        completed = self._inners.complete(group, len(self.param_groups))
+        super().add_param_group(completed)
+        self._inners.drop_foreign(completed, group)
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
@@ -207,7 +208,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return the bytes that this rank holds, read from the tensors, beside those of the formulas. Local."""
         self.engine.check_usable()
         parts = self._builder
-        return describe(parts.stage, parts.choice, self._storage, self._reducer, self._inner, parts.reshard_group_size)
+        return describe(parts.stage, parts.choice, self._storage, self._reducer, parts.reshard_group_size)
 
     def check_replicas(self) -> str:
         """Compare the parameters over the ranks, and return the SHA-256 over their SHA-256s. All ranks.
@@ -394,5 +395,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
 
     def __repr__(self) -> str:
-        name = f"{self._inner.name}, stage={self._builder.stage.number}, rank {self.rank} of {self.world_size}"
-        return f"ZeroOptimizer({name})\n{super().__repr__() if self._built else ''}"
+        classes, stage = self._inners.names(self.param_groups), self._builder.stage.number
+        rest = super().__repr__() if self._built else ""
+        return f"ZeroOptimizer({classes}, stage={stage}, rank {self.rank} of {self.world_size})\n{rest}"

@@ -9,7 +9,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,7 +20,7 @@ from collectives import build as build_collective
 from .config import Config
 from .consistency import agree_on_construction, agree_on_sharing
 from .core.buckets import build, extended
-from .core.layout import BucketSpec, Dtypes, ParameterSpec
+from .core.layout import BucketSpec, Dtypes, Layout, ParameterSpec
 from .core.parameter_specs import FLOATS, changed, check_buffers, check_modules, check_one_device, is_laid_out, specs
 from .core.stage import Placement, check_offloaded_parameters
 from .gradients.hooks import check_free
@@ -37,8 +36,8 @@ from .runtime.flat_states import BucketStates, Options
 from .runtime.master_weights import MasterWeights
 from .runtime.offload import OffloadBackend, OffloadedStates, backend_for
 from .runtime.streams import Streams
-from .step.inner import InnerOptimizer
-from .step.partition import check_partitions, choose_partition
+from .step.classes import InnerOptimizers
+from .step.partition import check_partitions, choose_partitions
 from .step.update import Update
 
 NOTHING_TO_TRAIN = (
@@ -51,13 +50,13 @@ _MASTER = "master weights"  # a key among the names of states; it has a space, w
 class Builder:
     """The parts of one optimizer on one rank.
 
-    They are `transport`, `shards`, `collective`, `inner`, `storage`, `reducer` and `update`.
+    They are `transport`, `shards`, `collective`, `inners`, `storage`, `reducer` and `update`.
     """
 
     def __init__(
         self,
         config: Config,
-        inner: InnerOptimizer,
+        inners: InnerOptimizers,
         device: torch.device,
         find_meta: Callable[[], Materializer | None],
     ) -> None:
@@ -65,7 +64,7 @@ class Builder:
 
         Args:
             config: the checked arguments of the optimizer.
-            inner: the user's optimizer class and its defaults.
+            inners: the user's optimizer classes.
             device: the device of the parameters; for meta parameters, the one on which they will get memory.
             find_meta: returns the materializer of the module's meta tensors, or None.
 
@@ -73,7 +72,7 @@ class Builder:
             ValueError, TypeError: an argument does not fit the module, the device or the group, on every rank.
         """
         # not the config itself: its functions may refer to whoever holds this optimizer
-        self.stage, self.module, self.inner = config.stage, config.module, inner
+        self.stage, self.module, self.inners = config.stage, config.module, inners
         self.precision, self.offload, self._partition = config.precision, config.offload, config.partition
         group = config.transport().fork()
         self.reshard_group_size = agree_on_sharing(group, config)
@@ -107,7 +106,7 @@ class Builder:
             means_may_be_shown=config.precision is None,
         )
         self.update = Update(
-            self.stage, self.transport, self.shards, self.collective, self.storage, self.reducer.means, inner
+            self.stage, self.transport, self.shards, self.collective, self.storage, self.reducer.means, inners
         )
 
     def _make_storage(self, config: Config, post_forward_group: Choice | None) -> ParameterStorage:
@@ -167,7 +166,7 @@ class Builder:
             self.transport.abort(f"{called}, while parameters were taken over: {type(error).__name__}: {error}")
             raise
 
-    def log_choices(self) -> None:
+    def log_choices(self, groups: Sequence[Options]) -> None:
         """Write one line at INFO: the choices that were made for this optimizer, and their reasons."""
         if not LOG.isEnabledFor(logging.INFO):
             return
@@ -178,7 +177,7 @@ class Builder:
             self.transport.rank_label,
             self.transport.world_size,
             self.stage.number,
-            self.inner.name,
+            self.inners.names(groups),
             len(self.storage.layout.buckets),
             len(set(units.values())),
             self.shards.world_size,
@@ -223,7 +222,7 @@ class Builder:
         found: list[Tensor] = []
         described: list[ParameterSpec] = []
         replicated: dict[Tensor, ParameterSpec] = {}
-        why = ""
+        said: list[str] = []
         try:
             check_partitions(asked)
             check_buffers(self.module)
@@ -242,19 +241,13 @@ class Builder:
             check_one_device([*self.storage.layout.parameters, *described])
             check_free([(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)])
             self.storage.prepare(found)
-            names, by_parameter, why = choose_partition(self.inner, all_groups, described, asked)
-            self.inner.elementwise |= names
-            described = [replace(spec, whole=spec.group in by_parameter) for spec in described]
+            described, said = choose_partitions(self.inners, all_groups, described, asked)
         except Exception as error:
             problem = error
-        lines = [] if problem is not None else [*self._lines(described), *_replicated_lines(replicated)]
+        lines = [] if problem is not None else [*self._lines(described, all_groups), *_replicated_lines(replicated)]
         agree_on_construction(self.transport, lines, problem)
-        if why and self.transport.rank == 0:
-            warnings.warn(
-                f"{self.inner.name} is not element-wise ({why}), so each parameter has one owner, which steps it whole "
-                '(partition="parameter")',
-                stacklevel=5,
-            )
+        for line in said if self.transport.rank == 0 else ():
+            warnings.warn(line, stacklevel=5)
         self.storage.check_replicas(replicated)
         if self._materializer is not None and self.stage.parameters is Placement.WHOLE:
             with self._failing_for_all():
@@ -264,7 +257,7 @@ class Builder:
             layout = extended(self.storage.layout, described, self._bucket_bytes, across_units=across)
         else:
             layout = build(described, self.shards.world_size, self._bucket_bytes, across_units=across)
-        stores = self._reserve(layout.buckets[buckets:], found)
+        stores = self._reserve(layout, buckets, found)
         wide: dict[Bucket, Tensor] = {}  # this rank's interval of the values before the cast
 
         def keep(bucket: Bucket, whole: Tensor) -> None:
@@ -281,7 +274,8 @@ class Builder:
             self.streams.use(self.storage.device)
             for bucket in new:
                 bucket.states = self._states_of(bucket, wide.pop(bucket, None), stores)
-                self.inner.begin(bucket.states, all_groups)
+                number = bucket.specs[0].optimizer_class
+                self.inners[number].begin(bucket.states, self.inners.groups_of(number, all_groups))
                 bucket.states.evict()
         self.reducer.extend(new)
         for parameter in self.storage.not_updated():
@@ -294,23 +288,24 @@ class Builder:
         master = None
         if spec.dtypes.has_master:
             master = MasterWeights(weights.data, spec.dtypes.master_dtype, wide, self._room_for_masters(spec, stores))
-        first = self.storage.buckets[0]
-        instance = self.inner.instance(None if bucket is first else first.states.instance)
+        number = bucket.specs[0].optimizer_class
+        first = next(each for each in self.storage.buckets if each.specs[0].optimizer_class == number)
+        instance = self.inners[number].instance(None if bucket is first else first.states.instance)
         groups, shapes = [each.group for each in bucket.specs], [(each.shape, each.stride) for each in bucket.specs]
         store, whole = stores.get(spec.index), bucket.specs[0].whole
         return BucketStates(instance, spec, weights, groups, shapes, master, store, whole=whole)
 
-    def _reserve(self, buckets: Sequence[BucketSpec], found: Sequence[Tensor]) -> dict[int, OffloadedStates]:
-        """Return the place of the states of each new bucket, if they are offloaded; otherwise an empty dict.
+    def _reserve(self, layout: Layout, first: int, found: Sequence[Tensor]) -> dict[int, OffloadedStates]:
+        """Return the place of the states of each bucket from ``first`` on, if they are offloaded; else an empty dict.
 
         ``found`` are the new parameters. With offload this is collective: it is an error on every rank if one rank has
         no room.
         """
         if self._offload_backend is None:
             return {}
-        offload_backend = self._offload_backend
+        offload_backend, buckets = self._offload_backend, layout.buckets[first:]
         problem: Exception | None = None
-        names = {bucket.index: self._names_of_states(bucket) for bucket in buckets}
+        names = {bucket.index: self._names_of_states(bucket, layout) for bucket in buckets}
         widths = {bucket.index: _length(self.stage.update_interval(bucket, self.shards.rank)) for bucket in buckets}
         wanted = [(widths[bucket.index], bucket.dtypes.master_dtype) for bucket in buckets for _ in names[bucket.index]]
         try:
@@ -332,10 +327,11 @@ class Builder:
             for bucket in buckets
         }
 
-    def _names_of_states(self, bucket: BucketSpec) -> list[str]:
+    def _names_of_states(self, bucket: BucketSpec, layout: Layout) -> list[str]:
         """Return the names of the tensors that are kept for a bucket."""
+        inner = self.inners[layout.parameters[bucket.slots[0].parameter].optimizer_class]
         masters = bucket.dtypes.has_master and torch.device(bucket.device).type == "cpu"
-        return [*sorted(self.inner.elementwise), *([_MASTER] if masters else [])]
+        return [*sorted(inner.elementwise), *([_MASTER] if masters else [])]
 
     def _room_for_masters(
         self, bucket: BucketSpec, stores: Mapping[int, OffloadedStates]
@@ -348,14 +344,14 @@ class Builder:
             return None
         return partial(stores[bucket.index].tensor, _MASTER, bucket.dtypes.master_dtype)
 
-    def _lines(self, described: Sequence[ParameterSpec]) -> list[str]:
+    def _lines(self, described: Sequence[ParameterSpec], groups: Sequence[Options]) -> list[str]:
         """Return, as text, the facts that must be equal on all ranks."""
         settings = f"stage {self.stage.number}, collective {self.collective.name}, bucket {self._bucket_bytes} bytes"
         buffers = [] if self.module is None else self.module.named_buffers()
         return [
             settings,
             f"precision {self.precision}",
-            f"optimizer {self.inner.name}",
+            f"optimizer {self.inners.names(groups)}",
             *(spec.line() for spec in described),
             *self.storage.lines(),
             *(f"buffer {name} {list(buffer.shape)} {buffer.dtype} {type(buffer).__name__}" for name, buffer in buffers),

@@ -85,7 +85,7 @@ def test_slots_and_slices_beyond_two_to_the_31_tile_the_bucket(world_size: int, 
 @ALL_STAGES
 def test_bytes_and_traffic_beyond_two_to_the_31_are_exact(stage: int) -> None:
     layout, world_size = large_layout(4), 4
-    found = formula_bytes(layout, STAGES[stage], 2)
+    found = formula_bytes(layout, STAGES[stage], {0: 2})
     psi = 7 * LIMIT + 5 * (2**30 + 3) + 3 * LIMIT + 5
     assert layout.numel == psi
     owned = [4 * psi if stage < number else round(4 * psi / world_size) for number in (3, 2, 1)]
@@ -147,12 +147,12 @@ def test_states_beyond_two_to_the_31_have_a_run_for_every_piece(
     weights = FlatBuffer(master, Placement.SHARD, begin)
     states = BucketStates(inner.instance(None), bucket, weights, [0] * len(slots), shapes)
     present = b"\1" * len(states.pieces)
-    states.plan(present, (False,))
+    states.plan(present, frozenset())
     assert sum(run.end - run.begin for run in states.runs) >= sum(piece.numel for piece in states.pieces) > LIMIT
     groups = [{**inner.defaults, "params": []}]
     for run in states.runs:
         run.parameter.grad = torch.empty_like(run.parameter)
-    states.instance.param_groups = _param_groups(states, groups)
+    states.instance.param_groups = _param_groups(states, dict(enumerate(groups)))
     states.instance.step()
     states.adopt_states(frozenset({"momentum_buffer"}))
     assert states.flat["momentum_buffer"].data.numel() == end - begin

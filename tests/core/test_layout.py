@@ -584,7 +584,7 @@ def worked_example(world_size: int = 4) -> Layout:
     ],
 )
 def test_bytes_of_a_rank_by_hand(number: int, parameters: int, gradients: int, optimizer: int) -> None:
-    assert formula_bytes(worked_example(), stage_of(number), state_tensors=2) == {
+    assert formula_bytes(worked_example(), stage_of(number), state_tensors={0: 2}) == {
         "parameters": parameters,
         "gradients": gradients,
         "optimizer": optimizer,
@@ -595,7 +595,7 @@ def test_bytes_of_a_rank_by_hand(number: int, parameters: int, gradients: int, o
 
 def test_bytes_count_each_thing_in_its_own_dtype() -> None:
     layout = build([spec("a", (100,), Dtypes(BF16, FP16, FP32, FP64))], 2, 10**6)
-    found = formula_bytes(layout, stage_of(2), state_tensors=3)
+    found = formula_bytes(layout, stage_of(2), {0: 3})
     assert found == {
         "parameters": 100 * 2,
         "gradients": 100 * 4 // 2,
@@ -632,7 +632,7 @@ def test_traffic_of_stage_3_by_hand() -> None:
     for backwards, synchronised in ((1, 1), (3, 3), (3, 1)):
         expected = synchronised * trainable + 2 * backwards * everything - backwards * here
         assert formula_traffic(layout, stage_of(3), backwards, synchronised, rest) == 2 * 4 * expected
-    found = formula_bytes(layout, stage_of(3), 2, rest)
+    found = formula_bytes(layout, stage_of(3), {0: 2}, rest)
     assert found["gathered_peak"] == 4 * (16 + 16 + 112 + 48)
     assert found["parameters"] == 4 * (10 + 10 + 40 + 100 + 20) // 3
 
@@ -642,7 +642,7 @@ def test_one_rank_sends_nothing_and_holds_everything(parameters: list[ParameterS
     layout = build(parameters, 1, nbytes)
     assert formula_traffic(layout, stage_of(number), 1, 1) == 0
     whole = sum(p.numel * p.dtypes.param_dtype.itemsize for p in parameters)
-    assert formula_bytes(layout, stage_of(number), 2)["parameters"] == whole
+    assert formula_bytes(layout, stage_of(number), {0: 2})["parameters"] == whole
 
 
 def test_a_shard_is_a_rank_s_part_to_the_nearest_byte() -> None:

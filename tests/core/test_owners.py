@@ -113,7 +113,7 @@ def test_the_busiest_rank_s_link_is_loaded_by_what_it_owns() -> None:
 @given(ANY, RANKS, st.sampled_from([1, 2, 3]))
 def test_the_bytes_of_all_ranks_are_those_of_the_model(shapes: list[tuple[int, ...]], ranks: int, stage: int) -> None:
     layout = build(specs_of(shapes, dtypes=MIXED), ranks, 4000)
-    found = [formula_bytes(layout, STAGES[stage], 2, rank=rank) for rank in range(ranks)]
+    found = [formula_bytes(layout, STAGES[stage], {0: 2}, rank=rank) for rank in range(ranks)]
     trained = sum(spec.numel for spec in layout.parameters if spec.trainable)
     assert sum(each["optimizer"] for each in found) == 12 * trained
     if stage == 3:

@@ -540,7 +540,7 @@ def test_a_module_that_failed_may_be_tried_again() -> None:
 def test_nothing_has_memory_before_the_arguments_are_known_to_be_right(stage: int) -> None:
     model = on_meta()
     with pytest.raises(ValueError, match="element-wise"):
-        ZeroOptimizer(model, torch.optim.Adafactor, stage=stage, process_group=solo())
+        ZeroOptimizer(model, torch.optim.Adafactor, stage=stage, process_group=solo(), partition="element")
     assert all(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers()))
     ZeroOptimizer(model, stage=stage, process_group=solo()).close()
 

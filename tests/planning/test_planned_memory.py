@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-import zero.setup
+import zero.step.partition
 from collectives import Loopback
 
 from .models import PLANNED, described
@@ -22,7 +22,7 @@ SAMPLE = covering(60)
 def one_trial_of_a_class() -> Iterator[None]:
     """Try each optimizer class once, since a trial takes longer than all else that a case does."""
     tried: dict[tuple[str, frozenset[object]], frozenset[str]] = {}
-    whole = zero.setup.check_elementwise
+    whole = zero.step.partition.check_elementwise
 
     def remembered(inner: Any, groups: Any, parameters: Any) -> frozenset[str]:
         key = (inner.name, frozenset(spec.dtypes for spec in parameters))
@@ -31,7 +31,7 @@ def one_trial_of_a_class() -> Iterator[None]:
         return tried[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero.setup, "check_elementwise", remembered)
+        patch.setattr(zero.step.partition, "check_elementwise", remembered)
         yield
 
 

@@ -55,7 +55,7 @@ def one(numel: float) -> Model:
 def states(numel: float, ranks: int, stage: int, dtypes: Dtypes) -> int:
     """Return the bytes of Adam's model states on a rank by formula."""
     layout = build(one(numel).specs(lambda _: dtypes, with_units=False), ranks, 25 << 20)
-    found = formula_bytes(layout, STAGES[stage], 2)
+    found = formula_bytes(layout, STAGES[stage], {0: 2})
     return sum(found[kind] for kind in STATES)
 
 

@@ -372,7 +372,7 @@ def refused_on(transport: Transport, cls: type[Coupled]) -> str:
 
 @pytest.mark.parametrize(
     ("cls", "said"),
-    [(torch.optim.LBFGS, "closure"), (torch.optim.SparseAdam, "dense"), (torch.optim.Muon, "2D")],
+    [(torch.optim.LBFGS, "closure"), (torch.optim.SparseAdam, "dense")],
 )
 def test_a_class_that_cannot_be_tried_says_why(cls: type[torch.optim.Optimizer], said: str) -> None:
     assert said in refused(cls)

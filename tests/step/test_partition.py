@@ -382,13 +382,13 @@ def test_states_that_are_as_large_as_their_parameter_have_the_names_of_all_shape
     """A square parameter's preconditioner, in a state of its own, has the parameter's shape and is none of them."""
 
     class OfRows(Shampoo):
-        def _step(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-            super()._step(parameter, gradient, group)
+        def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+            super().update(parameter, gradient, group)
             self.state[parameter]["rows"] = self.state[parameter]["preconditioners"][0].clone()
 
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False))
     optimizer = ZeroOptimizer(model, OfRows, process_group=solo(), partition="parameter")
-    assert optimizer.engine.parts.inner.elementwise == {"momentum"}
+    assert optimizer.engine.parts.inners.main.elementwise == {"momentum"}
     optimizer.close()
 
 

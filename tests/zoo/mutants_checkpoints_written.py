@@ -21,7 +21,13 @@ MUTANTS = (
         "no-gate-before-an-update",
         ("S69", "P34"),
         "A step updates states that the disk has not taken yet: the checkpoint has some of the next step.",
-        (Edit("zero.step.update.Update.step", "begin if self.watchers else None)", "None)"),),
+        (
+            Edit(
+                "zero.step.update.Update.step",
+                "                begin if self.watchers else None,\n",
+                "                None,\n",
+            ),
+        ),
         (f"{STEP}[1-3]",),
     ),
     Mutant(
@@ -292,8 +298,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.contents.Contents.param_groups",
-                'if key not in ("params", "param_names")}',
-                'if key in self.parts.inner.defaults and key not in ("params", "param_names")}',
+                "if key not in NO_OPTIONS}",
+                "if key in self.parts.inners.of(group).defaults and key not in NO_OPTIONS}",
             ),
         ),
         (f"{READER}::test_options_of_param_groups_keep_their_types",),

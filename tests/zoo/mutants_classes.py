@@ -38,7 +38,7 @@ MUTANTS = (
         "a-trial-of-few-steps",
         ("L12",),
         "A class that warms up as an element-wise one is taken.",
-        (Edit("zero.step.elementwise", "STEPS = 12  # more", "STEPS = 3  # more"),),
+        (Edit("zero.step.trial", "STEPS = 12  # more", "STEPS = 3  # more"),),
         (f"{TEST}test_so_is_one_that_begins_to_after_some_steps[9-DecayMatricesOnly]",),
     ),
     Mutant(
@@ -52,14 +52,14 @@ MUTANTS = (
         "a-class-is-tried-with-its-defaults",
         ("L12",),
         "What the user's param groups say is not tried: a weight decay that is off by default is never seen.",
-        (Edit("zero.step.elementwise._distinct", "given = {**defaults, **given}", "given = {**given, **defaults}"),),
+        (Edit("zero.step.trial.distinct", "given = {**defaults, **given}", "given = {**given, **defaults}"),),
         (f"{TEST}test_the_options_of_every_group_count",),
     ),
     Mutant(
         "rounding-hides-what-a-class-does",
         ("L12",),
         "A rate that begins at zero, for a scheduler to raise, makes every class pass.",
-        (Edit("zero.step.elementwise", "RAISED_RATE = 0.25  #", "RAISED_RATE = 0.0  #"),),
+        (Edit("zero.step.trial", "RAISED_RATE = 0.25  #", "RAISED_RATE = 0.0  #"),),
         (f"{TEST}test_a_rate_so_low_that_nothing_shows_hides_nothing[dtype0]",),
     ),
     Mutant(
@@ -79,7 +79,7 @@ MUTANTS = (
         "single-elements-are-not-tried",
         ("L12",),
         "A class that spares vectors of one element is taken, and steps them with their neighbours.",
-        (Edit("zero.step.trial._shapes", ", *([(1,)] if setting.single_elements else [])]", "]"),),
+        (Edit("zero.step.trial._shapes", ", *([(1,)] if (1,) in setting.shapes else [])]", "]"),),
         (f"{TEST}test_a_vector_of_one_element_is_tried_where_there_is_one",),
     ),
     Mutant(

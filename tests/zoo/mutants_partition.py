@@ -6,6 +6,7 @@ from .mutant import Edit, Mutant
 
 OWNERS = "core/test_owners.py"
 PARTITION = "step/test_partition.py"
+CLASSES = "step/test_classes.py"
 BITS = f"{PARTITION}::test_classes_that_need_whole_parameters_give_the_bits_of_the_plain_loop"
 
 MUTANTS = (
@@ -137,5 +138,26 @@ MUTANTS = (
         "`describe()` says 1/W for whole parameters, too, whatever a rank owns.",
         (Edit("zero.core.formulas.formula_bytes", "and owners[place] == rank}", "and rank == 0}"),),
         (f"{PARTITION}::test_no_rank_has_more_than_its_share_and_one_parameter_and_says_what_it_has[3-2]",),
+    ),
+    Mutant(
+        "classes-share-a-bucket",
+        ("L12",),
+        "Parameters of two classes lie in one bucket, which the first one's class steps: the others stay as they are.",
+        (Edit("zero.core.buckets._buckets", "spec.whole, spec.optimizer_class)", "spec.whole)"),),
+        (f"{CLASSES}::test_two_element_wise_classes_share_no_bucket[0]",),
+    ),
+    Mutant(
+        "a-group-has-the-options-of-both-classes",
+        ("L12",),
+        "A group whose class it names keeps the options of the other class, too: they are saved, and scheduled.",
+        (Edit("zero.step.classes.InnerOptimizers.drop_foreign", "if KEY in completed:", "if KEY in given and False:"),),
+        (f"{CLASSES}::test_groups_have_the_defaults_of_their_class_and_schedulers_move_all",),
+    ),
+    Mutant(
+        "a-class-s-dict-has-the-indices-of-all",
+        ("L12",),
+        "The dict of each class keeps the indices of all parameters: torch's own class loads other parameters' states.",
+        (Edit("zero.state.by_class.split", '_renumbered(whole["state"], indices)', 'dict(whole["state"])'),),
+        (f"{CLASSES}::test_muon_for_matrices_and_adamw_for_the_rest_give_the_bits_of_the_plain_loop[2-2-dtype0]",),
     ),
 )

@@ -182,8 +182,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.setup.Builder.__init__",
-                "        self.stage, self.module, self.inner = ",
-                "        self.config = config\n        self.stage, self.module, self.inner = ",
+                "        self.stage, self.module, self.inners = ",
+                "        self.config = config\n        self.stage, self.module, self.inners = ",
             ),
         ),
         ("test_lifetimes.py::test_an_optimizer_does_not_keep_the_functions_that_it_was_built_with[3]",),

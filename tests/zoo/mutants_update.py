@@ -14,9 +14,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.step.inner._step",
-                "        run.parameter.grad = wide[run.begin : run.end].view(run.parameter.shape)\n",
-                "        begin = 0 if run.views else run.begin\n"
-                "        run.parameter.grad = wide[begin : begin + run.end - run.begin].view(run.parameter.shape)\n",
+                "        run.parameter.grad = run.of(wide)\n",
+                "        run.parameter.grad = run.of(wide.roll(run.begin) if run.views else wide)\n",
             ),
         ),
         (f"{EXACT}[2-adamw]",),
@@ -90,7 +89,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.step.elementwise._compare",
-                "                if not _same_bits(piece.of(parameter), piece.values):\n",
+                "                if not equal_values(piece.of(parameter), piece.values):\n",
                 "                if piece.values.dtype is not parameter.dtype:\n",
             ),
         ),
@@ -216,9 +215,9 @@ MUTANTS = (
         "A parameter without dimensions is stepped as a vector of one element, which torch promotes in another way.",
         (
             Edit(
-                "zero.runtime.flat_states.BucketStates._is_scalar",
+                "zero.runtime.flat_states.BucketStates._shape",
                 "if self.whole or self.scalars[slot] else",
-                "return False",
+                "if self.whole else",
             ),
         ),
         ("contract/test_public_calls.py::test_parameters_without_dimensions_are_promoted_as_torch_promotes_them",),

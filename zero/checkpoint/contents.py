@@ -23,6 +23,7 @@ from ..core.statetree import NAMES, encode_inline, encode_options
 from ..engine import Engine
 from ..runtime.bucket import Bucket
 from ..runtime.flat_states import Options, PieceState
+from ..step.inner import NO_OPTIONS
 from .format.extents import Writers
 from .format.manifest import SavedParameter
 
@@ -178,10 +179,10 @@ class Contents:
 
         Raises `TypeError` naming an option that cannot be saved.
         """
-        of_class = self.parts.inner.optimizer_class
         found = []
         for number, group in enumerate(self.groups):
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            of_class = self.parts.inners.of(group).optimizer_class
+            options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
             encoded = encode_options(options, f"optimizer.param_groups[{number}]")
             encoded["optimizer_class"] = f"{of_class.__module__}.{of_class.__qualname__}"
             encoded["optimizer_module"] = of_class.__module__

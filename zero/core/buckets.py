@@ -19,7 +19,7 @@ def build(
 ) -> Layout:
     """Lay out ``parameters`` (in order of registration) in buckets of at most ``bucket_bytes`` each.
 
-    A bucket is homogeneous in dtypes, device, trainability, partition (`ParameterSpec.whole`) and, without
+    A bucket is homogeneous in dtypes, device, trainability, partition (`ParameterSpec.whole`), class and, without
     ``across_units``, unit. It holds at least one whole parameter, however large. Buckets are in the order in which a
     backward completes them.
 
@@ -44,7 +44,7 @@ def _buckets(layout: Layout, more: Sequence[ParameterSpec], bucket_bytes: int, a
     complete: list[list[int]] = []
     for position, spec in reversed(list(enumerate(more))):
         unit = spec.unit if spec.whole or not across_units else 0
-        key = (spec.dtypes, spec.device, spec.trainable, unit, spec.whole)
+        key = (spec.dtypes, spec.device, spec.trainable, unit, spec.whole, spec.optimizer_class)
         filling, nbytes = keys.setdefault(key, []), _padded(spec) * spec.dtypes.param_dtype.itemsize
         if filling and used[key] + nbytes > bucket_bytes:
             complete.append(filling)

@@ -6,7 +6,7 @@ and 7. The optimizer's state is counted by its number of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from .layout import Layout, ParameterSpec, sharded_bytes
@@ -16,7 +16,7 @@ from .stage import Placement, Stage
 def formula_bytes(
     layout: Layout,
     stage: Stage,
-    state_tensors: int,
+    state_tensors: Mapping[int, int],
     rest: Layout | None = None,
     reshard_group_size: int | None = None,
     *,
@@ -34,8 +34,8 @@ def formula_bytes(
     Args:
         layout: the parameters that the optimizer updates.
         stage: the row of the stage table.
-        state_tensors: how many tensors, each as large as a parameter, the optimizer keeps for it (Adam: 2). Master
-            weights are counted in addition.
+        state_tensors: how many tensors, each as large as a parameter, the optimizer keeps for it (Adam: 2), by the
+            number of its class. Master weights are counted in addition.
         rest: the parameters that are stored beside those of ``layout`` and not updated.
         reshard_group_size: the result of `check_reshard`; None means all ranks.
         slices_are_exposed: whether peers read this rank's shards in place, in its memory.
@@ -66,8 +66,7 @@ def formula_bytes(
         return nbytes(among) if placement is Placement.WHOLE else shard(nbytes, among)
 
     def states(among: Iterable[ParameterSpec]) -> int:
-        kept = {True: state_tensors + 1, False: state_tensors}  # with and without master weights
-        return sum(kept[spec.dtypes.has_master] * spec.master_bytes for spec in among)
+        return sum((state_tensors[spec.optimizer_class] + spec.dtypes.has_master) * spec.master_bytes for spec in among)
 
     contributed = [spec for spec in trainable if stage.contributes_in_place(spec.dtypes)]
     means = [spec for spec in trainable if stage.grads_replicated and not stage.contributes_in_place(spec.dtypes)]

@@ -89,6 +89,7 @@ class ParameterSpec:
         index: its index in torch.optim's dicts.
         unit: the number of its unit, whose parameters are gathered together; 0 for all if nothing is gathered.
         whole: whether one rank owns all of it, since the optimizer's class steps it by its shape.
+        optimizer_class: the number of the class that steps it.
     """
 
     names: tuple[str, ...]
@@ -101,6 +102,7 @@ class ParameterSpec:
     index: int
     unit: int = 0
     whole: bool = False
+    optimizer_class: int = 0
 
     @property
     def name(self) -> str:
@@ -133,6 +135,7 @@ class ParameterSpec:
         names = "=".join(self.names) or self.name
         device = self.device.split(":")[0]
         place = f"group {self.group} unit {self.unit}{' whole' if self.whole else ''}"
+        place += f" class {self.optimizer_class}" if self.optimizer_class else ""
         return f"{names} {list(self.shape)} stride {list(self.stride)} {described} {device} {state} {place}"
 
 

@@ -134,7 +134,7 @@ class MemoryPlan:
             formula = formula_bytes(
                 layout,
                 setting.row,
-                setting.states.tensors,
+                {0: setting.states.tensors},
                 reshard_group_size=setting.near,
                 slices_are_exposed=setting.exposes_slices,
             )

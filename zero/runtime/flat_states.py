@@ -132,8 +132,8 @@ class BucketStates:
                 if is_present:
                     self.master.cast(members[0].begin - self.begin, members[-1].end - self.begin)
 
-    def plan(self, present: bytes, cut: tuple[bool, ...]) -> None:
-        """Make the runs over the pieces that are ``present``. ``cut``: whether to cut long runs of each group."""
+    def plan(self, present: bytes, cut: frozenset[int]) -> None:
+        """Make the runs over the pieces that are ``present``. ``cut``: the groups of which long runs are cut."""
         key = (present, cut)
         if key == self._key:
             return
@@ -141,7 +141,7 @@ class BucketStates:
         self._key = key
         self.stepped_groups = set()
         for first, last in runs(self.pieces, present, self._joins):
-            self._make_runs(first, last, cut[self.groups[first]])
+            self._make_runs(first, last, self.groups[first] in cut)
             self.stepped_groups.add(self.groups[first])
 
     def _joins(self, index: int) -> bool:

@@ -19,7 +19,6 @@ from ..core.stage import Stage
 from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
-from ..step.inner import InnerOptimizer
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,6 @@ def describe(
     choice: Choice,
     storage: ParameterStorage,
     reducer: Reducer,
-    inner: InnerOptimizer,
     reshard_group_size: int,
 ) -> Description:
     """Describe one rank. Local; changes nothing. ``reshard_group_size`` is the result of `check_reshard`."""
@@ -105,7 +103,10 @@ def describe(
     units_need_gather = units is not None and units.some_travel
     gradients = [tensor for bucket in buckets for tensor in bucket.grad.tensors()]
     states = [tensor for bucket in buckets for tensor in bucket.states.tensors()]
-    tensors_of_state = max((len(bucket.states.flat) for bucket in buckets), default=0)
+    tensors_of_state: dict[int, int] = {}
+    for bucket in buckets:
+        number = bucket.specs[0].optimizer_class
+        tensors_of_state[number] = max(tensors_of_state.get(number, 0), len(bucket.states.flat))
     formula = formula_bytes(
         layout,
         stage,

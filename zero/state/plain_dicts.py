@@ -20,8 +20,10 @@ from ..core.stage import Placement, Stage
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
 from ..runtime.flat_states import Options, PieceState
-from ..step.inner import InnerOptimizer
-from ..step.partition import check_class
+from ..step.classes import InnerOptimizers
+from ..step.inner import NO_OPTIONS
+from ..step.partition import check_classes
+from .by_class import merged, split
 from .gather import gather
 
 
@@ -29,10 +31,10 @@ class PlainDicts:
     """Saves and loads the plain dicts of one optimizer on one rank."""
 
     def __init__(
-        self, stage: Stage, storage: ParameterStorage, inner: InnerOptimizer, transport: Transport, shards: Transport
+        self, stage: Stage, storage: ParameterStorage, inners: InnerOptimizers, transport: Transport, shards: Transport
     ) -> None:
         """``shards``: the transport of the ranks that share one copy of the states."""
-        self._stage, self._storage, self._inner = stage, storage, inner
+        self._stage, self._storage, self._inners = stage, storage, inners
         self._transport, self._shards = transport, shards
         self._consolidated: tuple[dict[int, Any], dict[int, Tensor]] | None = None  # states, master weights
 
@@ -49,7 +51,10 @@ class PlainDicts:
         self._consolidated = None
 
     def dict_of(self, groups: Sequence[Options]) -> dict[str, Any]:
-        """Return the plain dict. Raises `RuntimeError` if this rank has no consolidated states."""
+        """Return the plain dict, or one of each class by its name, if there are several.
+
+        Raises `RuntimeError` if this rank has no consolidated states.
+        """
         if self._consolidated is None:
             raise RuntimeError(
                 f"rank {self._transport.rank} holds a shard of the states: call "
@@ -63,25 +68,32 @@ class PlainDicts:
         }
         if masters:
             result["masters"] = dict(masters)
-        return result
+        classes = self._class_names(groups)
+        return split(result, classes) if len(set(classes)) > 1 else result
+
+    def _class_names(self, groups: Sequence[Options]) -> list[str]:
+        return [self._inners.of(group).qualified_name for group in groups]
 
     def load(self, state_dict: Mapping[str, Any], groups: Sequence[Options]) -> None:
         """Load this rank's pieces and the options of the param groups from a plain dict. Local.
 
         Nothing changes unless the whole dict fits; `ValueError` names the first misfit.
         """
-        state_dict = by_index(state_dict)
+        classes = self._class_names(groups)
+        state_dict = merged(state_dict, classes) if len(set(classes)) > 1 else by_index(state_dict)
         saved_groups = state_dict.get("param_groups", [])
-        buckets, inner = self._storage.buckets, self._inner
+        buckets, inners = self._storage.buckets, self._inners
         known = [spec for spec in self._storage.layout.parameters if spec.group < len(saved_groups)]
-        names = inner.elementwise | check_class(inner, saved_groups, known)
+        names = check_classes(inners, saved_groups, known)
         mapping = check(state_dict, groups, self._storage.listed(), names)
         for group, saved in zip(groups, state_dict["param_groups"], strict=True):
-            options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+            options = {key: value for key, value in saved.items() if key not in NO_OPTIONS}
             group.update(copy.deepcopy(options))
         scatter(state_dict["state"], mapping, groups, buckets, names)
         scatter_masters(state_dict.get("masters", {}), mapping, buckets)
-        inner.elementwise, self._consolidated = names, None
+        for number, found in names.items():
+            inners[number].elementwise = found
+        self._consolidated = None
 
 
 def packed_groups(groups: Sequence[Options], listed: Sequence[ParameterSpec]) -> list[Options]:
@@ -125,7 +137,7 @@ def check(
     state_dict: Mapping[str, Any],
     groups: Sequence[Options],
     listed: Sequence[ParameterSpec],
-    elementwise: frozenset[str],
+    elementwise: Mapping[int, frozenset[str]],
 ) -> dict[int, int]:
     """Check that a plain dict fits this optimizer, and return this optimizer's index -> the dict's index.
 
@@ -146,7 +158,12 @@ def check(
                 f"param group {number}: the state dict has {len(other['params'])} parameters, this optimizer "
                 f"{len(mine['params'])}: it belongs to another model"
             )
-        missing = sorted(set(mine) - set(other) - {"param_names"})
+        of_class, saved_class = mine.get("optimizer_class"), other.get("optimizer_class")
+        if of_class and saved_class and of_class != saved_class:
+            raise ValueError(
+                f"param group {number}: the state dict is that of {saved_class}, this optimizer {of_class}"
+            )
+        missing = sorted(set(mine) - set(other) - {"param_names", "optimizer_class"})
         if missing:
             raise ValueError(f"param group {number}: the state dict has no {missing[0]!r}: it belongs to another class")
         for position, index in enumerate(mine["params"]):
@@ -167,12 +184,13 @@ def check(
                 shape = by_index[index].shape
                 if value is None or by_index[index].whole:  # a whole parameter may have states of any shape
                     continue
-                if name in elementwise and tuple(value.shape) != shape:
+                large = name in elementwise[by_index[index].optimizer_class]
+                if large and tuple(value.shape) != shape:
                     raise ValueError(
                         f"state {name!r} of {by_index[index].name!r} has shape {tuple(value.shape)} in the state dict, "
                         f"but the parameter has {shape}: it belongs to another model"
                     )
-                if name not in elementwise and isinstance(value, Tensor) and value.numel() != 1:
+                if not large and isinstance(value, Tensor) and value.numel() != 1:
                     raise ValueError(f"state {name!r} of {by_index[index].name!r} belongs to another optimizer class")
     return mapping
 
@@ -188,7 +206,7 @@ def scatter(
     mapping: Mapping[int, int],
     groups: Sequence[Options],
     buckets: Sequence[Bucket],
-    elementwise: frozenset[str],
+    elementwise: Mapping[int, frozenset[str]],
 ) -> None:
     """Copy this rank's pieces out of whole states. Local. The dict must have been checked."""
     for bucket in buckets:
@@ -222,12 +240,17 @@ def scatter(
         states.evict()
 
 
-def lies_flat(name: str, value: Any, spec: ParameterSpec, elementwise: frozenset[str]) -> bool:
+def lies_flat(name: str, value: Any, spec: ParameterSpec, elementwise: Mapping[int, frozenset[str]]) -> bool:
     """Return whether a saved state of a parameter belongs into a flat tensor. ``value`` has a shape, or is None.
 
-    ``elementwise``: the names of the states that are as large as their parameter; of a whole one it may differ.
+    ``elementwise``: the names of the states that are as large as their parameter, by the number of the class; of a
+    whole one it may differ.
     """
-    return name in elementwise and value is not None and (not spec.whole or tuple(value.shape) == spec.shape)
+    return (
+        name in elementwise[spec.optimizer_class]
+        and value is not None
+        and (not spec.whole or tuple(value.shape) == spec.shape)
+    )
 
 
 def scalar_state(name: str, value: Any, on_device: bool, device: str) -> Any:

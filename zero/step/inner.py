@@ -7,7 +7,7 @@ out (`flat_states`), ranks, the origin of gradients, communication.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options
+
+NO_OPTIONS = ("params", "param_names", "optimizer_class")  # keys of a param group that the class does not see
 
 
 def _nothing() -> None:
@@ -34,6 +36,7 @@ class BucketUpdate:
         event: returns the context of the step.
         done: called after the step.
         begin: called before the step; None: there is nothing to call.
+        optimizer_class: the number of the class that steps it.
     """
 
     states: BucketStates
@@ -42,14 +45,15 @@ class BucketUpdate:
     event: Callable[[], AbstractContextManager[Any]] = nullcontext
     done: Callable[[], object] = _nothing
     begin: Callable[[], object] | None = None
+    optimizer_class: int = 0
 
 
 class InnerOptimizer:
     """The user's class: one instance for each bucket, whose parameters are the bucket's runs.
 
     So buckets can be stepped one after the other, while counters that the class keeps for itself are as if it had been
-    called once. The ``groups`` given to the methods are the user's own param groups: their options are used, their
-    parameters are not.
+    called once. The ``groups`` given to the methods are the user's own param groups that have this class, by their
+    numbers: their options are used, their parameters are not.
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: Options) -> None:
@@ -68,6 +72,16 @@ class InnerOptimizer:
     def name(self) -> str:
         """The name of the class."""
         return self._class.__name__
+
+    @property
+    def qualified_name(self) -> str:
+        """The name of the class, with its module."""
+        return f"{self._class.__module__}.{self._class.__qualname__}"
+
+    def class_defaults(self) -> Options:
+        """Return the options that the class gives a param group by itself."""
+        made: Any = self._class
+        return dict(made([torch.zeros(1, 1)]).defaults) if self._arguments else dict(self.defaults)
 
     def plain(self, groups: Sequence[Options]) -> torch.optim.Optimizer:
         """Return an instance of the class over param groups, as in a plain loop."""
@@ -89,12 +103,12 @@ class InnerOptimizer:
                     vars(made)[key] = copy.deepcopy(value)
         return made
 
-    def begin(self, states: BucketStates, groups: Sequence[Options]) -> None:
+    def begin(self, states: BucketStates, groups: Mapping[int, Options]) -> None:
         """Let a class that creates its states in the constructor (Adagrad) create those of a new bucket."""
         if not self._begins_with_state:
             return
         late = states.master is not None and not states.master.exists
-        states.plan(b"\1" * len(states.pieces), (False,) * len(groups))
+        states.plan(b"\1" * len(states.pieces), frozenset())
         if states.runs:
             built = self._class(_param_groups(states, groups), **self._arguments)
             states.instance.state.update(built.state)
@@ -103,21 +117,21 @@ class InnerOptimizer:
             states.snapshot()  # drop the runs: they are views of master weights that may never be updated
             states.master.forget()
 
-    def step(self, updates: Sequence[BucketUpdate], groups: Sequence[Options]) -> dict[int, Options]:
+    def step(self, updates: Sequence[BucketUpdate], groups: Mapping[int, Options]) -> dict[int, Options]:
         """Step all pieces that are present, bucket by bucket.
 
         Each instance is stepped once, with all groups, also those without elements on this rank, so that the class's
         own counters are those of one call.
 
         Args:
-            updates: of all buckets.
-            groups: the user's param groups.
+            updates: of all buckets of the class.
+            groups: the user's param groups of the class, by their numbers.
 
         Returns:
             The options that the class changed, by the group's number.
         """
-        cut = tuple(not group.get("fused") for group in groups)
-        found: list[tuple[BucketStates, list[tuple[Options, Options]]]] = []
+        cut = frozenset(number for number, group in groups.items() if not group.get("fused"))
+        found: list[tuple[BucketStates, dict[int, tuple[Options, Options]]]] = []
         ahead = (update.states for update in updates if 1 in update.present)
         _prefetch(next(ahead, None))
         before: BucketStates | None = None  # its states may be copied back while the next bucket is stepped
@@ -141,7 +155,7 @@ class InnerOptimizer:
         finally:
             for update in updates:
                 update.states.release()
-        changed = {number: _changed(number, group, found) for number, group in enumerate(groups)}
+        changed = {number: _changed(number, group, found) for number, group in groups.items()}
         return {number: options for number, options in changed.items() if options}
 
 
@@ -170,12 +184,14 @@ def _prefetch(states: BucketStates | None) -> None:
         states.prefetch()
 
 
-def _step(update: BucketUpdate, cut: tuple[bool, ...], groups: Sequence[Options]) -> list[tuple[Options, Options]]:
+def _step(
+    update: BucketUpdate, cut: frozenset[int], groups: Mapping[int, Options]
+) -> dict[int, tuple[Options, Options]]:
     """Step a bucket. Return each group's options after the step, and the copies that the instance was given.
 
     The class may edit tensors among these copies in place.
     """
-    groups, states, gradient = [_apart(group) for group in groups], update.states, update.gradient
+    groups, states, gradient = {n: _apart(group) for n, group in groups.items()}, update.states, update.gradient
     if states.master is not None:
         states.master.sync_from_param()
     states.plan(update.present, cut)
@@ -191,11 +207,11 @@ def _step(update: BucketUpdate, cut: tuple[bool, ...], groups: Sequence[Options]
         for run in states.runs:
             run.parameter.grad = None
         states.instance.param_groups = []
-    return list(zip(param_groups, groups, strict=True))
+    return {n: (after, given) for (n, given), after in zip(groups.items(), param_groups, strict=True)}
 
 
 def _changed(
-    number: int, live: Options, found: Sequence[tuple[BucketStates, list[tuple[Options, Options]]]]
+    number: int, live: Options, found: Sequence[tuple[BucketStates, dict[int, tuple[Options, Options]]]]
 ) -> Options:
     """Return the options that the class replaced in a group; copy tensors that it may have edited into ``live``.
 
@@ -214,11 +230,11 @@ def _changed(
     return changed
 
 
-def _param_groups(states: BucketStates, groups: Sequence[Options]) -> list[Options]:
+def _param_groups(states: BucketStates, groups: Mapping[int, Options]) -> list[Options]:
     """Return the groups with a bucket's runs as their parameters."""
     result = []
-    for number, group in enumerate(groups):
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    for number, group in groups.items():
+        options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
         runs = [run.parameter for run in states.runs if states.groups[run.first] == number]
         result.append({**options, "params": runs})
     return result

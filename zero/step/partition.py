@@ -10,6 +10,7 @@ tried: several throw-away parameters are stepped together, and each by itself, a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..core.layout import BucketSpec, ParameterSpec, Slot
 from ..core.stage import Placement
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options
+from .classes import InnerOptimizers
 from .elementwise import check_elementwise
 from .inner import BucketUpdate, InnerOptimizer, NotElementwiseError
 from .trial import (
@@ -41,13 +43,44 @@ COPIES = 2  # throw-away parameters of each shape: a class may look at others of
 SMALL = 16  # longer sides are shortened: the classes for which this is tried take time with the cube of a side
 
 
+def choose_partitions(
+    inners: InnerOptimizers,
+    groups: Sequence[Options],
+    parameters: Sequence[ParameterSpec],
+    asked: Mapping[int, str | None],
+) -> tuple[list[ParameterSpec], list[str]]:
+    """Return the new parameters with their class and partition, and a line for each class that was given one unasked.
+
+    The arguments are those of `choose_partition`. The states of each class that are as large as their parameter are
+    noted in ``inners``. Raises `ValueError` if no partition gives a class's own bits.
+    """
+    found: dict[int, tuple[int, bool]] = {}  # class and partition of each new group
+    said = []
+    for number, inner in inners.used([groups[group] for group in asked]):
+        mine = {group: name for group, name in asked.items() if inners.number(groups[group]) == number}
+        members = [spec for spec in parameters if spec.group in mine]
+        names, by_parameter, why = choose_partition(inner, groups, members, mine)
+        inner.elementwise |= names
+        found |= {group: (number, group in by_parameter) for group in mine}
+        if why:
+            said.append(
+                f"{inner.name} is not element-wise ({why}), so each parameter has one owner, which steps it whole "
+                '(partition="parameter")'
+            )
+    chosen = [found[spec.group] for spec in parameters]
+    return [
+        replace(spec, optimizer_class=number, whole=whole)
+        for spec, (number, whole) in zip(parameters, chosen, strict=True)
+    ], said
+
+
 def choose_partition(
     inner: InnerOptimizer,
     groups: Sequence[Options],
     parameters: Sequence[ParameterSpec],
     asked: Mapping[int, str | None],
 ) -> tuple[frozenset[str], frozenset[int], str]:
-    """Choose the partition of each param group.
+    """Choose the partition of each param group of a class.
 
     Args:
         inner: the class.
@@ -85,16 +118,23 @@ def check_partitions(asked: Mapping[int, Any]) -> None:
             )
 
 
-def check_class(
-    inner: InnerOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
-) -> frozenset[str]:
-    """Raise `ValueError` unless the class gives its own bits in the partition that the ``parameters`` have.
+def check_classes(
+    inners: InnerOptimizers, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
+) -> dict[int, frozenset[str]]:
+    """Raise `ValueError` unless each class gives its own bits in the partition that its ``parameters`` have.
 
-    Returns the names of the states that are as large as their parameter.
+    ``groups``: param groups with other options, which name no class. Returns the names of the states that are as large
+    as their parameter, by the number of the class.
     """
-    return check_elementwise(inner, groups, [spec for spec in parameters if not spec.whole]) | check_by_parameter(
-        inner, groups, [spec for spec in parameters if spec.whole]
-    )
+    found: dict[int, frozenset[str]] = {}
+    for number in sorted({spec.optimizer_class for spec in parameters}):
+        inner, mine = inners[number], [spec for spec in parameters if spec.optimizer_class == number]
+        found[number] = (
+            inner.elementwise
+            | check_elementwise(inner, groups, [spec for spec in mine if not spec.whole])
+            | check_by_parameter(inner, groups, [spec for spec in mine if spec.whole])
+        )
+    return found
 
 
 def check_by_parameter(
@@ -229,7 +269,7 @@ class _Alone:
             shape = (tuple(whole.shape), whole.stride())
             weights, instance = FlatBuffer(flat, Placement.WHOLE), self._inner.instance(None)
             states = BucketStates(instance, bucket, weights, [setting.options], [shape], whole=True)
-            self._inner.begin(states, self.groups)
+            self._inner.begin(states, dict(enumerate(self.groups)))
             self._states.append(states)
             self._gradients.append(FlatBuffer(gradient, Placement.WHOLE))
 
@@ -239,7 +279,8 @@ class _Alone:
         for gradient, buffer in zip(gradients, self._gradients, strict=True):
             buffer.data[: gradient.numel()].view(gradient.shape).copy_(gradient)
         pairs = zip(self._states, self._gradients, strict=True)
-        changed = self._inner.step([BucketUpdate(states, gradient, b"\1") for states, gradient in pairs], self.groups)
+        updates = [BucketUpdate(states, gradient, b"\1") for states, gradient in pairs]
+        changed = self._inner.step(updates, dict(enumerate(self.groups)))
         for number, options in changed.items():
             self.groups[number].update(options)
 

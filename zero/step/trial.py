@@ -24,7 +24,7 @@ from ..core.layout import BucketSpec, Dtypes, ParameterSpec, Slot
 from ..core.stage import Placement
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options, is_elementwise
-from .inner import BucketUpdate, InnerOptimizer, unhooked_step
+from .inner import NO_OPTIONS, BucketUpdate, InnerOptimizer, unhooked_step
 
 # With AVX-512 torch computes `sigmoid` and `pow` of 128 bytes at once, and of a rest of fewer in another way. Ranks cut
 # at multiples of 64 bytes. Throw-away tensors of so many times 64 bytes have such a rest if they are stepped whole, and
@@ -179,7 +179,7 @@ class Half:
         shapes = [(tuple(p.shape), p.stride()) for p in (whole.parameters[slot.parameter] for slot in slots)]
         weights = FlatBuffer(flat, Placement.WHOLE)
         states = BucketStates(self._inner.instance(None), bucket, weights, groups, shapes)
-        self._inner.begin(states, self.groups)
+        self._inner.begin(states, dict(enumerate(self.groups)))
         self._states.append(states)
         self._gradients.append(FlatBuffer(gradient, Placement.WHOLE))
 
@@ -193,7 +193,7 @@ class Half:
         self._inner.elementwise = names
         pairs = zip(self._states, self._gradients, strict=True)
         updates = [BucketUpdate(states, gradient, b"\1" * len(states.pieces)) for states, gradient in pairs]
-        changed = self._inner.step(updates, self.groups)
+        changed = self._inner.step(updates, dict(enumerate(self.groups)))
         for number, options in changed.items():
             self.groups[number].update(options)
 
@@ -258,7 +258,7 @@ def distinct(
     options: list[Options] = []
     number_of: dict[int, int] = {}  # by group
     for group in dict.fromkeys(spec.group for spec in parameters):
-        given = {key: value for key, value in groups[group].items() if key not in ("params", "param_names")}
+        given = {key: value for key, value in groups[group].items() if key not in NO_OPTIONS}
         given = {**defaults, **given}
         number_of[group] = numbers_of.setdefault(text_of(given, id), len(options))
         if number_of[group] == len(options):

@@ -24,8 +24,9 @@ from ..runtime.bucket import Bucket
 from ..runtime.events import Event, Waited
 from ..runtime.flat_buffer import redistribute
 from ..runtime.flat_states import Options
+from .classes import InnerOptimizers
 from .clip import check_finite, clip_factor
-from .inner import BucketUpdate, InnerOptimizer
+from .inner import BucketUpdate
 
 GATHERS_IN_FLIGHT = 2  # after a step; for each, a copy of the rank's slice may be kept for its peers to read
 
@@ -84,10 +85,10 @@ class Update:
         collective: Collective,
         storage: _Parameters,
         means: _Means,
-        inner: InnerOptimizer,
+        inners: InnerOptimizers,
     ) -> None:
         self._stage, self._transport, self._collective = stage, transport, collective
-        self._storage, self._means, self._inner = storage, means, inner
+        self._storage, self._means, self._inners = storage, means, inners
         self._events: WeakKeyDictionary[Bucket, _Events] = WeakKeyDictionary()
         self.watchers: list[Watcher] = []
         self._place = shards.rank
@@ -143,10 +144,18 @@ class Update:
             present = bytes([bucket.used[piece.slot] for piece in bucket.states.pieces])
             event = self._events_of(bucket).updating
             gradient = bucket.grad.final_grad()
-            return BucketUpdate(bucket.states, gradient, present, event, done, begin if self.watchers else None)
+            return BucketUpdate(
+                bucket.states,
+                gradient,
+                present,
+                event,
+                done,
+                begin if self.watchers else None,
+                bucket.specs[0].optimizer_class,
+            )
 
         self._storage.stepping()
-        changed = self._inner.step([update(bucket) for bucket in buckets], groups)
+        changed = self._inners.step([update(bucket) for bucket in buckets], groups)
         queue.finish()
         self._storage.stepped()
         return changed

@@ -12,7 +12,7 @@ import torch
 
 from ...core.statetree import DTYPES, NO_OPTIONS
 from ...state.plain_dicts import check
-from ...step.partition import check_class
+from ...step.partition import check_classes
 from ..contents import Contents, StoredTensor
 from ..format.names import MASTERS, MODEL
 from ..format.tensorfile import TensorEntry
@@ -28,7 +28,7 @@ class Fit:
         model, masters: each saved tensor, by name.
         states: by the name of a parameter, and of a state.
         values: the states that are no tensors, likewise.
-        elementwise: names of the states that are as large as their parameter.
+        elementwise: names of the states that are as large as their parameter, by the number of the class.
         groups: the options of the param groups.
     """
 
@@ -43,7 +43,7 @@ class Fit:
         self.masters: Mapping[str, Saved] = checkpoint.tensors(MASTERS)
         self.states: Mapping[str, Mapping[str, Saved]] = {}
         self.values: dict[str, dict[str, Any]] = {}
-        self.elementwise: frozenset[str] = frozenset()
+        self.elementwise: dict[int, frozenset[str]] = {}
         self.groups: list[dict[str, Any]] = []
         self._check_model(contents)
         if with_states:
@@ -76,10 +76,10 @@ class Fit:
 
     def _check_states(self, contents: Contents, checkpoint: Checkpoint) -> None:
         """Compare the states and the options as `load_state_dict` does."""
-        inner = contents.parts.inner
-        mine = f"{inner.optimizer_class.__module__}.{inner.optimizer_class.__qualname__}"
+        inners = contents.parts.inners
         saved_groups = checkpoint.param_groups
-        for number, group in enumerate(saved_groups):
+        for number, (group, live) in enumerate(zip(saved_groups, contents.groups, strict=False)):
+            mine = inners.of(live).qualified_name
             if group.get("optimizer_class") not in (mine, None):  # None: imported from a dict, which has no class
                 raise ValueError(
                     f"param group {number} of the checkpoint was trained by {group.get('optimizer_class')}, but this "
@@ -92,7 +92,7 @@ class Fit:
         self.values = checkpoint.state_values()
         layout = contents.storage.layout
         known = [spec for spec in layout.parameters if spec.group < len(saved_groups)]
-        self.elementwise = inner.elementwise | check_class(inner, self.groups, known)
+        self.elementwise = check_classes(inners, self.groups, known)
         meta: dict[int, dict[str, Any]] = {}
         for parameter, found in self.states.items():
             if parameter not in indices:

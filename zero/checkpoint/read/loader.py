@@ -96,7 +96,8 @@ class Loader:
                 stored.tensor.copy_(self._checkpoint.read(*self._fit.model[stored.name]))
         for group, options in zip(contents.groups, self._fit.groups, strict=False):
             group.update(options)
-        contents.parts.inner.elementwise |= self._fit.elementwise
+        for number, names in self._fit.elementwise.items():
+            contents.parts.inners[number].elementwise |= names
 
     # -- which saved tensor becomes what ------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core.statetree import NO_OPTIONS, FormatError, decode
+from ...state.by_class import split
 from ..format.manifest import NAME
 from ..format.names import AVERAGES, MASTERS, MODEL, OPTIMIZER, STATE_FILE, rank_file, split_key
 from ..format.tensorfile import TensorEntry, parse_json
@@ -102,7 +103,16 @@ class Checkpoint(TensorFolder):
         return found
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """Return the plain torch.optim dict, with "masters" if there are master weights."""
+        """Return the plain torch.optim dict, with "masters" if there are master weights.
+
+        If param groups have several classes, it is one such dict for each class, by the class's name.
+        """
+        names = [group.get("optimizer_class", "") for group in self.param_groups]
+        whole = self.whole_state_dict()
+        return split(whole, names) if len(set(names)) > 1 else whole
+
+    def whole_state_dict(self) -> dict[str, Any]:
+        """Return one dict of all param groups, whatever their classes, with "masters" if there are master weights."""
         indices = self._indices()
         states: dict[int, dict[str, Any]] = {}
         for key, tensor in self.read_folder(OPTIMIZER).items():

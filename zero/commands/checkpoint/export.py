@@ -64,7 +64,7 @@ def _export_hf(checkpoint: Checkpoint, out: Path) -> list[str]:
 def _export_dcp(checkpoint: Checkpoint, out: Path) -> list[str]:
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    optimizer = checkpoint.optimizer_state_dict()
+    optimizer = checkpoint.whole_state_dict()
     names: dict[int, str] = {}
     flat: dict[str, Any] = {}
     for group in optimizer["param_groups"]:

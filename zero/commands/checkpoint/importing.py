@@ -5,6 +5,8 @@ Knows: the habits of such files. Does not know: the format of a checkpoint. Runs
 
     {"model": state_dict, "optimizer": dict of torch.optim, "state": {...}, anything else}
 
+    With several classes "optimizer" has such a dict for each, by the class's name.
+
 The first two may also be called "model_state_dict" and "optimizer_state_dict". All else becomes the state.
 """
 
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from ...checkpoint.write.whole import WholeContents, write_whole
 from ...core.statetree import encode
+from ...state.by_class import merged
 
 __all__ = ["import_file"]
 
@@ -58,6 +61,9 @@ def _contents(found: dict[str, Any], source: Path) -> WholeContents:
     optimizer_name = next((name for name in _OPTIMIZER if name in rest), None)
     model, aliases = _model(rest.pop(model_name), model_name)
     optimizer = {"state": {}, "param_groups": []} if optimizer_name is None else rest.pop(optimizer_name)
+    if isinstance(optimizer, dict) and optimizer and all(map(_is_optimizer_dict, optimizer.values())):
+        classes = [name for name, plain in optimizer.items() for _ in plain["param_groups"]]
+        optimizer = merged(optimizer, classes)
     if not _is_optimizer_dict(optimizer):
         raise ValueError(f"{source}: {optimizer_name!r} is no dict of torch.optim, with 'state' and 'param_groups'")
     names = _names(optimizer["param_groups"], [name for name in model if name not in aliases])
