@@ -159,6 +159,29 @@ def constant(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
     return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
 
 
+class Several(torch.optim.Optimizer):
+    """Several optimizers of a plain loop, each of which steps its own parameters."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.all = optimizers
+        super().__init__(
+            [p for each in optimizers for group in each.param_groups for p in group["params"]], {"lr": 0.0}
+        )
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.all:
+            optimizer.step()
+
+
+def muon_and_adamw(params: Sequence[Tensor]) -> torch.optim.Optimizer:
+    muon = torch.optim.Muon([p for p in params if p.dim() == 2], lr=2e-2)
+    return Several(muon, torch.optim.AdamW([p for p in params if p.dim() != 2], lr=1e-2))
+
+
+def adamw(params: Sequence[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
 @dataclass(frozen=True)
 class PlainLoop:
     """A training loop in one process: ``together`` micro-batches in turn, one division, clip, step.
@@ -173,7 +196,7 @@ class PlainLoop:
     precision: MixedPrecision | None = None
     scale: float | None = None
     scheduler: SchedulerOf = constant
-    lr: float = 1e-2
+    optimizer_of: Callable[[Sequence[Tensor]], torch.optim.Optimizer] = adamw
     max_norm: float = 1.0
     after_step: Callable[[nn.Module], None] = lambda _: None
     optimizer: torch.optim.Optimizer | None = None  # an existing optimizer of the model; a new AdamW by default
@@ -181,7 +204,7 @@ class PlainLoop:
     def run(self, model: nn.Module, batches: Sequence[Batch]) -> torch.optim.Optimizer:
         """Train ``model``; return its optimizer."""
         numbers = Narrowed(model, self.precision)
-        optimizer = self.optimizer or torch.optim.AdamW(numbers.updated, lr=self.lr)
+        optimizer = self.optimizer or self.optimizer_of(numbers.updated)
         scheduler = self.scheduler(optimizer)
         scaler = torch.amp.GradScaler("cpu", init_scale=self.scale or 1.0, enabled=self.scale is not None)
         handle = model.register_forward_pre_hook(self._cast)

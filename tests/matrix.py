@@ -29,6 +29,7 @@ from zero import MixedPrecision, clip_grad_norm_
 from zero.commands.train.data import Corpus, load_corpus
 from zero.commands.train.model import build_model, loss_fn
 
+from .loops import Several
 from .narrowed import Narrowed
 from .processor import spare_matrix_unit
 
@@ -46,12 +47,14 @@ class Variant:
     clip: float | None = None
     precision: MixedPrecision | None = None
     scaled: bool = False
+    muon: bool = False
 
 
 VARIANTS = (
     Variant("default"),
     Variant("fused", ("--fused",), fused=True),
     Variant("clip", ("--clip=0.5",), clip=0.5),
+    Variant("muon", ("--optimizer=muon",), muon=True),
     Variant("bf16", ("--precision=bf16",), precision=MixedPrecision(torch.bfloat16)),
     Variant("fp16", ("--precision=fp16", "--clip=0.5"), clip=0.5, precision=MixedPrecision(torch.float16), scaled=True),
 )
@@ -76,7 +79,7 @@ def trained_sha256(
     """Train a model with a plain loop and return the hash of its parameters; ``more``: arguments of AdamW."""
     numbers = Narrowed(model, variant.precision)
     arguments = {"lr": 1e-3, **({"fused": True} if variant.fused else {}), **more}
-    optimizer = torch.optim.AdamW(numbers.updated, **arguments)
+    optimizer = _optimizer(model, numbers.updated, arguments, muon=variant.muon)
     scaler = torch.amp.GradScaler("cpu", enabled=variant.scaled)
     for step in range(steps):
         total: dict[int, torch.Tensor] = {}
@@ -97,6 +100,19 @@ def trained_sha256(
         optimizer.zero_grad()
     parts = (p.detach().float().numpy().astype("<f4").tobytes() for p in model.parameters())
     return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def _optimizer(
+    model: nn.Module, updated: list[torch.Tensor], arguments: dict[str, Any], *, muon: bool
+) -> torch.optim.Optimizer:
+    """Return AdamW, or ``muon``: Muon for the matrices of the blocks, and AdamW for the rest."""
+    if not muon:
+        return torch.optim.AdamW(updated, **arguments)
+    named = [(name, p) for (name, _), p in zip(model.named_parameters(), updated, strict=True)]
+    matrices = [p for name, p in named if name.startswith("blocks.") and p.dim() == 2]
+    rest = [p for _, p in named if all(p is not matrix for matrix in matrices)]
+    first = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **arguments)
+    return Several(first, torch.optim.AdamW(rest, **arguments))
 
 
 def train(start: list[str], flags: list[str]) -> dict[str, Any]:

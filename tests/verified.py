@@ -205,3 +205,30 @@ def unknown_arguments() -> dict[str, Any]:
 
 def a_lambda() -> dict[str, Any]:
     return {**right_arguments(), "loss_fn": lambda model, batch: model(*batch)}
+
+
+class Layers(nn.Module):
+    """Two matrices and two vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def rows() -> list[Any]:
+    return [(torch.randn(3, 6, generator=torch.Generator().manual_seed(number)),) for number in range(12)]
+
+
+def muon_and_the_rest(model: nn.Module) -> list[dict[str, Any]]:
+    """Muon for matrices, and the main class for the rest."""
+    named = list(model.named_parameters())
+    matrices = {"optimizer_class": torch.optim.Muon, "partition": "parameter", "lr": 0.02}
+    return [
+        {"params": [(name, p) for name, p in named if p.dim() == 2], **matrices},
+        {"params": [(name, p) for name, p in named if p.dim() != 2]},
+    ]

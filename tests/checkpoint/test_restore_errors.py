@@ -260,7 +260,7 @@ def test_what_rank_0_alone_finds_before_it_has_chosen_a_checkpoint_ends_the_rest
         assert words == [f"step must be an int of 0 or more, not {step!r}"] * 2
 
 
-@pytest.mark.parametrize("name", ["$note", 7, "optimizer_class"])
+@pytest.mark.parametrize("name", ["$note", 7, "optimizer_module"])
 def test_an_option_that_no_restore_would_find_is_refused(name: Any, tmp_path: Path) -> None:
     training = Training(None, 1)
     training.optimizer.param_groups[0][name] = 1

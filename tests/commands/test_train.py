@@ -50,12 +50,14 @@ def flags(text: Path, out: Path, *more: str) -> list[str]:
     ]
 
 
-def plain_sha256(text: Path, clip: float | None = None, precision: str = "", **arguments: Any) -> str:
+def plain_sha256(
+    text: Path, clip: float | None = None, precision: str = "", muon: bool = False, **arguments: Any
+) -> str:
     """Train with a loop without this library: model and data of `zero train`, torch's optimizer."""
     torch.set_num_threads(1)
     corpus, model = load_corpus(text, SEQUENCE), build_model("tiny", SEQUENCE, seed=0)
     mixed = MixedPrecision({"bf16": torch.bfloat16, "fp16": torch.float16}[precision]) if precision else None
-    variant = Variant("", clip=clip, precision=mixed, scaled=precision == "fp16")
+    variant = Variant("", clip=clip, precision=mixed, scaled=precision == "fp16", muon=muon)
     return trained_sha256(corpus, model, STEPS, MICRO_BATCHES, (BATCH, SEQUENCE), variant, **arguments)
 
 
@@ -85,11 +87,12 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("--stage=0", "--bucket-cap-mb=0.01"), {}),
         (("--stage=1", "--fused", "--bucket-cap-mb=auto"), {"fused": True}),
         (("--clip=0.5", "--weight-decay=0.3", "--lr=0.003"), {"clip": 0.5, "weight_decay": 0.3, "lr": 0.003}),
+        (("--optimizer=muon", "--weight-decay=0.3"), {"muon": True, "weight_decay": 0.3}),
         (("--precision=bf16", "--stage=3"), {"precision": "bf16"}),
         (("--precision=fp16", "--stage=0", "--clip=0.5"), {"precision": "fp16", "clip": 0.5}),
     ],
 )
-@pytest.mark.by_default("more0-plain0")
+@pytest.mark.by_default("more0-plain0", "more4-plain4")
 def test_one_rank_gives_the_parameters_of_the_plain_loop(
     text: Path, tmp_path: Path, more: tuple[str, ...], plain: dict[str, Any]
 ) -> None:
@@ -150,6 +153,27 @@ def test_two_ranks_have_the_hash_of_the_plain_loop_in_sixteen_bits_too(
         slack = 3 * 64 * 2 * len(list(build_model("tiny", SEQUENCE, 0).parameters()))
         for kind in ("parameters", "gradients", "optimizer"):
             assert formula[kind] <= held[kind] <= formula[kind] + slack, kind
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("bare")
+@pytest.mark.timeout(5 * LIMIT)
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+def test_muon_and_adamw_have_the_hash_of_the_plain_loop_at_every_stage_and_number_of_ranks(
+    text: Path, tmp_path: Path, precision: str
+) -> None:
+    """Also where they go on from a checkpoint of another number of ranks."""
+    expected = plain_sha256(text, muon=True, precision="" if precision == "fp32" else precision)
+    saved = (f"--checkpoint={tmp_path / 'saved'}", "--resume=auto")
+    for stage, ranks, more in [(0, 2, ()), (1, 4, ()), (3, 4, ()), (3, 2, ("--steps=2", *saved)), (2, 4, saved)]:
+        ended = command(
+            *("-m", "zero.commands.cli", "train", f"--ranks={ranks}", "--optimizer=muon", f"--precision={precision}"),
+            *flags(text, tmp_path, f"--stage={stage}", "--bucket-cap-mb=0.05", *more),
+        )
+        assert (ended.returncode, ended.stderr) == (0, "")
+        record = run_json(tmp_path)
+        assert (record["params_sha256"] == expected) is ("--steps=2" not in more)
+        assert record["traffic_bytes_per_step"] == record["formula_traffic_bytes_per_step"]
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zero import verify
+from zero import MixedPrecision, verify
 from zero.commands import cli
 from zero.commands.verify.bit_diff import Difference, ulps_between
 from zero.commands.verify.spec import Run
@@ -182,3 +182,27 @@ def test_the_example_in_the_contract_runs_as_printed(temporary: Path, tmp_path: 
     (tmp_path / "my_model.py").write_text(code)
     ended = subprocess.run([sys.executable, "my_model.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, printed, "")
+
+
+@pytest.mark.timeout(LIMIT)
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param(None, id="fp32"), pytest.param(MixedPrecision(torch.bfloat16), id="bf16", marks=pytest.mark.long)],
+)
+def test_groups_with_classes_of_their_own_have_the_bits_of_plain_optimizers(
+    temporary: Path, precision: MixedPrecision | None
+) -> None:
+    found = verify(
+        verified.Layers,
+        verified.rows,
+        torch.optim.AdamW,
+        param_groups=verified.muon_and_the_rest,
+        world_sizes=(1, 2),
+        stages=(0, 3),
+        max_norm=0.5,
+        mixed_precision=precision,
+        lr=0.01,
+        quiet=True,
+    )
+    assert found.ok, str(found)
+    assert [(run.stage, run.world_size) for run in found.runs] == [(0, 2), (3, 2), (0, 1), (3, 1)]

@@ -331,7 +331,7 @@ def test_a_step_ends_on_a_rank_when_every_rank_has_written(width: int, held: int
         with optimizer.gathered():
             view = model.weight(held).detach()
         backward(model)
-        with late(optimizer._inner, "step", 0.3 if optimizer.rank else 0.0):
+        with late(optimizer._inners, "step", 0.3 if optimizer.rank else 0.0):
             optimizer.step()
         shown = view.clone()
         with optimizer.gathered():

@@ -120,7 +120,7 @@ def on_ranks(world_size: int, run: Callable[[nn.Module, Transport], Any], dtype:
 @pytest.mark.filterwarnings("ignore:Muon is not element-wise")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("world_size", [1, 2, 3, *(pytest.param(size, marks=pytest.mark.long) for size in (4, 6))])
 def test_muon_for_matrices_and_adamw_for_the_rest_give_the_bits_of_the_plain_loop(
     world_size: int, stage: int, dtype: torch.dtype
 ) -> None:

@@ -158,7 +158,7 @@ def matrix_optimizer(name: str, model: nn.Module, group: Any, **arguments: Any) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MATRIX_CLASSES)
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("world_size", [1, 2, 3, *(pytest.param(size, marks=pytest.mark.long) for size in (4, 6))])
 def test_matrices_give_the_bits_of_the_plain_loop(world_size: int, stage: int, name: str, dtype: torch.dtype) -> None:
     expected, stepped = plain(name, dtype)
 

@@ -85,7 +85,7 @@ MUTANTS = (
         (f"{PARTITION}::test_others_of_the_same_shape_count",),
     ),
     Mutant(
-        "options-are-not-compared",
+        "a-trial-by-parameter-compares-no-options",
         ("L12",),
         "The trial compares no options: a class that estimates a rate over all parameters is taken.",
         (

@@ -33,8 +33,10 @@ class InnerOptimizers:
 
     def number(self, group: Options) -> int:
         """Return the number of a group's class."""
-        name = group.get(KEY)
-        return 0 if name is None else [inner.qualified_name for inner in self._all].index(name)
+        name, names = group.get(KEY), [inner.qualified_name for inner in self._all]
+        if name is not None and name not in names:
+            raise ValueError(f"a param group has the {KEY} {name!r}, and none was built with it: {', '.join(names)}")
+        return 0 if name is None else names.index(name)
 
     def of(self, group: Options) -> InnerOptimizer:
         """Return a group's class."""

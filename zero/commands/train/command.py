@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torch import nn
-
 from ...checkpoint.directory import LockedDirectory
 from ...core.stage import check_reshard, check_sharding_factor, stage_of
 from ..elastic import launch_elastic
 from ..runner import StoppedError, check_output, fail, launch_ranks, record_error, reports_errors, under_launcher
 from .data import load_corpus
+from .model import build_model
 from .rank import make_optimizer, optimizer_arguments, work
 from .saves import check_resume
 from .settings import TrainConfig
@@ -93,8 +92,8 @@ def _check(config: TrainConfig, worlds: Sequence[int]) -> None:
 
 
 def _dry_run(config: TrainConfig) -> None:
-    """Let the library check its own arguments (stage, optimizer, collective) on a throw-away module."""
-    make_optimizer(config, nn.Linear(1, 1), alone=True).close()
+    """Let the library check its own arguments (stage, optimizer, collective) on a throw-away model."""
+    make_optimizer(config, build_model("tiny", 1, seed=0), alone=True).close()
 
 
 def _save_traceback(error: Exception, out: Path) -> str:

@@ -36,6 +36,7 @@ __all__ = ["main", "make_optimizer", "optimizer_arguments", "work"]
 
 SAMPLE_PROMPT, SAMPLE_LENGTH = 48, 300
 VALIDATION_WINDOWS = 256
+MUON = "muon"  # the one optimizer of two classes
 _PRECISIONS = {"fp32": None, "bf16": MixedPrecision(torch.bfloat16), "fp16": MixedPrecision(torch.float16)}
 
 
@@ -114,8 +115,9 @@ def _sample(model: GPT, corpus: Corpus, seed: int) -> str:
 def make_optimizer(config: TrainConfig, model: nn.Module, *, alone: bool = False) -> ZeroOptimizer:
     """Build the optimizer of a configuration. ``alone``: for one rank without a group."""
     return ZeroOptimizer(
-        model,
+        _param_groups(config, model),
         _optimizer_class(config.optimizer),
+        module=model,
         stage=config.stage,
         bucket_cap_mb=config.bucket_cap,
         collective=config.collective,
@@ -127,8 +129,25 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, alone: bool = False
     )
 
 
+def _param_groups(config: TrainConfig, model: nn.Module) -> nn.Module | list[dict[str, Any]]:
+    """Return what the optimizer updates: the model, or for Muon the matrices of the blocks, and the rest for AdamW.
+
+    Muon's updates are scaled to the size of AdamW's, so that one learning rate does for both (Liu et al., "Muon is
+    Scalable for LLM Training", 2025, section 2.2).
+    """
+    if config.optimizer.lower() != MUON:
+        return model
+    named = list(model.named_parameters())
+    matrices = [(name, p) for name, p in named if name.startswith("blocks.") and p.dim() == 2]
+    rest = [(name, p) for name, p in named if not (name.startswith("blocks.") and p.dim() == 2)]
+    muon = {"optimizer_class": torch.optim.Muon, "partition": "parameter", "adjust_lr_fn": "match_rms_adamw"}
+    return [{"params": matrices, **muon, **optimizer_arguments(config)}, {"params": rest}]
+
+
 def _optimizer_class(name: str) -> type[Optimizer]:
-    """The class of torch.optim with this name in lower case."""
+    """The class of torch.optim with this name in lower case; with Muon, that of the parameters that are no matrices."""
+    if name.lower() == MUON:
+        return torch.optim.AdamW
     found: dict[str, type[Optimizer]] = {
         item.__name__.lower(): item
         for item in vars(torch.optim).values()
@@ -141,7 +160,8 @@ def _optimizer_class(name: str) -> type[Optimizer]:
 
 def optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
     """Return the arguments of the optimizer class. Raises ValueError if the class does not take one of the flags."""
-    accepted = inspect.signature(_optimizer_class(config.optimizer)).parameters
+    of_muon = config.optimizer.lower() == MUON
+    accepted = inspect.signature(torch.optim.Muon if of_muon else _optimizer_class(config.optimizer)).parameters
     arguments: dict[str, Any] = {"lr": config.lr}
     if config.weight_decay is not None:
         arguments["weight_decay"] = config.weight_decay

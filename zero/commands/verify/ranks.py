@@ -200,9 +200,11 @@ def _reference_steps(workload: Workload, watchdog: Watchdog) -> Iterator[tuple[i
     spec, model = workload.spec, workload.model
     watchdog.at(f"{workload.name}, the optimizer class")
     optimizer_class, precision = resolve(spec.optimizer_class), spec.precision
-    loop = ReferenceLoop(list(model.parameters()), optimizer_class, spec.defaults)
-    if precision is not None:
-        loop = MixedReferenceLoop(model, optimizer_class, spec.defaults, precision)
+    groups = resolve(spec.param_groups)(model) if spec.param_groups else [{"params": list(model.parameters())}]
+    if precision is None:
+        loop = ReferenceLoop(groups, optimizer_class, spec.defaults)
+    else:
+        loop = MixedReferenceLoop(model, groups, optimizer_class, spec.defaults, precision)
     yield 0, _compared_parameters(model)
     for step in range(1, workload.steps + 1):
         for number in range(spec.micro_batches):
@@ -263,8 +265,9 @@ def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int, segment: 
     watchdog.at(f"{name}, ZeroOptimizer(...)")
     spec = workload.spec
     optimizer = ZeroOptimizer(
-        workload.model,
+        resolve(spec.param_groups)(workload.model) if spec.param_groups else workload.model,
         resolve(spec.optimizer_class),
+        module=workload.model,
         stage=stage,
         divisor=spec.micro_batches,
         bucket_cap_mb=spec.bucket_cap_mb,

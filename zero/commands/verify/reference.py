@@ -16,20 +16,38 @@ from ...core.parameter_specs import is_laid_out
 from ...parameters.casting import InputCast, cast
 from ...step.clip import clip_grad_norm_
 
+Groups = list[dict[str, Any]]  # of parameters, as of torch.optim; a group may name its own ``optimizer_class``
+
+
+def plain_optimizers(
+    groups: Groups, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
+) -> list[torch.optim.Optimizer]:
+    """Return an optimizer of torch for each class: ``optimizer_class``, and those that groups name."""
+    by_class: dict[Any, Groups] = {}
+    for group in groups:
+        options = {key: value for key, value in group.items() if key not in ("optimizer_class", "partition")}
+        by_class.setdefault(group.get("optimizer_class"), []).append(options)
+    return [optimizer_class(own, **defaults) if cls is None else cls(own) for cls, own in by_class.items()]
+
 
 class ReferenceLoop:
-    """Parameters, and an optimizer of torch for them."""
+    """Parameters, and an optimizer of torch for them, or one of each class."""
 
     superseded = False
 
     def cast_problem(self) -> str | None:
         return None
 
-    def __init__(
-        self, parameters: list[Tensor], optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
-    ) -> None:
-        self._parameters = parameters
-        self._optimizer = optimizer_class(parameters, **defaults)
+    def __init__(self, groups: Groups, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
+        self._optimizers = plain_optimizers(groups, optimizer_class, defaults)
+        self._parameters: list[Tensor] = [
+            parameter for each in self._optimizers for group in each.param_groups for parameter in group["params"]
+        ]
+
+    def _step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
     def end_micro_batch(self) -> None:
         """Finish a micro-batch, after its backward has added to the gradients."""
@@ -41,8 +59,7 @@ class ReferenceLoop:
                 parameter.grad.div_(divisor)
         if max_norm is not None:
             clip_grad_norm_(self._parameters, max_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._step()
 
 
 class MixedReferenceLoop(ReferenceLoop):
@@ -52,6 +69,7 @@ class MixedReferenceLoop(ReferenceLoop):
     def __init__(
         self,
         model: nn.Module,
+        groups: Groups,
         optimizer_class: type[torch.optim.Optimizer],
         defaults: dict[str, Any],
         precision: MixedPrecision,
@@ -71,7 +89,13 @@ class MixedReferenceLoop(ReferenceLoop):
         if precision.cast_forward_inputs:
             InputCast.put(model, precision.param_dtype, self)
         self._sums = dict[int, Tensor]()
-        super().__init__(masters, optimizer_class, defaults)
+        self._masters = masters
+        place = {id(parameter): number for number, parameter in enumerate(self._model)}
+        of_masters = [
+            {**group, "params": [masters[place[id(_parameter(entry))]] for entry in group["params"]]}
+            for group in groups
+        ]
+        super().__init__(of_masters, optimizer_class, defaults)
 
     def end_micro_batch(self) -> None:
         for number, parameter in enumerate(self._model):
@@ -89,9 +113,14 @@ class MixedReferenceLoop(ReferenceLoop):
             clip_grad_norm_(held, max_norm)
         for number, holder in zip(self._sums, held, strict=True):
             assert holder.grad is not None
-            self._parameters[number].grad = holder.grad.to(self._parameters[number].dtype)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+            self._masters[number].grad = holder.grad.to(self._masters[number].dtype)
+        self._step()
         for number in self._sums:
-            self._model[number].copy_(self._parameters[number])
+            self._model[number].copy_(self._masters[number])
         self._sums = {}
+
+
+def _parameter(entry: Any) -> Tensor:
+    """Return the parameter of an entry of a group, which may be a (name, parameter) pair."""
+    found: Tensor = entry[1] if isinstance(entry, tuple) else entry
+    return found

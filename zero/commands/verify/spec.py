@@ -41,6 +41,7 @@ class VerifySpec:
     optimizer_class: str
     loss_fn: str | None
     units: str | None
+    param_groups: str | None
     defaults: dict[str, Any]
     stages: tuple[int, ...]
     world_sizes: tuple[int, ...]

@@ -87,6 +87,7 @@ def verify(
     micro_batches: int | None = None,
     max_norm: float | None = None,
     units: Callable[[nn.Module], bool] | None = None,
+    param_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     bucket_cap_mb: float = 25.0,
     mixed_precision: MixedPrecision | None = None,
     elastic: bool = False,
@@ -110,7 +111,7 @@ def verify(
         build_model: makes the model, the same at each call.
         batches: micro-batches in the order of the plain loop, made of tensors, numbers, text and collections of these;
             or a function that returns any. Their number is a multiple of ``micro_batches``: each step takes as many.
-        optimizer_class: an element-wise `torch.optim` class; it gets ``defaults``.
+        optimizer_class: a `torch.optim` class; it gets ``defaults``.
         loss_fn: (model, micro-batch) -> scalar loss. Default: ``model(*batch)`` for a tuple or list, ``model(**batch)``
             for a mapping, else ``model(batch)``.
         stages: those to run.
@@ -119,6 +120,8 @@ def verify(
             multiple of ``world_sizes``.
         max_norm: clip to this norm, by `zero.clip_grad_norm_` in the plain loop; None: no clipping.
         units, bucket_cap_mb: of `ZeroOptimizer`.
+        param_groups: returns the param groups of a model, of which each may have its own ``optimizer_class``. Default:
+            all parameters in one.
         mixed_precision: of `ZeroOptimizer`; the plain loop then has a 16-bit model and fp32 weights of its own.
         elastic: then train each stage once more, with a checkpoint after each step. At most three times a rank is
             killed, in steps drawn from a fixed seed, and the run continues on another number of ranks, at most
@@ -147,6 +150,7 @@ def verify(
         optimizer_class=reference(optimizer_class, "optimizer_class"),
         loss_fn=None if loss_fn is None else reference(loss_fn, "loss_fn"),
         units=None if units is None else reference(units, "units"),
+        param_groups=None if param_groups is None else reference(param_groups, "param_groups"),
         defaults=plain_data(defaults, "the optimizer's arguments", "leave out what is none of these"),
         stages=stage_numbers,
         world_sizes=sizes,
