@@ -111,7 +111,7 @@ class WholeTensor(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, WholeTensor])
 def test_an_optimizer_class_that_is_not_element_wise(cls: type[torch.optim.Optimizer]) -> None:
-    with pytest.raises(ValueError, match=f'{cls.__name__} is not element-wise: .*leave partition= away, or take "par'):
+    with pytest.raises(ValueError, match=f'{cls.__name__} is not element-wise: .*leave out partition=, or use "par'):
         ZeroOptimizer(nn.Linear(8, 8, bias=False), cls, partition="element")
 
 

@@ -171,7 +171,7 @@ class Engine:
         hooks = self._storage.unit_hooks
         free = hooks is None or hooks.end_iteration()
         problem = self._storage.diagnose() if free else "step() inside gathered() or inside a forward: leave it first"
-        problem = problem or self._storage.diagnose_unfrozen()
+        problem = problem or self._storage.diagnose_unfrozen() or self._inners.changed(groups)
         told = digests_of(groups, self._inners.option_names() - self._counted)
         self._reducer.finalize_grads("step()", problem, options=told)
         for watcher in self.watchers:

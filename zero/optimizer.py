@@ -22,7 +22,7 @@ from .core.stage import stage_of
 from .core.units import Predicate
 from .engine import Engine
 from .parameters.materialize import InitFunction, StateDict, materializer_of
-from .setup import Builder
+from .setup import Builder, error_of
 from .state.describe import Description, describe
 from .step.classes import InnerOptimizers
 from .step.clip import check_norm_arguments
@@ -39,7 +39,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     module whose parameters are gathered and released together at stage 3.
 
     Args:
-        params: an ``nn.Module``, parameters, (name, parameter) pairs, or torch.optim param groups.
+        params: an ``nn.Module``, parameters, (name, parameter) pairs, or torch.optim param groups. A group may name its
+            own ``optimizer_class``, and then has that class's defaults, none of these arguments.
         optimizer_class: any `torch.optim` class whose step of a parameter depends on no other parameter. It takes the
             path (for-loop, ``foreach``, ``fused``) that it would take alone.
         stage: 0 replicates, as DDP does; 1 shards optimizer states; 2 also gradients; 3 also parameters, including
@@ -47,16 +48,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             tensors (a quantised base) stay whole on every rank.
         module: the module that the parameters belong to, if ``params`` is not a module. It provides names, the order of
             registration, and buffers. Stage 3 needs it.
-        process_group: a torch process group or a `collectives.Transport`. Default: the world, or one rank alone if no
-            group is initialised.
+        process_group: a torch process group or a `collectives.Transport`. Default: the world, or a rank alone.
         divisor: the number by which a summed gradient is divided. None: the number of ranks, as in DDP.
         bucket_cap_mb: MiB of a bucket, as in DDP. "auto": 25, or the largest unit if more and 64 ranks share a copy.
         collective: an algorithm of `collectives`, by name or as a class. Default: the fastest one for the placement of
             the ranks and the parameters. `describe` names it, with the reason.
         sharding_factor: F, how many ranks share one copy of what the stage shards. It is a divisor of the number of
             ranks, which is the default. Ranks 0 to F - 1 form one replica, F to 2F - 1 the next, and all replicas hold
-            the same. With F ranks on each host, all gathers stay inside the host. 1 shards nothing, as DDP. The bits
-            are the same with every F.
+            the same. With F ranks on each host, gathers stay inside it. 1 shards nothing. Every F has the same bits.
         reshard_after_forward: at stage 3, the part of a unit that a rank keeps between its forward and its backward.
             True: only its own shard. False: the whole unit, so that the backward gathers nothing. A number: that many
             neighbouring ranks share the unit, and the backward gathers among them (the ranks of one host, say).
@@ -68,11 +67,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             safetensors file, or several paths. Names and shapes must be the model's, but ``param_init_fn`` may
             initialise what is missing. Tensors that have values already get those of the mapping, too.
         mixed_precision: compute in 16 bits, with fp32 master weights at their owners; see `MixedPrecision`. The
-            parameters become 16-bit tensors. ``p.grad`` is then a placeholder at stage 0, too; `full_grad` returns the
-            mean.
+            parameters become 16-bit tensors, and ``p.grad`` a placeholder at stage 0, too: see `full_grad`.
         units: at stage 3, a predicate (module -> bool) that selects the units. A unit is gathered as a whole, just
-            before its forward and its backward. Default: the children of the outermost ``ModuleList`` and
-            ``Sequential`` modules.
+            before its forward and its backward. Default: the children of outermost ``ModuleList`` and ``Sequential``.
         partition: "element": ranks own pieces of parameters, for element-wise classes. "parameter": each parameter has
             one owner, which steps it in its shape, for classes that need whole matrices (Muon, Adafactor). A param
             group may have its own. Default: "element", or with a warning "parameter" if the class is not element-wise.
@@ -137,13 +134,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._builder, self._transport, self._inners = parts, parts.transport, inners
         self._storage, self._reducer = parts.storage, parts.reducer
         self.engine = Engine(parts)
-        check_listed_once(groups, self._module)
-        super().__init__(groups, inners.main.defaults)
+        problem = error_of(lambda: check_listed_once(groups, self._module)) or error_of(
+            lambda: super(ZeroOptimizer, self).__init__(groups, inners.main.defaults)
+        )
         self.state: Any = self.engine.state
-        parts.register(self.param_groups, 0)
+        parts.register([] if problem else self.param_groups, 0, problem)
         self._built = True
         self.divisor = self._transport.world_size if divisor is None else divisor
-        parts.log_choices(self.param_groups)
+        parts.log_choices()
 
     # -- construction -------------------------------------------------------------------------------------------------
 
@@ -160,16 +158,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_listed_once([group], self._module)
         if self._module is not None and "param_names" in self.param_groups[0] and "param_names" not in group:
             group["params"] = with_names(group["params"], self._module, len(before))
-        self._append(group)
+        count = len(self.param_groups)
         try:
-            self._builder.register(self.param_groups, len(self.param_groups) - 1)
+            problem = error_of(lambda: self._append(group))
+            self._builder.register(self.param_groups, count, problem)
         except Exception:
-            self.param_groups.pop()
+            del self.param_groups[count:]
+            self._inners.forget(count)
             raise
 
     def _append(self, group: dict[str, Any]) -> None:
         """Append a param group, with the defaults of the class that it names, if it names one."""
-        completed = self._inners.complete(group, len(self.param_groups))
+        completed = self._inners.complete(group)
         super().add_param_group(completed)
         self._inners.drop_foreign(completed, group)
 
@@ -395,6 +395,5 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
 
     def __repr__(self) -> str:
-        classes, stage = self._inners.names(self.param_groups), self._builder.stage.number
-        rest = super().__repr__() if self._built else ""
-        return f"ZeroOptimizer({classes}, stage={stage}, rank {self.rank} of {self.world_size})\n{rest}"
+        name = f"{self._inners.names()}, stage={self._builder.stage.number}, rank {self.rank} of {self.world_size}"
+        return f"ZeroOptimizer({name})\n{super().__repr__() if self._built else ''}"

@@ -144,11 +144,14 @@ class Builder:
         shards.attach(choice.collective.transport, range(shards.world_size))
         return choice
 
-    def register(self, all_groups: Sequence[Options], first: int) -> None:
-        """Lay out, check and take over the parameters of the groups from ``first`` on. Collective."""
+    def register(self, all_groups: Sequence[Options], first: int, problem: Exception | None) -> None:
+        """Lay out, check and take over the parameters of the groups from ``first`` on. Collective.
+
+        ``problem``: an error that this rank found in them, which every rank then raises.
+        """
         self.storage.begin()
         try:
-            self._take_over(all_groups, first)
+            self._take_over(all_groups, first, problem)
         finally:
             if self.storage.layout.buckets and not self.transport.broken:
                 with self._failing_for_all():
@@ -166,7 +169,7 @@ class Builder:
             self.transport.abort(f"{called}, while parameters were taken over: {type(error).__name__}: {error}")
             raise
 
-    def log_choices(self, groups: Sequence[Options]) -> None:
+    def log_choices(self) -> None:
         """Write one line at INFO: the choices that were made for this optimizer, and their reasons."""
         if not LOG.isEnabledFor(logging.INFO):
             return
@@ -177,7 +180,7 @@ class Builder:
             self.transport.rank_label,
             self.transport.world_size,
             self.stage.number,
-            self.inners.names(groups),
+            self.inners.names(),
             len(self.storage.layout.buckets),
             len(set(units.values())),
             self.shards.world_size,
@@ -215,15 +218,17 @@ class Builder:
         if self._offload_backend is not None:
             self._offload_backend.close()
 
-    def _take_over(self, all_groups: Sequence[Options], first: int) -> None:
+    def _take_over(self, all_groups: Sequence[Options], first: int, problem: Exception | None) -> None:
         groups = all_groups[first:]
         asked = {number: group.pop("partition", self._partition) for number, group in enumerate(groups, start=first)}
-        problem: Exception | None = None
         found: list[Tensor] = []
         described: list[ParameterSpec] = []
         replicated: dict[Tensor, ParameterSpec] = {}
         said: list[str] = []
+        states: dict[int, frozenset[str]] = {}
         try:
+            if problem is not None:
+                raise problem
             check_partitions(asked)
             check_buffers(self.module)
             known = sum(len(group["params"]) for group in all_groups[:first])
@@ -241,13 +246,15 @@ class Builder:
             check_one_device([*self.storage.layout.parameters, *described])
             check_free([(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)])
             self.storage.prepare(found)
-            described, said = choose_partitions(self.inners, all_groups, described, asked)
+            described, said, states = choose_partitions(self.inners, all_groups, described, asked)
         except Exception as error:
             problem = error
-        lines = [] if problem is not None else [*self._lines(described, all_groups), *_replicated_lines(replicated)]
+        lines = [] if problem is not None else [*self._lines(described), *_replicated_lines(replicated)]
         agree_on_construction(self.transport, lines, problem)
         for line in said if self.transport.rank == 0 else ():
-            warnings.warn(line, stacklevel=5)
+            warnings.warn(line, stacklevel=4)
+        for number, names in states.items():
+            self.inners[number].elementwise |= names
         self.storage.check_replicas(replicated)
         if self._materializer is not None and self.stage.parameters is Placement.WHOLE:
             with self._failing_for_all():
@@ -344,18 +351,27 @@ class Builder:
             return None
         return partial(stores[bucket.index].tensor, _MASTER, bucket.dtypes.master_dtype)
 
-    def _lines(self, described: Sequence[ParameterSpec], groups: Sequence[Options]) -> list[str]:
+    def _lines(self, described: Sequence[ParameterSpec]) -> list[str]:
         """Return, as text, the facts that must be equal on all ranks."""
         settings = f"stage {self.stage.number}, collective {self.collective.name}, bucket {self._bucket_bytes} bytes"
         buffers = [] if self.module is None else self.module.named_buffers()
         return [
             settings,
             f"precision {self.precision}",
-            f"optimizer {self.inners.names(groups)}",
+            f"optimizer {self.inners.names()}",
             *(spec.line() for spec in described),
             *self.storage.lines(),
             *(f"buffer {name} {list(buffer.shape)} {buffer.dtype} {type(buffer).__name__}" for name, buffer in buffers),
         ]
+
+
+def error_of(call: Callable[[], object]) -> Exception | None:
+    """Return the exception that a call raises, else None."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
 
 
 def _replicated_lines(replicated: Mapping[Tensor, ParameterSpec]) -> list[str]:

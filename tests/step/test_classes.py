@@ -360,12 +360,63 @@ def test_what_is_no_class_that_can_be_used_is_named(named: Any, error: type[Exce
 def test_so_are_an_option_that_the_class_lacks_and_a_parameter_that_is_listed_twice() -> None:
     matrices, rest = shared(model_of())
     muon = {"params": matrices, "optimizer_class": torch.optim.Muon}
-    with pytest.raises(ValueError, match="param group 1: Muon has no option 'fused': leave it away"):
+    with pytest.raises(ValueError, match="param group 1: Muon has no option 'fused': leave it out"):
         ZeroOptimizer([{"params": rest}, {**muon, "fused": True}], process_group=solo())
     with pytest.raises(ValueError, match=r"'blocks.0.0.weight' is listed twice"):
         ZeroOptimizer([{"params": rest + matrices[:1]}, muon], process_group=solo())
     with pytest.raises(ValueError, match=r"Muon refuses a parameter of 1 dimensions, as 'first.bias' is"):
         ZeroOptimizer([{**muon, "params": matrices + rest[1:2]}], process_group=solo())
+
+
+def test_two_classes_of_one_name_are_refused() -> None:
+    def made(rate: float) -> type[torch.optim.Optimizer]:
+        class Opt(torch.optim.SGD):
+            factor = rate
+
+        return Opt
+
+    matrices, rest = shared(model_of())
+    with pytest.raises(ValueError, match=r"two classes have the name .*made\.<locals>\.Opt.*rename one"):
+        ZeroOptimizer(
+            [{"params": rest}, {"params": matrices, "optimizer_class": made(1.0)}], made(2.0), process_group=solo()
+        )
+
+
+def test_the_class_of_a_live_group_cannot_be_edited() -> None:
+    model = model_of()
+    matrices, rest = shared(model)
+    groups = [{"params": rest}, {"params": matrices, "optimizer_class": torch.optim.Adam}]
+    optimizer = ZeroOptimizer(groups, module=model, process_group=solo())
+    for group, name in ((1, None), (0, optimizer.param_groups[1]["optimizer_class"]), (1, "SGD")):
+        kept = dict(optimizer.param_groups[group])
+        optimizer.param_groups[group]["optimizer_class"] = name
+        if name is None:
+            del optimizer.param_groups[group]["optimizer_class"]
+        model(batch(0, 0, model)).sum().backward()
+        with pytest.raises(RuntimeError, match=f"param group {group} is stepped by torch.optim.adam"):
+            optimizer.step()
+        optimizer.param_groups[group].clear()
+        optimizer.param_groups[group].update(kept)
+        optimizer.zero_grad()
+    train(model, optimizer, range(1))
+    optimizer.close()
+
+
+def test_a_group_that_cannot_be_added_leaves_nothing_and_every_rank_learns_why() -> None:
+    def run(model: nn.Module, transport: Transport) -> str:
+        matrices, rest = shared(model)
+        optimizer = ZeroOptimizer([{"params": rest}], module=model, process_group=transport)
+        named: Any = torch.optim.Optimizer if transport.rank == 0 else Shampoo
+        with pytest.raises((TypeError, ValueError)) as error:
+            optimizer.add_param_group({"params": matrices, "optimizer_class": named, "partition": "parameter"})
+        assert len(optimizer.param_groups) == 1
+        optimizer.add_param_group({"params": matrices, "optimizer_class": torch.optim.Adam})
+        train(model, optimizer, range(1))
+        optimizer.close()
+        return str(error.value)
+
+    for said in on_ranks(2, run):
+        assert "param group 1: optimizer_class is Optimizer, which is abstract" in said
 
 
 @pytest.mark.filterwarnings("ignore:Muon is not element-wise")

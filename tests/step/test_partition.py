@@ -183,7 +183,7 @@ def test_a_class_is_partitioned_by_parameter_where_it_is_not_element_wise_with_o
             UserWarning, match=rf'{cls.__name__} is not element-wise .*\(partition="parameter"\)'
         ) as said:
             optimizer = ZeroOptimizer(matrices(), cls, process_group=solo(), **options)
-        assert len(said) == 1
+        assert [warning.filename for warning in said] == [__file__]
         assert all(spec.whole for spec in optimizer.engine.parts.storage.layout.parameters)
         optimizer.close()
     with warnings.catch_warnings():
@@ -376,6 +376,21 @@ class LooksAtItsEquals(torch.optim.SGD):
 def test_others_of_the_same_shape_count() -> None:
     with pytest.raises(ValueError, match="LooksAtItsEquals cannot be sharded"):
         ZeroOptimizer(nn.Linear(3, 5, bias=False), LooksAtItsEquals, process_group=solo(), partition="parameter")
+
+
+class LooksAtItsFirst(torch.optim.SGD):
+    """Asks the first parameter of each group for its device, as Prodigy does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            assert group["params"][0].device is not None
+        super().step()
+
+
+def test_a_step_on_a_rank_that_owns_nothing_is_tried() -> None:
+    with pytest.raises(ValueError, match="LooksAtItsFirst cannot be sharded: a step over no parameter failed"):
+        ZeroOptimizer(nn.Linear(3, 5), LooksAtItsFirst, process_group=solo(), partition="parameter")
 
 
 def test_states_that_are_as_large_as_their_parameter_have_the_names_of_all_shapes() -> None:

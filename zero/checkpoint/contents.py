@@ -181,7 +181,7 @@ class Contents:
         """
         found = []
         for number, group in enumerate(self.groups):
-            of_class = self.parts.inners.of(group).optimizer_class
+            of_class = self.parts.inners.of(number).optimizer_class
             options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
             encoded = encode_options(options, f"optimizer.param_groups[{number}]")
             encoded["optimizer_class"] = f"{of_class.__module__}.{of_class.__qualname__}"

@@ -4,7 +4,8 @@ Knows: shapes, bytes, a number of ranks. Does not know: buckets, classes.
 
 Parameters are given out one after the other, the largest first, each to the rank that has the fewest bytes so far. Then
 no rank has more than 1/W of the bytes and one largest parameter (Graham, "Bounds on Multiprocessing Timing Anomalies",
-1969: when a rank takes its last parameter, no other has less). Ranks with equal bytes differ in the work of a step.
+1969: when a rank takes its last parameter, no other has less). Among ranks with equal bytes, the one whose parameters
+take the least work in a step gets the next.
 """
 
 from __future__ import annotations

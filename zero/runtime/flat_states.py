@@ -267,6 +267,8 @@ class BucketStates:
             for name, value in self.instance.state.get(run.parameter, {}).items():
                 if name not in run.views:
                     yield from _tensors_in(value)
+        for state in self._states if self.whole else ():  # of parameters that the last step left alone
+            yield from () if state is None else _tensors_in(dict(state.scalars))
 
     # -- offloaded states ---------------------------------------------------------------------------------------------
 

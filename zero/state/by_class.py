@@ -32,11 +32,14 @@ def merged(dicts: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
     Raises `ValueError` if there is not one for each class, with as many groups as it has.
     """
-    if dicts.keys() != set(names):
+    if not isinstance(dicts, Mapping) or dicts.keys() != set(names):
         raise ValueError(
             f"the state dict must hold one dict for each class, by its name: {', '.join(sorted(set(names)))}; it has "
             f"{', '.join(map(repr, dicts)) or 'nothing'}"
         )
+    for name, plain in dicts.items():
+        if not isinstance(plain, Mapping) or not {"state", "param_groups"} <= plain.keys():
+            raise ValueError(f"the dict of {name} must be one of torch.optim, with 'state' and 'param_groups'")
     whole: dict[str, Any] = {"state": {}, "param_groups": [], "masters": {}}
     groups: dict[str, Iterator[Any]] = {}
     indices: dict[str, dict[int, int]] = {name: {} for name in dicts}

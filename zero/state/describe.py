@@ -164,8 +164,9 @@ def _by_parameter(layout: Layout, stage: Stage) -> str:
     if not whole:
         return ""
     ranks = layout.world_size
-    loads = [layout.loads().get(rank, (0, 0)) for rank in range(ranks)]
-    held, work = [nbytes for nbytes, _ in loads], [work for _, work in loads]
+    loads = layout.loads()
+    none = [(0, 0)] if len(loads) < ranks else []  # a rank that owns no parameter
+    held, work = zip(*loads.values(), *none, strict=True)
     busiest, even = busiest_link(layout, stage, 1)
     lines = [
         f"by parameter: {len(whole)} parameters, {min(held):,} to {max(held):,} B a rank; work of a step: the busiest "

@@ -6,6 +6,7 @@ Knows: the format of torch.optim's dicts. Does not know: how states travel (`gat
 from __future__ import annotations
 
 import copy
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ class PlainDicts:
         return split(result, classes) if len(set(classes)) > 1 else result
 
     def _class_names(self, groups: Sequence[Options]) -> list[str]:
-        return [self._inners.of(group).qualified_name for group in groups]
+        return [self._inners.of(number).qualified_name for number in range(len(groups))]
 
     def load(self, state_dict: Mapping[str, Any], groups: Sequence[Options]) -> None:
         """Load this rank's pieces and the options of the param groups from a plain dict. Local.
@@ -260,7 +261,8 @@ def scalar_state(name: str, value: Any, on_device: bool, device: str) -> Any:
     reload. Tensors without dimensions stay where they are.
     """
     if isinstance(value, dict):
-        return type(value)({key: scalar_state("", inside, on_device, device) for key, inside in value.items()})
+        kind = type(value) if type(value) in (OrderedDict, Counter) else dict
+        return kind({key: scalar_state("", inside, on_device, device) for key, inside in value.items()})
     if type(value) in (list, tuple):
         return type(value)([scalar_state("", inside, on_device, device) for inside in value])
     if not isinstance(value, Tensor):

@@ -14,7 +14,7 @@ from ..runtime.flat_states import Options
 from .inner import BucketUpdate, InnerOptimizer
 
 KEY = "optimizer_class"  # of a param group: a class when it is given, and its qualified name from then on
-_OF_TORCH = ("foreach", "fused", "capturable", "differentiable", "maximize")
+_SWITCHES = ("foreach", "fused", "capturable", "differentiable", "maximize")
 
 
 class InnerOptimizers:
@@ -22,6 +22,7 @@ class InnerOptimizers:
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: Options) -> None:
         self._all = [InnerOptimizer(optimizer_class, defaults)]
+        self._of_groups: list[int] = []  # the class of each param group
 
     @property
     def main(self) -> InnerOptimizer:
@@ -31,63 +32,86 @@ class InnerOptimizers:
     def __getitem__(self, number: int) -> InnerOptimizer:
         return self._all[number]
 
-    def number(self, group: Options) -> int:
-        """Return the number of a group's class."""
-        name, names = group.get(KEY), [inner.qualified_name for inner in self._all]
-        if name is not None and name not in names:
-            raise ValueError(f"a param group has the {KEY} {name!r}, and none was built with it: {', '.join(names)}")
-        return 0 if name is None else names.index(name)
+    def number(self, group: int) -> int:
+        """Return the number of a group's class. ``group``: its number."""
+        return self._of_groups[group]
 
-    def of(self, group: Options) -> InnerOptimizer:
+    def of(self, group: int) -> InnerOptimizer:
         """Return a group's class."""
-        return self._all[self.number(group)]
+        return self._all[self._of_groups[group]]
 
     def groups_of(self, number: int, groups: Sequence[Options]) -> dict[int, Options]:
         """Return the param groups of a class, by their numbers."""
-        return {place: group for place, group in enumerate(groups) if self.number(group) == number}
+        return {place: group for place, group in enumerate(groups) if self._of_groups[place] == number}
 
-    def used(self, groups: Sequence[Options]) -> list[tuple[int, InnerOptimizer]]:
-        """Return the classes of these param groups, with their numbers, in order."""
-        return [(number, self._all[number]) for number in sorted({self.number(group) for group in groups})]
+    def used(self) -> list[tuple[int, InnerOptimizer]]:
+        """Return the classes that groups have, with their numbers, in order."""
+        return [(number, self._all[number]) for number in sorted(set(self._of_groups))]
 
-    def names(self, groups: Sequence[Options]) -> str:
-        """Return the names of the classes of these param groups, as text."""
-        return " and ".join(inner.name for _, inner in self.used(groups))
+    def changed(self, groups: Sequence[Options]) -> str | None:
+        """Return an error text if the class of a live group was edited, else None."""
+        for place, (group, number) in enumerate(zip(groups, self._of_groups, strict=True)):
+            if group.get(KEY, self.main.qualified_name if number == 0 else None) != self._all[number].qualified_name:
+                return (
+                    f"param group {place} is stepped by {self._all[number].qualified_name}, and its {KEY} is now "
+                    f"{group.get(KEY)!r}: leave it as it was, and build a new optimizer for another class"
+                )
+        return None
+
+    def forget(self, groups: int) -> None:
+        """Forget the groups from this number on, which could not be added, and the classes that they alone had."""
+        del self._of_groups[groups:]
+        del self._all[max([0, *self._of_groups]) + 1 :]
+
+    def names(self) -> str:
+        """Return the names of the classes that groups have, as text."""
+        return " and ".join(inner.name for _, inner in self.used()) or self.main.name
 
     def option_names(self) -> set[str]:
         """Return the names of the options of all classes."""
         return {name for inner in self._all for name in inner.defaults}
 
-    def complete(self, group: Options, number: int) -> Options:
-        """Return a group that a user gave, with the name of its class and the class's defaults, if it names a class.
+    def complete(self, group: Options) -> Options:
+        """Add the next param group, as a user gave it. Return it, with the name of its class and the class's defaults
+        if it names one.
 
-        ``number``: that of the group, in errors. Raises `TypeError` or `ValueError` if it names none that can be used.
+        Raises `TypeError` or `ValueError` if it names none that can be used.
         """
-        named = group.get(KEY)
+        named, number = group.get(KEY), len(self._of_groups)
         if named is None:
+            self._of_groups.append(0)
             return {key: value for key, value in group.items() if key != KEY}
         if not isinstance(named, type) or not issubclass(named, torch.optim.Optimizer):
             raise TypeError(f"param group {number}: {KEY} must be a class of optimizers, not {named!r}")
         if named is torch.optim.Optimizer or inspect.isabstract(named):
             raise TypeError(f"param group {number}: {KEY} is {named.__name__}, which is abstract: name one that steps")
         inner = next((inner for inner in self._all if inner.optimizer_class is named), None)
-        if inner is None:
-            try:
-                inner = InnerOptimizer(named, {})
-            except Exception as error:
-                raise ValueError(f"param group {number}: {named.__name__} cannot be built: {error}") from error
-        defaults = inner.class_defaults()
-        for option in _OF_TORCH:
+        try:
+            inner = inner or InnerOptimizer(named, {})
+            defaults = inner.class_defaults()
+        except Exception as error:
+            raise ValueError(
+                f"param group {number}: {named.__name__} cannot be built without arguments ({error}): a class that a "
+                "group names needs defaults for all of them"
+            ) from error
+        for option in _SWITCHES:
             if group.get(option) and option not in defaults:
-                raise ValueError(f"param group {number}: {inner.name} has no option {option!r}: leave it away")
+                raise ValueError(f"param group {number}: {inner.name} has no option {option!r}: leave it out")
         if inner not in self._all:
+            if inner.qualified_name in [other.qualified_name for other in self._all]:
+                raise ValueError(
+                    f"param group {number}: two classes have the name {inner.qualified_name}, by which state dicts and "
+                    "checkpoints know them: rename one"
+                )
             self._all.append(inner)
+        self._of_groups.append(self._all.index(inner))
         return {**defaults, **group, KEY: inner.qualified_name}
 
     def drop_foreign(self, completed: Options, given: Options) -> None:
         """Drop the options that torch has added to a completed group, but its own class does not have."""
         if KEY in completed:
-            for key in self.main.defaults.keys() - self.of(completed).defaults.keys() - given.keys():
+            own = next(inner for inner in self._all if inner.qualified_name == completed[KEY])
+            for key in self.main.defaults.keys() - own.defaults.keys() - given.keys():
                 del completed[key]
 
     def step(self, updates: Sequence[BucketUpdate], groups: Sequence[Options]) -> dict[int, Options]:

@@ -174,7 +174,7 @@ class NotElementwiseError(ValueError):
         super().__init__(
             f'{optimizer_class} is not element-wise: {why}. With partition="element" a rank steps flat pieces of '
             "parameters, which needs a class whose update of an element depends on nothing but that element's gradient "
-            'and state (SGD, Adam, AdamW, Adagrad, RMSprop, ...): leave partition= away, or take "parameter"'
+            'and state (SGD, Adam, AdamW, Adagrad, RMSprop, ...): leave out partition=, or use "parameter"'
         )
         self.why = why
 

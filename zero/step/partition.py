@@ -48,19 +48,19 @@ def choose_partitions(
     groups: Sequence[Options],
     parameters: Sequence[ParameterSpec],
     asked: Mapping[int, str | None],
-) -> tuple[list[ParameterSpec], list[str]]:
+) -> tuple[list[ParameterSpec], list[str], dict[int, frozenset[str]]]:
     """Return the new parameters with their class and partition, and a line for each class that was given one unasked.
 
-    The arguments are those of `choose_partition`. The states of each class that are as large as their parameter are
-    noted in ``inners``. Raises `ValueError` if no partition gives a class's own bits.
+    The arguments are those of `choose_partition`. Also returns the names of the states that are as large as their
+    parameter, by the number of the class. Raises `ValueError` if no partition gives a class's own bits.
     """
+    names: dict[int, frozenset[str]] = {}
     found: dict[int, tuple[int, bool]] = {}  # class and partition of each new group
     said = []
-    for number, inner in inners.used([groups[group] for group in asked]):
-        mine = {group: name for group, name in asked.items() if inners.number(groups[group]) == number}
+    for number, inner in inners.used():
+        mine = {group: name for group, name in asked.items() if inners.number(group) == number}
         members = [spec for spec in parameters if spec.group in mine]
-        names, by_parameter, why = choose_partition(inner, groups, members, mine)
-        inner.elementwise |= names
+        names[number], by_parameter, why = choose_partition(inner, groups, members, mine)
         found |= {group: (number, group in by_parameter) for group in mine}
         if why:
             said.append(
@@ -68,10 +68,14 @@ def choose_partitions(
                 '(partition="parameter")'
             )
     chosen = [found[spec.group] for spec in parameters]
-    return [
-        replace(spec, optimizer_class=number, whole=whole)
-        for spec, (number, whole) in zip(parameters, chosen, strict=True)
-    ], said
+    return (
+        [
+            replace(spec, optimizer_class=number, whole=whole)
+            for spec, (number, whole) in zip(parameters, chosen, strict=True)
+        ],
+        said,
+        names,
+    )
 
 
 def choose_partition(
@@ -194,6 +198,10 @@ def _compare(inner: InnerOptimizer, options: Sequence[Options], shapes: Sequence
     for number, (mine, theirs) in enumerate(zip(together.groups, alone.groups, strict=True)):
         if any(text_of(value, type) != text_of(theirs.get(name), type) for name, value in mine.items()):
             raise _needs_all(inner, f"it put other options into param group {number} for all parameters than for one")
+    try:
+        alone.step_nothing()
+    except Exception as error:
+        raise _needs_all(inner, f"a step over no parameter failed ({error}), as a rank takes that owns none") from error
     return names
 
 
@@ -272,6 +280,15 @@ class _Alone:
             self._inner.begin(states, dict(enumerate(self.groups)))
             self._states.append(states)
             self._gradients.append(FlatBuffer(gradient, Placement.WHOLE))
+        dtypes, device = together.settings[0].dtypes, together.settings[0].device
+        align = dtypes.alignment
+        nothing = FlatBuffer(torch.zeros(align, dtype=dtypes.master_dtype, device=device), Placement.WHOLE)
+        bucket = BucketSpec(len(self._states), dtypes, str(device), (), align, EvenCuts(align, 1, align))
+        self._nothing = BucketStates(self._inner.instance(None), bucket, nothing, [], [], whole=True)
+
+    def step_nothing(self) -> None:
+        """Take a step without parameters, as on a rank that owns none of a bucket."""
+        self._inner.step([BucketUpdate(self._nothing, None, b"")], {n: dict(g) for n, g in enumerate(self.groups)})
 
     def step(self, gradients: Iterable[Tensor], names: frozenset[str]) -> None:
         """Step every parameter once. ``names``: the states that are as large as their parameter."""

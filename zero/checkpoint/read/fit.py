@@ -78,8 +78,8 @@ class Fit:
         """Compare the states and the options as `load_state_dict` does."""
         inners = contents.parts.inners
         saved_groups = checkpoint.param_groups
-        for number, (group, live) in enumerate(zip(saved_groups, contents.groups, strict=False)):
-            mine = inners.of(live).qualified_name
+        for number, (group, _) in enumerate(zip(saved_groups, contents.groups, strict=False)):
+            mine = inners.of(number).qualified_name
             if group.get("optimizer_class") not in (mine, None):  # None: imported from a dict, which has no class
                 raise ValueError(
                     f"param group {number} of the checkpoint was trained by {group.get('optimizer_class')}, but this "
