@@ -224,7 +224,7 @@ def run_rank(
         reshard_after_forward=program.reshard,
         offload=program.offload,
         mixed_precision=program.precision,
-        partition="parameter" if program.optimizer in BY_PARAMETER else None,
+        partition="parameter" if program.optimizer in BY_PARAMETER else "element",
         **arguments,
     )
     norms: list[Tensor] = []

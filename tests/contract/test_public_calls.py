@@ -417,7 +417,8 @@ def test_a_further_group_is_counted_on_from_where_the_others_are(stage: int) -> 
 def test_parameters_without_dimensions_are_promoted_as_torch_promotes_them() -> None:
     model, plain = nn.ParameterList([torch.tensor(0.3)]), nn.ParameterList([torch.tensor(0.3)])
     arguments = {"lr": torch.tensor(0.1, dtype=torch.float64)}
-    optimizer, adamw = ZeroOptimizer(model, **arguments), torch.optim.AdamW(plain.parameters(), **arguments)
+    optimizer = ZeroOptimizer(model, partition="element", **arguments)
+    adamw = torch.optim.AdamW(plain.parameters(), **arguments)
     for step in range(20):
         for parameters, steps in ((model, optimizer), (plain, adamw)):
             steps.zero_grad()
