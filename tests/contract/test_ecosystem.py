@@ -416,10 +416,10 @@ RATE = {"lr": 1e-2}
 
 
 @pytest.mark.parametrize("name", NOT_ELEMENTWISE)
-def test_a_class_that_treats_shapes_differently_is_refused(name: str) -> None:
+def test_a_class_that_treats_shapes_differently_is_not_cut_into_pieces(name: str) -> None:
     collection = pytest.importorskip("pytorch_optimizer")
     with pytest.raises(ValueError, match=f"{name} is not element-wise"):
-        ZeroOptimizer(seeded(5, Shapes), getattr(collection, name), process_group=solo(), **RATE)
+        ZeroOptimizer(seeded(5, Shapes), getattr(collection, name), process_group=solo(), partition="element", **RATE)
 
 
 @pytest.mark.long
@@ -432,7 +432,6 @@ def test_every_class_of_a_collection_is_refused_or_trains_the_bits_of_the_plain_
             verdicts[name] = verdict_on(cls)
     counted = list(verdicts.values())
     assert {*counted} == {"refused", "same bits", "needs other arguments"}, verdicts
-    assert counted.count("refused") > 40
     assert counted.count("same bits") > 40
 
 
@@ -461,7 +460,7 @@ def verdict_on(cls: type[torch.optim.Optimizer]) -> str:
             try:
                 ours = ZeroOptimizer(model, cls, stage=stage, process_group=transport, bucket_cap_mb=2e-3, **RATE)
             except ValueError as error:
-                return "refused" if "is not element-wise" in str(error) else str(error)
+                return "refused" if "cannot be sharded" in str(error) or "refuses" in str(error) else str(error)
             for batch in images[transport.rank :: WORLD_SIZE]:
                 loss_of(model, batch).backward()
                 ours.step()
