@@ -57,7 +57,8 @@ def test_groups_schedulers_hooks_and_closures_work_as_in_torch(stage: int) -> No
 
     def program(transport: Transport) -> nn.Module:
         model = locked_build(0)
-        optimizer = ZeroOptimizer(groups(model), stage=stage, module=model, process_group=transport, divisor=6)
+        arguments: dict[str, Any] = {"stage": stage, "module": model, "divisor": 6, "partition": "element"}
+        optimizer = ZeroOptimizer(groups(model), process_group=transport, **arguments)
         assert isinstance(optimizer, torch.optim.Optimizer)
         assert optimizer.param_groups[0]["params"][0] is next(p for p in model.parameters() if p.dim() > 1)
         assert optimizer.param_groups[1]["betas"] == (0.9, 0.999)
