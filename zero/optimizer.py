@@ -353,7 +353,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.engine.consolidate_state_dict(to=to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole, plain `torch.optim` dict (on the CPU). Local.
+        """Return the whole, plain `torch.optim` dict (on the CPU), or one of each class by its qualified name. Local.
 
         `consolidate_state_dict` chooses the rank, or all ranks, that can return it; with one rank in the group it need
         not be called. With `mixed_precision` the dict also has "masters": the master weights by parameter, which

@@ -50,7 +50,7 @@ class Rank:
             reshard_after_forward=setting.reshard,
             offload=Offload(tempfile.gettempdir(), setting.offload == "all") if setting.offload else None,
             mixed_precision=config.mixed,
-            partition="parameter" if config.optimizer in BY_PARAMETER else None,
+            partition="parameter" if config.optimizer in BY_PARAMETER else "element",
             **arguments,
         )
         self.scheduler = p.scheduler_of(self.optimizer)

@@ -3,7 +3,7 @@ has an optimizer of each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
 from zero.commands.cli import main
 
+from ..loops import Several
 from ..plain import assert_same_bits, assert_same_model, assert_same_states
 from ..pool import GlooPool
 from ..shampoo import Shampoo
-from .test_partition import batch
+from .test_partition import batch, train, train_plainly
 
 STAGES = (0, 1, 2, 3)
-MICRO_BATCHES = 12
 MUON, ADAMW = (f"{cls.__module__}.{cls.__qualname__}" for cls in (torch.optim.Muon, torch.optim.AdamW))
 
 
@@ -77,27 +77,8 @@ class PlainLoop:
         groups = [{"params": rest[::2]}, {"params": rest[1::2], "lr": 0.005, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(groups, lr=0.01)
 
-    def train(self, steps: Sequence[int]) -> None:
-        for step in steps:
-            for number in range(MICRO_BATCHES):
-                self.model(batch(step, number, self.model)).square().mean().backward()
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(MICRO_BATCHES)
-            zero.clip_grad_norm_(self.model.parameters(), 0.5)
-            for optimizer in (self.muon, self.adamw):
-                optimizer.step()
-                optimizer.zero_grad()
-
-
-def train(model: nn.Module, optimizer: ZeroOptimizer, steps: Sequence[int]) -> None:
-    optimizer.divisor = MICRO_BATCHES
-    for step in steps:
-        for number in range(optimizer.rank, MICRO_BATCHES, optimizer.world_size):
-            model(batch(step, number, model)).square().mean().backward()
-        optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    def train(self, steps: range) -> None:
+        train_plainly(self.model, Several(self.muon, self.adamw), steps)
 
 
 def build(model: nn.Module, group: Any, stage: int, **arguments: Any) -> ZeroOptimizer:
@@ -244,17 +225,8 @@ def test_two_element_wise_classes_share_no_bucket(stage: int) -> None:
 
     plain = model_of()
     matrices, rest = shared(plain)
-    both = [torch.optim.AdamW(rest), torch.optim.SGD(matrices, momentum=0.9)]  # type: ignore[arg-type]
-    for step in range(2):
-        for number in range(MICRO_BATCHES):
-            plain(batch(step, number, plain)).square().mean().backward()
-        for parameter in plain.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(MICRO_BATCHES)
-        zero.clip_grad_norm_(plain.parameters(), 0.5)
-        for each in both:
-            each.step()
-            each.zero_grad()
+    sgd = torch.optim.SGD(matrices, momentum=0.9)  # type: ignore[arg-type]
+    train_plainly(plain, Several(torch.optim.AdamW(rest), sgd), range(2))
     for model in on_ranks(3, run):
         assert_same_model(model, plain)
 
@@ -290,17 +262,8 @@ def test_the_main_class_holds_for_groups_that_name_none() -> None:
     train(model, optimizer, range(2))
     plain = model_of()
     matrices, rest = shared(plain)
-    stepped = [torch.optim.SGD(rest, lr=0.1, momentum=0.9), Shampoo(matrices)]
-    for step in range(2):
-        for number in range(MICRO_BATCHES):
-            plain(batch(step, number, plain)).square().mean().backward()
-        for parameter in plain.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(MICRO_BATCHES)
-        zero.clip_grad_norm_(plain.parameters(), 0.5)
-        for each in stepped:
-            each.step()
-            each.zero_grad()
+    stepped = Several(torch.optim.SGD(rest, lr=0.1, momentum=0.9), Shampoo(matrices))
+    train_plainly(plain, stepped, range(2))
     optimizer.close()
     assert_same_model(model, plain)
 

@@ -19,7 +19,7 @@ from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
 from ..narrowed import PRECISIONS
-from ..plain import assert_same_model, assert_same_states
+from ..plain import assert_same_model, assert_same_states, plain_step
 from ..programs import BY_PARAMETER, Program, Round, Step, compare, run_rank
 from ..shampoo import Shampoo
 from .test_elementwise import OPTIONS, REFUSED, EstimatesTogether, net
@@ -123,16 +123,15 @@ def plain(name: str, dtype: torch.dtype, steps: int = 3) -> tuple[nn.Module, tor
     cls, options = MATRIX_CLASSES[name]
     model = matrices(dtype)
     optimizer = cls(model.parameters(), **options)
-    for step in range(steps):
-        for number in range(MICRO_BATCHES):
-            model(batch(step, number, model)).square().mean().backward()
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(MICRO_BATCHES)
-        zero.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    train_plainly(model, optimizer, range(steps))
     return model, optimizer
+
+
+def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        batches = [batch(step, number, model) for number in range(MICRO_BATCHES)]
+        plain_step(model, optimizer, lambda model, x: model(x).square().mean(), batches, MICRO_BATCHES, 0.5)
+        optimizer.zero_grad()
 
 
 def train(model: nn.Module, optimizer: ZeroOptimizer, steps: range = range(3)) -> None:
@@ -219,16 +218,7 @@ def test_a_param_group_may_have_a_partition_of_its_own() -> None:
         [expected.square.weight],
     ]
     stepped = torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "lr": 0.1}], lr=0.02)
-    for step in range(3):
-        for number in range(MICRO_BATCHES):
-            expected(batch(step, number, expected)).square().mean().backward()
-        listed = [parameter for group in groups for parameter in group]
-        for parameter in listed:
-            if parameter.grad is not None:
-                parameter.grad.div_(MICRO_BATCHES)
-        zero.clip_grad_norm_(listed, 0.5)
-        stepped.step()
-        stepped.zero_grad()
+    train_plainly(expected, stepped, range(3))
     for model in on_ranks(3, run, torch.float32):
         assert_same_model(model, expected)
 
@@ -473,3 +463,27 @@ def test_checkpoints_hold_states_of_any_shape_and_training_goes_on_at_another_nu
         found = on_ranks(ranks, partial(run, steps=range(2, 4), how=(stage + ranks) % 4), torch.float32)
         for model in found:
             assert_same_model(model, on_ranks(1, partial(shampoo_steps, stage=0, steps=range(4)), torch.float32)[0][0])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_states_without_elements_are_sent_and_saved(world_size: int, tmp_path: Path) -> None:
+    class Empty(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            super().step()
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["none"] = [torch.empty(0, 3)]
+
+    def run(model: nn.Module, transport: Transport) -> Any:
+        optimizer = ZeroOptimizer(model, Empty, process_group=transport, partition="parameter", lr=0.1)
+        train(model, optimizer, range(1))
+        optimizer.consolidate_state_dict(None)
+        zero.save(tmp_path / "saved", optimizer)
+        states = optimizer.state_dict()["state"]
+        optimizer.close()
+        return states
+
+    for states in on_ranks(world_size, run, torch.float32):
+        assert {state["none"][0].shape for state in states.values()} == {(0, 3)}
+    assert zero.open_checkpoint(tmp_path / "saved").optimizer_state_dict()["state"][0]["none"][0].shape == (0, 3)

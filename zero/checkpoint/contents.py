@@ -181,11 +181,11 @@ class Contents:
         """
         found = []
         for number, group in enumerate(self.groups):
-            of_class = self.parts.inners.of(number).optimizer_class
+            inner = self.parts.inners.of(number)
             options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
             encoded = encode_options(options, f"optimizer.param_groups[{number}]")
-            encoded["optimizer_class"] = f"{of_class.__module__}.{of_class.__qualname__}"
-            encoded["optimizer_module"] = of_class.__module__
+            encoded["optimizer_class"] = inner.qualified_name
+            encoded["optimizer_module"] = inner.optimizer_class.__module__
             found.append({**encoded, "params": self._names.get(number, [])})
         return found
 

@@ -168,7 +168,7 @@ def _described(buckets: Sequence[Bucket], rank: str) -> tuple[list[Any], list[li
             except TypeError as error:
                 problem = f"{rank}: {error}"
                 continue
-            small = {name: value for name, value in found.items() if value.numel() == 1}
+            small = {name: value for name, value in found.items() if value.numel() <= 1}
             large = {name: value for name, value in found.items() if name not in small}
             tensors[-1] += [value.cpu() for value in large.values()]
             shapes = {name: (NAMES[value.dtype], list(value.shape)) for name, value in large.items()}

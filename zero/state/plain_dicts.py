@@ -185,7 +185,7 @@ def check(
                 shape = by_index[index].shape
                 if value is None or by_index[index].whole:  # a whole parameter may have states of any shape
                     continue
-                large = name in elementwise[by_index[index].optimizer_class]
+                large = name in elementwise.get(by_index[index].optimizer_class, ())
                 if large and tuple(value.shape) != shape:
                     raise ValueError(
                         f"state {name!r} of {by_index[index].name!r} has shape {tuple(value.shape)} in the state dict, "
@@ -248,7 +248,7 @@ def lies_flat(name: str, value: Any, spec: ParameterSpec, elementwise: Mapping[i
     whole one it may differ.
     """
     return (
-        name in elementwise[spec.optimizer_class]
+        name in elementwise.get(spec.optimizer_class, ())
         and value is not None
         and (not spec.whole or tuple(value.shape) == spec.shape)
     )

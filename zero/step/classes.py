@@ -49,7 +49,9 @@ class InnerOptimizers:
         return [(number, self._all[number]) for number in sorted(set(self._of_groups))]
 
     def changed(self, groups: Sequence[Options]) -> str | None:
-        """Return an error text if the class of a live group was edited, else None."""
+        """Return an error text if live groups, or the class of one, were edited, else None."""
+        if len(groups) != len(self._of_groups):
+            return f"there are {len(groups)} param groups, not {len(self._of_groups)}: add one by add_param_group()"
         for place, (group, number) in enumerate(zip(groups, self._of_groups, strict=True)):
             if group.get(KEY, self.main.qualified_name if number == 0 else None) != self._all[number].qualified_name:
                 return (

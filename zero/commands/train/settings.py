@@ -45,7 +45,7 @@ class TrainConfig:
         Literal["fp32", "bf16", "fp16"], "what the model computes in; 16 bits have fp32 masters, fp16 a scaled loss"
     ] = "fp32"
     optimizer: Annotated[
-        str, "a class of torch.optim in lower case: adamw, sgd, adafactor; muon is for the blocks' matrices, with adamw"
+        str, "a class of torch.optim in lower case: adamw, sgd; muon: Muon for the blocks' matrices, AdamW for the rest"
     ] = "adamw"
     fused: Annotated[bool, "use the optimizer's fused kernel"] = False
     clip: Annotated[float | None, "bound of the global gradient norm; no clipping when omitted"] = None
