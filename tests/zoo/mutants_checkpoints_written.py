@@ -299,7 +299,7 @@ MUTANTS = (
             Edit(
                 "zero.checkpoint.contents.Contents.param_groups",
                 "if key not in NO_OPTIONS}",
-                "if key in self.parts.inners.of(group).defaults and key not in NO_OPTIONS}",
+                "if key in inner.defaults and key not in NO_OPTIONS}",
             ),
         ),
         (f"{READER}::test_options_of_param_groups_keep_their_types",),
