@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler
 
 from zero.checkpoint.format.tensorfile import METADATA, parse_json
 from zero.core.bits import as_bytes
-from zero.core.statetree import DTYPES, decode, encode, encode_inline
+from zero.core.statetree import DTYPES, decode, decode_states, encode, encode_inline, encode_states
 
 from ..plain import bits
 
@@ -146,6 +146,38 @@ def test_a_value_comes_back_with_its_types_its_order_and_its_bits(value: Any) ->
 @MORE
 def test_a_value_survives_inside_the_json(value: Any) -> None:
     assert difference(decode(through_json(encode_inline(value, "state")), {}), value) is None
+
+
+names = st.text(max_size=3).filter(lambda name: not name.startswith("$"))
+
+
+@given(st.dictionaries(names, values, max_size=3))
+@MORE
+def test_states_survive_with_their_large_tensors_beside_the_json(states: dict[str, Any]) -> None:
+    found, tensors = encode_states(states, "state")
+    back = decode_states(through_json(found), tensors)
+    assert difference(dict(sorted(back.items())), dict(sorted(states.items()))) is None
+    assert all(isinstance(states.get(name), Tensor) or tensor.numel() > 1 for name, tensor in tensors.items())
+    assert small_ones(found)
+
+
+def small_ones(tree: Any) -> bool:
+    """Return whether no tensor inside the JSON has more than one element."""
+    if isinstance(tree, dict) and "$inline" in tree:
+        return math.prod(tree["$inline"]["shape"]) <= 1
+    return all(map(small_ones, tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()))
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        ({"$a": 1}, "a state whose name is no text, or begins with"),
+        ({"a": [torch.ones(2)], "a.0": torch.ones(2)}, "a state of the name 'a.0', and a tensor of this name inside"),
+    ],
+)
+def test_states_that_could_not_be_told_apart_are_refused(states: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        encode_states(states, "state")
 
 
 @pytest.mark.parametrize(

@@ -459,6 +459,11 @@ def test_checkpoints_hold_states_of_any_shape_and_training_goes_on_at_another_nu
         return model
 
     on_ranks(3, partial(run, steps=range(2), how=stage), torch.float32)
+    saved = zero.open_checkpoint(tmp_path / "saved")
+    states = saved.optimizer_state_dict()["state"]
+    names = {f"preconditioners.{number}" for number, _ in enumerate(states[0]["preconditioners"])}
+    assert len(names) == 2
+    assert names < next(iter(saved.states().values())).keys(), "tensors in a list belong beside the JSON"
     for ranks in (1, 2, 4):
         found = on_ranks(ranks, partial(run, steps=range(2, 4), how=(stage + ranks) % 4), torch.float32)
         for model in found:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..core.bits import same_bits
 from ..core.parameter_specs import as_plain, flattened
-from ..core.statetree import NAMES, encode_inline, encode_options
+from ..core.statetree import NAMES, encode_options, encode_states
 from ..engine import Engine
 from ..runtime.bucket import Bucket
 from ..runtime.flat_states import Options, PieceState
@@ -56,7 +56,7 @@ class StoredTensor:
 @dataclass(frozen=True)
 class SlotState:
     """The names of a parameter's states: ``elementwise`` ones with their dtypes, other ``tensors`` with dtypes and
-    shapes, and all other ``values`` as JSON."""
+    shapes, those inside lists and dicts, too, and all other ``values`` as JSON."""
 
     elementwise: Mapping[str, str]
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -207,14 +207,14 @@ class Contents:
                 yield slots, state
 
     def own_scalars(self) -> list[tuple[int, range, str, Tensor]]:
-        """Return the states that are not as large as their parameter, of the parameters whose first element this rank
-        writes: bucket, slots, name, value. As often as the ranks describe the same facts, they come in one order."""
+        """Return the tensors of states that are not as large as their parameter, of the parameters whose first element
+        this rank writes: bucket, slots, name, value. As often as the ranks describe the same facts, they come in one
+        order."""
         return [
             (number, slots, name, value)
             for number in self.updated
             for slots, state in self.own_states(number)
-            for name, value in sorted(state.scalars.items())
-            if isinstance(value, Tensor)
+            for name, value in sorted(self._other_states(self.buckets[number], slots.start, state)[1].items())
         ]
 
     def describe(self) -> bytes:
@@ -231,14 +231,12 @@ class Contents:
 
     def _described(self, bucket: Bucket, slot: int, state: PieceState) -> SlotState:
         elementwise = {name: NAMES[bucket.states.flat[name].data.dtype] for name in state.elementwise}
-        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        values: dict[str, Any] = {}
-        for name, value in state.scalars.items():
-            if isinstance(value, Tensor):
-                tensors[name] = (NAMES[value.dtype], tuple(value.shape))
-            else:
-                values[name] = encode_inline(value, f"optimizer.state[{bucket.specs[slot].name!r}][{name!r}]")
-        return SlotState(elementwise, tensors, values)
+        values, tensors = self._other_states(bucket, slot, state)
+        return SlotState(elementwise, {name: (NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}, values)
+
+    def _other_states(self, bucket: Bucket, slot: int, state: PieceState) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the states that are not as large as their parameter, as `encode_states` does."""
+        return encode_states(state.scalars, f"optimizer.state[{bucket.specs[slot].name!r}]")
 
     def _extra_masters(self, bucket: Bucket) -> list[int]:
         """Return the slots of a frozen bucket whose master weights, on this rank, are not the widened parameters.

@@ -98,6 +98,41 @@ def encode_options(options: Mapping[Any, Any], name: str) -> dict[str, Any]:
     return found
 
 
+def encode_states(states: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the JSON of the states of a parameter that are no tensors, by their names, and the tensors.
+
+    The tensors are the other states, and those within lists and dicts, by names such as "factors.0"; one of at most one
+    element is inside the JSON instead. `decode_states` is the inverse. ``name``: of the whole, in errors. Raises
+    `TypeError` naming a state that cannot be written.
+    """
+    found = {key: value for key, value in states.items() if isinstance(value, Tensor)}
+    values, inner = encode({key: value for key, value in states.items() if key not in found}, name)
+    if "$dict" in values:
+        raise TypeError(f"{name} has a state whose name is no text, or begins with '$', which cannot be saved")
+    small = {key: value for key, value in inner.items() if value.numel() <= 1}
+    large = {key: value for key, value in inner.items() if key not in small}
+    if twice := states.keys() & large.keys():
+        raise TypeError(f"{name} has a state of the name {min(twice)!r}, and a tensor of this name inside another one")
+    return inline(values, small), found | large
+
+
+def decode_states(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the states that `encode_states` was given. Raises `FormatError` for JSON that it does not make."""
+    inner = tensor_names(values)
+    found: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name not in inner}
+    return found | {name: decode(value, tensors) for name, value in values.items()}
+
+
+def tensor_names(value: Any) -> set[str]:
+    """Return the names of the tensors that stand beside the JSON of `encode`."""
+    if isinstance(value, list):
+        return {name for item in value for name in tensor_names(item)}
+    if not isinstance(value, Mapping):
+        return set()
+    beside = {item for key, item in value.items() if key in ("$tensor", *_NUMPY) and isinstance(item, str)}
+    return beside | {name for item in value.values() for name in tensor_names(item)}
+
+
 def inline(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the JSON of `encode` with these ``tensors`` inside it, instead of beside it."""
     if isinstance(value, list):

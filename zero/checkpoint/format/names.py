@@ -1,7 +1,8 @@
 """The names of files and keys in a checkpoint.
 
 model/       fqn                       what the model computes with
-optimizer/   state.<fqn>.<name>        the states; those without dimensions come last
+optimizer/   state.<fqn>.<name>        the states; those without dimensions come last; a tensor in a list or a dict has
+                                       the name <name>.<index or key>
 masters/     fqn                       the master weights of mixed precision, if there are any
 averages/<name>/   fqn                 whole tensors that accompany the model, if there are any: moving averages
 state.safetensors                      the caller's state, equal on all ranks

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from ...core.statetree import DTYPES, NO_OPTIONS
-from ...state.plain_dicts import check
+from ...core.layout import ParameterSpec
+from ...core.statetree import DTYPES, NO_OPTIONS, decode_states, tensor_names
+from ...state.plain_dicts import check, lies_flat
 from ...step.partition import check_classes
 from ..contents import Contents, StoredTensor
-from ..format.names import MASTERS, MODEL
+from ..format.names import MASTERS, MODEL, OPTIMIZER
 from ..format.tensorfile import TensorEntry
 from .reader import Checkpoint
 
@@ -26,8 +27,8 @@ class Fit:
 
     Attributes:
         model, masters: each saved tensor, by name.
-        states: by the name of a parameter, and of a state.
-        values: the states that are no tensors, likewise.
+        states: the tensors of the states, by the name of a parameter, and by their own.
+        values: the states that are no tensors, likewise, as JSON.
         elementwise: names of the states that are as large as their parameter, by the number of the class.
         groups: the options of the param groups.
     """
@@ -44,10 +45,15 @@ class Fit:
         self.states: Mapping[str, Mapping[str, Saved]] = {}
         self.values: dict[str, dict[str, Any]] = {}
         self.elementwise: dict[int, frozenset[str]] = {}
+        self._inner: dict[str, set[str]] = {}  # names of the tensors inside lists and dicts, by parameter
         self.groups: list[dict[str, Any]] = []
         self._check_model(contents)
         if with_states:
             self._check_states(contents, checkpoint)
+
+    def lies_flat(self, name: str, saved: Saved, parameter: str, spec: ParameterSpec) -> bool:
+        """Return whether a tensor of the parameter's states is one of the states that are as large as it."""
+        return name not in self._inner.get(parameter, ()) and lies_flat(name, saved[1], spec, self.elementwise)
 
     def widest(self, stored: StoredTensor) -> Saved:
         """Return the saved weights of a parameter in their widest dtype."""
@@ -94,13 +100,14 @@ class Fit:
         known = [spec for spec in layout.parameters if spec.group < len(saved_groups)]
         self.elementwise = check_classes(inners, self.groups, known)
         meta: dict[int, dict[str, Any]] = {}
-        for parameter, found in self.states.items():
-            if parameter not in indices:
-                raise ValueError(f"the checkpoint has states of {parameter!r}, which is in no param group")
-            meta[indices[parameter]] = {
-                name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
-                for name, (_, entry) in found.items()
-            }
+        self._inner = {parameter: tensor_names(values) for parameter, values in self.values.items()}
+        with checkpoint.parsing(OPTIMIZER):
+            for parameter in self.states.keys() | self.values.keys():
+                tensors = {
+                    name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
+                    for name, (_, entry) in self.states.get(parameter, {}).items()
+                }
+                meta[indices[parameter]] = decode_states(self.values.get(parameter, {}), tensors)
         named = [
             {**options, "param_names": group["params"], "params": [indices[name] for name in group["params"]]}
             for options, group in zip(self.groups, saved_groups, strict=True)

@@ -26,11 +26,11 @@ from collectives import Kind, Tag
 
 from ...core.bits import as_bytes, flattened, memory_of
 from ...core.stage import Placement
-from ...core.statetree import DTYPES
+from ...core.statetree import DTYPES, decode_states
 from ...runtime.bucket import Bucket
 from ...runtime.flat_buffer import FlatBuffer, redistribute
 from ...runtime.flat_states import BucketStates, PieceState
-from ...state.plain_dicts import lies_flat, scalar_state
+from ...state.plain_dicts import scalar_state
 from ..contents import Contents, StoredTensor
 from ..format.extents import Part, is_row_major, slot_part
 from ..format.names import MASTERS, MODEL, OPTIMIZER
@@ -131,7 +131,7 @@ class Loader:
         assert stored.place is not None
         states, slot = bucket.states, stored.place[1]
         for name, saved in self._fit.states.get(stored.name, {}).items():
-            if lies_flat(name, saved[1], bucket.specs[slot], self._fit.elementwise):
+            if self._fit.lies_flat(name, saved, stored.name, bucket.specs[slot]):
                 follows = saved[1].dtype == self._fit.widest(stored)[1].dtype
                 dtype = bucket.spec.dtypes.master_dtype if follows else DTYPES[saved[1].dtype]
                 flat = self._flat(states, name, dtype)
@@ -217,7 +217,7 @@ class Loader:
         for index, piece in enumerate(states.pieces):
             each = by_slot[piece.slot]
             found, spec = sorted(self._fit.states.get(each.name, {}).items()), bucket.specs[piece.slot]
-            names = tuple(n for n, saved in found if lies_flat(n, saved[1], spec, self._fit.elementwise))
+            names = tuple(n for n, saved in found if self._fit.lies_flat(n, saved, each.name, spec))
             scalars = {
                 name: (entry, bytes(self._scalars[place : place + entry.nbytes]))
                 for name, (place, entry) in self._places.get((number, piece.slot), {}).items()
@@ -242,9 +242,9 @@ class Loader:
         options = self._contents.groups[group] | self._fit.groups[group]
         on_device = bool(options.get("fused") or options.get("capturable"))
         device = bucket.spec.device
-        found = {name: scalar_state(name, value, on_device, device) for name, value in values.items()}
+        tensors: dict[str, Tensor] = {}
         for name, (entry, data) in scalars.items():
-            tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-            memory_of(as_bytes(tensor))[:] = data
-            found[name] = scalar_state(name, tensor, on_device, device)
-        return PieceState(names, found)
+            tensors[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+            memory_of(as_bytes(tensors[name]))[:] = data
+        found = decode_states(values, tensors)
+        return PieceState(names, {name: scalar_state(name, v, on_device, device) for name, v in found.items()})

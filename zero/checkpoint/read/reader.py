@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...core.statetree import NO_OPTIONS, FormatError, decode
+from ...core.statetree import NO_OPTIONS, FormatError, decode, decode_states
 from ...state.by_class import split
 from ..format.manifest import NAME
 from ..format.names import AVERAGES, MASTERS, MODEL, OPTIMIZER, STATE_FILE, rank_file, split_key
@@ -80,7 +80,10 @@ class Checkpoint(TensorFolder):
             return [decode(group, {}) for group in self.manifest.param_groups]
 
     def state_values(self) -> dict[str, dict[str, Any]]:
-        """Return the states that are no tensors: by the parameter's name, by the state's name."""
+        """Return the states that are no tensors, as JSON: by the parameter's name, by the state's name.
+
+        Tensors inside them are among `states`: `decode_states` brings them together.
+        """
         found: dict[str, dict[str, Any]] = {}
         names = self._indices()
         for path in self.paths(OPTIMIZER)[:1]:  # each of them has all values
@@ -90,11 +93,11 @@ class Checkpoint(TensorFolder):
                     raise FormatError("its values have no names")
                 for key, value in values.items():
                     parameter, name = self._split(key, names)
-                    found.setdefault(parameter, {})[name] = decode(value, {})
+                    found.setdefault(parameter, {})[name] = value
         return found
 
     def states(self) -> dict[str, dict[str, tuple[str, TensorEntry]]]:
-        """Return each parameter's tensor states: by the parameter's name, by the state's name, file and entry."""
+        """Return the tensors of each parameter's states: by the parameter's name, by their names, file and entry."""
         found: dict[str, dict[str, tuple[str, TensorEntry]]] = {}
         names = self._indices()
         for key, place in self.tensors(OPTIMIZER).items():
@@ -114,12 +117,16 @@ class Checkpoint(TensorFolder):
     def whole_state_dict(self) -> dict[str, Any]:
         """Return one dict of all param groups, whatever their classes, with "masters" if there are master weights."""
         indices = self._indices()
-        states: dict[int, dict[str, Any]] = {}
+        tensors: dict[str, dict[str, Tensor]] = {}
         for key, tensor in self.read_folder(OPTIMIZER).items():
             parameter, name = self._split(key, indices)
-            states.setdefault(indices[parameter], {})[name] = tensor
-        for parameter, values in self.state_values().items():
-            states.setdefault(indices[parameter], {}).update(values)
+            tensors.setdefault(parameter, {})[name] = tensor
+        values = self.state_values()
+        states: dict[int, dict[str, Any]] = {}
+        with self.parsing(OPTIMIZER):
+            for parameter in tensors.keys() | values.keys():
+                found = decode_states(values.get(parameter, {}), tensors.get(parameter, {}))
+                states[indices[parameter]] = found
         groups = []
         for group in self.param_groups:
             options = {k: v for k, v in group.items() if k not in NO_OPTIONS}

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core.bits import as_bytes
-from ...core.statetree import NAMES, NO_OPTIONS, encode, encode_inline, encode_options
+from ...core.statetree import NAMES, NO_OPTIONS, encode, encode_options, encode_states
 from ..files import make_folders
 from ..format.checksums import BLOCK_BYTES
 from ..format.extents import Part, chunks
@@ -74,12 +74,10 @@ def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
         tensors.update({(averages_folder(average), name): tensor for name, tensor in found.items()})
     values: dict[str, Any] = {}
     for parameter, states in contents.states.items():
-        for name, value in sorted(states.items()):
-            key = state_key(parameter, name)
-            if isinstance(value, Tensor):
-                tensors[OPTIMIZER, key] = value
-            else:
-                values[key] = encode_inline(value, f"optimizer.state[{parameter!r}][{name!r}]")
+        of_values, of_tensors = encode_states(states, f"optimizer.state[{parameter!r}]")
+        values.update((state_key(parameter, name), value) for name, value in sorted(of_values.items()))
+        for name, tensor in sorted(of_tensors.items()):
+            tensors[OPTIMIZER, state_key(parameter, name)] = tensor
     groups = []
     for number, group in enumerate(contents.groups):
         beside = {key: group[key] for key in NO_OPTIONS if isinstance(group.get(key), str)}
