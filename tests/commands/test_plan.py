@@ -189,7 +189,7 @@ def test_a_module_is_built_without_memory_and_counted_with_its_loss(
 
 
 def start(**changes: Any) -> str:
-    config = PlanConfig(preset="tiny", sequence=32, precision="fp32")
+    config = PlanConfig(preset="tiny", sequence=32, precision="fp32", optimizer=changes.get("optimizer", "adamw"))
     setting = PlanSetting(**{"stage": 3, "world_size": 2, "bucket_bytes": 25 * MIB, "precision": "fp32", **changes})
     return start_of(config, setting, presets().cluster("cpu:2"), 1)
 
@@ -222,9 +222,13 @@ def test_the_start_has_the_flags_of_zero_train(tmp_path: Path, monkeypatch: pyte
         assert found.offload_parameters is changes.get("offload_parameters", False)
         assert found.fused
 
+    flags = shlex.split(start(optimizer="muon"))
+    assert cli.main(flags[1:]) == 0
+    assert (given[-1].optimizer, given[-1].fused) == ("muon", False)
+
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("optimizer", ["adamw", "adam", "momentum", "sgd", "adagrad"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "momentum", "sgd", "adagrad", "muon"])
 @pytest.mark.parametrize("changes", [{}, {"offload": "host"}, {"sharding_factor": 2, "reshard": False}])
 def test_the_start_on_gpus_has_the_arguments_of_the_optimizer(
     precision: Any, optimizer: str, changes: dict[str, Any]
@@ -238,11 +242,14 @@ def test_the_start_on_gpus_has_the_arguments_of_the_optimizer(
         return bound(*given, **named).arguments
 
     names = {"torch": torch, "Offload": zero.Offload, "MixedPrecision": zero.MixedPrecision, "model": None}
-    found = eval(begun, {**names, "ZeroOptimizer": optimizer_of})
+    found = eval(begun, {**names, "ZeroOptimizer": optimizer_of, "matrices": [1], "rest": [2]})
+    if optimizer == "muon":
+        muon = {"params": [1], "optimizer_class": torch.optim.Muon, "partition": "parameter"}
+        assert (found["params"], found["module"]) == ([muon, {"params": [2]}], None)
     assert (found["stage"], found["bucket_cap_mb"]) == (3, 3)
     assert ("mixed_precision" in found) is (precision != "fp32")
     assert ("offload" in found) is ("offload" in changes)
-    assert found.get("defaults", {}).get("fused", False) is (optimizer != "adagrad")
+    assert found.get("defaults", {}).get("fused", False) is (optimizer not in ("adagrad", "muon"))
     assert found.get("sharding_factor") == changes.get("sharding_factor")
     assert found.get("reshard_after_forward", True) == changes.get("reshard", True)
 

@@ -6,8 +6,9 @@ Each model runs its units in order of registration, and a backward reaches every
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,11 +111,18 @@ class Planned:
         first = self.make()
         return [first, *(copy.deepcopy(first) for _ in range(count - 1))]
 
-    def param_groups(self, module: nn.Module) -> list[dict[str, Sequence[Tensor]]]:
-        """Return the param groups of a copy."""
-        named = list(module.named_parameters())
+    def param_groups(self, module: nn.Module, *, of_muon: bool = False) -> list[dict[str, Any]]:
+        """Return the param groups of a copy. ``of_muon``: and one of Muon, for the matrices of units."""
+        named, units = list(module.named_parameters()), find_units(module).numbers()
         count = 1 + max(self.groups(name) for name, _ in named)
-        return [{"params": [p for name, p in named if self.groups(name) == group]} for group in range(count)]
+        matrices = [p for _, p in named if of_muon and units[id(p)] and p.dim() == 2]
+        taken = {id(p) for p in matrices}
+        groups: list[dict[str, Any]] = [
+            {"params": [p for name, p in named if self.groups(name) == group and id(p) not in taken]}
+            for group in range(count)
+        ]
+        muon = {"params": matrices, "optimizer_class": torch.optim.Muon, "partition": "parameter"}
+        return [*groups, *([muon] if matrices else [])]
 
 
 def _sequential() -> nn.Module:

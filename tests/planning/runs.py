@@ -27,8 +27,9 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
     "sgd": (torch.optim.SGD, {"lr": 1e-3}),
     "adagrad": (torch.optim.Adagrad, {"lr": 1e-3}),
+    "muon": (torch.optim.AdamW, {"lr": 1e-3}),  # and Muon for matrices
 }
-OPTIMIZERS = ("adamw", "momentum", "adagrad")
+OPTIMIZERS = ("adamw", "momentum", "adagrad", "muon")
 MIXED = {"bf16": MixedPrecision(torch.bfloat16), "fp16": MixedPrecision(torch.float16)}
 PRECISIONS = ("fp32", "bf16")
 
@@ -118,7 +119,7 @@ def check(case: Case, plan: MemoryPlan, folder: Path, group: Loopback[Any]) -> N
     def program(transport: Transport) -> Any:
         model = models[transport.rank]
         optimizer = ZeroOptimizer(
-            planned.param_groups(model),
+            planned.param_groups(model, of_muon=setting.optimizer == "muon"),
             cls,
             module=model,
             process_group=transport,

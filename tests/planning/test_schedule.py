@@ -67,6 +67,29 @@ def clusters() -> list[Cluster]:
     return [hardware.cluster("h100:4x1"), hardware.cluster("h100:4x2"), hardware.cluster("cpu:4x2", nic=10)]
 
 
+def test_a_bucket_with_one_owner_takes_as_long_as_even_slices_of_its_length_and_sends_no_more() -> None:
+    matrices = tuple(ParameterShape((f"{unit}.{n}",), (60, 50), unit) for unit in (1, 2, 3) for n in "ab")
+    specs = replace(MODEL, parameters=matrices).specs(with_units=False, whole_matrices=True)
+    cluster, compute = presets().cluster("h100:8x1"), Compute(presets().cluster("h100:8x1").gpu, "float32")
+    layout = build(specs, 8, 1)  # a matrix a bucket
+    loads = bucket_loads(layout, [p.unit for p in matrices], (2, 1))
+    units = units_of([0, 6000, 6000, 6000])
+    one = program_of(units, loads, Wires(cluster), StepSetting(1), compute)
+    even = program_of(units, [replace(load, whole=None) for load in loads], Wires(cluster), StepSetting(1), compute)
+    long = program_of(
+        units, [replace(load, whole=None, elements=8 * 3008) for load in loads], Wires(cluster), StepSetting(1), compute
+    )
+    assert [load.whole.share for load in loads if load.whole] == [pytest.approx(1 / 6)] * 6
+    for mine, other, longer in zip(one.reductions, even.reductions, long.reductions, strict=True):
+        assert mine.cost.sent == other.cost.sent
+        assert other.cost.seconds < mine.cost.seconds == longer.cost.seconds
+    work = 60 * 50 * 50
+    seconds = compute.update(3008 / 6, PLAIN, 1) + compute.orthogonalization(work / 6)
+    assert [update.update for update in one.updates] == [pytest.approx(seconds)] * 6
+    plainly = program_of(units, loads, Wires(cluster), StepSetting(0), compute)
+    assert plainly.updates[0].update == pytest.approx(6 * seconds)
+
+
 # -- order -------------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ computed where it is asked for.
 from __future__ import annotations
 
 import bisect
+import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ class Cuts(Sequence[int]):
     def owned(self, rank: int) -> tuple[int, int]:
         """Return the begin and the end of the elements of ``rank``."""
         return self.bound(rank), self.bound(rank + 1)
+
+    def largest(self) -> int:
+        """Return the most elements that one rank owns."""
+        return max(self.bound(rank + 1) - self.bound(rank) for rank in range(self.world_size))
 
     def __len__(self) -> int:
         return self.world_size + 1
@@ -67,6 +72,9 @@ class OwnerCuts(Cuts):
     world_size: int
     owners: tuple[int, ...]
     begins: tuple[int, ...]
+
+    def largest(self) -> int:
+        return max(end - begin for begin, end in itertools.pairwise((*self.begins, self.numel)))
 
     def bound(self, rank: int) -> int:
         place = bisect.bisect_left(self.owners, rank)

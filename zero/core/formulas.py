@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from .layout import Layout, ParameterSpec, sharded_bytes
+from .layout import BucketSpec, Layout, ParameterSpec, sharded_bytes
 from .stage import Placement, Stage
 
 
@@ -29,7 +29,8 @@ def formula_bytes(
 
     "gathered_peak" and "scratch_peak" are upper bounds. The first is the root's rest, the two largest units, and the
     shards that are kept for the backward. The second is three of the largest bucket, plus with ``slices_are_exposed`` a
-    copy of this rank's shards of those units.
+    copy of this rank's shards of those units. A bucket of whole parameters counts as W of the largest slice that a rank
+    owns of it: the owner may receive so many, one of each rank.
 
     Args:
         layout: the parameters that the optimizer updates.
@@ -68,6 +69,10 @@ def formula_bytes(
     def states(among: Iterable[ParameterSpec]) -> int:
         return sum((state_tensors[spec.optimizer_class] + spec.dtypes.has_master) * spec.master_bytes for spec in among)
 
+    def in_flight(bucket: BucketSpec) -> int:
+        is_whole = layout.parameters[bucket.slots[0].parameter].whole
+        return max(bucket.numel, layout.world_size * bucket.cuts.largest()) if is_whole else bucket.numel
+
     contributed = [spec for spec in trainable if stage.contributes_in_place(spec.dtypes)]
     means = [spec for spec in trainable if stage.grads_replicated and not stage.contributes_in_place(spec.dtypes)]
     summed = [spec for spec in trainable if stage.sum_lies_apart(spec.dtypes)]
@@ -78,7 +83,7 @@ def formula_bytes(
         + shard(partial(total, "accumulate_dtype"), summed),
         "optimizer": placed(states, trainable, stage.states),
         "gathered_peak": gathered if stage.gathers(1) and layout.world_size > 1 else 0,
-        "scratch_peak": 3 * max((b.numel * b.dtypes.accumulate_dtype.itemsize for b in layout.buckets), default=0)
+        "scratch_peak": 3 * max((in_flight(b) * b.dtypes.accumulate_dtype.itemsize for b in layout.buckets), default=0)
         + exposed,
     }
 
@@ -99,6 +104,32 @@ def busiest_link(layout: Layout, stage: Stage, synchronised: int) -> tuple[int, 
                 begin, end = bucket.owned(rank)
                 loads[rank] += (layout.world_size - 1) * nbytes * (end - begin)
     return max(loads), sharded_bytes(sum(loads), layout.world_size)
+
+
+def spread_of_owners(layout: Layout, stage: Stage) -> str:
+    """Return, as text, how parameters that have one owner each are spread over the ranks."""
+    whole = [spec for spec in layout.parameters if spec.whole]
+    if not whole:
+        return ""
+    ranks = layout.world_size
+    loads = layout.loads()
+    none = [(0, 0)] if len(loads) < ranks else []  # a rank that owns no parameter
+    held, work = zip(*loads.values(), *none, strict=True)
+    busiest, even = busiest_link(layout, stage, 1)
+    lines = [
+        f"by parameter: {len(whole)} parameters, {min(held):,} to {max(held):,} B a rank; work of a step: the busiest "
+        f"rank has {max(work) * ranks / max(sum(work), 1):.2f} times the mean; traffic of its link in a step: "
+        f"{busiest:,} B, with equal shards {even:,}"
+    ]
+    large = [spec for spec in whole if spec.master_bytes * ranks > sum(held)]
+    if large:
+        largest = max(large, key=lambda spec: spec.master_bytes)
+        others = f", and {len(large) - 1} others," if len(large) > 1 else ""
+        lines.append(
+            f"by parameter: {largest.name} has {largest.master_bytes:,} B{others} more than 1/{ranks} of "
+            f"{sum(held):,}, a rank's share: ranks cannot hold equally much"
+        )
+    return "\n".join(lines)
 
 
 def unit_bytes(layout: Layout, rest: Layout | None = None) -> dict[int, int]:

@@ -5,7 +5,8 @@ and the system need, seconds. `MEMORY.md` has the formulas without padding; here
 
 Buckets of equal slots have equal bytes, so each kind of bucket is counted once. Of W ranks that share a copy, the last
 one owns the largest slice of every bucket: with n blocks of the alignment, rank r owns floor(n (r + 1) / W) -
-floor(n r / W) of them, which is ceil(n / W) for r = W - 1 and never more. So no loop over ranks finds the largest.
+floor(n r / W) of them, which is ceil(n / W) for r = W - 1 and never more. So no loop over ranks finds the largest. Of
+parameters with one owner each (Muon's), the rank that owns most has most.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from ..core.buckets import build
+from ..core.cuts import OwnerCuts
 from ..core.formulas import formula_bytes
 from ..core.layout import BucketSpec, Dtypes, Layout, Piece
 from ..core.runs import CUT, adjoins, part_begins, runs
@@ -23,6 +25,7 @@ from ..core.stage import Placement
 from .model import Model, ParameterShape
 from .setting import STEP_COUNT_BYTES, PlanSetting
 
+_Key = tuple[Dtypes, int, int, bool, bool, bool]
 _STAGED = {"": 0, "disk": 2, "host": 3}  # buckets of offloaded states in memory during a step: MEMORY.md, `offload`
 
 
@@ -67,10 +70,17 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class LaidOut:
-    """A model laid out for the ranks that share a copy. ``kinds``: a bucket of each kind, and how many there are."""
+    """A model laid out for the ranks that share a copy.
+
+    Attributes:
+        layout: all buckets.
+        kinds: a bucket of each kind, and how many there are. A bucket whose parameters have one owner each is a kind.
+        whole: these buckets, with the ranks that own something of each.
+    """
 
     layout: Layout
     kinds: tuple[tuple[BucketSpec, int], ...]
+    whole: tuple[tuple[BucketSpec, tuple[int, ...]], ...]
 
 
 class MemoryPlan:
@@ -78,7 +88,7 @@ class MemoryPlan:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self._laid_out: dict[tuple[Dtypes, int, int, bool, bool], LaidOut] = {}
+        self._laid_out: dict[_Key, LaidOut] = {}
         self._peaks: dict[tuple[object, ...], dict[str, int]] = {}
 
     def of_rank(self, setting: PlanSetting, rank: int) -> RankBytes:
@@ -88,27 +98,42 @@ class MemoryPlan:
         return self._sum(setting, rank % setting.factor)
 
     def of_largest(self, setting: PlanSetting) -> RankBytes:
-        """Return the bytes of the last rank, which owns the largest slice of every bucket.
+        """Return the bytes of the last rank, which owns the largest slice of every bucket; where parameters have one
+        owner each, of the last of those that hold most of these.
 
         Another rank may have more step counts, of `STEP_COUNT_BYTES` each: its slices may cross more parameters. If
-        some parameters are unused, another rank may have more states.
+        some parameters are unused, another rank may have more states. If some have one owner each, another rank's
+        slices of the other buckets may be longer, by an alignment each.
         """
-        return self._sum(setting, setting.factor - 1)
+        held: Counter[int] = Counter()
+        for bucket, owners in self.laid_out(setting).whole:
+            for place in owners:
+                found = _of_bucket(setting, bucket, self.members(bucket), place)
+                held[place] += found.resident + found.offloaded
+        return self._sum(setting, max(held, key=lambda place: (held[place], place), default=setting.factor - 1))
 
     def laid_out(self, setting: PlanSetting) -> LaidOut:
         """Return the model's layout, as `zero.ZeroOptimizer` would make it."""
         key = _key(setting)
         if key not in self._laid_out:
-            specs = self.model.specs(lambda _: setting.dtypes, with_units=setting.has_units, device=setting.device)
-            layout = build(specs, setting.factor, setting.bucket_bytes, across_units=key[-1])
+            specs = self.model.specs(
+                lambda _: setting.dtypes,
+                with_units=setting.has_units,
+                device=setting.device,
+                whole_matrices=key[-1],
+            )
+            layout = build(specs, setting.factor, setting.bucket_bytes, across_units=key[-2])
             seen: dict[object, BucketSpec] = {}
             counts: Counter[object] = Counter()
             for bucket in layout.buckets:
                 members = self.members(bucket)
-                shape = tuple((p.numel, p.shape == (), p.group, p.used, p.trainable) for p in members)
+                facts = tuple((p.numel, p.shape == (), p.group, p.used, p.trainable) for p in members)
+                shape = (facts, bucket.index if isinstance(bucket.cuts, OwnerCuts) else None)
                 seen.setdefault(shape, bucket)
                 counts[shape] += 1
-            self._laid_out[key] = LaidOut(layout, tuple((seen[shape], count) for shape, count in counts.items()))
+            kinds = tuple((seen[shape], count) for shape, count in counts.items())
+            whole = tuple((b, b.cuts.owners) for b in layout.buckets if isinstance(b.cuts, OwnerCuts))
+            self._laid_out[key] = LaidOut(layout, kinds, whole)
         return self._laid_out[key]
 
     def members(self, bucket: BucketSpec) -> list[ParameterShape]:
@@ -134,7 +159,7 @@ class MemoryPlan:
             formula = formula_bytes(
                 layout,
                 setting.row,
-                {0: setting.states.tensors},
+                {number: states.tensors for number, states in enumerate(setting.classes)},
                 reshard_group_size=setting.near,
                 slices_are_exposed=setting.exposes_slices,
             )
@@ -143,15 +168,17 @@ class MemoryPlan:
         return self._peaks[key]
 
 
-def _key(setting: PlanSetting) -> tuple[Dtypes, int, int, bool, bool]:
+def _key(setting: PlanSetting) -> _Key:
     """Return what a layout depends on."""
     across = setting.has_units and setting.shares_buckets
-    return setting.dtypes, setting.factor, setting.bucket_bytes, setting.has_units, across
+    whole = len(setting.classes) > 1
+    return setting.dtypes, setting.factor, setting.bucket_bytes, setting.has_units, across, whole
 
 
 def _of_bucket(setting: PlanSetting, bucket: BucketSpec, members: Sequence[ParameterShape], place: int) -> RankBytes:
     """Return a rank's bytes of one bucket."""
-    stage, dtypes, states = setting.row, bucket.dtypes, setting.states
+    stage, dtypes = setting.row, bucket.dtypes
+    states = setting.classes[len(setting.classes) > 1 and members[0].is_unit_matrix]
     trainable = members[0].trainable
     own = _length(bucket.owned(place))
     low, high = stage.update_interval(bucket, place)

@@ -41,6 +41,11 @@ class ParameterShape:
             product *= size
         return product
 
+    @property
+    def is_unit_matrix(self) -> bool:
+        """Whether it is a matrix of a unit: embeddings and heads, which the root has, are none."""
+        return self.unit > 0 and len(self.shape) == 2
+
 
 @dataclass(frozen=True)
 class Transformer:
@@ -164,6 +169,7 @@ class Model:
         *,
         with_units: bool,
         device: str = "cpu",
+        whole_matrices: bool = False,
     ) -> list[ParameterSpec]:
         """Return the specs of all parameters, as `zero.ZeroOptimizer` over the module would make them.
 
@@ -172,6 +178,7 @@ class Model:
             dtype: the dtype in which the model is made.
             with_units: whether parameters are gathered in units (stage 3).
             device: their device, as text.
+            whole_matrices: whether a class of its own, number 1, steps the matrices of units by their shapes.
         """
         return [
             ParameterSpec(
@@ -184,6 +191,8 @@ class Model:
                 parameter.group,
                 index,
                 parameter.unit if with_units else 0,
+                whole_matrices and parameter.is_unit_matrix,
+                int(whole_matrices and parameter.is_unit_matrix),
             )
             for index, parameter in enumerate(self.parameters)
         ]

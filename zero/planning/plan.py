@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ..core.formulas import spread_of_owners
 from ..core.layout import DEFAULT_CAP_MB, MIB, unit_cap_mb
 from .hardware import Cluster
 from .memory import MemoryPlan, RankBytes
@@ -220,7 +221,7 @@ class Planner:
             bucket_bytes=cap_mb * MIB,
             precision=self.training.precision,
             optimizer=self.training.optimizer,
-            fused=True,  # whose update is planned
+            fused=self.training.optimizer != "muon",  # whose update is planned; torch.optim.Muon has no such argument
             device="cuda" if cluster.gpu.family != "cpu" else "cpu",
             ranks_per_host=cluster.per_host,
         )
@@ -230,6 +231,10 @@ class Planner:
         found = self._largest(setting)
         buckets = found.scratch_peak + found.staged_peak
         return PeakBytes(found.resident, self._activations, found.gathered_peak, buckets)
+
+    def spread(self, setting: PlanSetting) -> str:
+        """Return, as text, how parameters that have one owner each are spread over the ranks; "" if there are none."""
+        return spread_of_owners(self._memory.laid_out(setting).layout, setting.row)
 
     def offloaded(self, setting: PlanSetting) -> int:
         """Return the bytes of the host's memory, or of a disk, that the rank that holds most takes."""
@@ -254,7 +259,7 @@ class Planner:
                 setting.sharding_factor,
                 setting.reshard,
                 micro_batches,
-                state_tensors=setting.states.tensors,
+                state_tensors=setting.classes[0].tensors,
                 offload=cluster.gpu.host_link if setting.offload else None,
                 offload_parameters=setting.offload_parameters,
                 means_are_shown=setting.shows_means,
@@ -297,7 +302,8 @@ class Planner:
     def _bucket_loads(self, setting: PlanSetting) -> list[BucketLoad]:
         layout = self._memory.laid_out(setting).layout
         if id(layout) not in self._loads:  # the plan of memory keeps every layout
-            self._loads[id(layout)] = bucket_loads(layout, [each.unit for each in self.training.model.parameters])
+            units = [each.unit for each in self.training.model.parameters]
+            self._loads[id(layout)] = bucket_loads(layout, units, [states.tensors for states in setting.classes])
         return self._loads[id(layout)]
 
 

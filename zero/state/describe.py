@@ -12,8 +12,7 @@ from torch import Tensor
 
 from collectives import Choice
 
-from ..core.formulas import busiest_link, formula_bytes, formula_traffic
-from ..core.layout import Layout
+from ..core.formulas import formula_bytes, formula_traffic, spread_of_owners
 from ..core.parameter_specs import parts_of
 from ..core.stage import Stage
 from ..gradients.reducer import Reducer
@@ -143,7 +142,7 @@ def describe(
         formula,
         {name: sum(part.nbytes for part in parts_of(parameter)) for name, parameter in storage.replicas()},
         _bytes([*storage.kept(), *(tensor for bucket in buckets for tensor in bucket.states.kept())]),
-        _by_parameter(layout, stage),
+        spread_of_owners(layout, stage),
         lambda backwards, synchronised: formula_traffic(
             layout,
             stage,
@@ -156,30 +155,6 @@ def describe(
             reshard_group_size=reshard_group_size,
         ),
     )
-
-
-def _by_parameter(layout: Layout, stage: Stage) -> str:
-    """Return, as text, how parameters that have one owner each are spread over the ranks."""
-    whole = [spec for spec in layout.parameters if spec.whole]
-    if not whole:
-        return ""
-    ranks = layout.world_size
-    loads = layout.loads()
-    none = [(0, 0)] if len(loads) < ranks else []  # a rank that owns no parameter
-    held, work = zip(*loads.values(), *none, strict=True)
-    busiest, even = busiest_link(layout, stage, 1)
-    lines = [
-        f"by parameter: {len(whole)} parameters, {min(held):,} to {max(held):,} B a rank; work of a step: the busiest "
-        f"rank has {max(work) * ranks / max(sum(work), 1):.2f} times the mean; traffic of its link in a step: "
-        f"{busiest:,} B, with equal shards {even:,}"
-    ]
-    lines += [
-        f"by parameter: {spec.name} has {spec.master_bytes:,} B, more than 1/{ranks} of {sum(held):,}: its owner holds "
-        "the most"
-        for spec in whole
-        if spec.master_bytes * ranks > sum(held)
-    ]
-    return "\n".join(lines)
 
 
 def _bucket(bucket: Bucket, collective: str) -> BucketDescription:

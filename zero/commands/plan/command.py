@@ -184,6 +184,7 @@ def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -
     if config.price:
         dollars = config.price * cluster.ranks / 3600 * 1e9 / step.tokens_per_second
         lines.append(f"${dollars:,.2f} for a billion tokens")
+    lines += [line for line in [found.spread] if line]
     lines.append(_buckets(found, best))
     lines.append(f"start: {start_of(config, best.setting, cluster, found.micro_batches, training.largest_unit)}")
     return lines

@@ -38,6 +38,7 @@ class Findings:
         other_caps: sizes of buckets in MiB, and the share of a step that each costs more than the recommended one.
         smallest: clusters.
         curves: of more hosts.
+        spread: how parameters that have one owner each are spread over the ranks; empty if there are none.
     """
 
     asked: Asked
@@ -48,6 +49,7 @@ class Findings:
     other_caps: Sequence[tuple[int, float]]
     smallest: Sequence[SmallestWith]
     curves: Sequence[ScaleCurve]
+    spread: str
 
     @classmethod
     def of(cls, asked: Asked, planner: Planner, choices: Sequence[PlannedSetting]) -> Findings:
@@ -63,6 +65,7 @@ class Findings:
             [] if best is None else _other_caps(best, choices),
             _smallest(asked, planner),
             [] if best is None else scale_curves(planner, asked.cluster, best.setting, fabrics),
+            "" if best is None else planner.spread(best.setting),
         )
 
 

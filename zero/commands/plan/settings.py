@@ -45,7 +45,9 @@ class PlanConfig:
     precision: Annotated[Literal["fp32", "bf16", "fp16"], "what the model computes in; 16 bits have fp32 masters"] = (
         "bf16"
     )
-    optimizer: Annotated[str, "adamw, adam, momentum, sgd or adagrad"] = "adamw"
+    optimizer: Annotated[
+        str, "adamw, adam, momentum, sgd, adagrad; muon: Muon for matrices of units, AdamW for the rest"
+    ] = "adamw"
     tokens: Annotated[float | None, "tokens of the whole training, for days"] = None
     price: Annotated[float | None, "$ for a GPU-hour, for $ of a billion tokens"] = None
     all: Annotated[bool, "print every setting, also those that another one beats and those that do not fit"] = False

@@ -12,8 +12,9 @@ from .settings import PlanConfig
 
 __all__ = ["is_automatic", "start_of"]
 
-_CLASSES = {"adamw": "AdamW", "adam": "Adam", "momentum": "SGD", "sgd": "SGD", "adagrad": "Adagrad"}
-_TRAINED = ("adamw", "adam", "sgd", "adagrad")  # by zero train
+_CLASSES = {"adamw": "AdamW", "adam": "Adam", "momentum": "SGD", "sgd": "SGD", "adagrad": "Adagrad", "muon": "AdamW"}
+_TRAINED = ("adamw", "adam", "sgd", "adagrad", "muon")  # by zero train
+_FUSED = ("adamw", "adam", "momentum", "sgd")  # in torch; Adagrad is on CPUs alone
 
 
 def is_automatic(setting: PlanSetting, largest_unit: int) -> bool:
@@ -52,12 +53,18 @@ def start_of(
         f"--batch {config.micro} --sequence {config.sequence}",
         f"--micro-batches {micro_batches * cluster.ranks}",
     ]
-    flags += [f"--precision {config.precision}", f"--optimizer {config.optimizer} --fused"]
+    flags += [f"--precision {config.precision}", f"--optimizer {config.optimizer}"]
+    flags += ["--fused"] * (config.optimizer != "muon")
     return " ".join(flags)
 
 
 def _arguments(config: PlanConfig, setting: PlanSetting, cluster: Cluster, cap: str) -> str:
     arguments = [f"torch.optim.{_CLASSES[config.optimizer]}", f"stage={setting.stage}"]
+    params = "model"
+    if config.optimizer == "muon":
+        muon = '{"params": matrices, "optimizer_class": torch.optim.Muon, "partition": "parameter"}'
+        params = f'[{muon}, {{"params": rest}}]'
+        arguments.insert(1, "module=model")
     if setting.stage and setting.sharding_factor is not None:
         arguments.append(f"sharding_factor={setting.factor}")
     if setting.reshard is not True:
@@ -70,8 +77,8 @@ def _arguments(config: PlanConfig, setting: PlanSetting, cluster: Cluster, cap: 
     if config.precision != "fp32":
         dtype = "bfloat16" if config.precision == "bf16" else "float16"
         arguments.append(f"mixed_precision=MixedPrecision(torch.{dtype})")
-    if config.optimizer != "adagrad" or cluster.gpu.family == "cpu":  # torch has no fused Adagrad for GPUs
+    if config.optimizer in _FUSED or (config.optimizer == "adagrad" and cluster.gpu.family == "cpu"):
         arguments.append("fused=True")
     if config.optimizer == "momentum":
         arguments.append("momentum=0.9")
-    return f"ZeroOptimizer(model, {', '.join(arguments)})"
+    return f"ZeroOptimizer({params}, {', '.join(arguments)})"

@@ -71,6 +71,7 @@ CONSTANTS: Mapping[str, Constant] = {
 }
 """Every constant of the equations, by name; "matmul.ampere" is that of a family."""
 
+NEWTON_SCHULZ = 5  # iterations: the default of torch.optim.Muon
 ATTENTION_BACKWARD = (
     2.5  # products of a flash attention's backward for each of its forward: Dao, FlashAttention-2 (2023), section 4.1
 )
@@ -166,6 +167,14 @@ class Compute:
     def update(self, elements: float, dtypes: Dtypes, state_tensors: int) -> float:
         """Return the seconds in which an owner updates ``elements``."""
         return elements * update_bytes(dtypes, state_tensors) / (self._memory * self.constants["update"])
+
+    def orthogonalization(self, multiplications: float) -> float:
+        """Return the seconds of Muon's Newton-Schulz iterations, at the rate of the products of the training.
+
+        ``multiplications``: `zero.core.owners.step_work`, m m n, of the matrices. An iteration of torch.optim.Muon
+        takes two products of m m n and one of m m m, at most as many: 6 m m n operations.
+        """
+        return NEWTON_SCHULZ * 6 * multiplications / (self._peak * self._matmul)
 
     def _products(self, work: UnitWork, hidden: int) -> float:
         large = hidden / (hidden + self.constants["hidden"]) if hidden else 1.0

@@ -5,13 +5,16 @@
     step      bucket by bucket; stages 1 and 2 gather the updated slices, 2 in flight; stage 0 gathers means
     copies    the sum of a bucket goes through all replicas, and comes back
 
+A collective of a bucket whose parameters have one owner each takes as long as one of an even bucket whose slices are as
+long as its longest. In the update of such buckets a rank has the work of the one that has most in the whole step.
+
 Knows: stages, buckets, groups, which collective moves what. Does not know: FLOPs, or when anything happens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ...core.cuts import EvenCuts
@@ -38,10 +41,27 @@ class UnitLoad:
 
 
 @dataclass(frozen=True)
+class WholeParameters:
+    """What is different where the parameters of a bucket have one owner each, who steps them by their shapes.
+
+    Attributes:
+        longest: the most elements of the bucket that one rank owns.
+        multiplications: of its parameters' `step_work`, added up.
+        share: of this work of all such buckets, the part of the rank that has most.
+        state_tensors: as large as a parameter, that the class keeps.
+    """
+
+    longest: int
+    multiplications: int
+    share: float
+    state_tensors: int
+
+
+@dataclass(frozen=True)
 class BucketLoad:
     """A bucket as a schedule sees it. ``elements`` has padding; ``unit`` and ``ready`` are those of `Reduction`.
 
-    ``home`` is the unit that is gathered with it.
+    ``home`` is the unit that is gathered with it. ``whole`` is None where all ranks own equally much.
     """
 
     elements: int
@@ -50,6 +70,7 @@ class BucketLoad:
     ready: float
     home: int = 0
     trainable: bool = True
+    whole: WholeParameters | None = None
 
 
 @dataclass(frozen=True)
@@ -81,8 +102,11 @@ class StepSetting:
     means_are_shown: bool = True
 
 
-def bucket_loads(layout: Layout, units: Sequence[int]) -> list[BucketLoad]:
-    """Return the buckets of a layout, in its order. ``units``: the unit of each parameter, in order of registration.
+def bucket_loads(layout: Layout, units: Sequence[int], state_tensors: Sequence[int] = (2,)) -> list[BucketLoad]:
+    """Return the buckets of a layout, in its order.
+
+    ``units``: the unit of each parameter, in order of registration. ``state_tensors``: as large as a parameter, that
+    each class keeps.
 
     A bucket is ready with the gradient of its first parameter in order of registration. Within a unit, gradients are
     taken to be ready after the share of the backward that is the share of elements. What the root registers before the
@@ -95,14 +119,21 @@ def bucket_loads(layout: Layout, units: Sequence[int]) -> list[BucketLoad]:
         before.append(total.get(part, 0))
         total[part] = total.get(part, 0) + spec.numel
     loads = []
+    work = [work for _, work in layout.loads().values()]
+    busiest = max(work, default=0) / max(sum(work), 1)
     for bucket in layout.buckets:
         first = min(slot.parameter for slot in bucket.slots)
         unit, early = units[first], first < first_unit and not units[first]
-        whole = total[unit, first < first_unit]
-        ready = 1.0 if early or not whole else 1 - before[first] / whole
-        trainable = layout.parameters[first].trainable
+        of_unit = total[unit, first < first_unit]
+        ready = 1.0 if early or not of_unit else 1 - before[first] / of_unit
+        spec = layout.parameters[first]
         where = AFTER_THE_LAST if early else unit
-        loads.append(BucketLoad(bucket.numel, bucket.dtypes, where, ready, unit, trainable))
+        whole = None
+        if spec.whole:
+            of_bucket = sum(layout.parameters[slot.parameter].step_work for slot in bucket.slots)
+            tensors = state_tensors[spec.optimizer_class]
+            whole = WholeParameters(bucket.cuts.largest(), of_bucket, busiest, tensors)
+        loads.append(BucketLoad(bucket.numel, bucket.dtypes, where, ready, unit, spec.trainable, whole))
     return loads
 
 
@@ -133,10 +164,10 @@ def program_of(
     resident = units_share_buckets(factor, in_common=algorithm == "shared", on_disk=setting.offload_parameters)
     gathers = stage.parameters is Placement.SHARD and not resident
     trainable = [bucket for bucket in buckets if bucket.trainable]
-    costs: dict[tuple[int, Dtypes], tuple[WireCost, WireCost, UpdateStep]] = {}
+    costs: dict[tuple[int, Dtypes, WholeParameters | None], tuple[WireCost, WireCost, UpdateStep]] = {}
     reductions, updates = list[Reduction](), list[UpdateStep]()
     for bucket in trainable:
-        key = (bucket.elements, bucket.dtypes)
+        key = (bucket.elements, bucket.dtypes, bucket.whole)
         if key not in costs:
             costs[key] = _bucket_costs(bucket, wires, setting, compute, algorithm, group, reduced > 1)
         cost, means, update = costs[key]
@@ -197,18 +228,19 @@ def _gathered_units(
     around = RankGroup.neighbours(wires.cluster, near)
     nearby = algorithm if near == group.ranks else wires.algorithm(around, ranks // near)
     gather, again = [NOTHING] * len(units), [NOTHING] * len(units)
-    costs: dict[int, tuple[WireCost, WireCost]] = {}
+    costs: dict[tuple[int, int], tuple[WireCost, WireCost]] = {}
     for bucket in buckets:
-        nbytes = bucket.elements * bucket.dtypes.itemsize("param_dtype")
-        if nbytes not in costs:
-            part = whole = in_groups(wires.all_gather(algorithm, nbytes, group), ranks // group.ranks)
+        width = bucket.dtypes.itemsize("param_dtype")
+        nbytes, even = bucket.elements * width, _even(bucket, group) * width
+        if (nbytes, even) not in costs:
+            part = whole = in_groups(_as_long(wires.all_gather, algorithm, nbytes, even, group), ranks // group.ranks)
             if near < group.ranks:
-                part = in_groups(wires.all_gather(nearby, nbytes, around), ranks // near)
+                part = in_groups(_as_long(wires.all_gather, nearby, nbytes, even, around), ranks // near)
             if disk is not None:  # the processor maps the pages
                 read = nbytes / group.ranks / disk
                 whole, part = (replace(cost, fold=cost.fold + read) for cost in (whole, part))
-            costs[nbytes] = whole, part
-        whole, part = costs[nbytes]
+            costs[nbytes, even] = whole, part
+        whole, part = costs[nbytes, even]
         gather[bucket.home], again[bucket.home] = after(gather[bucket.home], whole), after(again[bucket.home], part)
     stay = {0, len(units) - 1}
     return tuple(
@@ -239,26 +271,49 @@ def _bucket_costs(
 ) -> tuple[WireCost, WireCost, UpdateStep]:
     stage, dtypes, elements = stage_of(setting.stage), bucket.dtypes, bucket.elements
     travel, accumulate = dtypes.itemsize("reduce_dtype"), dtypes.itemsize("accumulate_dtype")
-    cost = wires.reduce_scatter(algorithm, elements, travel, accumulate, group, started=started)
+    whole, even = bucket.whole, _even(bucket, group)
+    cost, longer = (
+        wires.reduce_scatter(algorithm, count, travel, accumulate, group, started=started) for count in (elements, even)
+    )
+    cost = replace(longer, sent=cost.sent, crossed=cost.crossed)
     replicas = wires.cluster.ranks // group.ranks
     if replicas > 1:
         owners = RankGroup.replicas(wires.cluster, group.ranks)
         cost = wires.chain(cost, elements * accumulate, cost.fold, group.ranks, owners)
-    means = wires.all_gather(algorithm, elements * accumulate, group) if stage.grads_replicated else NOTHING
-    owned = elements
-    if not stage.grads_replicated:  # the last rank has the largest shard
+    means = gather = NOTHING
+    if stage.grads_replicated:
+        means = _as_long(wires.all_gather, algorithm, elements * accumulate, even * accumulate, group)
+    owned: float = elements
+    work = 0.0 if whole is None else float(whole.multiplications)
+    state_tensors = setting.state_tensors if whole is None else whole.state_tensors
+    if not stage.grads_replicated and whole is None:  # the last rank has the largest shard
         low, high = EvenCuts(elements, group.ranks, dtypes.alignment).owned(group.ranks - 1)
         owned = high - low
-    gather = NOTHING
+    elif not stage.grads_replicated and whole is not None:
+        owned, work = elements * whole.share, work * whole.share
     if stage.parameters_are_gathered:
-        gather = in_groups(wires.all_gather(algorithm, elements * dtypes.itemsize("param_dtype"), group), replicas)
+        width = dtypes.itemsize("param_dtype")
+        gather = in_groups(_as_long(wires.all_gather, algorithm, elements * width, even * width, group), replicas)
     moved = 0.0
     if setting.offload:
-        kept = setting.state_tensors + (dtypes.has_master and not wires.on_gpu)
+        kept = state_tensors + (dtypes.has_master and not wires.on_gpu)
         parameters = dtypes.itemsize("param_dtype") if setting.offload_parameters else 0
         moved = owned * (kept * dtypes.itemsize("master_dtype") + parameters) / setting.offload
-    update = UpdateStep(compute.update(owned, dtypes, setting.state_tensors), gather, moved, moved)
-    return cost, means, update
+    seconds = compute.update(owned, dtypes, state_tensors) + compute.orthogonalization(work)
+    return cost, means, UpdateStep(seconds, gather, moved, moved)
+
+
+def _even(bucket: BucketLoad, group: RankGroup) -> int:
+    """Return the elements of an even bucket whose slices are as long as the longest of ``bucket``."""
+    return bucket.elements if bucket.whole is None else max(bucket.elements, group.ranks * bucket.whole.longest)
+
+
+def _as_long(
+    gather: Callable[[str, float, RankGroup], WireCost], algorithm: str, nbytes: int, even: int, group: RankGroup
+) -> WireCost:
+    """Return the cost of an all-gather of ``nbytes`` that takes as long as one of ``even`` bytes."""
+    cost = gather(algorithm, nbytes, group)
+    return replace(gather(algorithm, even, group), sent=cost.sent, crossed=cost.crossed)
 
 
 def in_groups(cost: WireCost, groups: int) -> WireCost:
