@@ -44,6 +44,7 @@ class StepJob:
     """A training of ``model`` under ``system``: ``warm`` steps, and ``steps`` timed steps.
 
     ``bucket_cap_mb``: MiB, for systems with an option like that of DistributedDataParallel. ``narrow``: train in bf16.
+    ``muon``: with Muon for the matrices of blocks.
     """
 
     system: str
@@ -53,6 +54,7 @@ class StepJob:
     timeout: float = 120.0
     bucket_cap_mb: float = CAP_MB
     narrow: bool = False
+    muon: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -90,8 +92,8 @@ class Trained:
     (with all that the system keeps for them) and ``states``. ``peak``: the most resident bytes of the process above its
     start. ``proportional``: bytes of the process after the last step, where a page that n processes share counts 1/n.
     ``loss``: of the last step; None if the system does not train. ``buckets``: the number of buckets of its gradients.
-    ``bus``: seconds in which all ranks at once copy as many bytes as a step receives. The last two are 0 if the system
-    does not report them.
+    ``bus``: seconds in which all ranks at once copy as many bytes as a step receives. These two are 0 if the system
+    does not report them. ``update``: seconds of the processor in the optimizer's ``step``, the median over steps.
     """
 
     system: str
@@ -106,6 +108,7 @@ class Trained:
     proportional: int
     buckets: int = 0
     bus: float = 0.0
+    update: float = 0.0
 
 
 def seconds_of_a_step(ranks: Sequence[Trained]) -> float:
@@ -149,14 +152,19 @@ class Run(Held):
     """The memory and the time of one run.
 
     ``seconds``: of a step (`seconds_of_a_step`). ``loss``: that of rank 0. ``bus``: seconds in which the slowest rank
-    copies the bytes that it receives in a step.
+    copies the bytes that it receives in a step. ``update``: seconds of the processor in the optimizer's ``step``, of
+    the rank that has most. ``muon``: as in `StepJob`.
     """
 
     seconds: float
     loss: float | None
     bus: float
+    update: float = 0.0
+    muon: bool = False
 
     @classmethod
-    def of(cls, ranks: Sequence[Trained]) -> Run:
+    def of(cls, ranks: Sequence[Trained], *, muon: bool = False) -> Run:
         bus = max(rank.bus for rank in ranks)
-        return cls(**asdict(Held.of(ranks)), seconds=seconds_of_a_step(ranks), loss=ranks[0].loss, bus=bus)
+        held = asdict(Held.of(ranks))
+        update = max(rank.update for rank in ranks)
+        return cls(**held, seconds=seconds_of_a_step(ranks), loss=ranks[0].loss, bus=bus, update=update, muon=muon)

@@ -73,8 +73,9 @@ def train(job: StepJob, rank: int) -> Trained:
     if SYSTEMS[job.system].needs:
         importlib.import_module(SYSTEMS[job.system].needs)
     start, before = resident("VmRSS"), live_storages()
-    training = SYSTEMS[job.system].build(model.build(), How(job.bucket_cap_mb, job.narrow))
+    training = SYSTEMS[job.system].build(model.build(), How(job.bucket_cap_mb, job.narrow, job.muon))
     seconds: list[float] = []
+    updates: list[float] = []
     received = 0
     loss = torch.zeros(())
     for step in range(-job.warm, job.steps):
@@ -85,9 +86,12 @@ def train(job: StepJob, rank: int) -> Trained:
         begin = time.perf_counter()
         loss = model.loss(training.forward(inputs), targets)
         training.backward(loss)
+        used = time.process_time()
         training.step()
+        used = time.process_time() - used
         training.clear()
         if step >= 0:
+            updates.append(used)
             seconds.append(time.perf_counter() - begin)
     peak, received = resident("VmHWM") - start, training.received() - received
     inputs, targets = model.batch(generator)
@@ -98,7 +102,7 @@ def train(job: StepJob, rank: int) -> Trained:
     value = loss.item() if training.learns else None
     held = (parameters, gradients, states, peak, proportional)
     bus = _bus(received // job.steps)
-    return Trained(job.system, job.model, rank, seconds, value, *held, training.buckets(), bus)
+    return Trained(job.system, job.model, rank, seconds, value, *held, training.buckets(), bus, median(updates))
 
 
 def main(job: StepJob, meeting: str, parent: int) -> None:

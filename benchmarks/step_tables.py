@@ -51,6 +51,10 @@ class StepResults:
         pairs = zip(self._found[model, system], self._found[model, than], strict=False)  # a last round may be partial
         return median(mine.seconds / theirs.seconds for mine, theirs in pairs)
 
+    def update(self, model: str, system: str) -> float:
+        """Return the seconds of the processor in the optimizer's ``step``: the median over rounds."""
+        return median(run.update for run in self._found[model, system])
+
     def whole_job(self, model: str, system: str) -> float:
         """Return the bytes of all ranks together: the median over rounds."""
         return median(run.proportional for run in self._found[model, system])
@@ -76,6 +80,7 @@ def by_model(results: StepResults) -> Iterator[Table]:
         "÷ DDP",
         "÷ floor",
         "÷ (floor + bus)",
+        "CPU ms of step()",
         "parameters MB",
         "gradients MB",
         "states MB",
@@ -103,6 +108,7 @@ def _row(results: StepResults, model: str, system: str) -> list[str]:
         _two(results.ratio(model, system, DDP)),
         _two(results.ratio(model, system, FLOOR)),
         _two(results.ratio_to_least(model, system)),
+        milliseconds(results.update(model, system)) if all(run.update for run in runs) else "–",
         *(_megabytes(max(getattr(run, kind) for run in runs)) for kind in ("parameters", "gradients", "states")),
         _megabytes(median(run.peak for run in runs)),
         _megabytes(results.whole_job(model, system)),
@@ -143,12 +149,13 @@ TARGETS = (
 )
 
 
+MOST_OF_SHARE = 1.10  # of what every rank does under DDP, added up over owners
 MOST_OF_LEAST = 1.10  # times the floor plus the time of a copy of the received bytes
 
 
 def targets(results: StepResults) -> Table:
     """Make a table of the targets and the measured values."""
-    rows = list(_against_least(results))
+    rows = [*_against_least(results), *_of_owners(results)]
     for target in TARGETS:
         for model in results.models():
             most = target.most.get(MODELS[model].bound)
@@ -160,6 +167,17 @@ def targets(results: StepResults) -> Table:
                 rows.append([f"{target.system} ÷ {against}", model, f"≤ {most:.2f}", f"{worst:.2f}", met])
     rows += _against_memory_of_peers(results)
     return Table("What must be seen", ["measure", "model", "target", "measured", "met"], rows)
+
+
+def _of_owners(results: StepResults) -> Iterator[list[str]]:
+    """Yield, with Muon, by how much the work of a step is more than 1/W of what DDP does on every rank."""
+    for model in results.models():
+        for stage in (1, 2, 3):
+            name = f"zero {stage}"
+            if {name, DDP} <= set(results.systems(model)) and results.runs(model, name)[0].muon:
+                ratio = _world(results, model) * results.update(model, name) / results.update(model, DDP)
+                met = "yes" if ratio <= MOST_OF_SHARE else "no"
+                yield [f"{name}: ranks × CPU of step() ÷ DDP", model, f"≤ {MOST_OF_SHARE:.2f}", f"{ratio:.2f}", met]
 
 
 def _against_memory_of_peers(results: StepResults) -> Iterator[list[str]]:

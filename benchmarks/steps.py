@@ -29,9 +29,14 @@ QUICK = (2, 1, 3)
 
 
 def measure(
-    models: list[str], systems: list[str], ranks: int, rounds: tuple[int, int, int], narrow: bool, console: Console
+    models: list[str],
+    systems: list[str],
+    ranks: int,
+    rounds: tuple[int, int, int],
+    how: dict[str, bool],
+    console: Console,
 ) -> Iterator[Run]:
-    """Run every system on every model in rounds.
+    """Run every system on every model in rounds. ``how``: "narrow" and "muon" of a `StepJob`.
 
     Each round begins with another system; each run has fresh processes.
     """
@@ -42,7 +47,7 @@ def measure(
                 for i in range(len(systems)):
                     system = systems[(number + i) % len(systems)]
                     status.update(f"{model}, round {number + 1} of {count}: {system}")
-                    yield Run.of(train(StepJob(system, model, warm, steps, narrow=narrow), ranks))
+                    yield Run.of(train(StepJob(system, model, warm, steps, **how), ranks), muon=how["muon"])
 
 
 def checked(names: list[str] | None, known: Collection[str], what: str) -> list[str]:
@@ -53,8 +58,8 @@ def checked(names: list[str] | None, known: Collection[str], what: str) -> list[
     return names or list(known)
 
 
-def _stem(precision: str) -> str:
-    return "steps" if precision == "fp32" else f"steps-{precision}"
+def _stem(precision: str, optimizer: str) -> str:
+    return "-".join(["steps", *[name for name in (precision, optimizer) if name not in ("fp32", "adamw")]])
 
 
 def main(
@@ -62,8 +67,13 @@ def main(
     system: Annotated[list[str] | None, typer.Option(help="One of the systems; may be repeated.")] = None,
     ranks: Annotated[int, typer.Option(help="How many processes.")] = 2,
     precision: Annotated[str, typer.Option(help="What all compute in: fp32 or bf16.")] = "fp32",
+    optimizer: Annotated[str, typer.Option(help="adamw; muon: Muon for matrices of blocks, AdamW for the rest.")] = (
+        "adamw"
+    ),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and steps: to see that it works.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for steps.json and .png (steps-bf16).")] = Path("zero-bench"),
+    out: Annotated[Path, typer.Option(help="Folder for steps.json and .png (steps-bf16, steps-muon).")] = Path(
+        "zero-bench"
+    ),
     markdown: Annotated[bool, typer.Option("--markdown", help="Print tables as Markdown.")] = False,
     show_only: Annotated[Path | None, typer.Option("--show", help="Measure nothing: show this JSON.")] = None,
 ) -> None:
@@ -73,13 +83,15 @@ def main(
         report = Report.read(show_only)
     else:
         checked([precision], ("fp32", "bf16"), "precision")
-        narrow = precision == "bf16"
+        checked([optimizer], ("adamw", "muon"), "optimizer")
+        narrow, muon = precision == "bf16", optimizer == "muon"
         here = {name: found for name, found in SYSTEMS.items() if found.is_here and not found.alone}
-        here = {name: found for name, found in here.items() if found.in_bf16 or not narrow}
+        here = {n: each for n, each in here.items() if (each.in_bf16 or not narrow) and (each.with_muon or not muon)}
+        how = {"narrow": narrow, "muon": muon}
         models, systems = checked(model, MODELS, "model"), checked(system, here, "system here")
         runs: list[Run] = []
         try:
-            for run in measure(models, systems, ranks, QUICK if quick else (ROUNDS, WARM, STEPS), narrow, console):
+            for run in measure(models, systems, ranks, QUICK if quick else (ROUNDS, WARM, STEPS), how, console):
                 runs.append(run)  # after an error, the runs before it are still shown
         except RankError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -87,10 +99,10 @@ def main(
         if not runs:
             raise typer.Exit(1)
         report = Report.of_this_machine("benchmarks.steps", [asdict(run) for run in runs])
-        report.write(out / f"{_stem(precision)}.json")
+        report.write(out / f"{_stem(precision, optimizer)}.json")
     results = step_tables.StepResults([Run(**part) for part in report.parts])
     out.mkdir(parents=True, exist_ok=True)
-    step_tables.draw(out / f"{_stem(precision)}.png", results, report.line().replace("`", ""))
+    step_tables.draw(out / f"{_stem(precision, optimizer)}.png", results, report.line().replace("`", ""))
     found = [*step_tables.by_model(results), step_tables.targets(results)]
     tables.show(report.line(), found, markdown, console)
     console.print(f"written to {out}", markup=False)

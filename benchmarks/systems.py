@@ -6,7 +6,10 @@
 
 In bf16 all keep fp32 master weights: DDP computes under autocast, the others have 16-bit parameters.
 
-Knows: how each system is put around a model and an AdamW. Does not know: models, batches, clocks.
+With Muon, matrices of blocks are stepped by torch.optim.Muon, and the rest by a fused AdamW. Under DDP every rank steps
+all of them. FSDP2 gives Muon DTensors, whose products gather what they need.
+
+Knows: how each system is put around a model and its optimizers. Does not know: models, batches, clocks.
 """
 
 from __future__ import annotations
@@ -54,10 +57,12 @@ class How:
     """Options of all systems.
 
     ``bucket_cap_mb``: MiB of a bucket, for systems with such buckets. ``narrow``: compute and communicate in bf16.
+    ``muon``: step the matrices of blocks by Muon.
     """
 
     bucket_cap_mb: float
     narrow: bool = False
+    muon: bool = False
 
 
 Build = Callable[[nn.Module, How], Training]
@@ -68,7 +73,7 @@ class System:
     """A system.
 
     ``stage``: the ZeRO stage to which it is equivalent. ``needs``: a package that it needs beside torch. ``alone``: it
-    trains on one rank. ``in_bf16``: it can also train in bf16.
+    trains on one rank. ``in_bf16``: it can also train in bf16. ``with_muon``: it can also train with Muon.
     """
 
     name: str
@@ -77,6 +82,7 @@ class System:
     needs: str = ""
     alone: bool = False
     in_bf16: bool = False
+    with_muon: bool = False
 
     @property
     def is_here(self) -> bool:
@@ -113,8 +119,34 @@ def _arguments(fused: bool) -> dict[str, Any]:
     return {"lr": LEARNING_RATE, "fused": True} if fused else {"lr": LEARNING_RATE, "foreach": False}
 
 
+class _Two(torch.optim.Optimizer):
+    """Two optimizers as one."""
+
+    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
+        super().__init__([*first.param_groups, *second.param_groups], {})
+        self._both = first, second
+
+    def step(self, closure: Any = None) -> Any:
+        for each in self._both:
+            each.step()
+            self.state.update(each.state)
+
+
+def matrices_and_rest(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the matrices of the blocks of a model, and its other parameters."""
+    named = [(name, p, name.startswith("blocks.") and p.dim() == 2) for name, p in model.named_parameters()]
+    return [p for _, p, is_matrix in named if is_matrix], [p for _, p, is_matrix in named if not is_matrix]
+
+
+def _optimizer(model: nn.Module, how: How, fused: bool = True) -> torch.optim.Optimizer:
+    if not how.muon:
+        return torch.optim.AdamW(model.parameters(), **_arguments(fused))
+    matrices, rest = matrices_and_rest(model)
+    return _Two(torch.optim.Muon(matrices, lr=LEARNING_RATE), torch.optim.AdamW(rest, **_arguments(fused)))
+
+
 def _plain(model: nn.Module, how: How) -> Training:
-    return _training(model, model, torch.optim.AdamW(model.parameters(), **_arguments(True)))
+    return _training(model, model, _optimizer(model, how))
 
 
 def _floor(model: nn.Module, how: How) -> Training:
@@ -144,7 +176,7 @@ def _ddp(fused: bool) -> Build:
             with torch.autocast("cpu", torch.bfloat16, enabled=how.narrow):
                 return cast(Tensor, wrapped(inputs))
 
-        training = _training(model, forward, torch.optim.AdamW(model.parameters(), **_arguments(fused)))
+        training = _training(model, forward, _optimizer(model, how, fused))
         facts: Callable[[], dict[str, Any]] = wrapped._get_ddp_logging_data
         training.buckets = lambda: len(facts()["rebuilt_bucket_sizes"].split(", "))
         return training
@@ -170,7 +202,7 @@ def _fsdp2(reshard: bool) -> Build:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if how.narrow else MixedPrecisionPolicy()
         shards = dist.get_world_size()
         fully_sharded(model, model.blocks, shards, reshard_after_forward=reshard, mp_policy=policy)
-        return _training(model, model, torch.optim.AdamW(model.parameters(), **_arguments(True)))
+        return _training(model, model, _optimizer(model, how))
 
     return build
 
@@ -218,7 +250,14 @@ def _ours(stage: int, fused: bool) -> Build:
 
         precision = MixedPrecision(torch.bfloat16) if how.narrow else None
         arguments = {"bucket_cap_mb": how.bucket_cap_mb, **_arguments(fused)}
-        optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, mixed_precision=precision, **arguments)
+        params: Any = model
+        if how.muon:
+            matrices, rest = matrices_and_rest(model)
+            muon = {"optimizer_class": torch.optim.Muon, "partition": "parameter", "lr": LEARNING_RATE}
+            params = [{"params": matrices, **muon}, {"params": rest}]
+        optimizer = ZeroOptimizer(
+            params, torch.optim.AdamW, module=model, stage=stage, mixed_precision=precision, **arguments
+        )
         training = _training(model, model, optimizer)
         storage = optimizer._storage
         training.parameters = lambda: [b.weights.data for b in (*storage.buckets, *storage.rest_buckets())]
@@ -237,16 +276,16 @@ PLAIN, FLOOR, DDP, FSDP2 = "plain", "floor", "DDP", "FSDP2"
 SYSTEMS: dict[str, System] = {
     system.name: system
     for system in (
-        System(PLAIN, _plain, None, alone=True),
+        System(PLAIN, _plain, None, alone=True, with_muon=True),
         System(FLOOR, _floor, None, in_bf16=True),
-        System(DDP, _ddp(True), 0, in_bf16=True),
+        System(DDP, _ddp(True), 0, in_bf16=True, with_muon=True),
         System("DDP, for-loop", _ddp(False), 0),
         System("ZeroRedundancyOptimizer", _redundancy, 1),
-        System(FSDP2, _fsdp2(True), 3, in_bf16=True),
-        System("FSDP2, kept", _fsdp2(False), 3, in_bf16=True),
+        System(FSDP2, _fsdp2(True), 3, in_bf16=True, with_muon=True),
+        System("FSDP2, kept", _fsdp2(False), 3, in_bf16=True, with_muon=True),
         *(System(f"DeepSpeed {stage}", _deepspeed(stage), stage, "deepspeed", in_bf16=True) for stage in (1, 2, 3)),
         System("FairScale OSS", _fairscale, 2, "fairscale"),
-        *(System(f"zero {stage}", _ours(stage, True), stage, in_bf16=True) for stage in range(4)),
+        *(System(f"zero {stage}", _ours(stage, True), stage, in_bf16=True, with_muon=True) for stage in range(4)),
         *(System(f"zero {stage}, for-loop", _ours(stage, False), stage) for stage in range(4)),
     )
 }
