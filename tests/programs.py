@@ -44,6 +44,7 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 BY_PARAMETER: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {  # they step whole parameters alone
     "shampoo": (Shampoo, {"lr": 0.05}),
 }
+MATRICES = {"muon": (torch.optim.Muon, {"lr": 1e-2})}  # it takes matrices alone, and steps them whole
 FOR_LOOP = {"adamw for-loop": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})}  # torch's default only on the CPU
 Clear = Literal["zero_grad", "zeros", "module", "module zeros", "none"]
 

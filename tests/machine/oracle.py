@@ -23,6 +23,7 @@ from zero import clip_grad_norm_
 from ..narrowed import Narrowed
 from ..programs import clear
 from . import program as p
+from .classes import PlainClasses
 from .program import Command, Config, Setting
 
 Gradients = dict[int, Tensor]
@@ -44,7 +45,7 @@ class Oracle:
         listed = [places[id(parameter)] for group in groups for _, parameter in group["params"]]
         for group in groups:
             group["params"] = [(name, self.numbers.updated[places[id(q)]]) for name, q in group["params"]]
-        self.optimizer = cls(groups, **arguments)
+        self.optimizer = PlainClasses(cls, arguments, groups)
         self.scheduler = p.scheduler_of(self.optimizer)
         self.updated = [self.numbers.updated[index] for index in listed]
         self.held = [self.numbers.held[index] for index in listed]
@@ -250,4 +251,4 @@ class Oracle:
         self._build()
         self.optimizer.load_state_dict(saved)
         for number, state in saved["state"].items():
-            self.optimizer.state[self.updated[number]].update({k: v for k, v in state.items() if k != "step"})
+            self.optimizer.state_of(self.updated[number]).update({k: v for k, v in state.items() if k != "step"})

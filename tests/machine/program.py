@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zero import MixedPrecision
 
 from ..narrowed import PRECISIONS
-from ..programs import BY_PARAMETER, CLASSES, Clear
+from ..programs import BY_PARAMETER, CLASSES, MATRICES, Clear
 from .trees import Batch, Part, Source, Tree, batch_of, build
 
 Numbers: TypeAlias = tuple[int, ...] | None  # None: all
@@ -40,7 +40,9 @@ class Config(Source):
     """A program without its commands.
 
     ``shares``: the param group of parameter i is ``shares[i % len]``, -1 for none. ``options``: the options of each
-    group.
+    group. ``classes``: group i has the class ``classes[i % len]``, "" for the program's own; Muon takes the matrices of
+    its group alone, and the rest has the program's class. ``wholes``: likewise, whether its parameters have one owner
+    each although its class is element-wise.
     """
 
     setting: Setting
@@ -53,6 +55,8 @@ class Config(Source):
     seed: int = 0
     delays: bool = False
     precision: str = ""  # a key of `PRECISIONS`
+    classes: tuple[str, ...] = ("",)
+    wholes: tuple[bool, ...] = (False,)
 
     @property
     def mixed(self) -> MixedPrecision | None:
@@ -72,12 +76,27 @@ class Config(Source):
             share = self.shares[index % len(self.shares)] if index else 0
             if share >= 0:
                 groups[share % len(groups)].append(named)
-        known = self.optimizer_class[0]([torch.zeros(1)]).defaults
-        return [
-            {"params": members, **{key: value for key, value in options if key in known}}
-            for members, options in zip(groups, self.options, strict=True)
-            if members
-        ]
+        found: list[dict[str, Any]] = []
+        for number, (members, options) in enumerate(zip(groups, self.options, strict=True)):
+            name = self.classes[number % len(self.classes)]
+            matrices = [(key, p) for key, p in members if p.dim() == 2] if name in MATRICES else []
+            rest = [(key, p) for key, p in members if p.dim() != 2] if name in MATRICES else members
+            own = "" if name in MATRICES else name
+            found += [self._group(*each, options, number) for each in ((rest, own), (matrices, name)) if each[0]]
+        return found
+
+    def _group(
+        self, members: list[tuple[str, nn.Parameter]], name: str, options: tuple[tuple[str, Any], ...], number: int
+    ) -> dict[str, Any]:
+        """Return a param group. ``name``: of its class, "" for the program's own."""
+        every = CLASSES | BY_PARAMETER | MATRICES
+        cls, arguments = every[name or self.optimizer]
+        named = {} if cls is self.optimizer_class[0] else {"optimizer_class": cls, **arguments}
+        known = cls([torch.zeros(1, 1)]).defaults
+        whole = (name or self.optimizer) not in CLASSES or self.wholes[number % len(self.wholes)]
+        chosen = {key: value for key, value in options if key in known}
+        partition = "parameter" if whole else "element"
+        return {"params": members, **named, **chosen, "partition": partition}
 
 
 @dataclass(frozen=True, repr=False)

@@ -13,7 +13,7 @@ import torch
 from collectives import Algorithm
 from zero import Offload, ZeroOptimizer
 
-from ..programs import BY_PARAMETER, clear
+from ..programs import clear
 from . import program as p
 from .program import Command, Config, Setting
 from .trees import Batch, PlannedError
@@ -50,7 +50,6 @@ class Rank:
             reshard_after_forward=setting.reshard,
             offload=Offload(tempfile.gettempdir(), setting.offload == "all") if setting.offload else None,
             mixed_precision=config.mixed,
-            partition="parameter" if config.optimizer in BY_PARAMETER else "element",
             **arguments,
         )
         self.scheduler = p.scheduler_of(self.optimizer)

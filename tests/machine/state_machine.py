@@ -63,6 +63,7 @@ OPTIONS = st.fixed_dictionaries(
 ).map(lambda found: tuple(found.items()))
 
 
+SECOND = ("", "", "", "", "muon", "shampoo", "sgd momentum", "adamw")  # classes of groups beside the program's own
 STAGES = (0, 1, 2, 3)
 
 
@@ -116,6 +117,8 @@ def configs(
         draw(SEEDS),
         draw(st.sampled_from([False, False, False, True])),
         precision,
+        tuple(draw(st.lists(st.sampled_from(SECOND), min_size=1, max_size=3))),
+        tuple(draw(st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=3))),
     )
 
 
