@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from collectives import Transport, on_threads, solo
-from zero import MixedPrecision, ZeroOptimizer, open_checkpoint
+from zero import MixedPrecision, ZeroOptimizer, load, open_checkpoint, save
 
 from ..launched import launch
 from ..loops import (
@@ -738,3 +738,73 @@ def test_accelerate_leaves_parameters_out_of_what_it_saves(tmp_path: Path) -> No
     launch(f"{__name__}:refused_to_accelerate", tmp_path)
     for stage in STAGES:
         assert len(load_file(tmp_path / f"saved-{stage}" / "model.safetensors")) < len(list(network().parameters()))
+
+
+# -- classes that keep their states in 8 bits --------------------------------------------------------------------------
+
+TOGETHER = 6  # micro-batches of a step, shared by the ranks
+
+
+def blocks_of_8_bits() -> nn.Module:
+    """Return a model with matrices that are large enough for states in 8 bits, and vectors that are not."""
+    return seeded(3, lambda: nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)))
+
+
+def of_8_bits(step: int, micro: int) -> Tensor:
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + micro))
+
+
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    found: Tensor = model(batch)
+    return found.square().mean()
+
+
+def in_8_bits(group: Any, rank: int, name: str, stage: int, steps: range, folder: Path, ranks: int) -> State:
+    """Train on one process: from the checkpoint unless ``steps`` begin with 0, and save one then."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = blocks_of_8_bits()
+    optimizer = ZeroOptimizer(
+        model, getattr(bitsandbytes.optim, name), stage=stage, process_group=group, divisor=TOGETHER, **RATE
+    )
+    if steps.start:
+        load(folder / "saved", optimizer, rng=False)
+    for step in steps:
+        for micro in range(rank, TOGETHER, ranks):
+            squares(model, of_8_bits(step, micro)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.consolidate_state_dict(None)
+    kept = optimizer.state_dict()["state"][0]["state1"]
+    assert kept.dtype is torch.uint8, "the matrix is too small for states in 8 bits"
+    if not steps.start:
+        save(folder / "saved", optimizer)
+    with optimizer.gathered():
+        return state_of(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*is not element-wise")
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit"])
+def test_classes_with_states_in_8_bits_give_the_bits_of_the_plain_loop(
+    gloo: GlooPool, name: str, stage: int, tmp_path: Path
+) -> None:
+    """Also after a checkpoint, at another stage and number of ranks. On processes: the library needs one a rank."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    plain = blocks_of_8_bits()
+    optimizer = getattr(bitsandbytes.optim, name)(plain.parameters(), **RATE)
+    expected = []
+    for step in range(5):
+        plain_step(plain, optimizer, squares, [of_8_bits(step, micro) for micro in range(TOGETHER)], TOGETHER)
+        optimizer.zero_grad()
+        expected.append(state_of(plain))
+    for ranks, how, steps in ((2, stage, range(3)), (3, (stage + 1) % 4, range(3, 5))):
+        for found in gloo.run(in_8_bits, name, how, steps, tmp_path, ranks, ranks=range(ranks)):
+            assert_same_state(found, expected[steps.stop - 1], f"{ranks} ranks")
+
+
+def test_they_are_refused_where_ranks_would_step_pieces() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    with pytest.raises(ValueError, match=r"AdamW8bit is not element-wise: .*leave out partition=, or use \"parameter\""):
+        ZeroOptimizer(
+            blocks_of_8_bits(), bitsandbytes.optim.AdamW8bit, process_group=solo(), partition="element", **RATE
+        )

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ..core.bits import strided
 from ..core.layout import BucketSpec, Piece
+from ..core.parameter_specs import parts_of
 from ..core.runs import CUT, adjoins, parts, runs
 from .flat_buffer import FlatBuffer
 from .master_weights import MasterWeights
@@ -187,6 +188,9 @@ class BucketStates:
                     continue
                 if (self.whole or run.parameter.dim() == 0) and name not in names:
                     continue  # it only happens to have this shape
+                if self.whole and not (may_lie_flat(value) and self._has_dtype(name, value.dtype)):
+                    run.views.pop(name, None)
+                    continue
                 if name not in self.flat:
                     self.flat[name] = self._room(name, value.dtype)
                 staged = {} if self._store is None else self._store.staged
@@ -194,6 +198,9 @@ class BucketStates:
                 view = run.of(target)
                 view.copy_(value)
                 state[name] = run.views[name] = view
+
+    def _has_dtype(self, name: str, dtype: torch.dtype) -> bool:
+        return name not in self.flat or self.flat[name].data.dtype == dtype
 
     def snapshot(self) -> None:
         """Save the state of each piece, and drop the runs."""
@@ -315,12 +322,21 @@ class BucketStates:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a state, which may be nested in lists, tuples and dicts."""
+    """Yield the plain tensors of a state: in lists, tuples and dicts, and those that a subclass wraps."""
     if isinstance(value, Tensor):
-        yield value
+        yield from parts_of(value)
     elif isinstance(value, (list, tuple, dict)):
         for inside in value.values() if isinstance(value, dict) else value:
             yield from _tensors_in(inside)
+
+
+def may_lie_flat(value: Tensor) -> bool:
+    """Return whether a state of a whole parameter may be a view of a flat tensor, if it is as large as the parameter.
+
+    Flat states are cast to the dtype of the weights when they are loaded. Integers, as of 8-bit states, must not be,
+    and a subclass has more than its elements.
+    """
+    return type(value) in (Tensor, torch.nn.Parameter) and value.is_floating_point()
 
 
 def is_elementwise(value: Any, parameter: Tensor) -> bool:

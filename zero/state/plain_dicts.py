@@ -20,7 +20,7 @@ from ..core.layout import ParameterSpec
 from ..core.stage import Placement, Stage
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
-from ..runtime.flat_states import Options, PieceState
+from ..runtime.flat_states import Options, PieceState, may_lie_flat
 from ..step.classes import InnerOptimizers
 from ..step.inner import NO_OPTIONS
 from ..step.partition import check_classes
@@ -242,7 +242,7 @@ def scatter(
 
 
 def lies_flat(name: str, value: Any, spec: ParameterSpec, elementwise: Mapping[int, frozenset[str]]) -> bool:
-    """Return whether a saved state of a parameter belongs into a flat tensor. ``value`` has a shape, or is None.
+    """Return whether a saved state of a parameter belongs into a flat tensor. ``value`` is a tensor, or None.
 
     ``elementwise``: the names of the states that are as large as their parameter, by the number of the class; of a
     whole one it may differ.
@@ -250,7 +250,7 @@ def lies_flat(name: str, value: Any, spec: ParameterSpec, elementwise: Mapping[i
     return (
         name in elementwise.get(spec.optimizer_class, ())
         and value is not None
-        and (not spec.whole or tuple(value.shape) == spec.shape)
+        and (not spec.whole or (tuple(value.shape) == spec.shape and may_lie_flat(value)))
     )
 
 

@@ -9,6 +9,7 @@ tried: several throw-away parameters are stepped together, and each by itself, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,6 +42,7 @@ from .trial import (
 PARTITIONS = ("element", "parameter")
 COPIES = 2  # throw-away parameters of each shape: a class may look at others of the same shape alone
 SMALL = 16  # longer sides are shortened: the classes for which this is tried take time with the cube of a side
+LARGE = 1 << 14  # elements of the largest one at most: from 4,096 on a class may keep its states in 8 bits
 
 
 def choose_partitions(
@@ -147,15 +149,19 @@ def check_by_parameter(
     """Raise `ValueError` unless the class steps each parameter alone to the bits to which it steps several together.
 
     The class steps throw-away parameters with the options of the ``groups`` of ``parameters``, and of their shapes,
-    with long sides shortened. Low learning rates are raised, if the class accepts that. The states of random generators
-    do not change.
+    with long sides shortened, and one that is larger. Low learning rates are raised, if the class accepts that. The
+    states of random generators do not change.
 
     Returns the names of the states that are as large as their parameter.
     """
     if not parameters:
         return frozenset()
     options, settings = distinct(inner.defaults, groups, parameters)
-    shapes = [(setting, shape) for setting in settings for shape in sorted({_shortened(s) for s in setting.shapes})]
+    shapes = [
+        (setting, shape)
+        for setting in settings
+        for shape in sorted({*map(_shortened, setting.shapes), _limited(max(setting.shapes, key=math.prod))})
+    ]
     with random_state_kept(settings):
         if any(map(rate_is_low, options)):
             try:
@@ -241,6 +247,15 @@ def _shortened(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return a shape whose long sides are shortened; equal ones stay equal, and a longer one stays the longer one."""
     longer = sorted({size for size in shape if size > SMALL})
     return tuple(SMALL + 1 + longer.index(size) if size > SMALL else size for size in shape)
+
+
+def _limited(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape of at most `LARGE` elements: the longest sides are halved until it is one."""
+    sides = list(shape)
+    while math.prod(sides) > LARGE:
+        place = sides.index(max(sides))
+        sides[place] = -(-sides[place] // 2)
+    return tuple(sides)
 
 
 def _names(trial: Whole) -> frozenset[str]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..core.cuts import EvenCuts
 from ..core.layout import BucketSpec, Dtypes, ParameterSpec, Slot
+from ..core.parameter_specs import flattened
 from ..core.stage import Placement
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options, is_elementwise
@@ -304,6 +305,9 @@ def _raised_rate(options: Options) -> Options:
 def text_of(value: Any, other: Callable[[Any], object]) -> str:
     """Return a text that is equal for equal options. For other than plain values it is the text of ``other(value)``."""
     if isinstance(value, Tensor):
+        inner, _ = flattened(value)  # of a subclass, as an 8-bit state may be
+        if inner:
+            return f"{type(value)} {[text_of(getattr(value, name), other) for name in inner]}"
         return f"{value.dtype} {value.device} {value.tolist()}"
     if isinstance(value, dict):
         return str([(key, text_of(inside, other)) for key, inside in value.items()])

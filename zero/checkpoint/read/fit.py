@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...core.layout import ParameterSpec
 from ...core.statetree import DTYPES, NO_OPTIONS, decode_states, tensor_names
@@ -53,7 +54,9 @@ class Fit:
 
     def lies_flat(self, name: str, saved: Saved, parameter: str, spec: ParameterSpec) -> bool:
         """Return whether a tensor of the parameter's states is one of the states that are as large as it."""
-        return name not in self._inner.get(parameter, ()) and lies_flat(name, saved[1], spec, self.elementwise)
+        if name in self._inner.get(parameter, ()):
+            return False
+        return lies_flat(name, _without_values(saved[1]), spec, self.elementwise)
 
     def widest(self, stored: StoredTensor) -> Saved:
         """Return the saved weights of a parameter in their widest dtype."""
@@ -103,13 +106,14 @@ class Fit:
         self._inner = {parameter: tensor_names(values) for parameter, values in self.values.items()}
         with checkpoint.parsing(OPTIMIZER):
             for parameter in self.states.keys() | self.values.keys():
-                tensors = {
-                    name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
-                    for name, (_, entry) in self.states.get(parameter, {}).items()
-                }
+                tensors = {name: _without_values(entry) for name, (_, entry) in self.states.get(parameter, {}).items()}
                 meta[indices[parameter]] = decode_states(self.values.get(parameter, {}), tensors)
         named = [
             {**options, "param_names": group["params"], "params": [indices[name] for name in group["params"]]}
             for options, group in zip(self.groups, saved_groups, strict=True)
         ]
         check({"state": meta, "param_groups": named}, contents.groups, contents.storage.listed(), self.elementwise)
+
+
+def _without_values(entry: TensorEntry) -> Tensor:
+    return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
