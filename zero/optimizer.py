@@ -287,7 +287,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def full_grad(self, parameter: Tensor) -> Tensor | None:
         """Return a copy of the whole mean gradient of ``parameter``, in its shape. All ranks.
 
-        Returns None if no rank used the parameter.
+        Returns None if no rank used the parameter. Raises `RuntimeError` while a gradient is not reduced.
         """
         self.engine.check()
         if parameter in self._storage.replicated:

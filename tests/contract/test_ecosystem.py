@@ -804,7 +804,7 @@ def test_classes_with_states_in_8_bits_give_the_bits_of_the_plain_loop(
 
 def test_they_are_refused_where_ranks_would_step_pieces() -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    with pytest.raises(ValueError, match=r"AdamW8bit is not element-wise: .*leave out partition=, or use \"parameter\""):
+    with pytest.raises(ValueError, match=r"AdamW8bit is not element-wise: .*or use \"parameter\""):
         ZeroOptimizer(
             blocks_of_8_bits(), bitsandbytes.optim.AdamW8bit, process_group=solo(), partition="element", **RATE
         )

@@ -268,7 +268,7 @@ class RandomPrograms(RuleBasedStateMachine):
     @rule(how=st.sampled_from(["zero_grad", "zero_grad", "zeros", "module", "module zeros", "none"]))
     def zero_grad(self, how: p.Clear) -> None:
         self.do(p.ZeroGrad(how))
-        self.open, self.pending = True, self.pending and "zeros" in how
+        self.open, self.pending = True, "zeros" in how  # which later backwards add to
 
     # -- changes between steps ----------------------------------------------------------------------------------------
 

@@ -492,3 +492,81 @@ def test_states_without_elements_are_sent_and_saved(world_size: int, tmp_path: P
     for states in on_ranks(world_size, run, torch.float32):
         assert {state["none"][0].shape for state in states.values()} == {(0, 3)}
     assert zero.open_checkpoint(tmp_path / "saved").optimizer_state_dict()["state"][0]["none"][0].shape == (0, 3)
+
+
+# -- states of other dtypes --------------------------------------------------------------------------------------------
+
+CODED = 64  # elements from which on `Codes` keeps its momentum in 8 bits
+
+
+class Codes(torch.optim.Optimizer):
+    """Keeps the momentum of a large parameter as whole numbers of 8 bits and one scale, as 8-bit classes do.
+
+    The momentum of a large parameter, and of small ones, has the name "momentum" and the parameter's shape.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                wide = state["momentum"] * state["scale"] if state else torch.zeros_like(p)
+                wide = wide * group["beta"] + p.grad
+                if p.numel() < CODED:
+                    state.update(momentum=wide, scale=1.0)
+                else:
+                    scale = wide.abs().amax().clamp_min(1e-12) / 127
+                    state.update(momentum=(wide / scale).round().to(torch.int8), scale=scale)
+                p.sub_(wide, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("by", ["dict", "checkpoint"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_states_of_whole_numbers_keep_their_dtype_beside_others_of_the_same_name(
+    stage: int, by: str, tmp_path: Path
+) -> None:
+    def run(model: nn.Module, transport: Transport, steps: range, how: int, saved: Any = None) -> Any:
+        if saved is not None:
+            model.load_state_dict(saved[0].state_dict())
+        optimizer = ZeroOptimizer(model, Codes, stage=how, process_group=transport, partition="parameter")
+        if saved is not None:
+            optimizer.load_state_dict(saved[1])
+        elif steps.start:
+            zero.load(tmp_path / "saved", optimizer, rng=False)
+        train(model, optimizer, steps)
+        if by == "checkpoint" and not steps.start:
+            zero.save(tmp_path / "saved", optimizer)
+        optimizer.consolidate_state_dict(None)
+        states = optimizer.state_dict()
+        optimizer.close()
+        return model, states
+
+    expected = matrices()
+    stepped = Codes(expected.parameters())
+    train_plainly(expected, stepped, range(4))
+    first = on_ranks(3, partial(run, steps=range(2), how=stage), torch.float32)[0]
+    dtypes = {state["momentum"].dtype for state in first[1]["state"].values()}
+    assert dtypes == {torch.float32, torch.int8}
+    saved = first if by == "dict" else None
+    for model, states in on_ranks(2, partial(run, steps=range(2, 4), how=(stage + 1) % 4, saved=saved), torch.float32):
+        assert_same_model(model, expected)
+        assert_same_states(states, stepped.state_dict())
+
+
+def test_what_a_class_does_with_large_parameters_alone_is_tried() -> None:
+    class MeansOfLarge(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            large = [p.grad for group in self.param_groups for p in group["params"] if p.numel() >= 4096]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(p.grad, alpha=group["lr"] / (len(large) if p.numel() >= 4096 else 1))
+
+    ZeroOptimizer(nn.Linear(63, 65, False), MeansOfLarge, process_group=solo(), partition="parameter", lr=0.1).close()
+    with pytest.raises(ValueError, match="MeansOfLarge cannot be sharded: beside others a parameter of shape"):
+        ZeroOptimizer(nn.Linear(500, 300), MeansOfLarge, process_group=solo(), partition="parameter", lr=0.1)

@@ -114,8 +114,8 @@ MUTANTS = (
         (
             Edit(
                 f"{LOADER}._state",
-                "memory_of(as_bytes(tensor))[:] = data\n",
-                'memory_of(as_bytes(tensor))[:] = data\n            tensor += name == "step"\n',
+                "memory_of(as_bytes(tensors[name]))[:] = data\n",
+                'memory_of(as_bytes(tensors[name]))[:] = data\n            tensors[name] += name == "step"\n',
             ),
         ),
         (f"{GOES_ON}[fp32-nadam]",),

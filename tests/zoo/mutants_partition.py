@@ -160,4 +160,52 @@ MUTANTS = (
         (Edit("zero.state.by_class.split", '_renumbered(whole["state"], indices)', 'dict(whole["state"])'),),
         (f"{CLASSES}::test_muon_for_matrices_and_adamw_for_the_rest_give_the_bits_of_the_plain_loop[2-2-dtype0]",),
     ),
+    Mutant(
+        "whole-numbers-lie-flat",
+        ("L1",),
+        "8-bit states of whole parameters become views of a flat tensor in the dtype of another parameter's states.",
+        (
+            Edit(
+                "zero.runtime.flat_states.may_lie_flat",
+                "type(value) in (Tensor, torch.nn.Parameter) and value.is_floating_point()",
+                "True",
+            ),
+            Edit("zero.runtime.flat_states.BucketStates._has_dtype", "name not in self.flat or", "True or"),
+        ),
+        (f"{PARTITION}::test_states_of_whole_numbers_keep_their_dtype_beside_others_of_the_same_name[1-dict]",),
+    ),
+    Mutant(
+        "only-small-parameters-are-tried",
+        ("L10",),
+        "The trial by parameter steps short sides alone: what a class does with large parameters together is not seen.",
+        (Edit("zero.step.partition._limited", "math.prod(sides) > LARGE", "math.prod(sides) > SMALL"),),
+        (f"{PARTITION}::test_what_a_class_does_with_large_parameters_alone_is_tried",),
+    ),
+    Mutant(
+        "tensors-in-lists-lie-in-the-json",
+        ("L9",),
+        "Every rank gets the values of all tensors that lie in lists of states, as text, and a large save fails.",
+        (Edit("zero.core.statetree.encode_states", "if value.numel() <= 1}", "}"),),
+        ("checkpoint/test_statetree.py::test_states_survive_with_their_large_tensors_beside_the_json",),
+    ),
+    Mutant(
+        "an-owner-needs-no-more-scratch-than-others",
+        ("L7",),
+        "The bound of scratch memory counts a bucket, where an owner receives its slice of every other rank at once.",
+        (Edit("zero.core.formulas.formula_bytes", "if is_whole else bucket.numel", "if False else bucket.numel"),),
+        (
+            "planning/test_planned_memory.py::test_a_rank_holds_and_sends_what_is_planned[sequential stage0 W8 F8 "
+            "reshardTrue offload-none fp32 muon]",
+        ),
+    ),
+    Mutant(
+        "a-plan-counts-two-states-of-muon",
+        ("L7",),
+        "The plan gives the matrices of Muon the states of AdamW.",
+        (Edit("zero.planning.memory._of_bucket", "len(setting.classes) > 1 and members[0].is_unit_matrix", "0"),),
+        (
+            "planning/test_settings.py::test_so_they_are_where_matrices_have_one_owner_each_and_no_rank_has_more_than_a_"
+            "share_and_a_matrix",
+        ),
+    ),
 )

@@ -374,7 +374,10 @@ class Reducer:
         purpose = f"full_grad of {spec.name!r}"
         records = self.check_consistency(purpose)
         if any(record.pending for record in records):
-            raise RuntimeError(f"{purpose}: what no_sync() left is not reduced yet; run a backward outside it, or clip")
+            raise RuntimeError(
+                f"{purpose}: what no_sync(), or the zeros of zero_grad(set_to_none=False), left on a rank is not "
+                "reduced yet; run a backward outside no_sync(), or clip"
+            )
         number = sum(len(before.used) for before in self._buckets[: bucket.spec.index]) + slot_number
         if not any(record.used[number] for record in records):
             return None
