@@ -12,6 +12,7 @@ from .config import MixedPrecision, Offload
 from .optimizer import ZeroOptimizer
 from .parameters.module_hooks import register_forward_method
 from .runtime.process_group import process_group
+from .state.average import ShardedAverage
 from .step.clip import clip_grad_norm_
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "CheckpointManager",
     "MixedPrecision",
     "Offload",
+    "ShardedAverage",
     "StopOnSignal",
     "Verification",
     "ZeroOptimizer",

@@ -28,6 +28,7 @@ from .runtime.events import LOG, Event
 from .runtime.flat_buffer import FlatBuffer, gather_slot
 from .runtime.flat_states import Options
 from .setup import Builder
+from .state.average import ShardedAverage
 from .state.live_states import States
 from .state.plain_dicts import PlainDicts
 
@@ -62,6 +63,7 @@ class Engine:
         self._closed = ""  # why the optimizer cannot be used any more
         self._counted: set[str] = set()  # options that the class itself changes, perhaps only on some ranks
         self._blocks: list[AbstractContextManager[None]] = []  # of other ranks' calls of `gathered`, inside `join`
+        self.averages: dict[str, ShardedAverage] = {}  # by their names
         self._gathered = 0  # blocks of `gathered` around this moment
 
     def check(self) -> None:
@@ -215,6 +217,16 @@ class Engine:
         states.evict()
         self._storage.evict(bucket)
         return whole.as_strided(spec.shape, spec.stride)
+
+    @_followed
+    def update_average(self, average: str) -> None:
+        """Take the weights of this moment into an average. Without a message, outside `join`."""
+        self.averages[average].take()
+
+    @_followed
+    def gather_average(self, average: str, to: int | None) -> dict[str, Tensor] | None:
+        """Return a whole average on rank ``to``, or on every rank."""
+        return self.averages[average].whole(to)
 
     @contextmanager
     def gathered(self, chosen: Sequence[Tensor] | None, write: bool) -> Iterator[None]:

@@ -143,7 +143,7 @@ def run_block(group: dist.ProcessGroup, rank: int, heading: str) -> list[Any]:
         names = names_of(EXAMPLES[heading], stage, group, rank)
         exec(code_of(heading), names)
         average = names.get("average")
-        results.append((trained(names).state_dict(), None if average is None else average.module.state_dict()))
+        results.append((trained(names).state_dict(), None if average is None else average.gather()))
     return results
 
 
@@ -176,7 +176,7 @@ def test_a_moving_average_is_that_of_the_plain_loop(gloo: GlooPool) -> None:
     PlainLoop(after_step=average.update_parameters).run(model, example.loader(example.count))
     first, second = gloo.run(run_block, "Moving averages")
     for _, averaged in first:
-        assert_same_dict(averaged, average.module.state_dict())
+        assert_same_dict(averaged, dict(average.module.named_parameters()))
     assert all(averaged is None for _, averaged in second)
 
 

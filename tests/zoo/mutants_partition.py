@@ -7,6 +7,7 @@ from .mutant import Edit, Mutant
 OWNERS = "core/test_owners.py"
 PARTITION = "step/test_partition.py"
 CLASSES = "step/test_classes.py"
+AVERAGE = "state/test_average.py"
 BITS = f"{PARTITION}::test_classes_that_need_whole_parameters_give_the_bits_of_the_plain_loop"
 
 MUTANTS = (
@@ -207,5 +208,41 @@ MUTANTS = (
             "planning/test_settings.py::test_so_they_are_where_matrices_have_one_owner_each_and_no_rank_has_more_than_a_"
             "share_and_a_matrix",
         ),
+    ),
+    Mutant(
+        "an-average-is-one-of-rounded-weights",
+        ("L1",),
+        "With mixed precision the weights that the model computes with are averaged, not the master weights.",
+        (
+            Edit(
+                "zero.state.average.ShardedAverage._weights",
+                "states.synced_weights().detach()",
+                "of.data.detach().to(bucket.spec.dtypes.master_dtype)",
+            ),
+        ),
+        (f"{AVERAGE}::test_with_mixed_precision_it_is_that_of_the_master_weights[2]",),
+    ),
+    Mutant(
+        "a-restored-average-begins-anew",
+        ("L9",),
+        "A restored average has its values, but counts as new: the next update replaces it by the weights.",
+        (Edit("zero.checkpoint.read.loader.Loader.load", "int(self._checkpoint.read(*saved))", "0"),),
+        (
+            f"{AVERAGE}::test_checkpoints_have_it_and_training_goes_on_at_another_stage_and_number_of_ranks[after0-before0]",
+        ),
+    ),
+    Mutant(
+        "the-model-keeps-the-average",
+        ("L1",),
+        "After a block in which the model computes with the average, it trains on from the average.",
+        (Edit("zero.state.average.ShardedAverage.applied", "self._write(kept)", "pass"),),
+        (f"{AVERAGE}::test_the_model_computes_with_it_inside_a_block_and_trains_on_as_if_there_had_been_none[1-None]",),
+    ),
+    Mutant(
+        "an-average-forgets-scalars",
+        ("L1",),
+        "The average of a parameter without dimensions is kept, but not updated.",
+        (Edit("zero.state.average._pieces", "if piece.numel]", "if piece.numel > 1]"),),
+        (f"{AVERAGE}::test_the_average_is_that_of_the_plain_loop[1-mean]",),
     ),
 )

@@ -23,6 +23,7 @@ from ..core.statetree import NAMES, encode_options, encode_states
 from ..engine import Engine
 from ..runtime.bucket import Bucket
 from ..runtime.flat_states import Options, PieceState
+from ..state.average import ShardedAverage
 from ..step.inner import NO_OPTIONS
 from .format.extents import Writers
 from .format.manifest import SavedParameter
@@ -90,6 +91,7 @@ class Contents:
         self.writers = Writers(engine.parts.stage, self.transport.world_size, engine.parts.shards.world_size)
         self.buckets: list[Bucket] = [*self.storage.buckets, *self.storage.rest_buckets()]
         self.updated = range(len(self.storage.buckets))  # the numbers of the buckets that have states
+        self.averages = engine.averages
         self.not_saved = list(_extra_states(self.parts.module))
         self.wrapped: list[tuple[Tensor, str]] = []  # subclasses, and their attributes that are tensors
         self.model = list(self._model())
@@ -254,6 +256,10 @@ class Contents:
             if not same_bits(synced[piece.begin - low : piece.end - low], narrow):
                 found.append(piece.slot)
         return found
+
+    def saved_averages(self) -> list[tuple[str, ShardedAverage]]:
+        """Return the averages that have values, with their names, in order."""
+        return [(name, average) for name, average in sorted(self.averages.items()) if average.n_averaged]
 
     def merge(self, told: Sequence[bytes]) -> StateFacts:
         """Return the facts that all ranks have described."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -57,6 +58,7 @@ _NUMPY = {
     "$scalar": lambda tensor: tensor.numpy()[()],
 }
 NO_OPTIONS = ("params", "optimizer_class", "optimizer_module")  # keys of a saved param group beside its options
+AVERAGE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # of averages, which have a folder in a checkpoint
 _RESERVED = "__metadata__"  # a safetensors file keeps this name for itself
 _MOST_BITS = 14_000  # of a whole number: Python reads and writes at most 4,300 digits
 

@@ -42,7 +42,7 @@ from .trial import (
 PARTITIONS = ("element", "parameter")
 COPIES = 2  # throw-away parameters of each shape: a class may look at others of the same shape alone
 SMALL = 16  # longer sides are shortened: the classes for which this is tried take time with the cube of a side
-LARGE = 1 << 14  # elements of the largest one at most: from 4,096 on a class may keep its states in 8 bits
+LARGE = 1 << 13  # elements of the largest one at most: from 4,096 on a class may keep its states in 8 bits
 
 
 def choose_partitions(

@@ -4,7 +4,8 @@ model/       fqn                       what the model computes with
 optimizer/   state.<fqn>.<name>        the states; those without dimensions come last; a tensor in a list or a dict has
                                        the name <name>.<index or key>
 masters/     fqn                       the master weights of mixed precision, if there are any
-averages/<name>/   fqn                 whole tensors that accompany the model, if there are any: moving averages
+averages/<name>/   fqn                 whole tensors that accompany the model, if there are any: moving averages;
+                                       n_averaged: how many weights a `ShardedAverage` has seen
 state.safetensors                      the caller's state, equal on all ranks
 ranks/rank-00000.safetensors ...       each rank's own
 checkpoint.json                        the manifest
@@ -14,13 +15,15 @@ notes/                                 while a checkpoint is written: what ranks
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Container, Iterable
+
+from ...core.statetree import AVERAGE_NAME
 
 MODEL, OPTIMIZER, MASTERS = FOLDERS = ("model", "optimizer", "masters")
 AVERAGES = "averages"
 STATE_FILE = "state.safetensors"
 NOTES = "notes"
+N_AVERAGED = "n_averaged"
 COPIED = "copied"  # a note: the files of `model/` that are copies of the caller's
 
 
@@ -49,7 +52,7 @@ def copied_in(note: bytes) -> set[str]:
 
 def averages_folder(name: str) -> str:
     """Return the folder of averages of this name. Raises `ValueError` for a name that no folder or file should have."""
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
+    if not AVERAGE_NAME.fullmatch(name):
         raise ValueError(
             f"averages cannot have the name {name!r:.200}: at most 100 letters, digits, '_', '-' and '.', of which the "
             "first one is none of the last two"

@@ -16,7 +16,7 @@ from ...core.statetree import DTYPES, NO_OPTIONS, decode_states, tensor_names
 from ...state.plain_dicts import check, lies_flat
 from ...step.partition import check_classes
 from ..contents import Contents, StoredTensor
-from ..format.names import MASTERS, MODEL, OPTIMIZER
+from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder
 from ..format.tensorfile import TensorEntry
 from .reader import Checkpoint
 
@@ -32,6 +32,7 @@ class Fit:
         values: the states that are no tensors, likewise, as JSON.
         elementwise: names of the states that are as large as their parameter, by the number of the class.
         groups: the options of the param groups.
+        averages: the saved tensors of each average that the optimizer has, by name.
     """
 
     def __init__(self, contents: Contents, checkpoint: Checkpoint, *, with_states: bool) -> None:
@@ -48,8 +49,10 @@ class Fit:
         self.elementwise: dict[int, frozenset[str]] = {}
         self._inner: dict[str, set[str]] = {}  # names of the tensors inside lists and dicts, by parameter
         self.groups: list[dict[str, Any]] = []
+        self.averages: dict[str, Mapping[str, Saved]] = {}
         self._check_model(contents)
         if with_states:
+            self._check_averages(contents, checkpoint)
             self._check_states(contents, checkpoint)
 
     def lies_flat(self, name: str, saved: Saved, parameter: str, spec: ParameterSpec) -> bool:
@@ -82,6 +85,17 @@ class Fit:
         for name, (_, entry) in self.masters.items():
             if name not in self.model or entry.shape != self.model[name][1].shape:
                 raise ValueError(f"the master weights of {name!r} in the checkpoint belong to another model")
+
+    def _check_averages(self, contents: Contents, checkpoint: Checkpoint) -> None:
+        for name in contents.averages.keys() & set(checkpoint.average_names):
+            found = self.averages[name] = checkpoint.tensors(averages_folder(name))
+            for stored in contents.model:
+                if stored.place is None or stored.place[0] not in contents.updated:
+                    continue
+                if stored.name not in found or found[stored.name][1].shape != stored.shape:
+                    raise ValueError(
+                        f"the checkpoint's averages {name!r} have no {stored.name!r} of this model's shape"
+                    )
 
     def _check_states(self, contents: Contents, checkpoint: Checkpoint) -> None:
         """Compare the states and the options as `load_state_dict` does."""

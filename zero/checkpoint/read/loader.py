@@ -33,7 +33,7 @@ from ...runtime.flat_states import BucketStates, PieceState
 from ...state.plain_dicts import scalar_state
 from ..contents import Contents, StoredTensor
 from ..format.extents import Part, is_row_major, slot_part
-from ..format.names import MASTERS, MODEL, OPTIMIZER
+from ..format.names import MASTERS, MODEL, N_AVERAGED, OPTIMIZER, averages_folder
 from ..format.tensorfile import TensorEntry
 from .fit import Fit, Saved
 from .parallel import threads_of_rank
@@ -84,6 +84,7 @@ class Loader:
                 self._expect_weights(stored, number, bucket)
                 if with_states:
                     self._expect_states(stored, number, bucket)
+                    self._expect_averages(stored, number, bucket)
         self._read()
         for action in self._later:
             action()
@@ -98,6 +99,10 @@ class Loader:
             group.update(options)
         for number, names in self._fit.elementwise.items():
             contents.parts.inners[number].elementwise |= names
+        for name, average in contents.averages.items() if self._with_states else ():
+            saved = self._fit.averages.get(name, {}).get(N_AVERAGED)
+            count = 1 if name in self._fit.averages else 0  # averages that were imported have no count
+            average.n_averaged = count if saved is None else int(self._checkpoint.read(*saved))
 
     # -- which saved tensor becomes what ------------------------------------------------------------------------------
 
@@ -142,6 +147,12 @@ class Loader:
                 self._places.setdefault((number, slot), {})[name] = (place, saved[1])
                 self._scalar_parts.append((saved[1].name, Part(_SCALARS, place, 0, saved[1].nbytes)))
                 self._scalars += bytes(saved[1].nbytes)
+
+    def _expect_averages(self, stored: StoredTensor, number: int, bucket: Bucket) -> None:
+        for name, tensors in self._fit.averages.items():
+            into = self._contents.averages[name].buffer(bucket).interval(*self._interval(bucket))
+            folder = averages_folder(name)
+            self._expect(stored, number, bucket, folder, tensors[stored.name], f"average {name}", into)
 
     def _flat(self, states: BucketStates, name: str, dtype: torch.dtype) -> FlatBuffer:
         """Return the memory of a state: that which it had, if it fits."""
@@ -201,6 +212,7 @@ class Loader:
             held = [bucket.weights] if bucket.weights.placement is Placement.WHOLE else []
             if parts.stage.states is Placement.WHOLE and number in self._contents.updated:
                 held += [flat for _, flat in sorted(bucket.states.flat.items())] if self._with_states else []
+                held += [self._contents.averages[name].buffer(bucket) for name in sorted(self._fit.averages)]
                 held += [FlatBuffer(bucket.states.master.master, Placement.WHOLE)] if wide else []  # type: ignore[union-attr]
             for place, whole in enumerate(held):
                 tag = Tag(Kind.ALL_GATHER, f"loading bucket {number}, tensor {place}", index=number)

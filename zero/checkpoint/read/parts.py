@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ...core.bits import as_bytes, memory_of
 from ..format.extents import Part, chunks
-from ..format.names import FOLDERS
 from ..format.tensorfile import Header, TensorEntry
 from .file_reader import FileReader
 from .parallel import each_block
@@ -85,8 +84,8 @@ class PartReader:
 
     def read(self, threads: int) -> None:
         """Read all parts, in the order of the files. Raises `CheckpointError` naming a broken block."""
-        found = self._checkpoint
-        saved = [SavedFile(path, found.header(path)) for folder in FOLDERS for path in found.paths(folder)]
+        found, folders = self._checkpoint, dict.fromkeys(folder for folder, _ in self._parts)
+        saved = [SavedFile(path, found.header(path)) for folder in folders for path in found.paths(folder)]
         block_bytes = found.manifest.block_bytes
         wanted = chunks(saved, self._parts, block_bytes)
         for number, of_file in itertools.groupby(wanted, key=lambda chunk: chunk.file):

@@ -211,7 +211,10 @@ class Restorer:
         """Restore what is beside the optimizer."""
         rank, world = self._optimizer.rank, self._optimizer.world_size
         missing = [f"{name} (it could not be saved)" for name in checkpoint.not_saved]
-        missing += [f"the averages {name!r} (open_checkpoint reads them)" for name in checkpoint.average_names]
+        kept = self._engine.averages.keys() if self._with_states else set[str]()
+        saved_averages = checkpoint.average_names
+        missing += [f"the averages {n!r} (open_checkpoint reads them)" for n in saved_averages if n not in kept]
+        missing += [f"the average {name!r} (none was saved: it begins anew)" for name in kept - set(saved_averages)]
         state = restored(self._state, checkpoint.state)
         own: Mapping[str, Any] = {}
         if checkpoint.world_size == world:

@@ -30,7 +30,7 @@ from ..contents import Contents
 from ..format.extents import Chunk, FilePlan, Part, chunks
 from ..format.names import MASTERS
 from ..format.tensorfile import TensorEntry, header_bytes
-from .plan import SCALARS, WEIGHTS, WHOLE, BucketTensor, WritePlan
+from .plan import AVERAGE, COUNT, SCALARS, WEIGHTS, WHOLE, BucketTensor, WritePlan
 from .snapshot import Snapshot, Source
 
 
@@ -72,6 +72,8 @@ class Capture:
         self._capture_buckets(plan)
         self._capture_wholes(plan)
         self._capture_scalars(plan)
+        for name, average in self._contents.saved_averages():
+            self._stage((f"{COUNT} {name}", 0), torch.tensor([average.n_averaged]))
 
     # -- what a rank writes -------------------------------------------------------------------------------------------
 
@@ -122,6 +124,8 @@ class Capture:
                 self._keep_live((f"state {name}", number), flat.interval(low, high))
             if number in plan.mastered:
                 self._capture_masters(number, bucket, low, high)
+            for name, average in self._contents.saved_averages():  # an update of theirs may come at any time
+                self._stage((f"{AVERAGE} {name}", number), average.buffer(bucket).interval(low, high))
 
     def _capture_masters(self, number: int, bucket: Bucket, low: int, high: int) -> None:
         """Note the master weights, as a step would begin with them: they follow the parameters of this moment."""
@@ -168,6 +172,8 @@ class Capture:
             return bucket.weights
         if tensor.kind == MASTERS:
             return FlatBuffer(bucket.states.synced_weights(), bucket.weights.placement, bucket.states.begin)
+        if tensor.kind.startswith(f"{AVERAGE} "):
+            return self._contents.averages[tensor.kind.removeprefix(f"{AVERAGE} ")].buffer(bucket)
         states, name = bucket.states, tensor.kind.removeprefix("state ")
         if name in states.flat:
             return states.flat[name]

@@ -10,6 +10,8 @@ serves until the model or the kinds of its states change: `PlanCache` has the ru
     ("state s", n)       the state s of bucket n
     (MASTERS, n)         the master weights of bucket n
     ("whole", 0)         the rank's parts of all tensors that every rank has whole, side by side
+    ("average a", n)     the average a of bucket n
+    ("count a", 0)       how many weights the average a has seen
     ("scalars", b)       states of b bytes that are not as large as their parameter, in the order of the files
     (folder/key, n)      a tensor whose memory is not row-major
 """
@@ -28,11 +30,11 @@ from ...core.layout import ParameterSpec
 from ...core.statetree import DTYPES, NAMES
 from ..contents import Contents, Place, StateFacts, StoredTensor
 from ..format.extents import Chunk, FilePlan, Part, chunks, even_part, is_row_major, plan_files, slot_part
-from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder, index_file, split_key, state_key
+from ..format.names import MASTERS, MODEL, N_AVERAGED, OPTIMIZER, averages_folder, index_file, split_key, state_key
 from ..format.tensorfile import TensorEntry, header_of, index_bytes, tensors_text
 from .snapshot import Source
 
-WEIGHTS, WHOLE, SCALARS = "weights", "whole", "scalars"
+WEIGHTS, WHOLE, SCALARS, AVERAGE, COUNT = "weights", "whole", "scalars", "average", "count"
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,10 @@ def bucket_tensors(contents: Contents, facts: StateFacts, stored: StoredTensor, 
     if place in facts.masters:
         dtypes = contents.buckets[place[0]].spec.dtypes
         found.append(BucketTensor(MASTERS, stored.name, MASTERS, place, dtypes.master_dtype))
+    if place[0] in contents.updated:
+        wide = contents.buckets[place[0]].spec.dtypes.master_dtype
+        for name, _ in contents.saved_averages():
+            found.append(BucketTensor(averages_folder(name), stored.name, f"{AVERAGE} {name}", place, wide))
     return found
 
 
@@ -171,6 +177,7 @@ class WritePlan:
         states: list[TensorEntry] = []
         masters: list[TensorEntry] = []
         values: dict[str, Any] = {}
+        averages = {name: [TensorEntry(N_AVERAGED, NAMES[torch.int64], ())] for name, _ in contents.saved_averages()}
         listed = {stored.name for stored in contents.model if stored.index is not None}
 
         def key(parameter: str, name: str) -> str:
@@ -182,6 +189,9 @@ class WritePlan:
         for stored in contents.model:
             if stored.index is None or stored.place is None:
                 continue
+            dtype = NAMES[contents.buckets[stored.place[0]].spec.dtypes.master_dtype]
+            for entries in averages.values():
+                entries.append(TensorEntry(stored.name, dtype, stored.shape))
             found = facts.states.get(stored.place)
             if found is not None:
                 shapes = {name: (dtype, stored.shape) for name, dtype in found.elementwise.items()}
@@ -189,9 +199,12 @@ class WritePlan:
                     states.append(TensorEntry(key(stored.name, name), kind, shape))
                 values.update((key(stored.name, name), value) for name, value in sorted(found.values.items()))
             if stored.place in facts.masters:
-                dtype = contents.buckets[stored.place[0]].spec.dtypes.master_dtype
-                masters.append(TensorEntry(stored.name, NAMES[dtype], stored.shape))
-        return lay_out(model, aliases, states, values, masters, max_shard_bytes)
+                masters.append(TensorEntry(stored.name, dtype, stored.shape))
+        if averages and N_AVERAGED in listed:
+            raise ValueError(
+                f"averages cannot be saved of a model with a parameter of the name {N_AVERAGED!r}: rename it"
+            )
+        return lay_out(model, aliases, states, values, masters, max_shard_bytes, averages)
 
     def chunks(self, files: Sequence[FilePlan]) -> list[Chunk]:
         """Return the chunks of this rank in ``files``, which have the options of this save.
@@ -229,6 +242,8 @@ class WritePlan:
                     part = slot_part(source, piece, spec, self.intervals[number], itemsize)
                     self._parts[tensor.folder, tensor.key] = [part]
         self._plan_scalars()
+        for name, _ in contents.saved_averages() if rank == 0 else ():
+            self._parts[averages_folder(name), N_AVERAGED] = [Part((f"{COUNT} {name}", 0), 0, 0, torch.int64.itemsize)]
 
     def _plan_permuted(self, tensor: BucketTensor) -> None:
         number, slot = tensor.place

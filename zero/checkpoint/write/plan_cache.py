@@ -6,7 +6,7 @@ A plan holds while all of these are as they were:
 
     modules     which tensors and modules each has, under which names; what is not persistent
     tensors     whether parameters are trainable; shape and dtype of those that every rank has whole
-    optimizer   its buckets, replicated parameters, and list of param groups
+    optimizer   its buckets, replicated parameters, and list of param groups; names of its averages
     ranks       what each has described of its states (`Contents.describe`)
     the call    the largest size of a file, and the size of blocks
 
@@ -88,6 +88,7 @@ class PlanCache:
                 [set(m._non_persistent_buffers_set) for m in modules],
                 [p.requires_grad for p in parameters],
                 [(tensor.shape, tensor.dtype, tensor.layout, type(tensor)) for tensor in whole],
+                [name for name, _ in contents.saved_averages()],
             ]
 
     def _objects(self) -> list[Any]:
