@@ -51,6 +51,11 @@ class StepResults:
         pairs = zip(self._found[model, system], self._found[model, than], strict=False)  # a last round may be partial
         return median(mine.seconds / theirs.seconds for mine, theirs in pairs)
 
+    @property
+    def has_updates(self) -> bool:
+        """Whether the processor's seconds of ``step`` were measured, as they are from 2026-11-25 on."""
+        return all(run.update for runs in self._found.values() for run in runs)
+
     def update(self, model: str, system: str) -> float:
         """Return the seconds of the processor in the optimizer's ``step``: the median over rounds."""
         return median(run.update for run in self._found[model, system])
@@ -80,7 +85,7 @@ def by_model(results: StepResults) -> Iterator[Table]:
         "÷ DDP",
         "÷ floor",
         "÷ (floor + bus)",
-        "CPU ms of step()",
+        *(["CPU ms of step()"] if results.has_updates else []),
         "parameters MB",
         "gradients MB",
         "states MB",
@@ -108,7 +113,7 @@ def _row(results: StepResults, model: str, system: str) -> list[str]:
         _two(results.ratio(model, system, DDP)),
         _two(results.ratio(model, system, FLOOR)),
         _two(results.ratio_to_least(model, system)),
-        milliseconds(results.update(model, system)) if all(run.update for run in runs) else "–",
+        *([milliseconds(results.update(model, system))] if results.has_updates else []),
         *(_megabytes(max(getattr(run, kind) for run in runs)) for kind in ("parameters", "gradients", "states")),
         _megabytes(median(run.peak for run in runs)),
         _megabytes(results.whole_job(model, system)),

@@ -28,7 +28,7 @@ from .runtime.events import LOG, Event
 from .runtime.flat_buffer import FlatBuffer, gather_slot
 from .runtime.flat_states import Options
 from .setup import Builder
-from .state.average import ShardedAverage
+from .state.average import Averages
 from .state.live_states import States
 from .state.plain_dicts import PlainDicts
 
@@ -63,7 +63,9 @@ class Engine:
         self._closed = ""  # why the optimizer cannot be used any more
         self._counted: set[str] = set()  # options that the class itself changes, perhaps only on some ranks
         self._blocks: list[AbstractContextManager[None]] = []  # of other ranks' calls of `gathered`, inside `join`
-        self.averages: dict[str, ShardedAverage] = {}  # by their names
+        self.averages = Averages(
+            parts.stage, self._storage, self._reducer, parts.transport, parts.shards, parts.collective
+        )
         self._gathered = 0  # blocks of `gathered` around this moment
 
     def check(self) -> None:
@@ -156,6 +158,7 @@ class Engine:
     @_followed
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the mean gradient by its norm. Returns the norm before clipping."""
+        self.averages.refuse_applied("clip_grad_norm_()")
         with self._clipping():
             parts = self._reducer.finalize_grads(
                 "clip_grad_norm_()",
@@ -166,6 +169,7 @@ class Engine:
 
     def step(self, groups: Sequence[Options]) -> None:
         """Update every parameter that any rank used."""
+        self.averages.refuse_applied("step()")
         with self._reducer.broadcast_call("step"), self._stepping():
             self._agree_and_update(groups)
 
@@ -221,12 +225,22 @@ class Engine:
     @_followed
     def update_average(self, average: str) -> None:
         """Take the weights of this moment into an average. Without a message, outside `join`."""
-        self.averages[average].take()
+        self.averages.update(average)
 
     @_followed
     def gather_average(self, average: str, to: int | None) -> dict[str, Tensor] | None:
         """Return a whole average on rank ``to``, or on every rank."""
-        return self.averages[average].whole(to)
+        self._check_rank(to, "gather")
+        return self.averages.gather(average, to)
+
+    @contextmanager
+    def apply_average(self, average: str) -> Iterator[None]:
+        """Return a context in which the model's weights are an average."""
+        purpose = f"applied() of the average {average!r}"
+        self._check_between_steps(purpose)
+        problem = None if self._is_free() else f"{purpose} inside gathered() or inside a forward: leave it first"
+        with self.averages.applied(average, purpose, problem):
+            yield
 
     @contextmanager
     def gathered(self, chosen: Sequence[Tensor] | None, write: bool) -> Iterator[None]:
@@ -267,12 +281,14 @@ class Engine:
     @_followed
     def consolidate_state_dict(self, to: int | None) -> None:
         """Send all states to rank ``to``, or to every rank."""
-        if to is not None and not 0 <= to < self._transport.world_size:
-            ranks = self._transport.world_size
-            raise ValueError(f"consolidate_state_dict: rank {to} is not one of the {ranks} ranks")
+        self._check_rank(to, "consolidate_state_dict")
         purpose = f"consolidate_state_dict(to={to})"
         self._reducer.check_consistency(purpose)
         self.dicts.consolidate(to, purpose)
+
+    def _check_rank(self, to: int | None, purpose: str) -> None:
+        if to is not None and not 0 <= to < self._transport.world_size:
+            raise ValueError(f"{purpose}: rank {to} is not one of the {self._transport.world_size} ranks")
 
     def sum_over_ranks(self, value: float) -> float:
         """Return the sum of every rank's ``value``."""
@@ -310,7 +326,8 @@ class Engine:
         """Return if all ranks may load now. Raises the same error on every rank otherwise."""
         self._check_between_steps("restore()")
         problem = None if self._is_free() else "restore() inside gathered() or inside a forward: leave it first"
-        self._reducer.check_consistency("restore()", problem or self._storage.diagnose())
+        problem = problem or self._storage.diagnose()
+        self.averages.compare(self._reducer.check_consistency("restore()", problem, message=self.averages.names()))
 
     def load(self, read: Callable[[], None]) -> None:
         """Let ``read`` overwrite all parameters and states. Collective, after `agree_to_load`."""
@@ -338,6 +355,7 @@ class Engine:
 
     def _check_between_steps(self, purpose: str) -> None:
         self.check()
+        self.averages.refuse_applied(purpose)
         if current_graph_task_id() >= 0 or self._reducer.hooks.inside_backward or self._reducer.joining:
             raise RuntimeError(f"{purpose} inside a backward or inside join(): leave it first")
 

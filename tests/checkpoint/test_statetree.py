@@ -168,6 +168,14 @@ def small_ones(tree: Any) -> bool:
     return all(map(small_ones, tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()))
 
 
+def test_a_tensor_inside_a_state_takes_no_name_of_another_one() -> None:
+    array = np.arange(4.0)
+    found, tensors = encode_states({"m": array}, "state", taken=["step"])
+    assert np.array_equal(decode_states(through_json(found), tensors)["m"], array)
+    with pytest.raises(TypeError, match=r"a state of the name 'm\.0', and a tensor of this name inside"):
+        encode_states({"m": [torch.ones(3)]}, "state", taken=["m.0"])
+
+
 @pytest.mark.parametrize(
     ("states", "said"),
     [

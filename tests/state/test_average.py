@@ -249,7 +249,7 @@ def test_a_checkpoint_without_it_says_so_and_it_begins_anew(tmp_path: Path) -> N
     average.update_parameters()
     zero.save(tmp_path / "with", optimizer)
     average.close()
-    with pytest.warns(RuntimeWarning, match="the averages 'average' .open_checkpoint reads them"):
+    with pytest.warns(RuntimeWarning, match="the average 'average' .no ShardedAverage has this name"):
         zero.load(tmp_path / "with", optimizer)
     optimizer.close()
 
@@ -283,6 +283,77 @@ def test_ranks_that_have_run_out_of_batches_update_it_too(stage: int) -> None:
         assert_same_averages(found, expected)
 
 
+CALLS: dict[str, Callable[[ZeroOptimizer, ShardedAverage, Path], Any]] = {
+    "step": lambda optimizer, average, path: optimizer.step(),
+    "clip_grad_norm_": lambda optimizer, average, path: optimizer.clip_grad_norm_(1.0),
+    "save": lambda optimizer, average, path: zero.save(path / "saved", optimizer),
+    "restore": lambda optimizer, average, path: zero.load(path / "before", optimizer, rng=False),
+    "update_parameters": lambda optimizer, average, path: average.update_parameters(),
+    "applied": lambda optimizer, average, path: average.applied().__enter__(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_would_take_the_average_for_the_weights_is_an_error_inside_a_block(
+    stage: int, name: str, tmp_path: Path
+) -> None:
+    def run(model: nn.Module, transport: Transport) -> nn.Module:
+        optimizer = build(model, transport, stage)
+        average = ShardedAverage(optimizer, **KINDS["ema"])
+        train(model, optimizer, range(1), average)
+        zero.save(tmp_path / "before", optimizer)
+        train(model, optimizer, range(1, 2), average)
+        with average.applied(), pytest.raises(RuntimeError, match=rf"{name}.* inside applied\(\) of the average"):
+            CALLS[name](optimizer, average, tmp_path)
+        train(model, optimizer, range(2, 3), average)
+        optimizer.close()
+        return model
+
+    for found in on_ranks(2, run):
+        assert_same_model(found, plain(3, "ema")[0])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_the_average_are_refused_when_the_block_ends(stage: int) -> None:
+    def run(model: nn.Module, transport: Transport) -> nn.Module:
+        optimizer = build(model, transport, stage)
+        average = ShardedAverage(optimizer, **KINDS["ema"])
+        train(model, optimizer, range(2), average)
+        with pytest.raises(RuntimeError, match="a backward inside applied"), average.applied():
+            loss_of(model, batch(0, 0)).backward()
+        optimizer.zero_grad()
+        loss_of(model, batch(0, 0)).backward()
+        with pytest.raises(RuntimeError, match="with gradients that no step has used"), average.applied():
+            raise AssertionError("the block is entered")
+        optimizer.zero_grad()
+        train(model, optimizer, range(2, 3), average)
+        optimizer.close()
+        return model
+
+    for found in on_ranks(2, run):
+        assert_same_model(found, plain(3, "ema")[0])
+
+
+def test_ranks_with_other_averages_neither_gather_nor_restore(tmp_path: Path) -> None:
+    def run(model: nn.Module, transport: Transport) -> None:
+        optimizer = build(model, transport, 2)
+        average = ShardedAverage(optimizer)
+        average.update_parameters()
+        zero.save(tmp_path / "saved", optimizer)
+        if transport.rank == 0:
+            average.update_parameters()
+        with pytest.raises(ValueError, match=r"ranks have averaged \[2, 1\] weights"):
+            average.gather(to=None)
+        if transport.rank == 1:
+            average.close()
+        with pytest.raises(ValueError, match=r"rank 1 has the averages \[\], and rank 0 \['average'\]"):
+            zero.load(tmp_path / "saved", optimizer, rng=False)
+        optimizer.close()
+
+    on_ranks(2, run)
+
+
 def test_ranks_that_disagree_do_not_save(tmp_path: Path) -> None:
     def run(model: nn.Module, transport: Transport) -> None:
         optimizer = build(model, transport, 2)
@@ -292,6 +363,34 @@ def test_ranks_that_disagree_do_not_save(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"the averages is .* on rank 1"):
             zero.save(tmp_path / "saved", optimizer)
         optimizer.close()
+
+    on_ranks(2, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_params_that_are_added_later_have_their_weights_until_the_next_update(stage: int, tmp_path: Path) -> None:
+    def run(model: nn.Module, transport: Transport) -> None:
+        optimizer = ZeroOptimizer(
+            model.get_submodule("blocks").parameters(),
+            torch.optim.SGD,
+            module=model,
+            stage=stage,
+            process_group=transport,
+            lr=0.1,
+        )
+        average = ShardedAverage(optimizer)
+        average.update_parameters()
+        optimizer.add_param_group({"params": list(model.get_submodule("last").parameters())})
+        found = average.gather(to=None)
+        zero.save(tmp_path / "saved", optimizer)
+        with average.applied():
+            pass
+        optimizer.close()
+        saved = zero.open_checkpoint(tmp_path / "saved").averages("average")
+        assert found is not None
+        for name in ("last.weight", "last.bias"):
+            assert_same_bits(found[name], model.get_parameter(name).detach(), name)
+            assert_same_bits(saved[name], model.get_parameter(name).detach(), name)
 
     on_ranks(2, run)
 
@@ -310,12 +409,22 @@ def test_params_that_are_added_later_begin_with_their_weights() -> None:
     optimizer.close()
 
 
+def largest_of_all(averages: list[Tensor], weights: list[Tensor], count: Any) -> None:
+    largest = max(each.abs().max() for each in weights)
+    for average, each in zip(averages, weights, strict=True):
+        average.lerp_(each / largest, 0.1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
         ({"avg_fn": lambda a, w, n: a, "multi_avg_fn": lambda a, w, n: None}, ValueError, "not both"),
         ({"avg_fn": lambda a, w, n: a / a.norm()}, ValueError, "must be element-wise"),
-        ({"name": "a/b"}, ValueError, "name is 'a/b'"),
+        ({"avg_fn": lambda a, w, n: None}, ValueError, "failed on 1-D tensors"),
+        ({"avg_fn": lambda a, w, n: a * a.shape[1]}, ValueError, "failed on 1-D tensors .IndexError"),
+        ({"multi_avg_fn": largest_of_all}, ValueError, "other values for parts than for whole tensors"),
+        ({"name": "a/b"}, ValueError, "averages cannot have the name 'a/b'"),
+        ({"name": 3}, ValueError, "averages cannot have the name 3"),
         ({"name": "one"}, ValueError, "has an average 'one' already"),
     ],
 )
@@ -324,12 +433,19 @@ def test_bad_input_is_an_error(arguments: dict[str, Any], error: type[Exception]
     one = ShardedAverage(optimizer, name="one")
     with pytest.raises(error, match=said):
         ShardedAverage(optimizer, **arguments)
-    with pytest.raises(RuntimeError, match="'one' has no values yet: call update_parameters"):
-        one.gather()
+    for call in (one.gather, one.applied().__enter__):
+        with pytest.raises((RuntimeError, ValueError), match="'one': it has no values yet: call update_parameters"):
+            call()
+    one.update_parameters()
+    with pytest.raises(ValueError, match="rank 7 is not one of the 1 ranks"):
+        one.gather(to=7)
     one.close()
+    again = ShardedAverage(optimizer, name="one")
+    one.close()
+    again.update_parameters()
     with pytest.raises(RuntimeError, match="'one' is closed"):
         one.update_parameters()
-    with pytest.raises(TypeError, match=r"not of a AdamW's: .*AveragedModel"):
+    with pytest.raises(TypeError, match=r"not of AdamW: .*AveragedModel"):
         ShardedAverage(torch.optim.AdamW(model_of().parameters()))
     optimizer.close()
 

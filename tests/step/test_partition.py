@@ -257,7 +257,7 @@ def test_no_rank_has_more_than_its_share_and_one_parameter_and_says_what_it_has(
             assert each.formula_bytes["parameters"] <= sum(whole) / world_size + max(whole)
             assert 0 <= each.bytes["parameters"] - each.formula_bytes["parameters"] <= 64 * len(whole), rank
         assert "by parameter: 11 parameters" in str(each)
-        assert ("large.0.weight has 4,800 B" in str(each)) is (4800 * world_size > sum(whole))
+        assert ("large.0.weight (4,800 B)" in str(each)) is (4800 * world_size > sum(whole))
     assert sum(each.formula_bytes["optimizer"] for each in told) == sum(trained)
     if stage == 3:
         assert sum(each.formula_bytes["parameters"] for each in told) == sum(whole)
@@ -556,6 +556,47 @@ def test_states_of_whole_numbers_keep_their_dtype_beside_others_of_the_same_name
     for model, states in on_ranks(2, partial(run, steps=range(2, 4), how=(stage + 1) % 4, saved=saved), torch.float32):
         assert_same_model(model, expected)
         assert_same_states(states, stepped.state_dict())
+
+
+class TwoDtypes(torch.optim.Optimizer):
+    """Keeps the momentum of a large parameter in bf16, and that of a small one in fp32."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    dtype = torch.bfloat16 if p.numel() > CODED else torch.float32
+                    before = self.state[p].get("momentum", torch.zeros_like(p))
+                    self.state[p]["momentum"] = (before * 0.9 + p.grad).to(dtype)
+                    p.sub_(self.state[p]["momentum"], alpha=group["lr"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_states_of_two_dtypes_come_back_from_a_checkpoint_in_theirs(stage: int, tmp_path: Path) -> None:
+    def run(model: nn.Module, transport: Transport, steps: range, how: int) -> Any:
+        optimizer = ZeroOptimizer(model, TwoDtypes, stage=how, process_group=transport, partition="parameter")
+        if steps.start:
+            zero.load(tmp_path / "saved", optimizer, rng=False)
+        train(model, optimizer, steps)
+        if not steps.start:
+            zero.save(tmp_path / "saved", optimizer)
+        optimizer.consolidate_state_dict(None)
+        states = optimizer.state_dict()
+        optimizer.close()
+        return model, states
+
+    expected = matrices()
+    stepped = TwoDtypes(expected.parameters())
+    train_plainly(expected, stepped, range(4))
+    on_ranks(3, partial(run, steps=range(2), how=stage), torch.float32)
+    for ranks in (1, 2):
+        for model, states in on_ranks(ranks, partial(run, steps=range(2, 4), how=(stage + ranks) % 4), torch.float32):
+            assert_same_model(model, expected)
+            assert_same_states(states, stepped.state_dict())
 
 
 def test_what_a_class_does_with_large_parameters_alone_is_tried() -> None:

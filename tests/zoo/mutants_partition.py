@@ -171,7 +171,11 @@ MUTANTS = (
                 "type(value) in (Tensor, torch.nn.Parameter) and value.is_floating_point()",
                 "True",
             ),
-            Edit("zero.runtime.flat_states.BucketStates._has_dtype", "name not in self.flat or", "True or"),
+            Edit(
+                "zero.runtime.flat_states.BucketStates.adopt_states",
+                "may_lie_flat(value) and value.dtype == self.weights.dtype",
+                "may_lie_flat(value)",
+            ),
         ),
         (f"{PARTITION}::test_states_of_whole_numbers_keep_their_dtype_beside_others_of_the_same_name[1-dict]",),
     ),
@@ -216,7 +220,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.state.average.ShardedAverage._weights",
-                "states.synced_weights().detach()",
+                "bucket.states.synced_weights().detach()",
                 "of.data.detach().to(bucket.spec.dtypes.master_dtype)",
             ),
         ),
@@ -235,7 +239,7 @@ MUTANTS = (
         "the-model-keeps-the-average",
         ("L1",),
         "After a block in which the model computes with the average, it trains on from the average.",
-        (Edit("zero.state.average.ShardedAverage.applied", "self._write(kept)", "pass"),),
+        (Edit("zero.state.average.Averages.applied", "self._replace_weights(kept, purpose)", "pass"),),
         (f"{AVERAGE}::test_the_model_computes_with_it_inside_a_block_and_trains_on_as_if_there_had_been_none[1-None]",),
     ),
     Mutant(
@@ -244,5 +248,18 @@ MUTANTS = (
         "The average of a parameter without dimensions is kept, but not updated.",
         (Edit("zero.state.average._pieces", "if piece.numel]", "if piece.numel > 1]"),),
         (f"{AVERAGE}::test_the_average_is_that_of_the_plain_loop[1-mean]",),
+    ),
+    Mutant(
+        "parameters-that-no-average-has-seen-are-saved-as-they-lie-in-memory",
+        ("L9",),
+        "A save of an average writes unfilled memory for parameters that were added since its last update.",
+        (
+            Edit(
+                "zero.state.average.ShardedAverage.values",
+                "self.room(bucket).data.copy_(self._weights(bucket).data)",
+                "self.room(bucket).data.fill_(7)",
+            ),
+        ),
+        (f"{AVERAGE}::test_params_that_are_added_later_have_their_weights_until_the_next_update[1]",),
     ),
 )

@@ -23,7 +23,6 @@ from ..core.statetree import NAMES, encode_options, encode_states
 from ..engine import Engine
 from ..runtime.bucket import Bucket
 from ..runtime.flat_states import Options, PieceState
-from ..state.average import ShardedAverage
 from ..step.inner import NO_OPTIONS
 from .format.extents import Writers
 from .format.manifest import SavedParameter
@@ -56,8 +55,13 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class SlotState:
-    """The names of a parameter's states: ``elementwise`` ones with their dtypes, other ``tensors`` with dtypes and
-    shapes, those inside lists and dicts, too, and all other ``values`` as JSON."""
+    """The states of a parameter, without the values of tensors.
+
+    Attributes:
+        elementwise: the dtypes of those that are as large as the parameter, by name.
+        tensors: dtypes and shapes of all other tensors, by name; those inside lists and dicts are among them.
+        values: all other states, by name, as JSON.
+    """
 
     elementwise: Mapping[str, str]
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -210,8 +214,7 @@ class Contents:
 
     def own_scalars(self) -> list[tuple[int, range, str, Tensor]]:
         """Return the tensors of states that are not as large as their parameter, of the parameters whose first element
-        this rank writes: bucket, slots, name, value. As often as the ranks describe the same facts, they come in one
-        order."""
+        this rank writes: bucket, slots, name, value. The order is the same in two saves with equal facts."""
         return [
             (number, slots, name, value)
             for number in self.updated
@@ -238,7 +241,7 @@ class Contents:
 
     def _other_states(self, bucket: Bucket, slot: int, state: PieceState) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the states that are not as large as their parameter, as `encode_states` does."""
-        return encode_states(state.scalars, f"optimizer.state[{bucket.specs[slot].name!r}]")
+        return encode_states(state.scalars, f"optimizer.state[{bucket.specs[slot].name!r}]", state.elementwise)
 
     def _extra_masters(self, bucket: Bucket) -> list[int]:
         """Return the slots of a frozen bucket whose master weights, on this rank, are not the widened parameters.
@@ -256,10 +259,6 @@ class Contents:
             if not same_bits(synced[piece.begin - low : piece.end - low], narrow):
                 found.append(piece.slot)
         return found
-
-    def saved_averages(self) -> list[tuple[str, ShardedAverage]]:
-        """Return the averages that have values, with their names, in order."""
-        return [(name, average) for name, average in sorted(self.averages.items()) if average.n_averaged]
 
     def merge(self, told: Sequence[bytes]) -> StateFacts:
         """Return the facts that all ranks have described."""

@@ -124,10 +124,10 @@ def spread_of_owners(layout: Layout, stage: Stage) -> str:
     large = [spec for spec in whole if spec.master_bytes * ranks > sum(held)]
     if large:
         largest = max(large, key=lambda spec: spec.master_bytes)
-        others = f", and {len(large) - 1} others," if len(large) > 1 else ""
+        others = f" and {len(large) - 1} further parameters are each" if len(large) > 1 else " is"
         lines.append(
-            f"by parameter: {largest.name} has {largest.master_bytes:,} B{others} more than 1/{ranks} of "
-            f"{sum(held):,}, a rank's share: ranks cannot hold equally much"
+            f"by parameter: {largest.name} ({largest.master_bytes:,} B){others} larger than 1/{ranks} of "
+            f"{sum(held):,} B: ranks cannot hold equally much"
         )
     return "\n".join(lines)
 

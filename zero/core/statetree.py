@@ -21,7 +21,7 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -58,13 +58,22 @@ _NUMPY = {
     "$scalar": lambda tensor: tensor.numpy()[()],
 }
 NO_OPTIONS = ("params", "optimizer_class", "optimizer_module")  # keys of a saved param group beside its options
-AVERAGE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # of averages, which have a folder in a checkpoint
+N_AVERAGED = "n_averaged"  # the name of a count beside averages
 _RESERVED = "__metadata__"  # a safetensors file keeps this name for itself
 _MOST_BITS = 14_000  # of a whole number: Python reads and writes at most 4,300 digits
 
 
 class FormatError(ValueError):
     """Bytes or JSON that were saved are not what their format asks for."""
+
+
+def check_average_name(name: str) -> None:
+    """Raise `ValueError` for a name of averages that no folder or file should have."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
+        raise ValueError(
+            f"averages cannot have the name {name!r:.200}: at most 100 letters, digits, '_', '-' and '.', of which the "
+            "first one is none of the last two"
+        )
 
 
 def encode(value: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
@@ -100,12 +109,14 @@ def encode_options(options: Mapping[Any, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def encode_states(states: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def encode_states(
+    states: Mapping[str, Any], name: str, taken: Iterable[str] = ()
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the JSON of the states of a parameter that are no tensors, by their names, and the tensors.
 
     The tensors are the other states, and those within lists and dicts, by names such as "factors.0"; one of at most one
-    element is inside the JSON instead. `decode_states` is the inverse. ``name``: of the whole, in errors. Raises
-    `TypeError` naming a state that cannot be written.
+    element is inside the JSON instead. `decode_states` is the inverse. ``name``: of the whole, in errors. ``taken``:
+    names of further states. Raises `TypeError` naming a state that cannot be written.
     """
     found = {key: value for key, value in states.items() if isinstance(value, Tensor)}
     values, inner = encode({key: value for key, value in states.items() if key not in found}, name)
@@ -113,7 +124,7 @@ def encode_states(states: Mapping[str, Any], name: str) -> tuple[dict[str, Any],
         raise TypeError(f"{name} has a state whose name is no text, or begins with '$', which cannot be saved")
     small = {key: value for key, value in inner.items() if value.numel() <= 1}
     large = {key: value for key, value in inner.items() if key not in small}
-    if twice := states.keys() & large.keys():
+    if twice := {*found, *taken} & large.keys():
         raise TypeError(f"{name} has a state of the name {min(twice)!r}, and a tensor of this name inside another one")
     return inline(values, small), found | large
 

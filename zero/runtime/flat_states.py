@@ -188,7 +188,7 @@ class BucketStates:
                     continue
                 if (self.whole or run.parameter.dim() == 0) and name not in names:
                     continue  # it only happens to have this shape
-                if self.whole and not (may_lie_flat(value) and self._has_dtype(name, value.dtype)):
+                if self.whole and not (may_lie_flat(value) and value.dtype == self.weights.dtype):
                     run.views.pop(name, None)
                     continue
                 if name not in self.flat:
@@ -198,9 +198,6 @@ class BucketStates:
                 view = run.of(target)
                 view.copy_(value)
                 state[name] = run.views[name] = view
-
-    def _has_dtype(self, name: str, dtype: torch.dtype) -> bool:
-        return name not in self.flat or self.flat[name].data.dtype == dtype
 
     def snapshot(self) -> None:
         """Save the state of each piece, and drop the runs."""
@@ -333,8 +330,8 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 def may_lie_flat(value: Tensor) -> bool:
     """Return whether a state of a whole parameter may be a view of a flat tensor, if it is as large as the parameter.
 
-    Flat states are cast to the dtype of the weights when they are loaded. Integers, as of 8-bit states, must not be,
-    and a subclass has more than its elements.
+    Flat states have the dtype of the weights, to which a load from a dict casts them, as torch does. Integers, as of
+    8-bit states, must not be cast, and a subclass has more than its elements.
     """
     return type(value) in (Tensor, torch.nn.Parameter) and value.is_floating_point()
 

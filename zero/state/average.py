@@ -1,29 +1,34 @@
 """`ShardedAverage`: a running average of the weights, of which each rank keeps those that it updates.
 
-Knows: the weights of a rank, bucket by bucket. Does not know: how they are trained, files.
+Knows: the weights of a rank, bucket by bucket, and how the model computes with others for a while. Does not know: how
+they are trained, files.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_swa_avg_fn
 
-from collectives import Kind, Tag
+from collectives import Collective, CollectiveError, Kind, Tag, Transport
 
 from ..core.bits import same_bits, strided
-from ..core.stage import Placement
-from ..core.statetree import AVERAGE_NAME
+from ..core.stage import Placement, Stage
+from ..core.statetree import N_AVERAGED, check_average_name
+from ..gradients.agreement import Record
+from ..gradients.reducer import Reducer
+from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
-from ..runtime.flat_buffer import FlatBuffer, gather_slot
+from ..runtime.flat_buffer import FlatBuffer, gather_slot, redistribute
 
 AvgFn = Callable[[Tensor, Tensor, Any], Tensor]
 MultiAvgFn = Callable[[list[Tensor], list[Tensor], Any], object]
-_TRIED = (96, 32)  # elements of a throw-away tensor, and of each part of it
+_TRIED = ((97, [32, 32, 33]), (64, [64]))  # elements of throw-away tensors, and of their parts
 
 
 class ShardedAverage:
@@ -31,7 +36,7 @@ class ShardedAverage:
 
     A rank keeps the average of the weights that it updates: 1/W of them from stage 1 on. With mixed precision these are
     the master weights. The first update copies the weights. The values are those that AveragedModel has in the plain
-    loop, bit for bit. Checkpoints have it in ``averages/<name>``, and restore it.
+    loop, bit for bit. Checkpoints have it in ``averages/<name>``, and restore it together with the states.
 
     Parameters that are in no param group are not averaged, nor are buffers: those of the model are used.
     """
@@ -48,36 +53,39 @@ class ShardedAverage:
 
         Args:
             optimizer: the `ZeroOptimizer` whose weights are averaged.
-            avg_fn: ``avg_fn(average, weights, n_averaged)`` returns the new average. It must be element-wise. None: the
-                mean of all weights that were seen.
-            multi_avg_fn: ``multi_avg_fn(averages, weights, n_averaged)`` updates lists of averages in place, as
-                `torch.optim.swa_utils.get_ema_multi_avg_fn` returns one.
+            avg_fn: ``avg_fn(average, weights, n_averaged)`` returns the new average. It must be element-wise, and gets
+                1-D parts of parameters. None: the mean of all weights that were seen.
+            multi_avg_fn: ``multi_avg_fn(averages, weights, n_averaged)`` updates lists of such parts in place, as
+                `torch.optim.swa_utils.get_ema_multi_avg_fn` returns one. It is called once for each bucket.
             name: of the folder in checkpoints; an optimizer may have several averages.
 
         Raises:
             TypeError: ``optimizer`` is no `ZeroOptimizer`.
-            ValueError: both functions are given, the function is not element-wise, or ``name`` is no name of a folder,
-                or that of another average.
+            ValueError: both functions are given, the function is not element-wise, ``name`` is no name of a folder, or
+                that of another average, or a parameter is called "n_averaged", which a checkpoint keeps for the count.
         """
         engine: Any = getattr(optimizer, "engine", None)
-        if not hasattr(engine, "averages"):
+        averages = getattr(engine, "averages", None)
+        if not isinstance(averages, Averages):
             raise TypeError(
-                f"a ShardedAverage is one of a ZeroOptimizer's weights, not of a {type(optimizer).__name__}'s: for a "
+                f"a ShardedAverage averages the weights of a ZeroOptimizer, not of {type(optimizer).__name__}: for a "
                 "plain model use torch.optim.swa_utils.AveragedModel"
             )
         if avg_fn is not None and multi_avg_fn is not None:
             raise ValueError("give avg_fn or multi_avg_fn, not both")
-        if not AVERAGE_NAME.fullmatch(name):
-            raise ValueError(f"name is {name!r:.200}: it must be one that a folder can have, of letters and digits")
-        if name in engine.averages:
+        check_average_name(name)
+        if name in averages.by_name:
             raise ValueError(f"the optimizer has an average {name!r} already: give this one another name=, or close()")
-        self.name, self.n_averaged = name, 0
-        self._optimizer, self._engine = optimizer, engine
+        self.name, self.n_averaged, self._engine, self._all = name, 0, engine, averages
+        if any(spec.name == N_AVERAGED for bucket in self._buckets() for spec in bucket.specs):
+            raise ValueError(
+                f"a parameter has the name {N_AVERAGED!r}, which a checkpoint keeps for the count: rename it"
+            )
         self._avg_fn = None if multi_avg_fn is not None else avg_fn or get_swa_avg_fn()  # type: ignore[no-untyped-call]
         self._multi_avg_fn = multi_avg_fn
         self._flat: dict[int, FlatBuffer] = {}  # by the index of the bucket
         self._check_function()
-        engine.averages[name] = self
+        averages.by_name[name] = self
 
     def update_parameters(self, model: Any = None) -> None:
         """Take the weights of this moment into the average. Local; every rank must make the call, between two steps.
@@ -87,158 +95,252 @@ class ShardedAverage:
         self._require_open()
         self._engine.update_average(average=self.name)
 
+    def gather(self, to: int | None = 0) -> dict[str, Tensor] | None:
+        """Return the whole averages by the parameters' names on rank ``to``, or on every rank if it is None. All ranks.
+
+        They are on the device of the weights. On other ranks the result is None. Raises `RuntimeError` on every rank
+        before the first update, `ValueError` if ranks have seen different numbers of weights.
+        """
+        self._require_open()
+        found: dict[str, Tensor] | None = self._engine.gather_average(average=self.name, to=to)
+        return found
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes with the averages, rounded to its dtype. All ranks.
+
+        After it the weights are what they were. Steps, saves, loads and updates of averages are errors inside, and so
+        is a backward, when the block ends. Raises as `gather` does, and with gradients that no step has used.
+        """
+        self._require_open()
+        found: AbstractContextManager[None] = self._engine.apply_average(average=self.name)
+        return found
+
+    def close(self) -> None:
+        """Forget the average: checkpoints leave it out from now on. All ranks."""
+        if self._all.by_name.get(self.name) is self:
+            del self._all.by_name[self.name]
+        self._flat.clear()
+
+    # -- for the engine and for checkpoints ---------------------------------------------------------------------------
+
     @torch.no_grad()
     def take(self) -> None:
         """Take the weights of this moment into the average, on this rank."""
         for bucket in self._buckets():
             bucket.states.wait_for_copies()
-            weights = self._weights(bucket)
-            flat = self._flat.get(bucket.spec.index)
-            if flat is None or self.n_averaged == 0:
-                self.buffer(bucket).data.copy_(weights.data)
+            weights, index = self._weights(bucket), bucket.spec.index
+            if index not in self._flat or self.n_averaged == 0:
+                self.room(bucket).data.copy_(weights.data)
             else:
-                self._take(_pieces(bucket, flat), _pieces(bucket, weights))
-            bucket.states.evict()
+                self._update(_pieces(bucket, self._flat[index]), _pieces(bucket, weights), self.n_averaged)
+            self._evict(bucket)
         self.n_averaged += 1
 
-    def gather(self, to: int | None = 0) -> dict[str, Tensor] | None:
-        """Return the whole averages by the parameters' names on rank ``to``, or on every rank if it is None. All ranks.
+    def values(self, bucket: Bucket) -> FlatBuffer:
+        """Return the average of the part of a bucket that this rank updates, in the dtype of the master weights.
 
-        They are on the device of the weights. On other ranks the result is None. Raises `RuntimeError` before the first
-        update.
+        Parameters that no update has seen have their weights.
         """
-        self._require_values()
-        found: dict[str, Tensor] | None = self._engine.gather_average(average=self.name, to=to)
-        return found
+        if bucket.spec.index not in self._flat:
+            bucket.states.wait_for_copies()
+            self.room(bucket).data.copy_(self._weights(bucket).data)
+            self._evict(bucket)
+        return self._flat[bucket.spec.index]
 
-    def whole(self, to: int | None) -> dict[str, Tensor] | None:
-        """Return the whole averages, as `gather` does."""
-        here = to in (None, self._engine.parts.transport.rank)
-        found: dict[str, Tensor] = {}
-        for bucket, number in self._slots():
-            whole = self._whole(bucket, number)
-            if here:
-                found[bucket.specs[number].name] = whole
-        return found if here else None
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Return a context in which the model computes with the averages, rounded to its dtype. All ranks.
-
-        No step, backward or save may be inside. The weights come back as they were. While it begins and ends, a rank
-        has one whole parameter of each.
-        """
-        self._require_values()
-        kept = [bucket.updated_weights(*self._place()).data.clone() for bucket in self._buckets()]
-        self._write([self._flat[bucket.spec.index].data for bucket in self._buckets()])
-        try:
-            yield
-        finally:
-            self._write(kept)
-
-    def close(self) -> None:
-        """Forget the average: checkpoints leave it out from now on. All ranks."""
-        self._engine.averages.pop(self.name, None)
-        self._flat.clear()
-
-    # -- for checkpoints ----------------------------------------------------------------------------------------------
-
-    def buffer(self, bucket: Bucket) -> FlatBuffer:
-        """Return the memory of a bucket's average, in the dtype of the master weights, with any values at first."""
+    def room(self, bucket: Bucket) -> FlatBuffer:
+        """Return the memory of `values`, which has any values if it is new."""
         number = bucket.spec.index
         if number not in self._flat:
-            of = bucket.updated_weights(*self._place())
+            of = self._updated(bucket)
             data = torch.empty(of.data.numel(), dtype=bucket.spec.dtypes.master_dtype, device=of.data.device)
             self._flat[number] = FlatBuffer(data, of.placement, of.begin)
         return self._flat[number]
 
+    def whole(self, to: int | None) -> dict[str, Tensor] | None:
+        """Return the whole averages, as `gather` does."""
+        here = to in (None, self._all.transport.rank)
+        found: dict[str, Tensor] = {}
+        for bucket, number in self._slots():
+            average = self._whole(bucket, number)
+            if here:
+                found[bucket.specs[number].name] = average
+        return found if here else None
+
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _place(self) -> tuple[Any, int]:
-        return self._engine.parts.stage, self._engine.parts.shards.rank
-
     def _buckets(self) -> Sequence[Bucket]:
-        found: Sequence[Bucket] = self._engine.parts.storage.buckets
-        return found
+        return self._all.storage.buckets
 
     def _slots(self) -> Iterator[tuple[Bucket, int]]:
         """Yield bucket and slot of each parameter, in the order of torch.optim's indices."""
         slots = [(bucket, number) for bucket in self._buckets() for number in range(len(bucket.specs))]
         yield from sorted(slots, key=lambda slot: slot[0].specs[slot[1]].index)
 
-    def _weights(self, bucket: Bucket) -> FlatBuffer:
-        """Return the weights with which the next step would begin, of the interval that this rank updates."""
-        states = bucket.states
-        of = bucket.updated_weights(*self._place())
-        return FlatBuffer(states.synced_weights().detach(), of.placement, of.begin)
+    def _updated(self, bucket: Bucket) -> FlatBuffer:
+        """Return the weights that this rank updates, in the dtype with which the model computes."""
+        return bucket.updated_weights(self._all.stage, self._all.shards.rank)
 
-    def _take(self, averages: list[Tensor], weights: list[Tensor]) -> None:
-        count = torch.tensor(self.n_averaged)
+    def _weights(self, bucket: Bucket) -> FlatBuffer:
+        """Return them as the next step would begin with them: the master weights if there are any."""
+        of = self._updated(bucket)
+        return FlatBuffer(bucket.states.synced_weights().detach(), of.placement, of.begin)
+
+    def _evict(self, bucket: Bucket) -> None:
+        bucket.states.evict()
+        self._all.storage.evict(bucket)
+
+    def _update(self, averages: list[Tensor], weights: list[Tensor], count: int) -> None:
+        seen = torch.tensor(count)
         if self._multi_avg_fn is not None:
             if averages:
-                self._multi_avg_fn(averages, weights, count.to(averages[0].device))
+                self._multi_avg_fn(averages, weights, seen.to(averages[0].device))
             return
         assert self._avg_fn is not None
         for average, current in zip(averages, weights, strict=True):
-            average.copy_(self._avg_fn(average, current, count.to(average.device)))
+            average.copy_(self._avg_fn(average, current, seen.to(average.device)))
 
     def _whole(self, bucket: Bucket, number: int) -> Tensor:
-        """Return a parameter's average, in its shape."""
-        parts, spec = self._engine.parts, bucket.specs[number]
-        flat, slot = self._flat[bucket.spec.index], bucket.spec.slots[number]
+        """Return a parameter's average, in its shape. Collective."""
+        spec, slot, flat = bucket.specs[number], bucket.spec.slots[number], self.values(bucket)
         if flat.placement is Placement.WHOLE:
             return flat.slot(slot, spec).detach().clone()
         tag = Tag(Kind.ALL_GATHER, f"average {self.name}: {spec.name}"[:70], index=bucket.spec.index)
-        own = flat.shard(bucket.spec.cuts, parts.shards.rank)
-        whole = gather_slot(own, slot, bucket.spec.cuts, parts.shards.rank, parts.collective, tag)
+        rank = self._all.shards.rank
+        own = flat.shard(bucket.spec.cuts, rank)
+        whole = gather_slot(own, slot, bucket.spec.cuts, rank, self._all.collective, tag)
         return strided(whole, 0, spec.shape, spec.stride)
-
-    @torch.no_grad()
-    def _write(self, values: Sequence[Tensor]) -> None:
-        """Give the model these values, of the intervals that ranks update."""
-        held = [
-            FlatBuffer(data, bucket.updated_weights(*self._place()).placement, self._flat[bucket.spec.index].begin)
-            for bucket, data in zip(self._buckets(), values, strict=True)
-        ]
-        numbers = {bucket.spec.index: place for place, bucket in enumerate(self._buckets())}
-        before, self._flat = self._flat, {index: held[place] for index, place in numbers.items()}
-        try:
-            for bucket, number in self._slots():
-                parameter = bucket.parameters[number]
-                whole = self._whole(bucket, number)
-                with self._optimizer.gathered(parameter, write=True):
-                    parameter.copy_(whole)
-        finally:
-            self._flat = before
 
     def _require_open(self) -> None:
         self._engine.check()
-        if self._engine.averages.get(self.name) is not self:
+        if self._all.by_name.get(self.name) is not self:
             raise RuntimeError(f"the average {self.name!r} is closed: build a new one")
 
-    def _require_values(self) -> None:
-        self._require_open()
-        if self.n_averaged == 0:
-            raise RuntimeError(f"the average {self.name!r} has no values yet: call update_parameters() after a step")
-
     def _check_function(self) -> None:
-        """Raise `ValueError` if the function gives other bits for parts of a tensor than for the whole."""
-        size, part = _TRIED
+        """Raise `ValueError` if the function gives other bits for parts than for whole tensors together."""
         generator = torch.Generator().manual_seed(0)
-        averages, weights = (torch.randn(size, generator=generator) for _ in range(2))
-        by_part = averages.clone()
-        self.n_averaged = 1
+        averages, weights = ([torch.randn(n, generator=generator) for n, _ in _TRIED] for _ in range(2))
+        apart = [average.clone() for average in averages]
         try:
-            self._take([averages], [weights])
-            cut = [slice(begin, begin + part) for begin in range(0, size, part)]
-            self._take([by_part[piece] for piece in cut], [weights[piece] for piece in cut])
-        finally:
-            self.n_averaged = 0
-        if not same_bits(averages, by_part):
+            self._update(averages, weights, 1)
+            for mine, theirs, (_, sizes) in zip(apart, weights, _TRIED, strict=True):
+                for part, other in zip(torch.split(mine, sizes), torch.split(theirs, sizes), strict=True):
+                    self._update([part], [other], 1)
+        except Exception as error:
             raise ValueError(
-                "the function of a ShardedAverage must be element-wise, since a rank has parts of tensors: it gives "
-                "other values for parts than for the whole"
+                f"the function of a ShardedAverage failed on 1-D tensors ({type(error).__name__}: {error}): it must "
+                "be element-wise, since a rank has parts of parameters"
+            ) from error
+        if not all(map(same_bits, averages, apart)):
+            raise ValueError(
+                "the function of a ShardedAverage must be element-wise, since a rank has parts of parameters: it gives "
+                "other values for parts than for whole tensors"
             )
+
+
+class Averages:
+    """The averages of one optimizer, and what its ranks agree on before they use one. Collective but for `update`."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        storage: ParameterStorage,
+        reducer: Reducer,
+        transport: Transport,
+        shards: Transport,
+        collective: Collective,
+    ) -> None:
+        """``transport``: of all ranks; ``shards``: of those that share one copy."""
+        self.stage, self.storage, self.reducer = stage, storage, reducer
+        self.transport, self.shards, self.collective = transport, shards, collective
+        self.by_name: dict[str, ShardedAverage] = {}
+        self._applied = ""  # the name of the average with which the model computes
+
+    def with_values(self) -> list[tuple[str, ShardedAverage]]:
+        """Return the averages that have values, with their names, in order. Local."""
+        return [(name, average) for name, average in sorted(self.by_name.items()) if average.n_averaged]
+
+    def names(self) -> bytes:
+        """Return the names as a message. Local."""
+        return json.dumps(sorted(self.by_name)).encode()
+
+    def compare(self, records: Sequence[Record]) -> None:
+        """Raise `ValueError` on every rank unless all have sent equal `names`. Local."""
+        found = [json.loads(record.attachment) for record in records]
+        for rank, names in enumerate(found):
+            if names != found[0]:
+                raise ValueError(
+                    f"rank {rank} has the averages {names}, and rank 0 {found[0]}: build the same on all ranks"
+                )
+
+    def refuse_applied(self, purpose: str) -> None:
+        """Raise `RuntimeError` inside `applied`. Local."""
+        if self._applied:
+            raise RuntimeError(f"{purpose} inside applied() of the average {self._applied!r}: leave it first")
+
+    def update(self, name: str) -> None:
+        """Take the weights of this moment into an average. Local."""
+        self.refuse_applied("update_parameters()")
+        if name not in self.by_name:  # another rank has it, inside `join`
+            rank = self.transport.rank
+            raise RuntimeError(
+                f"rank {rank} has no average {name!r}, which another rank updates: build it on all ranks"
+            )
+        self.by_name[name].take()
+
+    def gather(self, name: str, to: int | None) -> dict[str, Tensor] | None:
+        """Return a whole average on rank ``to``, or on every rank."""
+        self._agree(name, f"gather() of the average {name!r}", None)
+        return self.by_name[name].whole(to)
+
+    @contextmanager
+    def applied(self, name: str, purpose: str, problem: str | None) -> Iterator[None]:
+        """Return a context in which the model's weights are an average. ``problem``: an error that this rank found."""
+        if problem is None and self.reducer.has_new_gradients:
+            problem = f"{purpose} with gradients that no step has used: call it after step() or zero_grad()"
+        self._agree(name, purpose, problem)
+        buckets = self.storage.buckets
+        kept = [bucket.updated_weights(self.stage, self.shards.rank).data.clone() for bucket in buckets]
+        self._replace_weights([self.by_name[name].values(bucket).data for bucket in buckets], purpose)
+        self._applied = name
+        try:
+            yield
+        finally:
+            self._applied = ""
+            self._replace_weights(kept, purpose)
+        if self.reducer.has_new_gradients:
+            raise RuntimeError(f"a backward inside {purpose}: its gradients are those of the average; call zero_grad()")
+
+    def _agree(self, name: str, purpose: str, problem: str | None) -> None:
+        """Raise on every rank unless all have an average with values of equally many weights."""
+        found = self.by_name.get(name)
+        count = 0 if found is None else found.n_averaged
+        if problem is None and not count:
+            problem = f"{purpose}: it has no values yet: call update_parameters() on all ranks, after a step"
+        problem = problem or self.storage.diagnose()
+        counts = [
+            int(each.attachment) for each in self.reducer.check_consistency(purpose, problem, message=b"%d" % count)
+        ]
+        if len(set(counts)) > 1:
+            raise ValueError(f"{purpose}: ranks have averaged {counts} weights: call update_parameters() on all ranks")
+
+    @torch.no_grad()
+    def _replace_weights(self, values: Sequence[Tensor], purpose: str) -> None:
+        """Give the model these weights: of each bucket, those that this rank updates."""
+        self.storage.loading()
+        try:
+            for bucket, value in zip(self.storage.buckets, values, strict=True):
+                own, index = bucket.updated_weights(self.stage, self.shards.rank), bucket.spec.index
+                own.data.copy_(value)
+                if own.placement is not bucket.weights.placement and self.shards.world_size > 1:
+                    tag = Tag(Kind.ALL_GATHER, f"{purpose}, bucket {index}"[:70], index=index)
+                    redistribute(own, bucket.weights, bucket.spec.cuts, self.collective, tag).wait()
+                self.storage.evict(bucket)
+        except CollectiveError:
+            raise
+        except Exception as error:
+            self.transport.abort(f"{self.transport.rank_label}, in {purpose}: {type(error).__name__}: {error}")
+            raise
+        self.storage.stepped()
 
 
 def _pieces(bucket: Bucket, flat: FlatBuffer) -> list[Tensor]:

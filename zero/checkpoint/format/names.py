@@ -17,13 +17,12 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Iterable
 
-from ...core.statetree import AVERAGE_NAME
+from ...core.statetree import check_average_name
 
 MODEL, OPTIMIZER, MASTERS = FOLDERS = ("model", "optimizer", "masters")
 AVERAGES = "averages"
 STATE_FILE = "state.safetensors"
 NOTES = "notes"
-N_AVERAGED = "n_averaged"
 COPIED = "copied"  # a note: the files of `model/` that are copies of the caller's
 
 
@@ -52,11 +51,7 @@ def copied_in(note: bytes) -> set[str]:
 
 def averages_folder(name: str) -> str:
     """Return the folder of averages of this name. Raises `ValueError` for a name that no folder or file should have."""
-    if not AVERAGE_NAME.fullmatch(name):
-        raise ValueError(
-            f"averages cannot have the name {name!r:.200}: at most 100 letters, digits, '_', '-' and '.', of which the "
-            "first one is none of the last two"
-        )
+    check_average_name(name)
     return f"{AVERAGES}/{name}"
 
 

@@ -26,14 +26,14 @@ from collectives import Kind, Tag
 
 from ...core.bits import as_bytes, flattened, memory_of
 from ...core.stage import Placement
-from ...core.statetree import DTYPES, decode_states
+from ...core.statetree import DTYPES, N_AVERAGED, decode_states
 from ...runtime.bucket import Bucket
 from ...runtime.flat_buffer import FlatBuffer, redistribute
 from ...runtime.flat_states import BucketStates, PieceState
 from ...state.plain_dicts import scalar_state
 from ..contents import Contents, StoredTensor
 from ..format.extents import Part, is_row_major, slot_part
-from ..format.names import MASTERS, MODEL, N_AVERAGED, OPTIMIZER, averages_folder
+from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder
 from ..format.tensorfile import TensorEntry
 from .fit import Fit, Saved
 from .parallel import threads_of_rank
@@ -99,7 +99,7 @@ class Loader:
             group.update(options)
         for number, names in self._fit.elementwise.items():
             contents.parts.inners[number].elementwise |= names
-        for name, average in contents.averages.items() if self._with_states else ():
+        for name, average in contents.averages.by_name.items() if self._with_states else ():
             saved = self._fit.averages.get(name, {}).get(N_AVERAGED)
             count = 1 if name in self._fit.averages else 0  # averages that were imported have no count
             average.n_averaged = count if saved is None else int(self._checkpoint.read(*saved))
@@ -150,7 +150,7 @@ class Loader:
 
     def _expect_averages(self, stored: StoredTensor, number: int, bucket: Bucket) -> None:
         for name, tensors in self._fit.averages.items():
-            into = self._contents.averages[name].buffer(bucket).interval(*self._interval(bucket))
+            into = self._contents.averages.by_name[name].room(bucket).interval(*self._interval(bucket))
             folder = averages_folder(name)
             self._expect(stored, number, bucket, folder, tensors[stored.name], f"average {name}", into)
 
@@ -212,7 +212,7 @@ class Loader:
             held = [bucket.weights] if bucket.weights.placement is Placement.WHOLE else []
             if parts.stage.states is Placement.WHOLE and number in self._contents.updated:
                 held += [flat for _, flat in sorted(bucket.states.flat.items())] if self._with_states else []
-                held += [self._contents.averages[name].buffer(bucket) for name in sorted(self._fit.averages)]
+                held += [self._contents.averages.by_name[name].room(bucket) for name in sorted(self._fit.averages)]
                 held += [FlatBuffer(bucket.states.master.master, Placement.WHOLE)] if wide else []  # type: ignore[union-attr]
             for place, whole in enumerate(held):
                 tag = Tag(Kind.ALL_GATHER, f"loading bucket {number}, tensor {place}", index=number)

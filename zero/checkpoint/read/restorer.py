@@ -211,10 +211,18 @@ class Restorer:
         """Restore what is beside the optimizer."""
         rank, world = self._optimizer.rank, self._optimizer.world_size
         missing = [f"{name} (it could not be saved)" for name in checkpoint.not_saved]
-        kept = self._engine.averages.keys() if self._with_states else set[str]()
-        saved_averages = checkpoint.average_names
-        missing += [f"the averages {n!r} (open_checkpoint reads them)" for n in saved_averages if n not in kept]
-        missing += [f"the average {name!r} (none was saved: it begins anew)" for name in kept - set(saved_averages)]
+        mine, saved_averages = sorted(self._engine.averages.by_name), checkpoint.average_names
+        if self._with_states:
+            missing += [
+                f"the average {name!r} (none was saved: it begins anew)" for name in mine if name not in saved_averages
+            ]
+            missing += [
+                f"the average {name!r} (no ShardedAverage has this name; open_checkpoint reads it)"
+                for name in saved_averages
+                if name not in mine
+            ]
+        else:
+            missing += [f"the average {name!r} (only the model was asked for)" for name in saved_averages]
         state = restored(self._state, checkpoint.state)
         own: Mapping[str, Any] = {}
         if checkpoint.world_size == world:

@@ -72,7 +72,7 @@ class Capture:
         self._capture_buckets(plan)
         self._capture_wholes(plan)
         self._capture_scalars(plan)
-        for name, average in self._contents.saved_averages():
+        for name, average in self._contents.averages.with_values():
             self._stage((f"{COUNT} {name}", 0), torch.tensor([average.n_averaged]))
 
     # -- what a rank writes -------------------------------------------------------------------------------------------
@@ -124,8 +124,8 @@ class Capture:
                 self._keep_live((f"state {name}", number), flat.interval(low, high))
             if number in plan.mastered:
                 self._capture_masters(number, bucket, low, high)
-            for name, average in self._contents.saved_averages():  # an update of theirs may come at any time
-                self._stage((f"{AVERAGE} {name}", number), average.buffer(bucket).interval(low, high))
+            for name, average in self._contents.averages.with_values():  # an update of theirs may come at any time
+                self._stage((f"{AVERAGE} {name}", number), average.values(bucket).interval(low, high))
 
     def _capture_masters(self, number: int, bucket: Bucket, low: int, high: int) -> None:
         """Note the master weights, as a step would begin with them: they follow the parameters of this moment."""
@@ -173,7 +173,7 @@ class Capture:
         if tensor.kind == MASTERS:
             return FlatBuffer(bucket.states.synced_weights(), bucket.weights.placement, bucket.states.begin)
         if tensor.kind.startswith(f"{AVERAGE} "):
-            return self._contents.averages[tensor.kind.removeprefix(f"{AVERAGE} ")].buffer(bucket)
+            return self._contents.averages.by_name[tensor.kind.removeprefix(f"{AVERAGE} ")].values(bucket)
         states, name = bucket.states, tensor.kind.removeprefix("state ")
         if name in states.flat:
             return states.flat[name]

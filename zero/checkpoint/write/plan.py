@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from ...core.layout import ParameterSpec
-from ...core.statetree import DTYPES, NAMES
+from ...core.statetree import DTYPES, N_AVERAGED, NAMES
 from ..contents import Contents, Place, StateFacts, StoredTensor
 from ..format.extents import Chunk, FilePlan, Part, chunks, even_part, is_row_major, plan_files, slot_part
-from ..format.names import MASTERS, MODEL, N_AVERAGED, OPTIMIZER, averages_folder, index_file, split_key, state_key
+from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder, index_file, split_key, state_key
 from ..format.tensorfile import TensorEntry, header_of, index_bytes, tensors_text
 from .snapshot import Source
 
@@ -125,7 +125,7 @@ def bucket_tensors(contents: Contents, facts: StateFacts, stored: StoredTensor, 
         found.append(BucketTensor(MASTERS, stored.name, MASTERS, place, dtypes.master_dtype))
     if place[0] in contents.updated:
         wide = contents.buckets[place[0]].spec.dtypes.master_dtype
-        for name, _ in contents.saved_averages():
+        for name, _ in contents.averages.with_values():
             found.append(BucketTensor(averages_folder(name), stored.name, f"{AVERAGE} {name}", place, wide))
     return found
 
@@ -177,7 +177,9 @@ class WritePlan:
         states: list[TensorEntry] = []
         masters: list[TensorEntry] = []
         values: dict[str, Any] = {}
-        averages = {name: [TensorEntry(N_AVERAGED, NAMES[torch.int64], ())] for name, _ in contents.saved_averages()}
+        averages = {
+            name: [TensorEntry(N_AVERAGED, NAMES[torch.int64], ())] for name, _ in contents.averages.with_values()
+        }
         listed = {stored.name for stored in contents.model if stored.index is not None}
 
         def key(parameter: str, name: str) -> str:
@@ -189,9 +191,9 @@ class WritePlan:
         for stored in contents.model:
             if stored.index is None or stored.place is None:
                 continue
-            dtype = NAMES[contents.buckets[stored.place[0]].spec.dtypes.master_dtype]
+            wide = NAMES[contents.buckets[stored.place[0]].spec.dtypes.master_dtype]
             for entries in averages.values():
-                entries.append(TensorEntry(stored.name, dtype, stored.shape))
+                entries.append(TensorEntry(stored.name, wide, stored.shape))
             found = facts.states.get(stored.place)
             if found is not None:
                 shapes = {name: (dtype, stored.shape) for name, dtype in found.elementwise.items()}
@@ -199,11 +201,7 @@ class WritePlan:
                     states.append(TensorEntry(key(stored.name, name), kind, shape))
                 values.update((key(stored.name, name), value) for name, value in sorted(found.values.items()))
             if stored.place in facts.masters:
-                masters.append(TensorEntry(stored.name, dtype, stored.shape))
-        if averages and N_AVERAGED in listed:
-            raise ValueError(
-                f"averages cannot be saved of a model with a parameter of the name {N_AVERAGED!r}: rename it"
-            )
+                masters.append(TensorEntry(stored.name, wide, stored.shape))
         return lay_out(model, aliases, states, values, masters, max_shard_bytes, averages)
 
     def chunks(self, files: Sequence[FilePlan]) -> list[Chunk]:
@@ -242,7 +240,7 @@ class WritePlan:
                     part = slot_part(source, piece, spec, self.intervals[number], itemsize)
                     self._parts[tensor.folder, tensor.key] = [part]
         self._plan_scalars()
-        for name, _ in contents.saved_averages() if rank == 0 else ():
+        for name, _ in contents.averages.with_values() if rank == 0 else ():
             self._parts[averages_folder(name), N_AVERAGED] = [Part((f"{COUNT} {name}", 0), 0, 0, torch.int64.itemsize)]
 
     def _plan_permuted(self, tensor: BucketTensor) -> None:

@@ -88,7 +88,7 @@ class PlanCache:
                 [set(m._non_persistent_buffers_set) for m in modules],
                 [p.requires_grad for p in parameters],
                 [(tensor.shape, tensor.dtype, tensor.layout, type(tensor)) for tensor in whole],
-                [name for name, _ in contents.saved_averages()],
+                [name for name, _ in contents.averages.with_values()],
             ]
 
     def _objects(self) -> list[Any]:

@@ -166,7 +166,7 @@ class Saver:
                 "the folder": str(request.target),
                 "overwrite": request.overwrite,
                 **{f"state[{key!r}]": digest for key, digest in digests(state, "state").items()},
-                "the averages": {name: average.n_averaged for name, average in contents.saved_averages()},
+                "the averages": {name: average.n_averaged for name, average in contents.averages.with_values()},
                 "the model": contents.digest,
             },
             "skip": request.skip,
