@@ -177,7 +177,7 @@ MUTANTS = (
                 "may_lie_flat(value)",
             ),
         ),
-        (f"{PARTITION}::test_states_of_whole_numbers_keep_their_dtype_beside_others_of_the_same_name[1-dict]",),
+        (f"{PARTITION}::test_states_keep_their_dtype_beside_others_of_the_same_name[1-dict]",),
     ),
     Mutant(
         "only-small-parameters-are-tried",
