@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "zero.commands": SHARED | ROOMS | {"zero", "zero.checkpoint", "zero.optimizer", "zero.planning", "zero.state"},
     "zero.train": {"zero.commands"},
     "zero.verify": {"zero.commands"},
-    "zero": SHARED | ROOMS | {"zero.checkpoint", "zero.commands", "zero.optimizer"},
+    "zero": SHARED | ROOMS | {"zero.checkpoint", "zero.commands", "zero.optimizer", "zero.state"},
 }
 """Which room may import which: a package of this table with all that is below it, or one module."""
 

@@ -249,7 +249,7 @@ def test_a_checkpoint_without_it_says_so_and_it_begins_anew(tmp_path: Path) -> N
     average.update_parameters()
     zero.save(tmp_path / "with", optimizer)
     average.close()
-    with pytest.warns(RuntimeWarning, match="the average 'average' .no ShardedAverage has this name"):
+    with pytest.warns(RuntimeWarning, match="the averages 'average' .no ShardedAverage has this name"):
         zero.load(tmp_path / "with", optimizer)
     optimizer.close()
 

@@ -217,12 +217,12 @@ class Restorer:
                 f"the average {name!r} (none was saved: it begins anew)" for name in mine if name not in saved_averages
             ]
             missing += [
-                f"the average {name!r} (no ShardedAverage has this name; open_checkpoint reads it)"
+                f"the averages {name!r} (no ShardedAverage has this name; open_checkpoint reads them)"
                 for name in saved_averages
                 if name not in mine
             ]
         else:
-            missing += [f"the average {name!r} (only the model was asked for)" for name in saved_averages]
+            missing += [f"the averages {name!r} (only the model was asked for)" for name in saved_averages]
         state = restored(self._state, checkpoint.state)
         own: Mapping[str, Any] = {}
         if checkpoint.world_size == world:
