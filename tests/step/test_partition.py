@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
+import zero.step.partition
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
@@ -32,6 +33,25 @@ STEPS = (
     Step((Round(),), step=False, clear="none"),
     Step((Round(), Round())),
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_trial_of_equal_parameters() -> Iterator[None]:
+    """Try a class once for equal parameters and options, since a trial takes longer than all else that a test does."""
+    tried: dict[tuple[Any, ...], frozenset[str]] = {}
+    whole = zero.step.partition.check_by_parameter
+
+    def remembered(inner: Any, groups: Any, parameters: Any) -> frozenset[str]:
+        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        facts = frozenset((spec.shape, spec.stride, spec.dtypes, spec.group) for spec in parameters)
+        key = (inner.optimizer_class, repr(options), facts)
+        if key not in tried:
+            tried[key] = whole(inner, groups, parameters)
+        return tried[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero.step.partition, "check_by_parameter", remembered)
+        yield
 
 
 def check(program: Program) -> None:

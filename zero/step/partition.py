@@ -42,7 +42,7 @@ from .trial import (
 PARTITIONS = ("element", "parameter")
 COPIES = 2  # throw-away parameters of each shape: a class may look at others of the same shape alone
 SMALL = 16  # longer sides are shortened: the classes for which this is tried take time with the cube of a side
-LARGE = 1 << 13  # elements of the largest one at most: from 4,096 on a class may keep its states in 8 bits
+LARGE = 1 << 12  # elements from which on a class may keep its states in 8 bits; one parameter has at most twice as many
 
 
 def choose_partitions(
@@ -160,7 +160,7 @@ def check_by_parameter(
     shapes = [
         (setting, shape)
         for setting in settings
-        for shape in sorted({*map(_shortened, setting.shapes), _limited(max(setting.shapes, key=math.prod))})
+        for shape in sorted({*map(_shortened, setting.shapes), *_large(setting.shapes)})
     ]
     with random_state_kept(settings):
         if any(map(rate_is_low, options)):
@@ -249,13 +249,16 @@ def _shortened(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(SMALL + 1 + longer.index(size) if size > SMALL else size for size in shape)
 
 
-def _limited(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape of at most `LARGE` elements: the longest sides are halved until it is one."""
-    sides = list(shape)
-    while math.prod(sides) > LARGE:
+def _large(shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the shape with the most elements, its longest sides halved to at most twice `LARGE`; none if it has
+    fewer than `LARGE`."""
+    sides = list(max(shapes, key=math.prod))
+    if math.prod(sides) < LARGE:
+        return []
+    while math.prod(sides) > 2 * LARGE:
         place = sides.index(max(sides))
         sides[place] = -(-sides[place] // 2)
-    return tuple(sides)
+    return [tuple(sides)]
 
 
 def _names(trial: Whole) -> frozenset[str]:

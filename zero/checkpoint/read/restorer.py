@@ -222,7 +222,7 @@ class Restorer:
                 if name not in mine
             ]
         else:
-            missing += [f"the averages {name!r} (only the model was asked for)" for name in saved_averages]
+            missing += [f"the averages {name!r} (open_checkpoint reads them)" for name in saved_averages]
         state = restored(self._state, checkpoint.state)
         own: Mapping[str, Any] = {}
         if checkpoint.world_size == world:
