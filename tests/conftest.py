@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -100,3 +100,24 @@ def gloo() -> Iterator[GlooPool]:
     yield pool
     pool.stop()
     stop_forkserver()
+
+
+@pytest.fixture(scope="module")
+def one_trial_of_equal_parameters() -> Iterator[None]:
+    """Try a class once for equal parameters and options, since a trial takes longer than all else that a test does."""
+    from zero.step import partition
+
+    tried: dict[tuple[Any, ...], frozenset[str]] = {}
+    whole = partition.check_by_parameter
+
+    def remembered(inner: Any, groups: Any, parameters: Any) -> frozenset[str]:
+        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        facts = frozenset((spec.shape, spec.stride, spec.dtypes, spec.group) for spec in parameters)
+        key = (inner.optimizer_class, repr(options), facts)
+        if key not in tried:
+            tried[key] = whole(inner, groups, parameters)
+        return tried[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partition, "check_by_parameter", remembered)
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import zero
-import zero.step.partition
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
@@ -25,7 +24,7 @@ from ..programs import BY_PARAMETER, Program, Round, Step, compare, run_rank
 from ..shampoo import Shampoo
 from .test_elementwise import OPTIONS, REFUSED, EstimatesTogether, net
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("one_trial_of_equal_parameters")]
 
 STAGES = (0, 1, 2, 3)
 STEPS = (
@@ -33,25 +32,6 @@ STEPS = (
     Step((Round(),), step=False, clear="none"),
     Step((Round(), Round())),
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_trial_of_equal_parameters() -> Iterator[None]:
-    """Try a class once for equal parameters and options, since a trial takes longer than all else that a test does."""
-    tried: dict[tuple[Any, ...], frozenset[str]] = {}
-    whole = zero.step.partition.check_by_parameter
-
-    def remembered(inner: Any, groups: Any, parameters: Any) -> frozenset[str]:
-        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        facts = frozenset((spec.shape, spec.stride, spec.dtypes, spec.group) for spec in parameters)
-        key = (inner.optimizer_class, repr(options), facts)
-        if key not in tried:
-            tried[key] = whole(inner, groups, parameters)
-        return tried[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero.step.partition, "check_by_parameter", remembered)
-        yield
 
 
 def check(program: Program) -> None:
