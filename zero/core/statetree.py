@@ -1,6 +1,6 @@
 """Turns nested Python values into JSON and tensors, and back: bit by bit, and without a pickle.
 
-Knows: which values can be written, and how. Does not know: files, whose values they are.
+Knows: which values can be written, and how, and which names are reserved. Does not know: files, whose values they are.
 
 JSON's own values stand for themselves. All others are objects with one key, which begins with "$":
 

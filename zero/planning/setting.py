@@ -35,13 +35,11 @@ class OptimizerStates:
         tensors: how many as large as a parameter.
         step_counts: how many of one element for each run (see `zero.core.runs`).
         at_construction: whether its constructor makes them, also for frozen and for unused parameters.
-        whole: whether it steps parameters by their shapes, so that each has one owner.
     """
 
     tensors: int
     step_counts: int = 0
     at_construction: bool = False
-    whole: bool = False
 
 
 OPTIMIZERS: Mapping[str, tuple[OptimizerStates, ...]] = MappingProxyType(
@@ -51,11 +49,11 @@ OPTIMIZERS: Mapping[str, tuple[OptimizerStates, ...]] = MappingProxyType(
         "momentum": (OptimizerStates(1),),
         "sgd": (OptimizerStates(0),),
         "adagrad": (OptimizerStates(1, step_counts=1, at_construction=True),),
-        "muon": (OptimizerStates(2, step_counts=1), OptimizerStates(1, whole=True)),
+        "muon": (OptimizerStates(2, step_counts=1), OptimizerStates(1)),
     }
 )
 """The classes by number, under a name. "momentum" is SGD with momentum. "muon" is AdamW, and as number 1 Muon for the
-matrices of units (`ParameterShape.is_unit_matrix`), as in `zero train --optimizer muon`."""
+matrices of units (`ParameterShape.is_unit_matrix`), which have one owner each, as in `zero train --optimizer muon`."""
 
 _F32, _BF16, _F16 = torch.float32, torch.bfloat16, torch.float16
 PRECISIONS: Mapping[str, Dtypes] = MappingProxyType(

@@ -38,7 +38,8 @@ class ShardedAverage:
     the master weights. The first update copies the weights. The values are those that AveragedModel has in the plain
     loop, bit for bit. Checkpoints have it in ``averages/<name>``, and restore it together with the states.
 
-    Parameters that are in no param group are not averaged, nor are buffers: those of the model are used.
+    Parameters that are in no param group are not averaged, nor are buffers: those of the model are used. The average
+    takes as much memory as one state of the optimizer; `describe` does not count it.
     """
 
     def __init__(

@@ -55,10 +55,9 @@ class Fit:
             self._check_averages(contents, checkpoint)
             self._check_states(contents, checkpoint)
 
-    def lies_flat(self, name: str, saved: Saved, parameter: str, spec: ParameterSpec) -> bool:
+    def lies_flat(self, name: str, saved: Saved, stored: StoredTensor, spec: ParameterSpec) -> bool:
         """Return whether a tensor of the parameter's states is one of the states that are as large as it."""
-        widest = self.masters.get(parameter, self.model[parameter])[1]
-        if name in self._inner.get(parameter, ()) or (spec.whole and saved[1].dtype != widest.dtype):
+        if name in self._inner.get(stored.name, ()) or (spec.whole and saved[1].dtype != self.widest(stored)[1].dtype):
             return False
         return lies_flat(name, _without_values(saved[1]), spec, self.elementwise)
 
@@ -88,7 +87,7 @@ class Fit:
                 raise ValueError(f"the master weights of {name!r} in the checkpoint belong to another model")
 
     def _check_averages(self, contents: Contents, checkpoint: Checkpoint) -> None:
-        for name in contents.averages.by_name.keys() & set(checkpoint.average_names):
+        for name in sorted(contents.averages.by_name.keys() & set(checkpoint.average_names)):
             found = self.averages[name] = checkpoint.tensors(averages_folder(name))
             for stored in contents.model:
                 if stored.place is None or stored.place[0] not in contents.updated:

@@ -136,7 +136,7 @@ class Loader:
         assert stored.place is not None
         states, slot = bucket.states, stored.place[1]
         for name, saved in self._fit.states.get(stored.name, {}).items():
-            if self._fit.lies_flat(name, saved, stored.name, bucket.specs[slot]):
+            if self._fit.lies_flat(name, saved, stored, bucket.specs[slot]):
                 follows = saved[1].dtype == self._fit.widest(stored)[1].dtype
                 dtype = bucket.spec.dtypes.master_dtype if follows else DTYPES[saved[1].dtype]
                 flat = self._flat(states, name, dtype)
@@ -229,7 +229,7 @@ class Loader:
         for index, piece in enumerate(states.pieces):
             each = by_slot[piece.slot]
             found, spec = sorted(self._fit.states.get(each.name, {}).items()), bucket.specs[piece.slot]
-            names = tuple(n for n, saved in found if self._fit.lies_flat(n, saved, each.name, spec))
+            names = tuple(n for n, saved in found if self._fit.lies_flat(n, saved, each, spec))
             scalars = {
                 name: (entry, bytes(self._scalars[place : place + entry.nbytes]))
                 for name, (place, entry) in self._places.get((number, piece.slot), {}).items()
