@@ -142,8 +142,8 @@ def run_block(group: dist.ProcessGroup, rank: int, heading: str) -> list[Any]:
         torch._dynamo.reset()  # do not count graphs of earlier stages
         names = names_of(EXAMPLES[heading], stage, group, rank)
         exec(code_of(heading), names)
-        average = names.get("average")
-        results.append((trained(names).state_dict(), None if average is None else average.gather()))
+        averaged = names["average"].gather() if "average" in names else None
+        results.append((trained(names).state_dict(), averaged))
     return results
 
 

@@ -56,9 +56,13 @@ def launch_elastic(module: str, settings: Mapping[str, Any], least: int, most: i
     with _stop_signals() as asked, tempfile.TemporaryDirectory(prefix="zero-elastic-") as folder:  # torch's would stay
         agents = _started(module, settings, least, most, f"localhost:{store.port}", folder)
         try:
-            _watch(agents, least, asked, Path(folder))
+            left = _watch(agents, least, asked)
         finally:
             _end(agents)
+        if left is not None:
+            line, trace = _last_error(Path(folder))  # all have ended, so the last error has been written
+            after = f"; the last error: {line}" if line else ""
+            raise ElasticError(f"{left} of {most} ranks are left, and --elastic asks for {least}{after}", trace)
 
 
 def _started(
@@ -82,10 +86,12 @@ def _started(
     return [subprocess.Popen(command, env=environment, start_new_session=True) for _ in range(most)]
 
 
-def _watch(
-    agents: Sequence[subprocess.Popen[bytes]], least: int, asked: Sequence[signal.Signals], folder: Path
-) -> None:
-    """Return when all agents have ended, at least one with code 0. Raises as `launch_elastic`."""
+def _watch(agents: Sequence[subprocess.Popen[bytes]], least: int, asked: Sequence[signal.Signals]) -> int | None:
+    """Return None when all agents have ended, at least one with code 0; or how many are left, once they are too few.
+
+    Raises:
+        StoppedError: as `launch_elastic`.
+    """
     gone: set[int] = set()
     while not asked:
         codes = {agent.pid: agent.poll() for agent in agents}
@@ -96,11 +102,9 @@ def _watch(
                 print(f"an agent has ended with code {code}; left: {left}", file=sys.stderr, flush=True)
         if 0 in codes.values():
             if not left:
-                return
+                return None
         elif left < least:
-            line, trace = _last_error(folder)
-            after = f"; the last error: {line}" if line else ""
-            raise ElasticError(f"{left} of {len(agents)} ranks are left, and --elastic asks for {least}{after}", trace)
+            return left
         time.sleep(PAUSE)
     raise StoppedError(f"got {asked[0].name}: the ranks have been asked to save and end; the same command goes on")
 
