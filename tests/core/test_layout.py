@@ -49,6 +49,7 @@ SHAPES = [
     (2**31, 2**29 + 1),
 ]
 UNLIMITED = 2**80
+BOUNDARIES = {"cpu": 64, "cuda:0": 512, "xpu:1": 512}  # of slots, in bytes, by device
 
 
 def spec(
@@ -74,9 +75,9 @@ class ByHand(Cuts):
         return self.bounds[rank]
 
 
-def _spec(number: int, drawn: tuple[tuple[int, ...], Dtypes, bool, int]) -> ParameterSpec:
+def _spec(number: int, drawn: tuple[tuple[int, ...], Dtypes, bool, int], device: str) -> ParameterSpec:
     shape, dtypes, trainable, group = drawn
-    return spec(f"p{number}", shape, dtypes, trainable, group=group, index=number)
+    return spec(f"p{number}", shape, dtypes, trainable, group=group, index=number, device=device)
 
 
 one_parameter = st.tuples(
@@ -85,7 +86,9 @@ one_parameter = st.tuples(
     st.booleans(),
     st.integers(0, 2),
 )
-parameter_lists = st.lists(one_parameter, max_size=12).map(lambda drawn: [_spec(*pair) for pair in enumerate(drawn)])
+parameter_lists = st.tuples(st.lists(one_parameter, max_size=12), st.sampled_from([*BOUNDARIES])).map(
+    lambda drawn: [_spec(number, one, drawn[1]) for number, one in enumerate(drawn[0])]
+)
 lists_with_units = st.tuples(parameter_lists, st.lists(st.integers(0, 3), min_size=12, max_size=12)).map(
     lambda drawn: [dataclasses.replace(spec, unit=unit) for spec, unit in zip(*drawn, strict=False)]
 )
@@ -95,12 +98,12 @@ bucket_sizes = st.sampled_from([1, 63, 64, 65, 1000, 4096, 2**20, 2**33, UNLIMIT
 
 def padded(parameter: ParameterSpec) -> int:
     """Return the elements of a parameter's slot with its padding, from the definition."""
-    count = parameter.numel
-    while count < parameter.numel + ALIGNMENT_BYTES:
-        if all(count * d.itemsize % ALIGNMENT_BYTES == 0 for d in dataclasses.astuple(parameter.dtypes)):
+    count, boundary = parameter.numel, BOUNDARIES[parameter.device]
+    while count < parameter.numel + boundary:
+        if all(count * d.itemsize % boundary == 0 for d in dataclasses.astuple(parameter.dtypes)):
             return count
         count += 1
-    raise AssertionError("no multiple within 64 bytes")
+    raise AssertionError(f"no multiple within {boundary} bytes")
 
 
 # -- slots -------------------------------------------------------------------------------------------------------------
@@ -120,18 +123,32 @@ def test_every_parameter_has_exactly_one_slot_of_its_size(
 
 
 @given(parameter_lists, world_sizes, bucket_sizes)
-def test_slots_start_on_64_byte_boundaries_of_every_dtype_and_lie_side_by_side(
+def test_slots_start_on_boundaries_of_every_dtype_and_lie_side_by_side(
     parameters: list[ParameterSpec], world_size: int, nbytes: int
 ) -> None:
+    """On 64 bytes on the CPU, and on 512 elsewhere, where a plain loop's parameters lie so, too."""
     for bucket in build(parameters, world_size, nbytes).buckets:
         place = 0
         for slot in bucket.slots:
             assert slot.offset == place
             for dtype in dataclasses.astuple(bucket.dtypes):
-                assert slot.offset * dtype.itemsize % ALIGNMENT_BYTES == 0
+                assert slot.offset * dtype.itemsize % BOUNDARIES[bucket.device] == 0
             place += padded(parameters[slot.parameter])
         no_elements = all(slot.numel == 0 for slot in bucket.slots)
-        assert bucket.numel == (bucket.dtypes.alignment if no_elements else place)
+        narrowest = min(dtype.itemsize for dtype in dataclasses.astuple(bucket.dtypes))
+        assert bucket.numel == (BOUNDARIES[bucket.device] // narrowest if no_elements else place)
+
+
+@given(lists_with_units, world_sizes, bucket_sizes)
+def test_slots_of_a_unit_start_on_the_same_boundaries_in_its_own_part_of_a_bucket(
+    parameters: list[ParameterSpec], world_size: int, nbytes: int
+) -> None:
+    layout = build(parameters, world_size, nbytes, across_units=True)
+    for bucket in layout.buckets:
+        for _, first, last in layout.runs(bucket):
+            for slot in bucket.part(first, last).slots:
+                for dtype in dataclasses.astuple(bucket.dtypes):
+                    assert slot.offset * dtype.itemsize % BOUNDARIES[bucket.device] == 0
 
 
 @given(parameter_lists, world_sizes, bucket_sizes)
@@ -490,6 +507,7 @@ def test_the_line_does_not_change_with_what_is_each_rank_s_own_affair(parameters
         {"slots": (Slot(0, 16, 5),)},
         {"slots": (Slot(0, 0, 17), Slot(1, 16, 7))},
         {"slots": (Slot(0, 0, 5), Slot(1, 16, 17))},
+        {"device": "cuda:0"},
     ],
 )
 def test_an_invalid_bucket_cannot_be_built(change: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ def _buckets(layout: Layout, more: Sequence[ParameterSpec], bucket_bytes: int, a
     for position, spec in reversed(list(enumerate(more))):
         unit = spec.unit if spec.whole or not across_units else 0
         key = (spec.dtypes, spec.device, spec.trainable, unit, spec.whole, spec.optimizer_class)
-        filling, nbytes = keys.setdefault(key, []), _padded(spec) * spec.dtypes.param_dtype.itemsize
+        filling, nbytes = keys.setdefault(key, []), spec.padded * spec.dtypes.param_dtype.itemsize
         if filling and used[key] + nbytes > bucket_bytes:
             complete.append(filling)
             filling, used[key] = [], 0
@@ -75,11 +75,6 @@ def _owners(layout: Layout, more: Sequence[ParameterSpec]) -> dict[int, int]:
     return owners
 
 
-def _padded(spec: ParameterSpec) -> int:
-    align = spec.dtypes.alignment
-    return -(-spec.numel // align) * align
-
-
 def _bucket(
     layout: Layout, members: Sequence[tuple[int, ParameterSpec]], index: int, owners: Mapping[int, int]
 ) -> BucketSpec:
@@ -89,15 +84,18 @@ def _bucket(
     """
     first, world_size = len(layout.parameters), layout.world_size
     members = sorted(members, key=lambda member: owners.get(member[0], 0))
-    offsets = list(itertools.accumulate((_padded(spec) for _, spec in members), initial=0))
+    offsets = list(itertools.accumulate((spec.padded for _, spec in members), initial=0))
     slots = tuple(
         Slot(first + position, offset, spec.numel) for (position, spec), offset in zip(members, offsets, strict=False)
     )
     spec = members[0][1]
-    align = spec.dtypes.alignment
-    numel = offsets[-1] or align  # a bucket whose slots are empty gets padding, so that they have one owner, too
+    numel = offsets[-1] or spec.dtypes.slot_alignment(
+        spec.device
+    )  # a bucket whose slots are empty gets padding, so that they have one owner, too
     if not spec.whole:
-        return BucketSpec(index, spec.dtypes, spec.device, slots, numel, EvenCuts(numel, world_size, align))
+        return BucketSpec(
+            index, spec.dtypes, spec.device, slots, numel, EvenCuts(numel, world_size, spec.dtypes.alignment)
+        )
     begins: dict[int, int] = {}  # by owner, ascending
     for (position, _), offset in zip(members, offsets, strict=False):
         begins.setdefault(owners[position], offset)

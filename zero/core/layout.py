@@ -6,7 +6,7 @@ They are Python integers, so nothing overflows at 2^31.
 
     registration order     a  b  c  d  e
     layout (reversed)      e  d  c  b  a           the order in which a backward completes their gradients
-    bucket 0               | e ....| d ..| c ....|      each slot starts on a 64-byte boundary; dots are padding
+    bucket 0               | e ....| d ..| c ....|      each slot starts on a boundary (`slot_bytes`); dots are padding
     cuts, 3 ranks          0         ^         ^      n   at 64-byte multiples, also inside slots
 """
 
@@ -29,6 +29,17 @@ MANY_RANKS = (
     64  # from here on, a ring over a bucket of 25 MiB spends more on its steps than on bytes, even at 10 us each
 )
 ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every vector register: cuts there do not change bits
+DEVICE_SLOT_BYTES = 512  # of CUDA's caching allocator
+
+
+def slot_bytes(device: str) -> int:
+    """Return the boundary on which slots start, in bytes, so that a parameter is aligned as in a plain loop.
+
+    Kernels may depend on the alignment of an address. Those of the CPU do up to a vector register. On accelerators
+    libraries of matrix products choose an algorithm, and so the order of sums, by an alignment of up to 256 bytes
+    (`CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES`), and their allocators' tensors lie on `DEVICE_SLOT_BYTES`.
+    """
+    return ALIGNMENT_BYTES if device.partition(":")[0] == "cpu" else DEVICE_SLOT_BYTES
 
 
 @dataclass(frozen=True)
@@ -68,10 +79,21 @@ class Dtypes:
 
     @property
     def alignment(self) -> int:
-        """The number of elements of the narrowest of these dtypes in `ALIGNMENT_BYTES`."""
-        return ALIGNMENT_BYTES // min(
-            d.itemsize for d in (self.param_dtype, self.reduce_dtype, self.accumulate_dtype, self.master_dtype)
-        )
+        """The elements between two places where a slot may be cut: `ALIGNMENT_BYTES` of the narrowest dtype."""
+        return ALIGNMENT_BYTES // self._narrowest
+
+    def slot_alignment(self, device: str) -> int:
+        """Return the elements between two places where a slot may start: `slot_bytes` of the narrowest dtype."""
+        return slot_bytes(device) // self._narrowest
+
+    def padded(self, numel: int, device: str) -> int:
+        """Return the elements of a slot of ``numel`` elements, with the padding behind it."""
+        align = self.slot_alignment(device)
+        return -(-numel // align) * align
+
+    @property
+    def _narrowest(self) -> int:
+        return min(d.itemsize for d in (self.param_dtype, self.reduce_dtype, self.accumulate_dtype, self.master_dtype))
 
 
 @dataclass(frozen=True)
@@ -119,6 +141,11 @@ class ParameterSpec:
     def master_bytes(self) -> int:
         """The bytes of its elements in the dtype of the master weights."""
         return self.numel * self.dtypes.master_dtype.itemsize
+
+    @property
+    def padded(self) -> int:
+        """The elements of its slot, with the padding behind it."""
+        return self.dtypes.padded(self.numel, self.device)
 
     @property
     def step_work(self) -> int:
@@ -186,7 +213,7 @@ class BucketSpec:
     cuts: Cuts
 
     def __post_init__(self) -> None:
-        align = self.dtypes.alignment
+        align = self.dtypes.slot_alignment(self.device)
         ends = [0, *(slot.end for slot in self.slots)]
         for slot, end in zip(self.slots, ends, strict=False):
             if slot.offset % align or slot.offset < end or slot.offset - end >= align:

@@ -285,8 +285,8 @@ class _Alone:
         self._gradients: list[FlatBuffer] = []
         self.values: list[Tensor] = []
         for number, (setting, whole) in enumerate(zip(together.settings, together.parameters, strict=True)):
-            dtypes, size = setting.dtypes, max(whole.numel(), 1)
-            size = -(-size // dtypes.alignment) * dtypes.alignment
+            dtypes = setting.dtypes
+            size = dtypes.padded(max(whole.numel(), 1), str(setting.device))
             slots, cuts = (Slot(number, 0, whole.numel()),), EvenCuts(size, 1, dtypes.alignment)
             bucket = BucketSpec(number, dtypes, str(setting.device), slots, size, cuts)
             flat, gradient = (torch.zeros(size, dtype=whole.dtype, device=whole.device) for _ in range(2))
@@ -299,7 +299,7 @@ class _Alone:
             self._states.append(states)
             self._gradients.append(FlatBuffer(gradient, Placement.WHOLE))
         dtypes, device = together.settings[0].dtypes, together.settings[0].device
-        align = dtypes.alignment
+        align = dtypes.slot_alignment(str(device))
         nothing = FlatBuffer(torch.zeros(align, dtype=dtypes.master_dtype, device=device), Placement.WHOLE)
         bucket = BucketSpec(len(self._states), dtypes, str(device), (), align, EvenCuts(align, 1, align))
         self._nothing = BucketStates(self._inner.instance(None), bucket, nothing, [], [], whole=True)

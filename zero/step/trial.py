@@ -31,6 +31,9 @@ from .inner import NO_OPTIONS, BucketUpdate, InnerOptimizer, unhooked_step
 # at multiples of 64 bytes. Throw-away tensors of so many times 64 bytes have such a rest if they are stepped whole, and
 # hardly any in pieces, which lie side by side without padding.
 RAGGED = (1, 3, 5, 7, 9, 11, 13, 15)
+# Torch's kernels for lists of tensors on CUDA take another loop if a length is no multiple of 4 (kILP in
+# MultiTensorApply.cuh). Throw-away tensors of so many elements are stepped whole in it, and a half of them is not.
+RAGGED_ON_DEVICE = 97
 STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
 RAISED_RATE = 0.25  # with a lower rate, which a scheduler may raise later, rounding could hide an update
 
@@ -167,7 +170,7 @@ class Half:
             if (setting.dtypes, setting.device) == (dtypes, device) and begin < end:
                 slots.append(Slot(number, size, end - begin))
                 begins.append(begin)
-                size += -(-(end - begin) // dtypes.alignment) * dtypes.alignment
+                size += dtypes.padded(end - begin, str(device))
         flat, gradient = (torch.zeros(size, dtype=dtypes.master_dtype, device=device) for _ in range(2))
         cuts = EvenCuts(size, 1, dtypes.alignment)
         bucket = BucketSpec(len(self._gradients), dtypes, str(device), tuple(slots), size, cuts)
@@ -224,7 +227,8 @@ def _shapes(dimensions: int, setting: Setting) -> list[tuple[int, ...]]:
         case 0:
             return [()]
         case 1:
-            ragged = [(times * setting.dtypes.alignment,) for times in RAGGED if setting.device.type == "cpu"]
+            on_cpu = setting.device.type == "cpu"
+            ragged = [(n * setting.dtypes.alignment,) for n in RAGGED] if on_cpu else [(RAGGED_ON_DEVICE,)]
             return [(96,), *ragged, *([(1,)] if (1,) in setting.shapes else [])]
         case 2:
             return [(131, 137) if setting.matrices else (13, 17)]
