@@ -30,6 +30,7 @@ from .messages import (
     Tag,
     Traffic,
     Work,
+    pass_on,
 )
 from .queue import BucketQueue
 from .topology import CPU, Choice, choose, hierarchical, replicate, route_by_hosts, shared
@@ -114,6 +115,7 @@ __all__ = [
     "build",
     "check_name",
     "on_threads",
+    "pass_on",
     "ring_broadcast",
     "solo",
 ]

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -136,6 +136,26 @@ class Work(Protocol):
     """A collective under way. ``wait`` completes it. A second ``wait`` does nothing."""
 
     def wait(self) -> None: ...
+
+
+@runtime_checkable
+class StagedWork(Work, Protocol):
+    """A work of which other ranks need a part before it can be complete on this one, such as a sum that they add to.
+
+    All ranks pass such works on in one order, and then wait for each in that order, too. Between the two, others may
+    be passed on.
+    """
+
+    def pass_on(self) -> None:
+        """Do the part that other ranks need, and let go of the input. Further calls do nothing."""
+
+
+def pass_on(work: Work) -> None:
+    """Let a work do what other ranks need. A work without such a part is completed."""
+    if isinstance(work, StagedWork):
+        work.pass_on()
+    else:
+        work.wait()
 
 
 class Chain:

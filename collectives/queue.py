@@ -2,7 +2,8 @@
 
     ready:     2   0       1          end
     launched:      0       1 2        3 ...        never 2 before 0 and 1
-    in flight:     at most `limit`; launching one more waits for the oldest
+    in flight:     at most `limit`; launching one more waits for the oldest, or passes it on (`StagedWork`)
+    passed on:     at most `behind`; passing on one more waits for the oldest
 
 Every rank launches the same buckets in the same order, so that collectives match. The order in which they become ready
 may differ between ranks.
@@ -15,20 +16,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from .messages import Work
+from .messages import Work, pass_on
 
 
 class BucketQueue:
     """Rounds of launches. ``launch(bucket)`` starts the collective of a bucket."""
 
-    def __init__(self, launch: Callable[[int], Work], limit: int) -> None:
+    def __init__(self, launch: Callable[[int], Work], limit: int, behind: int = 0) -> None:
+        """``limit``: collectives that may hold their input; ``behind``: that may be passed on and not complete."""
         if limit < 1:
             raise ValueError(f"at least one bucket must be allowed in flight, not {limit}")
-        self._launch, self._limit = launch, limit
+        self._launch, self._limit, self._behind = launch, limit, behind
         self._order: tuple[int, ...] = ()
         self._next = 0
         self._ready: set[int] = set()
         self._flying: deque[Work] = deque()
+        self._passed_on: deque[Work] = deque()
 
     @property
     def done(self) -> bool:
@@ -57,15 +60,29 @@ class BucketQueue:
         """Wait for everything that was launched."""
         while self._flying:
             self._land()
+        while self._passed_on:
+            self._complete()
 
     def abandon(self) -> None:
         """Forget the round, after a failure that makes waiting useless."""
         self._order, self._next = (), 0
         self._flying.clear()
+        self._passed_on.clear()
 
     def _land(self) -> None:
-        self._flying[0].wait()
-        self._flying.popleft()
+        """Pass on the oldest collective that holds its input. Without `behind`, complete it."""
+        while self._behind and len(self._passed_on) >= self._behind:
+            self._complete()
+        if self._behind:
+            pass_on(self._flying[0])
+            self._passed_on.append(self._flying.popleft())
+        else:
+            self._flying[0].wait()
+            self._flying.popleft()
+
+    def _complete(self) -> None:
+        self._passed_on[0].wait()
+        self._passed_on.popleft()
 
     def _start(self) -> None:
         while len(self._flying) >= self._limit:

@@ -15,7 +15,7 @@ class Collective(Protocol):
     """An algorithm over a transport. All ranks of the group call each method, with equal bounds and tag.
 
     All ranks wait for works in the same order, which need not be that of the launches: a wait may return only after
-    peers have read this rank's data.
+    peers have read this rank's data. A reduce-scatter may be a `StagedWork`.
 
     ``bounds`` has world_size + 1 entries, ascending from 0 to the number of elements: rank r owns
     ``[bounds[r], bounds[r + 1])``, which may be uneven or empty.

@@ -5,6 +5,9 @@
     slice 0:  rank 0: start + x_0 + x_1  ->  rank 2: + x_2 + x_3  ->  rank 4: + x_4 + x_5      the sum goes on
               rank 0                     <-  rank 2               <-  rank 4                   and comes back
 
+Sums of several buckets are on their way at a time: a rank that has passed one on goes on with the next, and waits for
+the total later. The input of a bucket is not needed any more then, so this takes no memory.
+
 A replica is a row of neighbouring ranks, so the sum is formed in rank order, as in a single replica. All replicas hold
 the same slices, so an all-gather stays inside a replica. Between replicas a slice travels twice, except at the ends,
 which is what a ring would send, and each rank talks to two others.
@@ -14,7 +17,6 @@ Knows: the algorithm of a replica. Does not know: hosts. The caller chooses whic
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -46,8 +48,7 @@ class Replicated:
     ) -> Work:
         """See `collectives.Collective.reduce_scatter`. All replicas have the same ``start``. Receives a sum into
         ``start``, or into scratch memory if that is None."""
-        announced = self.transport.announce_round(tag)
-        return Chain([announced, _HybridReduceScatter(self, source, bounds, out, start, tag)])
+        return _HybridReduceScatter(self, source, bounds, out, start, tag, self.transport.announce_round(tag))
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. Every replica has the same slices."""
@@ -55,7 +56,8 @@ class Replicated:
 
 
 class _HybridReduceScatter:
-    """A replica's part of a reduce-scatter: it receives the sum of the replicas before, and later the sum of all."""
+    """A replica's part of a reduce-scatter: it adds to the sum of the replicas before and passes it on, and later
+    receives the sum of all."""
 
     def __init__(
         self,
@@ -65,9 +67,10 @@ class _HybridReduceScatter:
         out: Tensor,
         start: Tensor | None,
         tag: Tag,
+        announced: Work,
     ) -> None:
         onward, before, after = algorithm.onward, algorithm.before, algorithm.after
-        works: list[Work] = []
+        works = [announced]
         if before is not None:
             if start is None:
                 start = algorithm.shards.scratch(out.numel(), out.dtype, out.device)
@@ -75,25 +78,39 @@ class _HybridReduceScatter:
         works.append(algorithm.inner.reduce_scatter(source, bounds, out, start=start, tag=tag))
         onward.post_remaining()
 
-        def exchange(after: int) -> Work:
+        def forth() -> Work:
+            if after is None:
+                return Chain(())
             total = onward.irecv(out, after, tag)  # sent only after this rank's sum has arrived there
             return Chain([onward.isend(out, after, tag, one_way=True), total])
 
+        def back() -> Work:
+            return Chain(()) if before is None else onward.isend(out, before, tag)
+
         self._transport = algorithm.transport
         self._under_way: Work = Chain(works)
-        self._next: deque[Callable[[], Work]] = deque()
-        if after is not None:
-            self._next.append(lambda: exchange(after))
-        if before is not None:
-            self._next.append(lambda: onward.isend(out, before, tag))
+        self._forth: Callable[[], Work] | None = forth
+        self._back: Callable[[], Work] | None = back
+
+    def pass_on(self) -> None:
+        """Add this replica's contributions to the sum of those before, and send it to the next one."""
+        if self._forth is not None:
+            self._under_way.wait()
+            forth, self._forth = self._forth, None
+            self._under_way = self._sent(forth)
 
     def wait(self) -> None:
+        self.pass_on()
         self._under_way.wait()
-        while self._next:
-            try:
-                self._under_way = self._next.popleft()()
-            except BaseException as error:  # what was sent is unknown
-                rank_label = self._transport.rank_label
-                self._transport.abort(f"{rank_label}, while passing a sum on: {type(error).__name__}: {error}")
-                raise
+        if self._back is not None:
+            back, self._back = self._back, None
+            self._under_way = self._sent(back)
             self._under_way.wait()
+
+    def _sent(self, send: Callable[[], Work]) -> Work:
+        try:
+            return send()
+        except BaseException as error:  # what was sent is unknown
+            rank_label = self._transport.rank_label
+            self._transport.abort(f"{rank_label}, while passing a sum on: {type(error).__name__}: {error}")
+            raise

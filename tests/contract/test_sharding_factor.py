@@ -249,6 +249,28 @@ def test_bytes_and_traffic_are_those_of_the_formulas(stage: int, world_size: int
     assert sum(sent for _, sent in results) == results[0][0].formula_traffic_bytes(2, 2)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("precision", ["", "bf16"])
+@pytest.mark.by_default("-2", "bf16-1")
+def test_buckets_on_their_way_between_replicas_take_no_scratch_memory(stage: int, precision: str) -> None:
+    """Five buckets are under way to the fourth replica and back; of three at most a rank keeps what it contributes."""
+    mixed = PRECISIONS[precision] if precision else None
+
+    def program(transport: Transport) -> Any:
+        model = locked_wide()
+        optimizer = ZeroOptimizer(
+            model, stage=stage, process_group=transport, bucket_cap_mb=0.015, sharding_factor=2, mixed_precision=mixed
+        )
+        for _ in range(2):
+            model(torch.ones(2, 67)).square().sum().backward()
+        optimizer.step()
+        return optimizer.describe()
+
+    for description in on_threads(8, program):
+        assert len(description.buckets) >= 5
+        assert 0 < description.bytes["scratch_peak"] <= description.formula_bytes["scratch_peak"]
+
+
 def test_between_hosts_only_sums_travel_once_there_and_once_home() -> None:
     """With two hosts and a replica on each, a slice's running sum goes to the other host, and the total comes back."""
     hosts, numel = [range(2), range(2, 4)], 1 << 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutant import Edit, Mutant
 
 TESTS = "contract/test_sharding_factor.py"
+ORDER = "collectives/test_replicas.py"
 FOLD = f"{TESTS}::test_a_sum_over_replicas_is_the_fold_in_rank_order"
 TRAINING = f"{TESTS}::test_training_is_that_of_the_plain_loop"
 KEPT = f"{TESTS}::test_what_is_kept_for_the_backward_changes_no_bit"
@@ -30,11 +31,9 @@ REPLICAS = (
         "The last replica alone has the sum of all; the others step with the sum so far.",
         (
             Edit(
-                "collectives.algorithms.hybrid_sharding._HybridReduceScatter.__init__.exchange",
-                "            return Chain([onward.isend(out, after, tag, one_way=True), total])\n",
-                "            kept = out.clone()\n"
-                "            works = Chain([onward.isend(out, after, tag, one_way=True), total])\n"
-                "            works.wait()\n            out.copy_(kept)\n            return works\n",
+                "collectives.algorithms.hybrid_sharding._HybridReduceScatter.__init__.forth",
+                "total = onward.irecv(out, after, tag)",
+                "total = onward.irecv(out.clone(), after, tag)",
             ),
         ),
         (f"{TRAINING}[2-1-1]",),
@@ -123,6 +122,39 @@ REPLICAS = (
             ),
         ),
         (f"{TESTS}::test_an_algorithm_of_its_own_transport_is_counted_and_fails_with_the_group",),
+    ),
+    Mutant(
+        "sums-go-to-the-other-replicas-one-at-a-time",
+        ("L17",),
+        "A rank waits for the total of a bucket before it adds to the next one: 128 replicas take 38 s a backward.",
+        (Edit("collectives.queue.BucketQueue._land", "pass_on(self._flying[0])", "self._flying[0].wait()"),),
+        (f"{ORDER}::test_a_bucket_is_passed_on_before_another_is_launched_and_completed_when_it_is_far_behind",),
+    ),
+    Mutant(
+        "the-last-total-is-awaited-first",
+        ("L17",),
+        "A rank waits for a total that no other rank sends yet.",
+        (
+            Edit(
+                "collectives.queue.BucketQueue._complete",
+                "        self._passed_on[0].wait()\n        self._passed_on.popleft()\n",
+                "        self._passed_on[-1].wait()\n        self._passed_on.pop()\n",
+            ),
+        ),
+        (f"{ORDER}::test_a_bucket_is_passed_on_before_another_is_launched_and_completed_when_it_is_far_behind",),
+    ),
+    Mutant(
+        "contributions-stay-until-the-total-is-here",
+        ("L7",),
+        "A bucket on its way between replicas keeps its contribution: scratch memory grows with the replicas.",
+        (
+            Edit(
+                "zero.runtime.accumulator.GradAccumulator.passed_on",
+                "        self._local = self._saved_sum = None\n",
+                "        self.touched = True\n",
+            ),
+        ),
+        (f"{TESTS}::test_buckets_on_their_way_between_replicas_take_no_scratch_memory[-2]",),
     ),
     Mutant(
         "replicas-cut-their-buckets-differently",

@@ -101,6 +101,13 @@ def stage_of(number: int) -> Stage:
     return STAGES[number]
 
 
+def sums_under_way(replicas: int) -> int:
+    """Return how many buckets may be on their way through the replicas and back, each of which waits for the one before
+    and then for the one behind it: one bucket on every hop. They hold no memory but the sum, which a rank keeps.
+    """
+    return 2 * (replicas - 1)
+
+
 def units_share_buckets(ranks: int, *, in_common: bool, on_disk: bool) -> bool:
     """Return whether buckets hold parameters of any unit, since no unit is gathered. Shards of a unit then differ in
     length.

@@ -20,7 +20,7 @@ from enum import Enum
 from collectives import BucketQueue, Collective, MismatchError, Transport, Work
 
 from ..core.flags import either
-from ..core.stage import Stage
+from ..core.stage import Stage, sums_under_way
 from ..runtime.bucket import Bucket
 
 
@@ -35,8 +35,10 @@ class Phase(Enum):
 class BackwardSchedule:
     """The rounds and the phase of one optimizer on one rank. All flags are in its buckets."""
 
-    def __init__(self, buckets: Sequence[Bucket], stage: Stage, transport: Transport, collective: Collective) -> None:
-        """``buckets``: the list itself, which may grow."""
+    def __init__(
+        self, buckets: Sequence[Bucket], stage: Stage, transport: Transport, collective: Collective, replicas: int
+    ) -> None:
+        """``buckets``: the list itself, which may grow; ``replicas``: groups of ranks that hold one copy each."""
         self.buckets = buckets
         self._transport, self._collective = transport, collective
         self.number = 0  # rounds that this rank entered
@@ -59,7 +61,7 @@ class BackwardSchedule:
             assert schedule is not None
             return schedule._launch(bucket)
 
-        self._queue = BucketQueue(launch, in_flight)
+        self._queue = BucketQueue(launch, in_flight, sums_under_way(replicas))
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,8 @@ class Reducer:
         ``means_may_be_shown``: of `GradSlots`."""
         self._buckets, self._stage, self._transport, self._collective = buckets, stage, transport, collective
         self._shards, self._streams = shards, streams
-        self._schedule = BackwardSchedule(buckets, stage, transport, collective)
+        replicas = transport.world_size // shards.world_size
+        self._schedule = BackwardSchedule(buckets, stage, transport, collective, replicas)
         self.means = OwnedMeans(buckets)
         self._slots = GradSlots(self, stage, self._schedule, means_may_be_shown=means_may_be_shown)
         self.agreement = Agreement(transport)

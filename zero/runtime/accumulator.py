@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from collectives import Collective, Kind, Tag, Transport, Work
+from collectives import Collective, Kind, Tag, Transport, Work, pass_on
 from collectives.torch_internals import foreach_add_, foreach_copy_
 
 from ..core.bits import first_unequal, same_bits
@@ -33,11 +33,17 @@ from .flat_buffer import FlatBuffer, redistribute
 
 
 class _Reduction:
-    """A reduce-scatter of a bucket in flight. `wait` may be called again, also after an interrupt."""
+    """A reduce-scatter of a bucket in flight, a `StagedWork`. Each call may be repeated, also after an interrupt."""
 
     def __init__(self, store: GradAccumulator, work: Work) -> None:
         self._store: GradAccumulator | None = store
         self._work = work
+
+    def pass_on(self) -> None:
+        if self._store is not None:
+            with self._store.passing():
+                pass_on(self._work)
+            self._store.passed_on()
 
     def wait(self) -> None:
         if self._store is not None:
@@ -65,6 +71,7 @@ class GradAccumulator:
         self.label = f"bucket {bucket.index} ({names[0]}{' ... ' + names[-1] if len(names) > 1 else ''})"
         number, rank = bucket.index, shards.rank_label
         self._launching = Event(f"reduce_scatter bucket {number}", rank)
+        self.passing = Event(f"pass_on_reduce_scatter bucket {number}", rank)
         self.waiting = Event(f"wait_for_reduce_scatter bucket {number}", rank)
         self._gathering = Event(f"all_gather_gradients bucket {number}", rank)
         self._waiting_for_means = Event(f"wait_for_all_gather_gradients bucket {number}", rank)
@@ -233,6 +240,10 @@ class GradAccumulator:
         start = None if before is None else before.data
         work = redistribute(self._local, self._sum(), self.bucket.cuts, collective, tag, start=start)
         return _Reduction(self, work)
+
+    def passed_on(self) -> None:
+        """Note that the contribution is part of a sum: its memory, and that of the running sum, is free."""
+        self._local = self._saved_sum = None
 
     def reduced(self) -> None:
         """Note that the reduction of the contribution is complete."""

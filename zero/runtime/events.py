@@ -11,6 +11,7 @@ buckets and units are registered. No event belongs to a single parameter.
     zero::uninstall unit U             release the parameters of a unit that was gathered, and keep the buffer
     zero::reduce_scatter bucket B      copy the gradients of a bucket, and launch their reduce-scatter
     zero::wait_for_reduce_scatter ...  wait for it, and add up in rank order
+    zero::pass_on_reduce_scatter ...   with `sharding_factor`: add up in rank order, and send the sum on
     zero::all_gather_gradients ...     stage 0: launch the all-gather of the means, and `wait_for_...`
     zero::agree                        compare the ranks' records; a rank that is behind catches up
     zero::catch_up                     a reduction of the other ranks for which this rank ran no backward

@@ -3,7 +3,7 @@
     reduce    the buckets of `zero.core.layout`, in layout order; 2 in flight at stages 0 and 1, else 1
     gather    a unit one ahead of its use, in two buffers; the root's rest and the last unit stay for the backward
     step      bucket by bucket; stages 1 and 2 gather the updated slices, 2 in flight; stage 0 gathers means
-    copies    the sum of a bucket goes through all replicas, and comes back
+    copies    the sum of a bucket goes through all replicas, and comes back: one more in flight for each hop
 
 A collective of a bucket whose parameters have one owner each takes as long as one of an even bucket whose slices are as
 long as its longest. In the update of such buckets a rank has the work of the one that has most in the whole step.
@@ -19,7 +19,14 @@ from dataclasses import dataclass, replace
 
 from ...core.cuts import EvenCuts
 from ...core.layout import Dtypes, Layout
-from ...core.stage import Placement, check_reshard, check_sharding_factor, stage_of, units_share_buckets
+from ...core.stage import (
+    Placement,
+    check_reshard,
+    check_sharding_factor,
+    stage_of,
+    sums_under_way,
+    units_share_buckets,
+)
 from .compute import Compute, PassSeconds
 from .program import AFTER_THE_LAST, Reduction, StepProgram, UnitStep, UpdateStep
 from .wires import NOTHING, RankGroup, WireCost, Wires
@@ -188,7 +195,7 @@ def program_of(
         updates=tuple(updates),
         micro_batches=setting.micro_batches,
         reduced=reduced,
-        in_flight=2 if stage.keeps_full_grads else 1,
+        in_flight=(2 if stage.keeps_full_grads else 1) + sums_under_way(replicas),
         means_each_time=setting.means_are_shown,
         kept=gathers and near == 1,
         streams=wires.on_gpu,
