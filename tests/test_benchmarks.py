@@ -36,7 +36,7 @@ from matplotlib.figure import Figure  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from benchmarks import collectives as one_host  # noqa: E402
-from benchmarks import crossing, gpu, interleaved, memory, offload, scaling, scaling_tables, steps, two_hosts  # noqa: E402
+from benchmarks import crossing, gpu, interleaved, memory, offload, replicas, scaling, scaling_tables, steps, two_hosts  # noqa: E402
 from benchmarks.fits import fit  # noqa: E402
 from benchmarks.gpu_tables import DeviceResults  # noqa: E402
 from benchmarks.models import Layers, Tensors  # noqa: E402
@@ -612,3 +612,14 @@ def test_namespaces_are_removed_whatever_happens(fails: int, monkeypatch: pytest
     with pytest.raises(expected):
         use()
     assert played.there == others
+
+
+def test_a_round_between_replicas_takes_what_the_plan_says(tmp_path: Path) -> None:
+    """And a hop, in which ranks announce the round. On simulated clocks the result is always the same."""
+    done = _run(replicas, "--quick", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    found = Report.read(tmp_path / "replicas.json").parts
+    assert len(found) == 4
+    for part in found:
+        assert part["seconds"] == pytest.approx(part["planned"] + part["hop"], rel=1e-9)
+    assert found[3]["seconds"] < found[2]["seconds"] / 3
