@@ -22,7 +22,7 @@ from .consistency import agree_on_construction, agree_on_sharing
 from .core.buckets import build, extended
 from .core.layout import BucketSpec, Dtypes, Layout, ParameterSpec
 from .core.parameter_specs import FLOATS, changed, check_buffers, check_modules, check_one_device, is_laid_out, specs
-from .core.stage import Placement, check_offloaded_parameters
+from .core.stage import Placement, check_offloaded_parameters, why_one_device
 from .gradients.hooks import check_free
 from .gradients.reducer import Reducer
 from .parameters.casting import InputCast
@@ -243,7 +243,9 @@ class Builder:
                     replicated[parameter] = spec
             if not found and not self.storage.buckets:
                 raise ValueError(NOTHING_TO_TRAIN)
-            check_one_device([*self.storage.layout.parameters, *described])
+            check_one_device(
+                [*self.storage.layout.parameters, *described], why_one_device(self.stage, self.offload is not None)
+            )
             check_free([(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)])
             self.storage.prepare(found)
             described, said, states = choose_partitions(self.inners, all_groups, described, asked)
@@ -278,7 +280,7 @@ class Builder:
         with self._failing_for_all():
             self.storage.replicated.update(replicated)
             new = self.storage.register(found, layout, keep)
-            self.streams.use(self.storage.device)
+            self.streams.use({bucket.weights.data.device for bucket in self.storage.buckets})
             for bucket in new:
                 bucket.states = self._states_of(bucket, wide.pop(bucket, None), stores)
                 number = bucket.specs[0].optimizer_class

@@ -21,7 +21,8 @@ from torch import nn
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 from zero.core.layout import Dtypes, ParameterSpec
-from zero.core.parameter_specs import check_one_device
+from zero.core.parameter_specs import check_one_device, device_of
+from zero.core.stage import stage_of, why_one_device
 from zero.runtime import streams
 from zero.runtime.streams import Streams
 
@@ -34,7 +35,7 @@ from .test_stage3_errors import error_of, zero
 
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 RANKS = pytest.mark.parametrize("world_size", [1, 2])
-GPU = torch.device("cuda", 1)
+GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
 
 
 # -- several devices ---------------------------------------------------------------------------------------------------
@@ -45,25 +46,37 @@ def spec(name: str, device: str, trainable: bool = True) -> ParameterSpec:
 
 
 def test_what_is_trained_is_on_one_device() -> None:
-    check_one_device([])
-    check_one_device([spec("a", "cuda:0"), spec("b", "cuda:0"), spec("mask", "cpu", trainable=False)])
-    check_one_device([spec("mask", "cpu", trainable=False), spec("a", "cuda:0")])
+    check_one_device([], "now")
+    check_one_device([spec("a", "cuda:0"), spec("b", "cuda:0"), spec("mask", "cpu", trainable=False)], "now")
+    check_one_device([spec("mask", "cpu", trainable=False), spec("a", "cuda:0")], "now")
     for other in ("cuda:1", "cpu"):
+        found = [spec("a", "cuda:0"), spec("b", "cuda:0"), spec("c", other)]
         with pytest.raises(
-            ValueError, match=f"'a' is on cuda:0 and 'c' on {other}: what is trained must be on one device"
+            ValueError, match=f"'a' is on cuda:0 and 'c' on {other}: what is trained must be on one device now"
         ):
-            check_one_device([spec("a", "cuda:0"), spec("b", "cuda:0"), spec("c", other)])
+            check_one_device(found, "now")
+        check_one_device(found, "")
 
 
-@ALL
+def test_where_units_are_gathered_and_where_states_are_offloaded_it_must_be() -> None:
+    assert [bool(why_one_device(stage_of(number), False)) for number in range(4)] == [False, False, False, True]
+    assert all(why_one_device(stage_of(number), True) for number in range(4))
+
+
+def test_the_device_that_decides_is_the_first_accelerator() -> None:
+    one, other = torch.empty(1, device="meta"), torch.empty(1)
+    assert device_of([{"params": [other, one]}]) == torch.device("cpu")
+    with mock.patch.object(torch.Tensor, "device", property(lambda tensor: GPU if tensor is one else CPU)):
+        for params in ([other, one], [("a", other), ("b", one)], [one]):
+            assert device_of([{"params": params}]) == GPU
+
+
 @RANKS
-def test_trained_parameters_on_two_devices_are_refused_on_every_rank_before_anything_moves(
-    stage: int, world_size: int
-) -> None:
+def test_trained_parameters_on_two_devices_are_refused_on_every_rank_before_anything_moves(world_size: int) -> None:
     def program(transport: Transport) -> str:
         model = build()
         model[2] = nn.Linear(4, 4, device="meta")
-        message = error_of(zero, model, transport, stage)
+        message = error_of(zero, model, transport, 3)
         assert model[2].weight.is_meta
         return message
 
@@ -71,12 +84,12 @@ def test_trained_parameters_on_two_devices_are_refused_on_every_rank_before_anyt
         for message in on_threads(world_size, program, timeout=5):
             assert message.startswith("ValueError: ")
             assert "'0.weight' is on cpu and '2.weight' on cuda:1" in message
-            assert message.endswith("autograd would run their hooks in two threads, which have no lock yet")
+            assert message.endswith("would gather units in an order that differs between ranks")
 
 
 def test_so_is_a_group_on_another_device() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = zero(list(model[0].parameters()), solo(), 1, module=model)
+    optimizer = zero(list(model[0].parameters()), solo(), 3, module=model)
     added = [spec("1.weight", "cuda:1")], list(model[1].parameters())[:1]
     with mock.patch("zero.setup.specs", return_value=added[::-1]):
         message = error_of(optimizer.add_param_group, {"params": added[1]})
@@ -111,7 +124,7 @@ def on(stream: Stream) -> Iterator[None]:
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that parameters are on a GPU."""
-    monkeypatch.setattr(Streams, "use", lambda self, device: setattr(self, "_device", GPU))
+    monkeypatch.setattr(Streams, "use", lambda self, devices: self._last.setdefault(GPU))
     monkeypatch.setattr(streams, "_current", lambda device: _HERE.current)
     monkeypatch.setattr(streams, "_is_recorded", lambda device: getattr(_HERE, "captures", False))
 

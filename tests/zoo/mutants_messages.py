@@ -32,8 +32,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.runtime.streams.Streams.wait_for_previous",
-                "        self._last = current\n",
-                "        self._last = self._last or current\n",
+                "            self._last[device] = _behind(device, last)\n",
+                "            self._last[device] = _behind(device, last) if last is None else last\n",
             ),
         ),
         (f"{DEVICES}::test_each_part_of_a_step_waits_for_the_one_before_on_whatever_stream_it_is[1-2]",),

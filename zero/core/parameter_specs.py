@@ -147,20 +147,23 @@ def _brief(value: Any) -> str:
 
 
 def device_of(groups: Sequence[Mapping[str, Any]]) -> torch.device:
-    """Return the device of the first parameter. If there is none, return the CPU; construction fails later."""
+    """Return the device of the first parameter on an accelerator; else of the first one. If there is none, return the
+    CPU; construction fails later."""
     entries = (entry for group in groups for entry in group["params"])
     parts = (part for entry in entries for part in (entry if isinstance(entry, tuple) else (entry,)))
-    return next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
+    devices = dict.fromkeys(part.device for part in parts if isinstance(part, Tensor))
+    return next(iter(sorted(devices, key=lambda device: device.type in ("cpu", "meta"))), torch.device("cpu"))
 
 
-def check_one_device(specs: Iterable[ParameterSpec]) -> None:
-    """Raise `ValueError` naming two parameters that are trained on different devices."""
+def check_one_device(specs: Iterable[ParameterSpec], reason: str) -> None:
+    """Raise `ValueError` naming two parameters that are trained on different devices. ``reason``: why they cannot be;
+    empty if they can."""
     trained = [spec for spec in specs if spec.trainable]
-    for spec in trained:
+    for spec in trained if reason else ():
         if spec.device != trained[0].device:
             raise ValueError(
                 f"{trained[0].name!r} is on {trained[0].device} and {spec.name!r} on {spec.device}: what is trained "
-                "must be on one device, since autograd would run their hooks in two threads, which have no lock yet"
+                f"must be on one device {reason}"
             )
 
 

@@ -108,6 +108,17 @@ def sums_under_way(replicas: int) -> int:
     return 2 * (replicas - 1)
 
 
+def why_one_device(stage: Stage, offloads: bool) -> str:
+    """Return why all that is trained must be on one device; empty if it need not be. ``offloads``: states are elsewhere
+    between steps."""
+    if stage.parameters is Placement.SHARD:
+        return (
+            f"at stage {stage.number}: autograd has a thread for each device, and two of them would gather units in an "
+            "order that differs between ranks"
+        )
+    return "with offload=" if offloads else ""
+
+
 def units_share_buckets(ranks: int, *, in_common: bool, on_disk: bool) -> bool:
     """Return whether buckets hold parameters of any unit, since no unit is gathered. Shards of a unit then differ in
     length.

@@ -15,6 +15,7 @@ does not hold a gradient must not expose a part of it, nor None: a clip would ta
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -207,6 +208,10 @@ class _Arrival:
         listener = None if owner is None else owner.listener()
         if owner is None or listener is None or bucket is None:
             return
+        with owner.lock:
+            self._arrived(owner, listener, bucket, parameter)
+
+    def _arrived(self, owner: GradientHooks, listener: Listener, bucket: Bucket, parameter: Tensor) -> None:
         if not parameter.requires_grad:  # frozen since its forward: autograd has discarded the gradient
             return
         gradient = parameter.grad
@@ -221,6 +226,8 @@ class _Arrival:
 
 class GradientHooks:
     """The hooks on the parameters of one optimizer, until `remove`. They hold the listener weakly.
+
+    Autograd has a thread for each device of the parameters. Of the hooks of one owner, one runs at a time.
 
     A parameter has one owner. The next object that watches it takes it over; the previous owner becomes ``superseded``
     and loses all its hooks. Thus a notebook cell that builds an optimizer can be run again.
@@ -239,6 +246,7 @@ class GradientHooks:
         """
         self.superseded, self.exclusive, self._ahead = False, exclusive, ahead
         self.listener = weakref.ref(listener)
+        self.lock = threading.RLock()
         self._handles: list[Any] = []
         self._before: dict[int, Any] = {}  # parameter -> hook that runs before its gradient is accumulated
         self._leaders: set[int] = set()  # parameters that ever came first in a backward
@@ -277,9 +285,19 @@ class GradientHooks:
         def about(gradient: Tensor) -> None:
             hooks = reference()
             if hooks is not None:
-                hooks._about(gradient.device)
+                with hooks.lock:
+                    hooks._about(gradient.device)
 
         self._before[index] = _untyped(parameter).register_hook(about)
+
+    def stay_ahead(self, buckets: Sequence[Bucket]) -> None:
+        """Keep a pre-accumulation hook on every parameter of ``buckets``, all that are watched: with several devices
+        autograd would else add to gradients in one thread while ``backward_is_near`` runs in another."""
+        self._ahead = True
+        for bucket in buckets:
+            for slot, parameter in zip(bucket.spec.slots, bucket.parameters, strict=True):
+                if slot.parameter not in self._before and parameter.requires_grad:
+                    self._watch_ahead(parameter, slot.parameter)
 
     def remove(self) -> None:
         """Remove all hooks."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from collectives.torch_internals import amp_unscale_
 
+from ..core.bits import read_scalars
 from ..core.layout import Piece
 from ..runtime.bucket import Bucket
 
@@ -29,17 +30,20 @@ class OwnedMeans:
         doubles = [bucket for bucket in self._buckets if bucket.spec.dtypes.accumulate_dtype is torch.float64]
         return any(1 in bucket.used for bucket in doubles)
 
-    def unscale(self, found: Tensor, inverse: Tensor) -> bool:
-        """Multiply the means that this rank steps with by ``inverse``; return whether any element was not finite.
+    def unscale(self, inverse: Tensor) -> bool:
+        """Multiply the means that this rank steps with by ``inverse``, a tensor of one element.
 
-        ``found`` is a zero of one element, which is set to 1 in that case. The result is this rank's alone.
+        Returns whether any element was not finite. The result is this rank's alone.
         """
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for interval in self._intervals(lambda bucket: bucket.states.pieces):
-            by_dtype.setdefault(interval.dtype, []).append(interval)
-        for intervals in by_dtype.values():
-            amp_unscale_(intervals, found, inverse)
-        return bool(found.item())  # host synchronisation: every rank must take or skip the same step
+            alike.setdefault((interval.dtype, interval.device), []).append(interval)
+        found: dict[torch.device, Tensor] = {}
+        for (_, device), intervals in alike.items():
+            flag = found.setdefault(device, torch.zeros(1, device=device))
+            amp_unscale_(intervals, flag, inverse.to(device))
+        # host synchronisation: every rank must take or skip the same step
+        return any(read_scalars([flag[0] for flag in found.values()]))
 
     def _intervals(self, pieces_of: Callable[[Bucket], Sequence[Piece]]) -> list[Tensor]:
         """Return the gradients of the pieces that some rank used. Pieces with no padding between them are one."""
@@ -50,6 +54,33 @@ class OwnedMeans:
                 for begin, end in _joined([piece for piece in pieces_of(bucket) if bucket.used[piece.slot]]):
                     found.append(gradient.interval(begin, end))
         return found
+
+
+class FoundInf:
+    """The tensors in which a `GradScaler` learns that a gradient is not finite: in one `unscale_`, one for each device.
+
+    It hands over the gradients by device and dtype; that of a further device belongs to the same `unscale_`.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[torch.device, Tensor] = {}  # in the last `unscale_`
+        self._overflow = False
+
+    def repeats(self, found: Tensor) -> bool:
+        """Return whether this `unscale_` has unscaled the gradients already. ``found``, one element, is told then."""
+        if self._told and found.device not in self._told:
+            self._tell(found)
+        return self._told.get(found.device) is found
+
+    def tell(self, found: Tensor, overflow: bool) -> None:
+        """Note the result of an `unscale_`, and tell its first device."""
+        self._told, self._overflow = {}, overflow
+        self._tell(found)
+
+    def _tell(self, found: Tensor) -> None:
+        self._told[found.device] = found
+        if self._overflow:
+            found.fill_(1.0)
 
 
 def _joined(pieces: Sequence[Piece]) -> list[tuple[int, int]]:

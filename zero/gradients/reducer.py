@@ -33,7 +33,7 @@ from .backward_schedule import BackwardSchedule, Phase
 from .grad_slots import GradSlots
 from .hooks import GradientHooks
 from .join import JoinProtocol, Options
-from .owned_means import OwnedMeans
+from .owned_means import FoundInf, OwnedMeans
 
 
 class Reducer:
@@ -63,7 +63,7 @@ class Reducer:
         self._agreeing, self._catching_up = Event("agree", rank), Event("catch_up", rank)
         self._unscaling = Event("unscale", rank)
         self._sync = True
-        self._unscaled: Tensor | None = None  # the last `found_inf` tensor of a `GradScaler`
+        self._found = FoundInf()
         self._join_protocol: JoinProtocol | None = None  # inside `join`
         self._assigned: str | None = None  # the error for a gradient that the user assigned before a backward
         self.hooks = GradientHooks(self, exclusive=stage.parameters is Placement.SHARD, ahead=self.means_are_shown)
@@ -84,6 +84,8 @@ class Reducer:
             bucket.grad = GradAccumulator(bucket.spec, bucket.specs, self._stage, self._shards)
             for slot in range(len(bucket.parameters)):
                 self.hooks.watch(bucket, slot)
+        if len({bucket.spec.device for bucket in self._buckets}) > 1:
+            self.hooks.stay_ahead(self._buckets)
 
     # -- events of autograd (the listener of `GradientHooks`) ---------------------------------------------------------
 
@@ -316,18 +318,16 @@ class Reducer:
     def unscale(self, found: Tensor, inverse: Tensor) -> None:
         """Take the loss scale out of the means, and set ``found`` to 1 on every rank if any is not finite. Collective.
 
-        A `GradScaler` calls this once for each dtype of gradients; the first call does the work of all.
+        A `GradScaler` calls this once for each dtype and device of gradients; the first call does the work of all.
         """
-        if found is self._unscaled:
+        if self._found.repeats(found):
             return
         factor = inverse.item()  # host synchronisation: ranks compare it, once a step
         with self._unscaling(), self.broadcast_call("unscale", inverse=factor):
             self.finalize_grads("GradScaler.unscale_()", scale=1 / factor if factor else math.inf)
-            mine = bytes([self.means.unscale(torch.zeros_like(found), inverse)])
+            mine = bytes([self.means.unscale(inverse)])
             tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self._schedule.number, self.agreement.number)
-            if any(told[0] for told in self._transport.exchange(mine, tag)):
-                found.fill_(1.0)
-        self._unscaled = found
+            self._found.tell(found, any(told[0] for told in self._transport.exchange(mine, tag)))
 
     def stepped(self) -> None:
         """Note that a step has used the gradients."""

@@ -10,6 +10,8 @@ The host never waits. The CPU has no streams, and there nothing is done.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 
@@ -17,31 +19,34 @@ class Streams:
     """The streams on which one optimizer enqueues work."""
 
     def __init__(self) -> None:
-        self.exist = False  # the device has streams
-        self._device: torch.device | None = None  # None: a device without streams
-        self._last: torch.Stream | None = None
+        self.exist = False  # some device has streams
+        self._last: dict[torch.device, torch.Stream | None] = {}  # of each device with streams
 
-    def use(self, device: torch.device) -> None:
-        """Set the device on which work is enqueued."""
-        self._device = None if device.type == "cpu" else device
-        self.exist = self._device is not None
+    def use(self, devices: Iterable[torch.device]) -> None:
+        """Set the devices on which work is enqueued."""
+        self._last = {device: self._last.get(device) for device in devices if device.type != "cpu"}
+        self.exist = bool(self._last)
 
     def wait_for_previous(self) -> None:
-        """Let the current stream wait for all work so far on the stream that this optimizer used before.
+        """Let the current stream of each device wait for all work so far on the stream that this optimizer used before.
 
         Raises `RuntimeError` while a CUDA graph is being captured.
         """
-        if self._device is None:
-            return
-        if _is_recorded(self._device):
-            raise RuntimeError(
-                "a CUDA graph is being captured: a replay would communicate nothing and agree on nothing; run "
-                "forwards, backwards and steps of this optimizer outside torch.cuda.graph()"
-            )
-        current = _current(self._device)
-        if self._last is not None and self._last != current:
-            current.wait_stream(self._last)
-        self._last = current
+        for device, last in self._last.items():
+            self._last[device] = _behind(device, last)
+
+
+def _behind(device: torch.device, last: torch.Stream | None) -> torch.Stream:
+    """Return the current stream of a device, which waits for ``last``."""
+    if _is_recorded(device):
+        raise RuntimeError(
+            "a CUDA graph is being captured: a replay would communicate nothing and agree on nothing; run "
+            "forwards, backwards and steps of this optimizer outside torch.cuda.graph()"
+        )
+    current = _current(device)
+    if last is not None and last != current:
+        current.wait_stream(last)
+    return current
 
 
 def _current(device: torch.device) -> torch.Stream:

@@ -1,0 +1,194 @@
+"""Parameters on two devices: autograd runs their hooks in two threads of one backward.
+
+There is one device here. So the test runs the hooks of a backward itself, in two threads, as autograd would: for each
+parameter the hook before the accumulation, the accumulation, and the hook after it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from collectives import Loopback, Transport
+from zero import ZeroOptimizer
+from zero.gradients import hooks
+from zero.gradients.hooks import ShardedGradient
+from zero.gradients.owned_means import FoundInf
+
+from ..plain import assert_same_bits
+
+COUNT, NUMEL, STEPS = 8, 40, 3
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+_HERE = threading.local()  # the backward of this thread
+
+
+class Backward:
+    """A backward: its number, and what is called when it is over."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.callbacks: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Backward:
+        _HERE.backward = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _HERE.backward = None
+
+
+@pytest.fixture
+def backwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the library take threads inside a `Backward` for autograd's."""
+
+    def current() -> int:
+        backward = getattr(_HERE, "backward", None)
+        return -1 if backward is None else int(backward.number)
+
+    for module in (hooks, __import__("zero.engine", fromlist=["engine"])):
+        monkeypatch.setattr(module, "current_graph_task_id", current)
+    monkeypatch.setattr(hooks, "queue_callback", lambda callback: _HERE.backward.callbacks.append(callback))
+    yield
+    _HERE.backward = None
+
+
+def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add to a parameter's gradient, with its hooks, as autograd does."""
+    for hook in list((parameter._backward_hooks or {}).values()):
+        hook(gradient)
+    before = parameter.grad
+    if isinstance(before, ShardedGradient):
+        before.capture = gradient.clone()
+    else:
+        parameter.grad = gradient.clone() if before is None else before.add_(gradient)
+    hooks_after: dict[int, Callable[[Tensor], None]] = getattr(parameter, "_post_accumulate_grad_hooks", {})
+    for after in list(hooks_after.values()):
+        after(parameter)
+
+
+def gradient_of(rank: int, step: int, index: int) -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(1000 * step + 100 * rank + index))
+
+
+def run_backward(parameters: Sequence[nn.Parameter], rank: int, step: int, number: int) -> None:
+    """Run the hooks of all parameters, of every second one in another thread, from the last to the first."""
+    backward, errors = Backward(number), list[BaseException]()
+
+    def side(first: int) -> None:
+        try:
+            with backward:
+                for index in reversed(range(first, COUNT, 2)):
+                    accumulate(parameters[index], gradient_of(rank, step, index))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=side, args=(first,)) for first in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    with backward:
+        for callback in backward.callbacks:
+            callback()
+
+
+def slow(rank: int, event: str, peer: int) -> None:
+    """Let other threads run in the midst of every message."""
+    time.sleep(2e-4)
+
+
+@pytest.mark.usefixtures("backwards")
+@STAGES
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("ahead", [False, True], ids=["leaders", "ahead"])
+def test_two_threads_give_the_sums_of_one(stage: int, world_size: int, ahead: bool) -> None:
+    """Buckets hold parameters of both threads, and each message takes its time."""
+
+    def program(transport: Transport) -> list[Tensor]:
+        parameters = [nn.Parameter(torch.zeros(NUMEL)) for _ in range(COUNT)]
+        optimizer = ZeroOptimizer(
+            parameters, torch.optim.SGD, stage=stage, process_group=transport, bucket_cap_mb=0.0004, lr=1.0
+        )
+        if ahead:
+            optimizer._builder.reducer.hooks.stay_ahead(optimizer._builder.storage.buckets)
+        for step in range(STEPS):
+            run_backward(parameters, transport.rank, step, COUNT * step + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        values = [parameter.detach().clone() for parameter in parameters]
+        optimizer.close()
+        return values
+
+    expected = [torch.zeros(NUMEL) for _ in range(COUNT)]
+    for step in range(STEPS):
+        for index, value in enumerate(expected):
+            total = gradient_of(0, step, index)
+            for rank in range(1, world_size):
+                total += gradient_of(rank, step, index)
+            value.sub_(total.div_(world_size), alpha=1.0)
+    for values in Loopback[list[Tensor]](world_size, timeout=10, interfere=slow).run(program):
+        for ours, theirs in zip(values, expected, strict=True):
+            assert_same_bits(ours, theirs)
+
+
+def test_no_two_hooks_of_an_optimizer_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, most = [0], [0]
+
+    class Listening:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            def event(*_: object) -> None:
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+                time.sleep(1e-3)
+                inside[0] -= 1
+
+            return event
+
+    listener = Listening()
+    watching = hooks.GradientHooks(listener)  # type: ignore[arg-type]
+    optimizer = ZeroOptimizer([nn.Parameter(torch.zeros(NUMEL)) for _ in range(COUNT)], torch.optim.SGD, lr=1.0)
+    buckets = optimizer._builder.storage.buckets
+    for bucket in buckets:
+        for slot in range(len(bucket.parameters)):
+            watching.watch(bucket, slot)
+    parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
+    backward = Backward(1)
+    monkeypatch.setattr(hooks, "current_graph_task_id", lambda: 1)
+    monkeypatch.setattr(hooks, "queue_callback", backward.callbacks.append)
+    sides = [
+        threading.Thread(
+            target=lambda side=side: [accumulate(p, torch.ones(NUMEL)) for p in parameters[side::2]]  # type: ignore
+        )
+        for side in range(2)
+    ]
+    for thread in sides:
+        thread.start()
+    for thread in sides:
+        thread.join()
+    assert most == [1]
+
+
+# -- a loss scaler with two devices ------------------------------------------------------------------------------------
+
+
+def test_a_second_device_of_one_unscale_is_told_the_result_of_the_first() -> None:
+    flags = FoundInf()
+    first, second = torch.zeros(1), torch.zeros(1, device="meta")
+    assert not flags.repeats(first)
+    flags.tell(first, True)
+    assert first.item() == 1
+    assert flags.repeats(first)
+    assert flags.repeats(second)
+    assert flags.repeats(second)
+    again = torch.zeros(1)
+    assert not flags.repeats(again), "the next unscale_"
+    flags.tell(again, False)
+    assert again.item() == 0
+    assert flags.repeats(torch.zeros(1, device="meta"))
