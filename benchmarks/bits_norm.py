@@ -37,7 +37,7 @@ def measure(device: torch.device, elements: int) -> Iterator[NormTime]:
     """Time both norms over the same numbers, in turn."""
     generator = torch.Generator(device).manual_seed(0)
     numbers = torch.randn(elements, generator=generator, device=device)
-    pieces = list(numbers.split(PIECE))
+    pieces = list(torch.split(numbers, PIECE))
     norms: dict[str, Callable[[], Tensor]] = {
         "zero, exact": lambda: PowerSum.of(pieces, 2.0).norm(torch.float32),
         "torch.nn.utils.get_total_norm": lambda: torch.nn.utils.get_total_norm(pieces),
