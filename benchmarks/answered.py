@@ -32,7 +32,7 @@ OFFSET_BYTES = len(with_offset(b""))
 
 def join_fake_group(world_size: int) -> None:
     """Make the default process group: this process is its last rank, and the other ranks do not exist."""
-    dist.init_process_group("fake", rank=world_size - 1, world_size=world_size, store=FakeStore())  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", rank=world_size - 1, world_size=world_size, store=FakeStore())
 
 
 class _Done:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from .bits_job import DTYPES, SHORT, Compared, Tally, awkward, first_difference, guarded, placed
+from .bits_job import DTYPES, SHORT, Compared, Tally, first_difference, guarded, placed
 
 GROUP = "alignment"
 OFFSETS = (64, 128, 256, 512)
@@ -76,9 +76,8 @@ class _Product:
     def __init__(self, device: torch.device, dtype: torch.dtype, shape: Shape) -> None:
         rows, fan_in, fan_out = self._shape = shape
         sizes = ((rows, fan_in), (fan_out, fan_in), (fan_out,), (rows, fan_out))
-        made = [
-            awkward(torch.Size(size).numel(), dtype, seed, 2).view(size).to(device) for seed, size in enumerate(sizes)
-        ]
+        generator = torch.Generator(device).manual_seed(0)
+        made = [torch.randn(size, generator=generator, device=device).to(dtype) for size in sizes]
         self._input, self._weight, self._bias, self._gradient = made
 
     def run(self, weight_at: int, bias_at: int) -> list[Tensor]:

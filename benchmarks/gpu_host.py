@@ -178,7 +178,9 @@ def main(
     headers: Annotated[str, typer.Option(help="Time header rounds of these numbers of ranks, and nothing else.")] = "",
     device: Annotated[str, typer.Option(help="cuda, cuda:1, ... or cpu.")] = "cuda",
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model, few steps: to see that it works.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for gpu_host.json, traces and snapshots.")] = Path("zero-bench"),
+    out: Annotated[Path, typer.Option(help="Folder for gpu_host.json or gpu_headers.json, traces, snapshots.")] = Path(
+        "zero-bench"
+    ),
     markdown: Annotated[bool, typer.Option("--markdown", help="Print tables as Markdown.")] = False,
     show_only: Annotated[Path | None, typer.Option("--show", help="Measure nothing: show this JSON.")] = None,
 ) -> None:
@@ -207,7 +209,7 @@ def main(
             raise typer.Exit(1) from None
         parts = [asdict(each) for each in results]
         report = Report.of_this_machine("benchmarks.gpu_host", parts, in_words(where))
-        report.write(out / "gpu_host.json")
+        report.write(out / ("gpu_headers.json" if of_ranks else "gpu_host.json"))
     results = [read(part) for part in report.parts]
     tables.show(report.line(), found(results), markdown, console)
     if any(isinstance(each, Traced) and each.error for each in results):
