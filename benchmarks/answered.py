@@ -2,8 +2,8 @@
 
 What is sent to a peer as a header or in an exchange comes back as that peer's own. That is what it would send, since
 all ranks do the same. Collectives are those of torch's "fake" process group, which FSDP2 has beside it: they return at
-once, and fill their output from the rank's own part. So the time of a step is this rank's own work, the packing and
-reading of messages included.
+once. An all-gather copies the rank's own part for each rank. An all-to-all does so in some versions of torch, and here
+in all. So the time of a step is this rank's own work, the packing and reading of messages included.
 
 Knows: which ports this library's messages travel by. Does not know: steps, clocks.
 """
@@ -72,6 +72,20 @@ class AnsweredBackend(GlooBackend):
         self._sent: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
         self._last_header = b""
         self._done, self._marker = _Done(), _Marker()
+        self._fills = self._all_to_all_fills()
+
+    def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> Any:
+        pending = super().all_to_all(out, source, out_splits, splits)
+        own = splits[self.rank]
+        if own and not self._fills:
+            out.view(self.world_size, own).copy_(source[source.numel() - own :])
+        return pending
+
+    def _all_to_all_fills(self) -> bool:
+        """Return whether an all-to-all of torch's group writes its output. Otherwise sums would be of any numbers."""
+        out, ones = torch.zeros(self.world_size), [1] * self.world_size
+        super().all_to_all(out, torch.ones(self.world_size), ones, ones).wait(self.timeout)
+        return bool(out.all())
 
     def device_backend(self, device: torch.device) -> str:
         """Return what a group of ranks with GPUs has: its collectives are awaited in streams."""

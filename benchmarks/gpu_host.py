@@ -105,7 +105,7 @@ def _us(seconds: float) -> str:
 def _host_table(hosts: Sequence[HostTime]) -> tables.Table:
     first = hosts[0]
     peer = next((each.total for each in hosts if each.variant == FSDP2), None)
-    columns = ["system", "forward", "backward", "clip", "step", "sum", "quartiles", "÷ FSDP2", "wall", "buckets"]
+    columns = ["system", "forward", "backward", "clip", "step", "sum", "quartiles", "÷ FSDP2", "wall", "norm"]
     heading = (
         f"The host's milliseconds in a step of rank {first.ranks - 1} of {first.ranks}, alone: {first.layers} blocks "
         f"of width {first.width} on {first.device}"
@@ -120,11 +120,12 @@ def _host_table(hosts: Sequence[HostTime]) -> tables.Table:
                 f"{tables.milliseconds(each.low)}–{tables.milliseconds(each.high)}",
                 "–" if peer is None else f"{each.total / peer:.2f}",
                 tables.milliseconds(each.wall),
+                f"{each.norm:.3g}",
                 str(each.buckets) if each.buckets else "–",
                 str(each.messages) if each.messages else "–",
             ]
         )
-    return tables.Table(heading, [*columns, "headers sent"], rows)
+    return tables.Table(heading, [*columns, "buckets", "headers sent"], rows)
 
 
 def _device_table(on_device: Sequence[Traced]) -> tables.Table:

@@ -72,7 +72,8 @@ class HostTime:
 
     ``forward``, ``backward``, ``clip`` and ``step`` are processor time: of this thread on the CPU, of the process on a
     GPU, where autograd has a thread of its own. ``total``: their sum in a step. ``wall``: of a step, until the device
-    is idle. ``buckets``: 0 if the system has none. ``messages``: headers that this rank sends in a step.
+    is idle. ``norm``: of the last step's gradients. ``buckets``: 0 if the system has none. ``messages``: headers that
+    this rank sends in a step.
     """
 
     variant: str
@@ -89,6 +90,7 @@ class HostTime:
     low: float
     high: float
     wall: float
+    norm: float
     buckets: int
     messages: int
 

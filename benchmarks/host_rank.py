@@ -38,16 +38,18 @@ class _Timer:
         self._now: Callable[[], float] = time.thread_time if job.device == "cpu" else time.process_time
         self._phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
         self._walls: list[float] = []
+        self._norm = 0.0
         self._messages = 0
 
     def step(self, batch: Tensor, counts: bool) -> None:
         """Run one step."""
         before, begin = self._loop.messages(), time.perf_counter()
         losses: list[Tensor] = []
+        norms: list[Tensor] = []
         calls: tuple[Callable[[], object], ...] = (
             lambda: losses.append(self._loop.forward(batch)),
             lambda: torch.autograd.backward(losses[0]),
-            self._loop.clip,
+            lambda: norms.append(self._loop.clip()),
             self._loop.step,
         )
         for phase, call in zip(PHASES, calls, strict=True):
@@ -60,6 +62,7 @@ class _Timer:
         if counts:
             self._walls.append(time.perf_counter() - begin)
         self._messages = self._loop.messages() - before
+        self._norm = _number(norms[0])
         losses.clear()
         self._loop.clear()
 
@@ -78,9 +81,16 @@ class _Timer:
             low=quartiles(totals)[0],
             high=quartiles(totals)[1],
             wall=median(self._walls),
+            norm=self._norm,
             buckets=self._loop.buckets(),
             messages=self._messages,
         )
+
+
+def _number(norm: Tensor) -> float:
+    """Return the value of a norm, which FSDP2 returns as a DTensor."""
+    whole: Callable[[], Tensor] | None = getattr(norm, "full_tensor", None)
+    return float(norm if whole is None else whole())
 
 
 def measure(job: HostJob) -> list[HostTime]:

@@ -35,7 +35,7 @@ class Loop:
     """
 
     forward: Callable[[Tensor], Tensor]
-    clip: Callable[[], object]
+    clip: Callable[[], Tensor]
     step: Callable[[], object]
     clear: Callable[[], object]
     close: Callable[[], object] = lambda: None
