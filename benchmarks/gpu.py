@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 
@@ -22,12 +22,11 @@ except ModuleNotFoundError as absent:
 from zero.commands.train.model import Shape
 
 from . import gpu_tables, tables
+from .gpu_device import GIB, checked_device, in_words
 from .gpu_job import DTYPES, SHAPES, TINY, GpuJob, OnDevice, largest, needed_bytes, read_on_device
 from .processes import RankError, train_on_device
 from .report import Report
 from .systems import ON_A_DEVICE
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -62,14 +61,6 @@ def measure(
                     )
                     found.append(train_on_device(job))
     return found
-
-
-def _device_in_words(device: str) -> str:
-    if not device.startswith("cuda"):
-        return "no GPU: the CPU in its place"
-    cuda: Any = torch.cuda  # torch annotates only a part of it
-    properties, nccl = cuda.get_device_properties(device), ".".join(map(str, cuda.nccl.version()))
-    return f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}, NCCL {nccl}"
 
 
 def _shape(device: str, size: Size, quick: bool) -> Shape:
@@ -110,13 +101,7 @@ def main(
     if show_only is not None:
         report = Report.read(show_only)
     else:
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            print(
-                "error: there is no CUDA here: this benchmark needs a GPU (--device cpu --quick: to see that it works)",
-                file=sys.stderr,
-            )
-            raise typer.Exit(2)
-        device = "cuda:0" if device == "cuda" else device
+        device = str(where := checked_device(device))
         size = QUICK if quick else WHOLE
         systems, dtypes = _checked(system, dict(ON_A_DEVICE), "system"), _checked(dtype, dict(DTYPES), "dtype")
         try:
@@ -124,7 +109,7 @@ def main(
         except RankError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
-        report = Report.of_this_machine("benchmarks.gpu", [asdict(run) for run in runs], _device_in_words(device))
+        report = Report.of_this_machine("benchmarks.gpu", [asdict(run) for run in runs], in_words(where))
         report.write(out / "gpu.json")
     results = gpu_tables.DeviceResults([read_on_device(part) for part in report.parts])
     out.mkdir(parents=True, exist_ok=True)

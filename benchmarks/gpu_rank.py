@@ -46,6 +46,11 @@ class Host:
     def finish(self) -> None:
         """Wait until everything is done."""
 
+    def restart(self) -> None:
+        """Wait until everything is done, and let the peak begin anew."""
+        self.finish()
+        Path("/proc/self/clear_refs").write_text("5")
+
     def mark(self) -> Any:
         return time.perf_counter()
 
@@ -75,6 +80,10 @@ class Cuda(Host):
     def finish(self) -> None:
         torch.cuda.synchronize()
 
+    def restart(self) -> None:
+        self.finish()
+        torch.cuda.reset_peak_memory_stats()
+
     def mark(self) -> Any:
         cuda: Any = torch.cuda  # torch does not annotate its events
         event = cuda.Event(enable_timing=True)
@@ -91,22 +100,23 @@ class Cuda(Host):
         return torch.cuda.max_memory_allocated()
 
 
-def _clock(device: torch.device) -> Host:
+def clock(device: torch.device) -> Host:
+    """Return the clock and the memory of a device."""
     return Cuda(device) if device.type == "cuda" else Host()
 
 
 def copy_bandwidth(device: torch.device, nbytes: int) -> float:
     """Return the bytes a second that a device reads and writes when it copies ``nbytes``: the median of some copies."""
-    clock = _clock(device)
+    timer = clock(device)
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = []
     for _ in range(COPIES + 2):  # the first two warm up
-        begin = clock.mark()
+        begin = timer.mark()
         target.copy_(source)
-        end = clock.mark()
-        clock.finish()
-        seconds.append(clock.between(begin, end))
+        end = timer.mark()
+        timer.finish()
+        seconds.append(timer.between(begin, end))
     return 2 * nbytes / median(seconds[2:])
 
 
@@ -140,8 +150,8 @@ def train(job: GpuJob) -> OnDevice:
     """Run the steps, and return the results."""
     device = torch.device(job.device)
     copied = copy_bandwidth(device, job.copied)
-    clock = _clock(device)
-    start = clock.held()
+    timer = clock(device)
+    start = timer.held()
     training: Training = ON_A_DEVICE[job.system].build(model := _model(job), How(CAP_MB))
     elements = sum(parameter.numel() for parameter in model.parameters())
     following = _batches(job)
@@ -150,9 +160,9 @@ def train(job: GpuJob) -> OnDevice:
         inputs, targets = following()
         loss = loss_fn(training.forward(inputs), targets)
         training.backward(loss)
-        before = clock.mark()
+        before = timer.mark()
         training.step()
-        after = clock.mark()
+        after = timer.mark()
         training.clear()
         return before, after, loss.detach()
 
@@ -160,19 +170,19 @@ def train(job: GpuJob) -> OnDevice:
         step()
     waited, host, update = [], [], []
     for _ in range(job.steps):
-        clock.finish()
+        timer.finish()
         begin = time.perf_counter()
         before, after, _ = step()
         host.append(time.perf_counter() - begin)
-        clock.finish()
+        timer.finish()
         waited.append(time.perf_counter() - begin)
-        update.append(clock.between(before, after))
+        update.append(timer.between(before, after))
     begin = time.perf_counter()
     for _ in range(job.steps):
         *_, loss = step()
-    clock.finish()
+    timer.finish()
     in_a_row = (time.perf_counter() - begin) / job.steps
-    peak, kept = clock.most() - start, clock.held() - start
+    peak, kept = timer.most() - start, timer.held() - start
     times = (in_a_row, median(waited), median(host), median(update))
     return OnDevice(job, elements, *times, copied, peak, kept, loss.item())
 
@@ -182,7 +192,7 @@ def main(job: GpuJob, meeting: str, parent: int) -> None:
     torch.set_num_threads(1)
     device = torch.device(job.device)
     dist.init_process_group(
-        _clock(device).backend,
+        clock(device).backend,
         init_method=f"file://{meeting}",
         rank=0,
         world_size=1,
