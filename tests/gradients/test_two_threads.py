@@ -139,14 +139,14 @@ def test_two_threads_give_the_sums_of_one(stage: int, world_size: int, ahead: bo
 
 
 def test_no_two_hooks_of_an_optimizer_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside, most = [0], [0]
+    inside, most, together = [0], [0], threading.Barrier(2)
 
     class Listening:
         def __getattr__(self, name: str) -> Callable[..., None]:
             def event(*_: object) -> None:
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
-                time.sleep(1e-3)
+                time.sleep(5e-3)
                 inside[0] -= 1
 
             return event
@@ -162,12 +162,13 @@ def test_no_two_hooks_of_an_optimizer_run_at_once(monkeypatch: pytest.MonkeyPatc
     backward = Backward(1)
     monkeypatch.setattr(hooks, "current_graph_task_id", lambda: 1)
     monkeypatch.setattr(hooks, "queue_callback", backward.callbacks.append)
-    sides = [
-        threading.Thread(
-            target=lambda side=side: [accumulate(p, torch.ones(NUMEL)) for p in parameters[side::2]]  # type: ignore
-        )
-        for side in range(2)
-    ]
+
+    def side(first: int) -> None:
+        together.wait(10)
+        for parameter in parameters[first::2]:
+            accumulate(parameter, torch.ones(NUMEL))
+
+    sides = [threading.Thread(target=side, args=(first,)) for first in range(2)]
     for thread in sides:
         thread.start()
     for thread in sides:

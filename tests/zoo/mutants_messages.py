@@ -18,9 +18,9 @@ MUTANTS = (
         "A step on another stream than its backward's reads gradients that are still on their way.",
         (
             Edit(
-                "zero.runtime.streams.Streams.wait_for_previous",
-                "            current.wait_stream(self._last)\n",
-                "            pass\n",
+                "zero.runtime.streams._behind",
+                "        current.wait_stream(last)\n",
+                "        pass\n",
             ),
         ),
         (f"{DEVICES}::test_each_part_of_a_step_waits_for_the_one_before_on_whatever_stream_it_is[1-1]",),

@@ -209,19 +209,16 @@ class _Arrival:
         if owner is None or listener is None or bucket is None:
             return
         with owner.lock:
-            self._arrived(owner, listener, bucket, parameter)
-
-    def _arrived(self, owner: GradientHooks, listener: Listener, bucket: Bucket, parameter: Tensor) -> None:
-        if not parameter.requires_grad:  # frozen since its forward: autograd has discarded the gradient
-            return
-        gradient = parameter.grad
-        if isinstance(gradient, ShardedGradient):
-            placeholder, gradient = gradient, gradient.capture
-            placeholder.capture = None
-        assert gradient is not None
-        if current_graph_task_id() != owner.task:
-            owner.begin(listener, bucket.spec.slots[self._slot].parameter, parameter)
-        listener.gradient_ready(bucket, self._slot, gradient.detach() if gradient.requires_grad else gradient)
+            if not parameter.requires_grad:  # frozen since its forward: autograd has discarded the gradient
+                return
+            gradient = parameter.grad
+            if isinstance(gradient, ShardedGradient):
+                placeholder, gradient = gradient, gradient.capture
+                placeholder.capture = None
+            assert gradient is not None
+            if current_graph_task_id() != owner.task:
+                owner.begin(listener, bucket.spec.slots[self._slot].parameter, parameter)
+            listener.gradient_ready(bucket, self._slot, gradient.detach() if gradient.requires_grad else gradient)
 
 
 class GradientHooks:
