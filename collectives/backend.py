@@ -122,6 +122,15 @@ class Backend(ABC):
         """Return the name of what moves tensors of this device in these collectives; empty if nothing does."""
         return ""
 
+    def stays_on(self, device: torch.device) -> bool:
+        """Return True if these collectives move tensors of an accelerator without the host's memory."""
+        return self.device_backend(device) == "nccl"
+
+    def part(self, parts: Sequence[Sequence[int]]) -> Backend:
+        """Return the backend of a part of these ranks, with collectives of its own. All ranks call it with the same
+        ``parts``, which are disjoint and ascending; this rank is in one of them."""
+        raise NotImplementedError
+
     def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> Pending:
         """Send each rank its part of ``source``, in rank order. ``out``: what each rank sent here, in rank order."""
         raise NotImplementedError
@@ -133,6 +142,23 @@ class Backend(ABC):
     def reduce_scatter(self, out: Tensor, source: Tensor) -> Pending:
         """Put the sum over all ranks of this rank's part of ``source`` into ``out``. Parts are equally long."""
         raise NotImplementedError
+
+    def broadcast(self, tensor: Tensor, source: int) -> Pending:
+        """Copy the tensor of rank ``source`` to all ranks."""
+        raise NotImplementedError
+
+    def pass_to(self, tensor: Tensor, to: int) -> Pending:
+        """Send a tensor to a rank, which calls `take_from`. Two ranks do so in one direction only."""
+        raise NotImplementedError
+
+    def take_from(self, tensor: Tensor, source: int) -> Pending:
+        """Receive what a rank sends by `pass_to`."""
+        raise NotImplementedError
+
+    def abort_collectives(self) -> bool:
+        """End the collectives under way on devices, which may wait for a lost rank for ever. Return whether there were
+        any: these ranks can run no further ones then."""
+        return False
 
 
 class _BytesOfTensor:

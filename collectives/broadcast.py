@@ -6,6 +6,8 @@
 
 Every rank but the last sends each byte once. Sent directly, each byte would leave rank 0 once for every other rank.
 
+On a device whose tensors the backend moves by itself (NCCL), its own broadcast does this, without the host.
+
 A rank hears from its two neighbours alone. So all ranks announce themselves to each other first: a rank that is
 elsewhere, or that failed before, is named by all.
 
@@ -20,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from .algorithms.process_group import Running
 from .messages import Chain, Tag, Work, as_bytes
 from .transport import Transport
 
@@ -36,12 +39,24 @@ def ring_broadcast(transport: Transport, buffers: Iterable[Tensor], tag: Tag) ->
     transport.announce(tag).wait()
     sends = deque[Work]()
     for buffer in buffers:
+        if buffer.numel() and _stays_on_device(transport, buffer):
+            pending = transport.backend.broadcast(as_bytes(buffer), transport.backend_ranks([0])[0])
+            Running(transport, tag, pending, lambda: None).wait()
+            last, first = transport.rank + 1 == transport.world_size, transport.rank == 0
+            transport.count_payload(buffer.nbytes * (not last), buffer.nbytes * (not first))
+            continue
         for chunk in _arriving(transport, torch.split(as_bytes(buffer), CHUNK), tag):
             if transport.rank + 1 < transport.world_size:
                 sends.append(transport.isend(chunk, transport.rank + 1, tag, whole=True, one_way=True))
             if len(sends) > AHEAD:
                 sends.popleft().wait()
     Chain(sends).wait()
+
+
+def _stays_on_device(transport: Transport, buffer: Tensor) -> bool:
+    backend = transport.backend
+    everyone = transport.backend_ranks(range(transport.world_size)) == list(range(backend.world_size))
+    return backend.has_collectives and everyone and backend.stays_on(buffer.device)
 
 
 def _arriving(transport: Transport, chunks: Sequence[Tensor], tag: Tag) -> Iterator[Tensor]:

@@ -119,6 +119,7 @@ class PeerLinks:
         self._family: list[weakref.ref[PeerLinks]] = [] if like is None else like._family
         self._family.append(weakref.ref(self))
         self.broken: str | None = None
+        self._aborted_collectives = False
         self._process = os.getpid()
         self.unsent: dict[int, object] = {}  # sends before their wait
         # A rank of this host may itself wait for one of another host: it should have time to report that.
@@ -155,9 +156,10 @@ class PeerLinks:
         if self.broken is None and os.getpid() == self._process:
             return
         self.check_process()
+        where = " over a new process group, as this one's collectives on devices were aborted"
         raise CollectiveError(
             f"{self.rank_label}: this communicator is closed since an earlier failure ({self.broken}); "
-            "build a new optimizer"
+            f"build a new optimizer{where if self._aborted_collectives else ''}"
         )
 
     def check_process(self) -> None:
@@ -311,6 +313,8 @@ class PeerLinks:
                         self.memory.close_slot(self.ranks[to], self.slot(port))
             except Exception:  # a peer that is gone gets no report; the others still do
                 unreached.append(to)
+        with suppress(Exception):  # the failure that is reported is the one to raise
+            self._aborted_collectives = self.backend.abort_collectives()
         keeper = threading.Timer(min(self.timeout, REPORT_KEPT), lambda kept: None, [kept])
         keeper.daemon = True
         keeper.start()

@@ -192,7 +192,7 @@ def replicate(
         }
         return choice(transport, builds[algorithm], "the ranks are threads")
     if algorithm == "auto" and _all_have_nccl(transport, device):
-        return choice(transport, Pairwise, "directly, as NCCL's own collectives are among all ranks of a process group")
+        return _replicas_by_nccl(transport, replicas)
     neighbours = connect_neighbours(transport)
     within = all(len(neighbours.among(ranks)) == 1 for ranks in replicas)
     if algorithm == "shared":
@@ -219,6 +219,24 @@ def _all_have_nccl(transport: Transport, device: torch.device) -> bool:
     name = transport.backend.device_backend(device)
     names = transport.exchange(name.encode(), Tag(Kind.EXCHANGE, "telling what moves a device's tensors"))
     return all(name == b"nccl" for name in names)
+
+
+def _replicas_by_nccl(transport: Transport, replicas: Sequence[range]) -> Choice:
+    """Make replicas of ``replicas``, and pass sums on between them, by process groups of their ranks. Collective."""
+    world, factor = range(transport.world_size), len(replicas[0])
+    mine = replicas[transport.rank // factor]
+    keys = transport.exchange(host_key().encode(), Tag(Kind.EXCHANGE, "looking for the ranks of each host"))
+    within = all(len({keys[rank] for rank in ranks}) == 1 for ranks in replicas)
+    owners = transport.backend.part([transport.backend_ranks(world[place::factor]) for place in range(factor)])
+    inner: Collective
+    if factor == 1:
+        inner = Pairwise(transport.split(mine))
+    else:
+        part = Transport(transport.backend.part([transport.backend_ranks(ranks) for ranks in replicas])).fork()
+        inner = AllToAll(part) if within else Native(part)
+    where = "each on one host" if within else "some on several hosts, where NCCL adds in an order of its own"
+    reason = f"{len(replicas)} replicas of {factor}; with NCCL, {where}"
+    return Choice(Replicated(transport, inner, owners), reason, inner.transport)
 
 
 def _by_nccl(transport: Transport) -> Choice:

@@ -13,6 +13,7 @@ Knows: a backend's tensors, and the tag in its callers' frames. Does not know: a
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from collectives import Loopback, Tag, Transport
 from collectives.backend import Pending
-from collectives.backends.gloo import _Collective
+from collectives.backends.gloo import _Collective, _UnderWay
 from collectives.backends.threads import ThreadBackend, _World
 from collectives.messages import describe
 
@@ -31,6 +32,7 @@ T = TypeVar("T")
 POISON = 255
 SLOT = -1  # the slot of collectives; transports use slots that are not negative
 NOTHING = torch.empty(0, dtype=torch.uint8)
+_MAKING = threading.Lock()  # of parts
 
 
 class LateTransfer:
@@ -80,6 +82,13 @@ class LateTransfer:
             raise AssertionError(f"{self.what}: its output was written before the wait")
 
 
+class _NoStreams(_UnderWay):
+    """Stands for the streams of a device: a wait has no time limit, and nothing is recorded."""
+
+    def awaited(self, device: torch.device) -> None:
+        return
+
+
 class LateBackend(ThreadBackend):
     """Messages between threads, and the collectives that `GlooBackend` has."""
 
@@ -106,6 +115,35 @@ class LateBackend(ThreadBackend):
 
     def device_backend(self, device: torch.device) -> str:
         return self.name
+
+    def part(self, parts: Sequence[Sequence[int]]) -> LateBackend:
+        mine = tuple(next(ranks for ranks in parts if self.rank in ranks))
+        with _MAKING:
+            world = vars(self._world).setdefault("parts", {}).setdefault(mine, _World(None))
+        made = LateBackend(world, mine.index(self.rank), len(mine), self.timeout)
+        made.launched = self.launched
+        return made
+
+    def broadcast(self, tensor: Tensor, source: int) -> Pending:
+        if self.rank != source:
+            return self.take_from(tensor, source)
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        sides = [ThreadBackend.send(self, tensor.clone(), to, SLOT) for to in peers]
+        return self._one_way("broadcast", tensor, NOTHING, sides, NOTHING)
+
+    def pass_to(self, tensor: Tensor, to: int) -> Pending:
+        side = ThreadBackend.send(self, tensor.clone(), to, SLOT)
+        return self._one_way(f"pass to rank {to}", tensor, NOTHING, [side], NOTHING)
+
+    def take_from(self, tensor: Tensor, source: int) -> Pending:
+        there = torch.empty_like(tensor)
+        side = ThreadBackend.recv(self, there, source, SLOT)
+        return self._one_way(f"take from rank {source}", NOTHING, tensor, [side], there)
+
+    def _one_way(self, name: str, source: Tensor, out: Tensor, sides: Sequence[Pending], there: Tensor) -> Pending:
+        transfer = LateTransfer(self, name, source, out, sides, lambda: there)
+        self.launched.add(transfer)
+        return _Collective(transfer, _NoStreams(), source if source.numel() else out)
 
     def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> Pending:
         return self._collective("all_to_all", out, source, torch.split(source, splits), out_splits, torch.cat)
@@ -138,7 +176,7 @@ class LateBackend(ThreadBackend):
         transfer = LateTransfer(self, name, source, out, sides, lambda: combined(there))
         self.launched.add(transfer)
         self.most_launched = max(self.most_launched, len(self.launched))
-        return _Collective(transfer, True, out, source)
+        return _Collective(transfer, _NoStreams(), out, source)
 
 
 class LateLoopback(Loopback[T]):

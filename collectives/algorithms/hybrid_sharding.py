@@ -12,18 +12,122 @@ A replica is a row of neighbouring ranks, so the sum is formed in rank order, as
 the same slices, so an all-gather stays inside a replica. Between replicas a slice travels twice, except at the ends,
 which is what a ring would send, and each rank talks to two others.
 
+Sums go by messages (`_Messages`), or on devices by the backend's own collectives (`_OnDevice`), without the host.
+
 Knows: the algorithm of a replica. Does not know: hosts. The caller chooses which ranks are neighbours.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 from torch import Tensor
 
-from ..messages import Chain, Tag, Work
+from ..backend import Backend, Pending
+from ..messages import Chain, Tag, Work, as_bytes
 from ..transport import Transport
 from .base import Collective
+from .process_group import Running
+
+
+class _Hops(Protocol):
+    """How a sum goes through the replicas. ``before`` and ``after``: ranks that own the same slice; None at the ends.
+    ``onward``: for messages of its own, since a rank passes a sum on in a wait, perhaps after it has launched later
+    collectives."""
+
+    onward: Transport
+    before: int | None
+    after: int | None
+
+    def arriving(self, start: Tensor, tag: Tag) -> Work:
+        """Receive the sum of the replicas before. Called when a reduction is launched."""
+
+    def forth(self, out: Tensor, tag: Tag) -> Work:
+        """Send the sum on, and expect the total in its place."""
+
+    def back(self, out: Tensor, tag: Tag) -> Work:
+        """Send the total back, which has come. A total that still has to come is received."""
+
+
+class _Messages:
+    """Hops as messages."""
+
+    def __init__(self, transport: Transport, before: int | None, after: int | None) -> None:
+        self.onward, self.before, self.after = transport.sibling(1), before, after
+
+    def arriving(self, start: Tensor, tag: Tag) -> Work:
+        assert self.before is not None, "the first replica adds to nobody's sum"
+        return self.onward.irecv(start, self.before, tag, one_way=True)
+
+    def forth(self, out: Tensor, tag: Tag) -> Work:
+        if self.after is None:
+            return Chain(())
+        total = self.onward.irecv(out, self.after, tag)  # sent only after this rank's sum has arrived there
+        return Chain([self.onward.isend(out, self.after, tag, one_way=True), total])
+
+    def back(self, out: Tensor, tag: Tag) -> Work:
+        return Chain(()) if self.before is None else self.onward.isend(out, self.before, tag)
+
+
+class _OnDevice:
+    """Hops as transfers of the backend from device to device, and the total as its broadcast from the last replica.
+
+    Such transfers have no headers. So each is announced by a message without bytes, and begins when this has come: a
+    rank that is elsewhere is an error before its bytes are mixed with others.
+    """
+
+    def __init__(self, transport: Transport, before: int | None, after: int | None, owners: Backend) -> None:
+        """``owners``: among the ranks that own this rank's slice, in the order of the replicas."""
+        self._transport, self.onward, self._owners = transport, transport.sibling(1), owners
+        self.before, self.after = before, after
+
+    def arriving(self, start: Tensor, tag: Tag) -> Work:
+        assert self.before is not None, "the first replica adds to nobody's sum"
+        announced = self.onward.irecv(start[:0], self.before, _digested(tag, start))
+        return _Announced(announced, lambda: self._moved(start, tag, 0, 1, self._owners.take_from, -1))
+
+    def forth(self, out: Tensor, tag: Tag) -> Work:
+        if self.after is None:
+            return Chain(())
+        announced = self.onward.isend(out[:0], self.after, _digested(tag, out), one_way=True)
+        return Chain([self._moved(out, tag, 1, 0, self._owners.pass_to, 1), announced])
+
+    def back(self, out: Tensor, tag: Tag) -> Work:
+        owners = self._owners
+        last = owners.world_size - 1 - owners.rank
+        return self._moved(out, tag, self.before is not None, self.after is not None, owners.broadcast, last)
+
+    def _moved(
+        self, tensor: Tensor, tag: Tag, sent: int, received: int, call: Callable[[Tensor, int], Pending], other: int
+    ) -> Work:
+        """Move a tensor. ``sent``, ``received``: how often, for the counters; ``other``: the other rank, counted from
+        this one."""
+        if not tensor.numel():
+            return Chain(())
+        self._transport.count_payload(sent * tensor.nbytes, received * tensor.nbytes)
+        pending = call(as_bytes(tensor), self._owners.rank + other)
+        return Running(self._transport, tag, pending, lambda: None)
+
+
+def _digested(tag: Tag, tensor: Tensor) -> Tag:
+    return replace(tag, digest=zlib.crc32(repr((tag.digest, tensor.numel(), tensor.dtype)).encode()))
+
+
+class _Announced:
+    """A transfer that begins when it was announced."""
+
+    def __init__(self, announced: Work, begin: Callable[[], Work]) -> None:
+        self._announced, self._begin = announced, begin
+        self._work: Work | None = None
+
+    def wait(self) -> None:
+        if self._work is None:
+            self._announced.wait()
+            self._work = self._begin()
+        self._work.wait()
 
 
 class Replicated:
@@ -31,17 +135,19 @@ class Replicated:
 
     ``bounds`` are for the ranks of a replica, `shards`, not for those of `transport`."""
 
-    def __init__(self, transport: Transport, inner: Collective) -> None:
-        """``inner``: the algorithm of this rank's replica. All replicas have the same number of ranks."""
+    def __init__(self, transport: Transport, inner: Collective, owners: Backend | None = None) -> None:
+        """``inner``: the algorithm of this rank's replica. All replicas have the same number of ranks. ``owners``: of
+        `_OnDevice`, if sums go from device to device."""
         self.transport, self.inner, self.shards = transport, inner, inner.transport
+        width = self.shards.world_size
         first = transport.rank - self.shards.rank
-        transport.attach(self.shards, range(first, first + self.shards.world_size))
+        transport.attach(self.shards, range(first, first + width))
         self.name, self.exact = inner.name, inner.exact
-        # A rank passes a sum on in a wait, perhaps after it has launched later collectives: an order of its own.
-        self.onward = transport.sibling(1)
-        before, after = transport.rank - self.shards.world_size, transport.rank + self.shards.world_size
-        self.before = before if before >= 0 else None
-        self.after = after if after < transport.world_size else None
+        before = transport.rank - width if transport.rank >= width else None
+        after = transport.rank + width if transport.rank + width < transport.world_size else None
+        self.hops: _Hops = (
+            _Messages(transport, before, after) if owners is None else _OnDevice(transport, before, after, owners)
+        )
 
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
@@ -69,28 +175,17 @@ class _HybridReduceScatter:
         tag: Tag,
         announced: Work,
     ) -> None:
-        onward, before, after = algorithm.onward, algorithm.before, algorithm.after
-        works = [announced]
-        if before is not None:
+        hops, works = algorithm.hops, [announced]
+        if hops.before is not None:
             if start is None:
                 start = algorithm.shards.scratch(out.numel(), out.dtype, out.device)
-            works.append(onward.irecv(start, before, tag, one_way=True))
+            works.append(hops.arriving(start, tag))
         works.append(algorithm.inner.reduce_scatter(source, bounds, out, start=start, tag=tag))
-        onward.post_remaining()
-
-        def forth() -> Work:
-            if after is None:
-                return Chain(())
-            total = onward.irecv(out, after, tag)  # sent only after this rank's sum has arrived there
-            return Chain([onward.isend(out, after, tag, one_way=True), total])
-
-        def back() -> Work:
-            return Chain(()) if before is None else onward.isend(out, before, tag)
-
+        hops.onward.post_remaining()
         self._transport = algorithm.transport
         self._under_way: Work = Chain(works)
-        self._forth: Callable[[], Work] | None = forth
-        self._back: Callable[[], Work] | None = back
+        self._forth: Callable[[], Work] | None = lambda: hops.forth(out, tag)
+        self._back: Callable[[], Work] | None = lambda: hops.back(out, tag)
 
     def pass_on(self) -> None:
         """Add this replica's contributions to the sum of those before, and send it to the next one."""

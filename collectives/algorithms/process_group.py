@@ -24,7 +24,7 @@ from ..transport import Transport
 from .ordered_sum import ordered_sum
 
 
-class _Running:
+class Running:
     """A collective of the backend, and the work that is left when its bytes are here."""
 
     def __init__(self, transport: Transport, tag: Tag, pending: Pending | None, finish: Callable[[], None]) -> None:
@@ -88,7 +88,7 @@ class ProcessGroupAlgorithm(ABC):
         """See `collectives.Collective.reduce_scatter`, and `_exchange` for the scratch memory."""
         t, before = self.transport, [] if start is None else [start]
         if t.world_size == 1:
-            return _Running(t, tag, None, lambda: ordered_sum([*before, source], out))
+            return Running(t, tag, None, lambda: ordered_sum([*before, source], out))
         exchange = self._exchange(source, bounds, out.numel())
         parts = [*before, *exchange.parts]
         work = self._start(tag, bounds, source.dtype, exchange.call, lambda: ordered_sum(parts, out))
@@ -114,7 +114,7 @@ class ProcessGroupAlgorithm(ABC):
         except BaseException as error:  # the others have begun
             t.abort(f"{t.rank_label}, in {tag.label}: {type(error).__name__}: {error}")
             raise
-        return _Running(t, tag, pending, finish)
+        return Running(t, tag, pending, finish)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. Equal slices arrive in their place. Uneven slices are padded to the

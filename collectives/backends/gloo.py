@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 import zlib
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backend import Backend
-from ..messages import PeerError
+from ..messages import CollectiveError, PeerError
 from ..transport import Transport
 from .threads import solo
 
+_PASSED = zlib.crc32(b"pass_to") >> 1  # gloo's tag of tensors that are passed on; those of messages depend on a slot
 DEFAULT_TIMEOUT = 1800.0  # seconds; that of torch.distributed's gloo groups
 
 
@@ -54,16 +56,43 @@ class _Collective:
     which torch ends the process. If a peer died, the next header reports that before.
     """
 
-    def __init__(self, work: Any, in_streams: bool, *held: Tensor) -> None:
-        self._work, self._in_streams = work, in_streams
+    def __init__(self, work: Any, under_way: _UnderWay | None, *held: Tensor) -> None:
+        """``under_way``: of the streams that the work is on; None if it is on the host."""
+        self._work, self._under_way = work, under_way
         self._held: tuple[Tensor, ...] = held
+        if under_way is not None:
+            under_way.launched()
 
     def wait(self, timeout: float) -> None:
         try:
-            self._work.wait() if self._in_streams else self._work.wait(timedelta(seconds=timeout))
+            self._work.wait() if self._under_way is not None else self._work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
             raise PeerError(" ".join(str(error).split())) from error
+        if self._under_way is not None and self._held:
+            self._under_way.awaited(self._held[0].device)
         self._held = ()
+
+
+class _UnderWay:
+    """What is known of a backend's collectives on streams, for which the host does not wait."""
+
+    def __init__(self) -> None:
+        self._not_awaited = 0  # by a stream
+        self._last: torch.Event | None = None  # behind the last that a stream waits for
+
+    def launched(self) -> None:
+        self._not_awaited += 1
+
+    def awaited(self, device: torch.device) -> None:
+        """Note that the current stream of a device waits for one."""
+        self._not_awaited -= 1
+        if self._last is None:
+            self._last = torch.Event(device)
+        self._last.record()
+
+    def __bool__(self) -> bool:
+        """Whether any may not have ended."""
+        return self._not_awaited > 0 or (self._last is not None and not self._last.query())
 
 
 class GlooBackend(Backend):
@@ -82,6 +111,8 @@ class GlooBackend(Backend):
         # Messages before their wait, kept as long as the group: once gloo finds the memory of a message gone, it moves
         # nothing more between these two ranks, even if the user of the message has failed and is gone, too.
         self._under_way = set[_TorchPending]()
+        self._on_streams = _UnderWay()
+        self._parts: list[GlooBackend] = []
         weakref.finalize(group, self._under_way.clear).atexit = False
 
     def send(self, tensor: Tensor, to: int, slot: int) -> _TorchPending:
@@ -102,6 +133,11 @@ class GlooBackend(Backend):
     def device_backend(self, device: torch.device) -> str:
         return _device_backend(self.group, device)
 
+    def part(self, parts: Sequence[Sequence[int]]) -> GlooBackend:
+        mine = GlooBackend(_part_of(self.group, tuple(map(tuple, parts)), self.rank, self.timeout), self.timeout)
+        self._parts.append(mine)
+        return mine
+
     def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> _Collective:
         return self._collective(dist.all_to_all_single, out, source, out_splits, splits)
 
@@ -112,9 +148,29 @@ class GlooBackend(Backend):
         call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return self._collective(call, out, source)
 
+    def broadcast(self, tensor: Tensor, source: int) -> _Collective:
+        return self._held(_started(dist.broadcast, tensor, group=self.group, group_src=source, async_op=True), tensor)
+
+    def pass_to(self, tensor: Tensor, to: int) -> _Collective:
+        return self._held(_started(self.group.send, [tensor], to, _PASSED), tensor)
+
+    def take_from(self, tensor: Tensor, source: int) -> _Collective:
+        return self._held(_started(self.group.recv, [tensor], source, _PASSED), tensor)
+
+    def abort_collectives(self) -> bool:
+        aborted = sum(part.abort_collectives() for part in self._parts) > 0
+        if self._on_streams:
+            for kind, name in _backends(self.group).items():
+                if name == "nccl":
+                    self.group._get_backend(torch.device(kind)).abort()
+            aborted = True
+        return aborted
+
     def _collective(self, call: Any, out: Tensor, source: Tensor, *splits: list[int]) -> _Collective:
-        work = _started(call, out, source, *splits, group=self.group, async_op=True)
-        return _Collective(work, self.device_backend(out.device) == "nccl", out, source)
+        return self._held(_started(call, out, source, *splits, group=self.group, async_op=True), out, source)
+
+    def _held(self, work: Any, *tensors: Tensor) -> _Collective:
+        return _Collective(work, self._on_streams if self.stays_on(tensors[0].device) else None, *tensors)
 
 
 def _tag(slot: int, data: Tensor) -> int:
@@ -169,8 +225,39 @@ def backend_of(process_group: dist.ProcessGroup | None, device: torch.device) ->
 
 def _device_backend(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the name of what moves a device's tensors in a group; empty if nothing does."""
+    return _backends(group).get(device.type, "")
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the name of what moves tensors in a group, by the type of their device."""
     pairs = (part.partition(":") for part in dist.get_backend_config(group).split(","))
-    return {kind: name for kind, _, name in pairs}.get(device.type, "")
+    return {kind: name for kind, _, name in pairs}
+
+
+_Parts = tuple[tuple[int, ...], ...]
+_PARTS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Parts, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def _part_of(group: dist.ProcessGroup, parts: _Parts, rank: int, timeout: float) -> dist.ProcessGroup:
+    """Return the process group of the part with ``rank``. Optimizers of one group share it. Collective."""
+    known = _PARTS.setdefault(group, {})
+    if parts not in known:
+        # torch wants every process of the job to make every group, or the members alone, by a name of their own
+        of_the_job = dist.get_world_size(group) == dist.get_world_size()
+        for ranks in parts if of_the_job else [ranks for ranks in parts if rank in ranks]:
+            made = dist.new_group(
+                [dist.get_global_rank(group, member) for member in ranks],
+                timeout=timedelta(seconds=timeout),
+                backend=str(dist.get_backend_config(group)),
+                use_local_synchronization=not of_the_job,
+            )
+            if rank in ranks:
+                known[parts] = made
+                if dist.get_rank(made) != ranks.index(rank):
+                    raise CollectiveError(
+                        "collectives of some ranks need a process group whose ranks are in the order of the job's"
+                    )
+    return known[parts]
 
 
 def _timeout(group: dist.ProcessGroup) -> float:
