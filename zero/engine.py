@@ -240,7 +240,10 @@ class Engine:
         self._check_between_steps(purpose)
         problem = None if self._is_free() else f"{purpose} inside gathered() or inside a forward: leave it first"
         with self.averages.applied(average, purpose, problem):
-            yield
+            try:
+                yield
+            finally:
+                self.parts.streams.end_on_current()
 
     @contextmanager
     def gathered(self, chosen: Sequence[Tensor] | None, write: bool) -> Iterator[None]:
@@ -258,6 +261,7 @@ class Engine:
                 yield
             finally:
                 self._gathered -= 1
+                self.parts.streams.end_on_current()
                 with self._reducer.broadcast_call("end of gathered", places=places, write=write):
                     if write:
                         self._overwrite(chosen)

@@ -4,13 +4,17 @@ Knows: streams, and whether CUDA is capturing them for a graph. Does not know: w
 
     backward on stream 1    wait_for_previous, enqueue ...
     step on stream 2        wait_for_previous: stream 2 waits for the work that stream 1 has so far; enqueue ...
+                            keep_memory: memory of stream 1 that is freed now is in use until that work is done
 
 The host never waits. The CPU has no streams, and there nothing is done.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 
 
 class Streams:
@@ -20,6 +24,7 @@ class Streams:
         self.exist = False  # the device has streams
         self._device: torch.device | None = None  # None: a device without streams
         self._last: torch.Stream | None = None
+        self._several = False  # work was enqueued on more than one
 
     def use(self, device: torch.device) -> None:
         """Set the device on which work is enqueued."""
@@ -38,10 +43,31 @@ class Streams:
                 "a CUDA graph is being captured: a replay would communicate nothing and agree on nothing; run "
                 "forwards, backwards and steps of this optimizer outside torch.cuda.graph()"
             )
+        self.end_on_current()
+
+    def end_on_current(self) -> None:
+        """Do the same at the end of a forward or a block, which has begun and must be able to end.
+
+        It may have used memory on the current stream after its last call of `wait_for_previous`. The next stream must
+        wait for that before it uses the memory again.
+        """
+        if self._device is None:
+            return
         current = _current(self._device)
         if self._last is not None and self._last != current:
             current.wait_stream(self._last)
+            self._several = True
         self._last = current
+
+    def keep_memory(self, tensors: Iterable[Tensor]) -> None:
+        """Keep the memory of tensors, once they are gone, until the work so far on the stream used last is done.
+
+        Another stream may have allocated it, for example that of a part of a forward. The caching allocator gives freed
+        memory to the next tensor of that stream, which would not wait.
+        """
+        if self._several and self._last is not None:
+            for tensor in tensors:
+                tensor.record_stream(self._last)
 
 
 def _current(device: torch.device) -> torch.Stream:
