@@ -3,8 +3,9 @@
     access    every operator reads its inputs and writes its outputs, on the stream that is current in its thread
     order     `wait_stream`, the wait for a collective, `torch.accelerator.synchronize`, and autograd's own waits
     rule      of two accesses to a storage on different streams, one of them a write, one is ordered behind the other
-    memory    a freed storage goes back to the stream that allocated it, where the next allocation may use it again: the
-              library's accesses to it must be ordered before, or it was given to `Tensor.record_stream`
+    memory    an allocation is a write, as of the memory's last user on its stream; a freed storage goes back to the
+              stream that allocated it, where the next allocation may use it again: the library's accesses to it must be
+              ordered before, or it was given to `Tensor.record_stream`
 
 Streams have vector clocks: what a stream knows of another is the number of that stream's accesses before its own next
 one. A pool's block is one storage for as long as the pool has it, whoever uses it. A read of a value by the host
@@ -191,16 +192,17 @@ class StreamChecker(TorchDispatchMode):
             return result
         name, stream = func._schema.name, self.current()
         touched: dict[int, tuple[Any, bool]] = {}
-        for index, key, writes in _arguments(func):
+        given = set[int]()
+        for index, (key, touches, writes) in enumerate(_arguments(func)):
             for storage in _storages(args[index] if index < len(args) else kwargs.get(key)):
-                is_written = writes or touched.get(storage._cdata, (None, False))[1]
-                touched[storage._cdata] = storage, is_written
-        given = {storage._cdata for each in (args, list(kwargs.values())) for storage in _storages(each)}
+                given.add(storage._cdata)
+                if touches:
+                    is_written = writes or touched.get(storage._cdata, (None, False))[1]
+                    touched[storage._cdata] = storage, is_written
         for storage in _storages(result):
             if storage._cdata not in given:
                 self._allocated(storage, stream, name)
-                if "empty" not in name:
-                    touched[storage._cdata] = storage, True
+                touched[storage._cdata] = storage, True
         for storage, writes in touched.values():
             self._note(storage, stream, name, writes)
         return result
@@ -259,7 +261,7 @@ class StreamChecker(TorchDispatchMode):
                 del freed[number]
             if memory.allocated_on is not None:
                 late = [access for access in memory.accesses() if access.by_library]
-                late = [access for access in late if access.stream not in memory.recorded]
+                late = [access for access in late if not any(map(access.is_before, memory.recorded))]
                 self._freed.setdefault(memory.allocated_on, []).extend(late)
 
         memory.alive = weakref.ref(storage, free)
@@ -269,35 +271,31 @@ class StreamChecker(TorchDispatchMode):
 
 
 @cache
-def _arguments(func: Any) -> tuple[tuple[int, str, bool], ...]:
-    """Return the arguments whose elements an operator touches: index, name, and whether it writes them.
+def _arguments(func: Any) -> tuple[tuple[str, bool, bool], ...]:
+    """Return the arguments of an operator: the name, whether it touches their elements, and whether it writes them.
 
-    Arguments of which it returns a view are left out, and so are those that only give shape and dtype.
+    It does not touch those of which it returns a view, and those that only give shape and dtype.
     """
     name = func._schema.name.removeprefix("aten::")
-    if name.startswith("new_") or name.endswith("_like"):
-        return ()
-    found = [(index, argument.name, argument.alias_info) for index, argument in enumerate(func._schema.arguments)]
+    as_model = name.startswith("new_") or name.endswith("_like")
+    found = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
     return tuple(
-        (index, key, alias is not None and alias.is_write)
-        for index, key, alias in found
-        if alias is None or alias.is_write
+        (key, not as_model and (alias is None or alias.is_write), alias is not None and alias.is_write)
+        for key, alias in found
     )
 
 
-def _storages(value: Any) -> Iterator[Any]:
-    """Yield the storages of the tensors in an argument or a result."""
-    if isinstance(value, ShardedGradient):
-        return  # a placeholder has no memory
-    if isinstance(value, Tensor):
-        with torch._C.DisableTorchFunctionSubclass():
-            if value.device.type == "cpu" and value.layout is torch.strided:
-                storage = value.untyped_storage()
-                if storage.nbytes():
-                    yield storage
-    elif isinstance(value, (list, tuple)):
-        for inside in value:
-            yield from _storages(inside)
+def _storages(value: Any) -> list[Any]:
+    """Return the storages of the tensors in an argument or a result."""
+    if isinstance(value, (list, tuple)):
+        return [storage for inside in value for storage in _storages(inside)]
+    if not isinstance(value, Tensor) or isinstance(value, ShardedGradient):  # a placeholder has no memory
+        return []
+    with torch._C.DisableTorchFunctionSubclass():
+        if value.device.type != "cpu" or value.layout is not torch.strided:
+            return []
+        storage = value.untyped_storage()
+    return [storage] if storage.nbytes() else []
 
 
 def _place() -> tuple[str, bool]:

@@ -1,8 +1,8 @@
 """Programs that change streams between, and inside, the parts of a step: no access is unordered.
 
 The CPU takes the place of a device (`stream_checker.py`), collectives run on a stream of their own
-(`stream_backend.py`), and autograd runs each node on the stream of its forward (`stream_autograd.py`). The programs wait
-where a plain loop must, and nowhere else: at stages 0 to 2 a forward waits for the step that wrote its parameters.
+(`stream_backend.py`), and autograd runs each node on the stream of its forward (`stream_autograd.py`). The programs
+wait where a plain loop must, and nowhere else: at stages 0 to 2 a forward waits for the step that wrote its parameters.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Training:
         self.device, self.stage = device, stage
         self._streams = {"default": device.default}
         self.model = Towers()
-        options = {"bucket_cap_mb": CAP, "collective": "all_to_all", "lr": 0.01, **options}
+        options = {"bucket_cap_mb": CAP, "collective": "all_to_all", "lr": 0.01, "fused": True, **options}
         self.optimizer = ZeroOptimizer(self.model, torch.optim.AdamW, stage=stage, process_group=transport, **options)
         self._written_on = "default"
 
@@ -143,7 +143,15 @@ def two_steps(pattern: Pattern) -> Callable[[Training], None]:
 @ALL
 @RANKS
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.by_default("each part-2-2", "each part-2-3", "two towers-1-1", "two towers-2-0", "in turn-2-1", "in turn-1-3")
+@pytest.mark.by_default(
+    "each part-1-0",
+    "each part-2-0",
+    "each part-2-3",
+    "two towers-1-1",
+    "two towers-2-2",
+    "in turn-1-3",
+    "side stream-2-1",
+)
 def test_parts_of_a_step_are_ordered_on_whatever_streams_they_are(pattern: str, world_size: int, stage: int) -> None:
     check(world_size, stage, two_steps(PATTERNS[pattern]))
 
@@ -158,6 +166,7 @@ def test_so_are_those_of_other_collectives(collective: str, stage: int) -> None:
 @ALL
 @RANKS
 @pytest.mark.parametrize("precision", ["bf16", "fp32, sent in bf16"])
+@pytest.mark.by_default("bf16-1-3", "fp32, sent in bf16-2-1")
 def test_so_are_those_in_mixed_precision(precision: str, world_size: int, stage: int) -> None:
     check(world_size, stage, two_steps(TOWERS), mixed_precision=PRECISIONS[precision])
 
@@ -173,6 +182,28 @@ def test_so_are_gradients_that_no_sync_left(world_size: int, stage: int) -> None
             training.step(pattern)
 
     check(world_size, stage, program)
+
+
+@RANKS
+@pytest.mark.by_default("2")
+def test_so_are_gradients_that_a_scaler_unscales(world_size: int) -> None:
+    def program(training: Training) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for _ in range(2):
+            loss = training.forward("s", "t")
+            with training.on("s"):
+                scaled = scaler.scale(loss)
+            training.on("unscale").wait_stream(training.on("s"))
+            training.device.backward(scaled)
+            with training.on("unscale"):
+                scaler.unscale_(training.optimizer)
+                scaler.step(training.optimizer)
+                scaler.update()
+            training._written_on = "unscale"
+            with training.on("clear"):
+                training.optimizer.zero_grad()
+
+    check(world_size, 1, program)
 
 
 # -- states in the host's memory ---------------------------------------------------------------------------------------
@@ -208,7 +239,7 @@ def test_copies_of_offloaded_states_are_ordered(world_size: int, stage: int, tmp
 
 @ALL
 @RANKS
-@pytest.mark.by_default("1-2", "2-0", "2-3")
+@pytest.mark.by_default("1-0", "2-3")
 def test_whole_tensors_are_read_and_written_in_order(world_size: int, stage: int, tmp_path: Path) -> None:
     def program(training: Training) -> None:
         optimizer, model, on = training.optimizer, training.model, training.on
